@@ -1,0 +1,1 @@
+"""Distributed checkpointing of Megatron-style training."""

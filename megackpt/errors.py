@@ -1,0 +1,97 @@
+"""Every error megackpt raises on purpose.
+
+Owns the error tree and nothing else; each layer raises from here.
+
+    CheckpointError (also spelled CheckpointingException, Megatron-Core's name)
+    |-- GeometryError          ValueError         a box, split or flat range that cannot exist
+    |-- DeclarationError       ValueError         a ShardedTensor, layout or state dict that contradicts
+    itself |-- CoverageError          ValueError         an element saved by no rank, or by more than one
+    main replica |-- MismatchError          ValueError         ranks, or the request and the checkpoint,
+    disagree |-- MissingKeyError        KeyError           asked for, and not in the checkpoint
+    |-- UnserializableError    TypeError          a value without a codec, named by its path in the state dict
+    |-- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
+    |-- FormatError            ValueError         a file that is not what the format says
+    |-- IntegrityError         ValueError         stored bytes whose digest differs
+    |-- StorageError           OSError            the file system or object store refused
+    `-- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of all errors of megackpt.
+
+    Attributes:
+        key: the global array or object concerned, if there is one.
+        rank: the rank that found or caused it, if known.
+        path: the file, directory or state-dict path concerned, if there is one.
+    """
+
+    def __init__(
+        self, message: str, *, key: str | None = None, rank: int | None = None, path: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.key = key
+        self.rank = rank
+        self.path = path
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of its argument; every error of ours prints its text.
+        return self.message
+
+
+CheckpointingException = CheckpointError
+
+
+class GeometryError(CheckpointError, ValueError):
+    """A box, split or flat range that cannot exist."""
+
+
+class DeclarationError(CheckpointError, ValueError):
+    """A sharded entity, layout or state dict that contradicts itself."""
+
+
+class CoverageError(CheckpointError, ValueError):
+    """An element of a global array that no main replica covers, or more than one."""
+
+
+class MismatchError(CheckpointError, ValueError):
+    """Two ranks, or the request and the checkpoint, disagree about shape, dtype or content."""
+
+
+class MissingKeyError(CheckpointError, KeyError):
+    """A key was asked for that the checkpoint does not hold."""
+
+
+class UnserializableError(CheckpointError, TypeError):
+    """A value without a codec; `path` is where it stands in the state dict."""
+
+
+class NotACheckpointError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at this path."""
+
+
+class FormatError(CheckpointError, ValueError):
+    """A file of a checkpoint is not what the format says."""
+
+
+class IntegrityError(CheckpointError, ValueError):
+    """Stored bytes do not have the digest they were stored with."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The file system or object store refused an operation."""
+
+
+class RankFailedError(CheckpointError, RuntimeError):
+    """Another rank failed, or did not answer before the deadline."""
+
+
+def truncated_list(lines: list[str], *, limit: int = 10) -> str:
+    """Join the first `limit` lines, indented, and say how many were left out."""
+    shown = [f"  {line}" for line in lines[:limit]]
+    if len(lines) > limit:
+        shown.append(f"  ... and {len(lines) - limit} more ({len(lines)} in all)")
+    return "\n".join(shown)

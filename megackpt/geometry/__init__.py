@@ -1,0 +1,7 @@
+"""Pure integer geometry of global arrays: boxes, splits, flat ranges. No torch, no I/O."""
+
+from megackpt.geometry.box import Box, row_major_strides
+from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
+from megackpt.geometry.split import split_range
+
+__all__ = ["Box", "Ints", "Rectangles", "rectangles_of", "row_major_strides", "split_range", "strides_of"]

@@ -1,0 +1,91 @@
+"""Flat ranges of boxes as rectangles, for many boxes at once.
+
+A distributed optimizer holds a contiguous range `[start, stop)` of the row-major flattening of a box. Such
+a range is at most `2 n - 1` rectangles in n dims (tail rows of the first slab, whole slabs, head rows of
+the last), each of them contiguous in the flat buffer. Owns that decomposition; everything here works on
+int64 numpy arrays, one row a box, so that a plan over a million boxes stays in a few vector operations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class Rectangles(NamedTuple):
+    """Rectangles cut from rows of boxes.
+
+    Attributes:
+        row: which input row each rectangle belongs to, `[m]`, ascending, and in flat order within a row.
+        start: first element relative to the origin of that row's box, `[m, n]`.
+        shape: extents, `[m, n]`, all >= 1.
+    """
+
+    row: Ints
+    start: Ints
+    shape: Ints
+
+
+def strides_of(shape: Ints) -> Ints:
+    """Row-major strides in elements of each row's box; shape `[m, n]` gives `[m, n]`."""
+    strides = np.ones_like(shape)
+    for dim in range(shape.shape[1] - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * shape[:, dim + 1]
+    return strides
+
+
+def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
+    """Cut each row's flat range into rectangles; empty ranges give none.
+
+    shape is `[m, n]` (n >= 1), flat_start and flat_stop are `[m]` with `0 <= start <= stop <= prod(shape)`.
+
+    >>> r = rectangles_of(np.array([[3, 4]]), np.array([2]), np.array([9]))
+    >>> [(tuple(map(int, a)), tuple(map(int, b))) for a, b in zip(r.start, r.shape)]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    dims = shape.shape[1]
+    strides = strides_of(shape)
+    position = flat_start.astype(np.int64, copy=True)
+    pieces: list[tuple[Ints, Ints, Ints]] = []  # (rows, start, shape), each in flat order for its row
+
+    def emit(rows: Ints, dim: int, stop: Ints) -> None:
+        """Add the slabs `[position, stop)` of `dim`: both ends are multiples of that dim's stride."""
+        begin = position[rows]
+        start = (begin[:, None] // strides[rows]) % shape[rows]
+        extent = np.ones_like(start)
+        extent[:, dim] = (stop - begin) // strides[rows, dim]
+        extent[:, dim + 1 :] = shape[rows, dim + 1 :]
+        pieces.append((rows, start, extent))
+        position[rows] = stop
+
+    # Heads, innermost dim first: complete the slab that the range starts in the middle of.
+    climbing = flat_stop > flat_start
+    for dim in range(dims - 1, 0, -1):
+        slab = np.maximum(strides[:, dim - 1], 1)
+        boundary = -(-position // slab) * slab
+        climbing &= boundary <= flat_stop
+        rows = np.flatnonzero(climbing & (boundary > position))
+        if rows.size:
+            emit(rows, dim, boundary[rows])
+    # Middle and tails, outermost dim first: as many whole slabs of each dim as still fit.
+    for dim in range(dims):
+        slab = np.maximum(strides[:, dim], 1)
+        boundary = flat_stop // slab * slab
+        rows = np.flatnonzero((boundary > position) & (flat_stop > flat_start))
+        if rows.size:
+            emit(rows, dim, boundary[rows])
+
+    if not pieces:
+        none = np.zeros((0, dims), np.int64)
+        return Rectangles(np.zeros(0, np.int64), none, none.copy())
+    row = np.concatenate([p[0] for p in pieces])
+    order = np.argsort(row, kind="stable")  # stable: keeps the flat order inside each row
+    return Rectangles(
+        row[order],
+        np.concatenate([p[1] for p in pieces])[order],
+        np.concatenate([p[2] for p in pieces])[order],
+    )

@@ -1,0 +1,104 @@
+"""Sharded entities as rows of the chunk table: where declarations leave torch behind.
+
+Owns the translation only. After it, planning and validation see columns of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megackpt.errors import DeclarationError, MismatchError
+from megackpt.mapping.base import is_main_replica
+from megackpt.mapping.sharded_object import ShardedObject
+from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, DeclaredChunks, itemsizes, pad_shapes
+
+
+def describe(
+    entities: Sequence[ShardedTensor | ShardedObject], *, rank: int, object_nbytes: Sequence[int] = ()
+) -> DeclaredChunks:
+    """Return this rank's declarations; row i is entity i, its slot.
+
+    object_nbytes gives the encoded length of each ShardedObject in order (zeros, if empty: nothing is to be
+    written). Local, pure.
+
+    Raises:
+        MismatchError: two entities of this rank give one key different dtypes or global shapes.
+        DeclarationError: a dtype that no checkpoint can hold.
+    """
+    specs: dict[str, ArraySpec] = {}
+    for entity in entities:
+        spec = _spec_of(entity)
+        if specs.setdefault(spec.key, spec) != spec:
+            raise MismatchError(
+                f"{spec.key!r}: rank {rank} declares {spec.dtype} {spec.global_shape} and "
+                f"{specs[spec.key].dtype} {specs[spec.key].global_shape} under this one key. Give each "
+                f"global array "
+                f"a key of its own.",
+                key=spec.key,
+                rank=rank,
+            )
+    arrays = tuple(specs[k] for k in sorted(specs))
+    table = _table(entities, arrays, list(object_nbytes))
+    return DeclaredChunks(
+        table,
+        np.array([is_main_replica(e.replica_id) for e in entities], np.bool_),
+        np.array([getattr(e, "allow_shape_mismatch", False) for e in entities], np.bool_),
+        np.full(len(entities), rank, np.int64),
+        np.arange(len(entities), dtype=np.int64),
+    )
+
+
+def dtype_name(dtype: object) -> str:
+    """Name of a torch dtype without its module: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec_of(entity: ShardedTensor | ShardedObject) -> ArraySpec:
+    if isinstance(entity, ShardedObject):
+        return ArraySpec(entity.key, OBJECT, entity.global_shape)
+    name = dtype_name(entity.dtype)
+    if name not in DTYPES:
+        raise DeclarationError(
+            f"{entity.key!r}: a checkpoint cannot hold dtype {entity.dtype}. Known are {', '.join(DTYPES)}.",
+            key=entity.key,
+        )
+    return ArraySpec(entity.key, name, entity.global_shape)
+
+
+def _table(
+    entities: Sequence[ShardedTensor | ShardedObject], arrays: tuple[ArraySpec, ...], object_nbytes: list[int]
+) -> ChunkTable:
+    number = {spec.key: i for i, spec in enumerate(arrays)}
+    dims = max([len(a.global_shape) for a in arrays], default=1) or 1
+    shapes = [_block_of(e) for e in entities]
+    flats = [_flat_of(e, shape) for e, shape in zip(entities, shapes, strict=True)]
+    array = np.array([number[e.key] for e in entities], np.int64)
+    flat_start, flat_stop = (np.array([f[i] for f in flats], np.int64) for i in (0, 1))
+    nbytes = (flat_stop - flat_start) * (itemsizes(arrays)[array] if len(arrays) else 1)
+    if object_nbytes:
+        nbytes[[isinstance(e, ShardedObject) for e in entities]] = object_nbytes
+    return ChunkTable(
+        arrays,
+        array,
+        pad_shapes([e.global_offset for e in entities], dims, fill=0),
+        pad_shapes(shapes, dims, fill=1),
+        flat_start,
+        flat_stop,
+        nbytes,
+    )
+
+
+def _block_of(entity: ShardedTensor | ShardedObject) -> tuple[int, ...]:
+    if isinstance(entity, ShardedObject):
+        return (1,) * len(entity.global_shape)
+    return entity.block_shape
+
+
+def _flat_of(entity: ShardedTensor | ShardedObject, shape: tuple[int, ...]) -> tuple[int, int]:
+    if isinstance(entity, ShardedTensor) and entity.flattened_range is not None:
+        return entity.flattened_range.start, entity.flattened_range.stop
+    return 0, math.prod(shape)

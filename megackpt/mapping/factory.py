@@ -1,0 +1,68 @@
+"""ShardedTensorFactory: an opaque transformation between a local tensor and what is stored.
+
+Owns the entity. The common cases (fused gate/up, fused QKV) are better declared as a `ShardedLayout`, which
+also works on flat optimizer shards without help and loads in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megackpt.mapping.base import ReplicaId, ShardedBase
+
+BuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]  # returns an entity or a list/dict of them
+MergeFn = Callable[[Any], Any]  # the same structure with loaded tensors -> the local tensor
+
+
+@dataclass(eq=False)
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is stored as whatever `build_fn` makes of it.
+
+    Attributes:
+        key: handed to `build_fn`.
+        data: the local tensor.
+        build_fn: `(key, data, replica_id, flattened_range) -> sharded state dict`; must depend on nothing
+            else, as it is also applied to optimizer states of the same parameter.
+        merge_fn: takes what `build_fn` gave with every entity replaced by its loaded value; returns the
+            tensor.
+        replica_id: handed to `build_fn`.
+        flattened_range: the slice of the flattened tensor that data is, or None; handed to `build_fn`.
+
+    Source: Megatron-Core `dist_checkpointing.mapping.ShardedTensorFactory`.
+    """
+
+    key: str
+    data: torch.Tensor | None
+    build_fn: BuildFn
+    merge_fn: MergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """Return the sharded state dict that stands for this tensor; may hold factories again."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def without_data(self) -> ShardedTensorFactory:
+        """Return the same declaration with `data=None`."""
+        return replace(self, data=None)
+
+    def retarget(
+        self,
+        *,
+        key: str,
+        data: torch.Tensor,
+        replica_id: ReplicaId | None = None,
+        flattened_range: slice | None = None,
+    ) -> ShardedTensorFactory:
+        """Apply the same factory to another tensor; see `ShardedBase.retarget`."""
+        return replace(
+            self,
+            key=key,
+            data=data,
+            replica_id=self.replica_id if replica_id is None else replica_id,
+            flattened_range=flattened_range,
+        )

@@ -1,0 +1,180 @@
+"""The chunk table: which chunks of which global arrays there are, in columns.
+
+Owns the plain data that declarations, plans and the index share. One row is one chunk; dims are padded with
+trailing extents of 1 to those of the widest array (row-major order does not change by that), so that every
+column is one numpy array. No torch, no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.errors import FormatError
+from megackpt.geometry import Ints
+from megackpt.metadata.columns import Column, column, pack_strings, unpack_strings
+from megackpt.metadata.dtypes import DTYPES, OBJECT
+
+Rows = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """A global array (or array of objects): what all its chunks have in common.
+
+    Attributes:
+        key: its unique name.
+        dtype: a name of `DTYPES`, or `OBJECT`.
+        global_shape: in elements (in objects for `OBJECT`).
+    """
+
+    key: str
+    dtype: str
+    global_shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.global_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; 0 for objects, whose sizes stand with their chunks."""
+        return 0 if self.dtype == OBJECT else self.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTable:
+    """Chunks of global arrays; row i is the flat range of a box, `nbytes[i]` bytes in row-major order.
+
+    Attributes:
+        arrays: the arrays, sorted by key.
+        array: index into `arrays`, `[n]`.
+        start: first element of the box, `[n, dims]`.
+        shape: extents of the box, `[n, dims]`.
+        flat_start: first element of the chunk in the flattened box, `[n]`.
+        flat_stop: one past its last, `[n]`; the whole box where it is `prod(shape)` and flat_start is 0.
+        nbytes: length of the chunk, `[n]`.
+    """
+
+    arrays: tuple[ArraySpec, ...]
+    array: Ints
+    start: Ints
+    shape: Ints
+    flat_start: Ints
+    flat_stop: Ints
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @property
+    def dims(self) -> int:
+        """Number of dims that rows are padded to; at least 1."""
+        return int(self.start.shape[1])
+
+    def take(self, rows: Rows) -> ChunkTable:
+        """Return the chosen rows (indices or a mask), all arrays kept."""
+        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "arrays"}
+        return replace(self, **columns)
+
+    def describe(self, row: int) -> str:
+        """One chunk as a person writes it: `[0:4, 2:6]`, with `flat a:b` where it is a range of the box."""
+        spec = self.arrays[int(self.array[row])]
+        dims = len(spec.global_shape)
+        start, shape = self.start[row, :dims].tolist(), self.shape[row, :dims].tolist()
+        text = "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(start, shape, strict=True)) + "]"
+        flat = (int(self.flat_start[row]), int(self.flat_stop[row]))
+        return text if flat == (0, math.prod(shape)) else f"{text} flat {flat[0]}:{flat[1]}"
+
+    def padded_global_shape(self) -> Ints:
+        """Global shapes of `arrays`, `[len(arrays), dims]`, padded like the rows."""
+        return pad_shapes([a.global_shape for a in self.arrays], self.dims, fill=1)
+
+    def to_columns(self) -> dict[str, Column]:
+        """Encode for `pack_columns`."""
+        return {
+            **pack_strings("key", [a.key for a in self.arrays]),
+            **pack_strings("dtype", [a.dtype for a in self.arrays]),
+            "ndim": np.array([len(a.global_shape) for a in self.arrays], np.uint8),
+            "global_shape": self.padded_global_shape(),
+            "array": self.array,
+            "start": self.start,
+            "shape": self.shape,
+            "flat_start": self.flat_start,
+            "flat_stop": self.flat_stop,
+            "nbytes": self.nbytes,
+        }
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Column], *, where: str) -> ChunkTable:
+        """Decode and check; every later step may rely on an existing table being well-formed.
+
+        Raises:
+            FormatError: a column is missing, has the wrong size, or a chunk does not lie in its array.
+        """
+        keys = unpack_strings(columns, "key", where=where)
+        dtypes = unpack_strings(columns, "dtype", where=where)
+        shapes = column(columns, "global_shape", where=where, length=len(keys))
+        ndim = column(columns, "ndim", where=where, length=len(keys)).astype(np.int64)
+        rows = len(column(columns, "array", where=where))
+        per_row = {
+            name: column(columns, name, where=where, length=rows)
+            for name in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
+        }
+        if len(dtypes) != len(keys) or shapes.ndim != 2 or np.any(ndim > shapes.shape[1]):
+            raise FormatError(f"{where}: the arrays' dtypes or shapes do not fit their keys.", path=where)
+        arrays = tuple(
+            ArraySpec(key, dtype, tuple(shape[:n]))
+            for key, dtype, shape, n in zip(keys, dtypes, shapes.tolist(), ndim.tolist(), strict=True)
+        )
+        table = cls(arrays, **per_row)
+        table._check(where)
+        return table
+
+    def _check(self, where: str) -> None:
+        keys = [a.key for a in self.arrays]
+        if any(a >= b for a, b in zip(keys, keys[1:], strict=False)):
+            raise FormatError(f"{where}: keys are not sorted, or one stands twice.", path=where)
+        unknown = sorted({a.dtype for a in self.arrays} - set(DTYPES) - {OBJECT})
+        if unknown:
+            raise FormatError(f"{where}: unknown dtypes {unknown}. Update megackpt.", path=where)
+        shapes_fit = self.start.shape == self.shape.shape and self.start.ndim == 2 and self.dims >= 1
+        whole = self.padded_global_shape() if shapes_fit else None
+        if whole is None or np.any(self.array < 0) or np.any(self.array >= len(self.arrays)):
+            raise FormatError(f"{where}: rows and arrays do not fit. The file is damaged.", path=where)
+        bad = np.any(
+            (self.start < 0) | (self.shape < 0) | (self.start + self.shape > whole[self.array]), axis=1
+        )
+        numel = self.shape.prod(axis=1)
+        bad |= (self.flat_start < 0) | (self.flat_stop < self.flat_start) | (self.flat_stop > numel)
+        itemsize = itemsizes(self.arrays)[self.array]
+        bad |= (itemsize > 0) & (self.nbytes != (self.flat_stop - self.flat_start) * itemsize)
+        if np.any(bad):
+            row = int(np.flatnonzero(bad)[0])
+            key = self.arrays[int(self.array[row])].key
+            raise FormatError(
+                f"{where}: chunk {row} of {key!r} does not lie in its array.", key=key, path=where
+            )
+
+
+def itemsizes(arrays: Sequence[ArraySpec]) -> Ints:
+    """Bytes per element of each array; 0 for objects."""
+    return np.array([DTYPES[a.dtype].itemsize if a.dtype != OBJECT else 0 for a in arrays], np.int64)
+
+
+def pad_shapes(shapes: Sequence[Sequence[int]], dims: int, *, fill: int) -> Ints:
+    """Stack shapes of different lengths into `[len(shapes), dims]`, filled up behind."""
+    padded = np.full((len(shapes), dims), fill, np.int64)
+    for row, shape in enumerate(shapes):
+        padded[row, : len(shape)] = shape
+    return padded
+
+
+def widen(values: Ints, dims: int, *, fill: int) -> Ints:
+    """Pad the rows of `[n, d]` behind to `[n, dims]`."""
+    return np.pad(values, ((0, 0), (0, dims - values.shape[1])), constant_values=fill)

@@ -1,0 +1,90 @@
+"""Tables of columns as bytes, pickle-free.
+
+Owns the one encoding used both between ranks and for index files: a safetensors blob of numpy arrays, lists
+of strings as UTF-8 with their ends. Whole numbers are stored in 32 bits where all of a column fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from megackpt.errors import FormatError
+
+Column = npt.NDArray[Any]  # of any integer or bool dtype
+
+
+def pack_columns(columns: Mapping[str, Column]) -> bytes:
+    """Encode named columns; int64 columns whose values all fit become uint32."""
+    return save_safetensors({name: np.ascontiguousarray(_narrow(c)) for name, c in columns.items()})
+
+
+def unpack_columns(data: bytes, *, where: str) -> dict[str, Column]:
+    """Decode what `pack_columns` wrote, whole numbers as int64 again (uint64 digests stay).
+
+    Raises:
+        FormatError: data is no such table; the text names `where`.
+    """
+    try:
+        columns = load_safetensors(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise FormatError(
+            f"{where}: not a table of columns ({error}). The file is damaged.", path=where
+        ) from error
+    return {name: c.astype(np.int64) if c.dtype == np.uint32 else c for name, c in columns.items()}
+
+
+def pack_strings(name: str, values: Sequence[str]) -> dict[str, Column]:
+    """Return the two columns that hold a list of strings."""
+    blobs = [v.encode() for v in values]
+    ends = np.cumsum([len(b) for b in blobs], dtype=np.int64) if blobs else np.zeros(0, np.int64)
+    return {f"{name}.utf8": np.frombuffer(b"".join(blobs), np.uint8), f"{name}.ends": ends}
+
+
+def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> list[str]:
+    """Return the list of strings held by two columns.
+
+    Raises:
+        FormatError: the columns are missing or do not fit each other, or the bytes are not UTF-8.
+    """
+    blob = column(columns, f"{name}.utf8", where=where).tobytes()
+    ends = column(columns, f"{name}.ends", where=where)
+    if len(ends) and (np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(blob)):
+        raise FormatError(
+            f"{where}: the ends of {name!r} do not fit its text. The file is damaged.", path=where
+        )
+    starts = np.concatenate(([0], ends[:-1])).tolist() if len(ends) else []
+    try:
+        return [blob[a:b].decode() for a, b in zip(starts, ends.tolist(), strict=True)]
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: {name!r} is not UTF-8. The file is damaged.", path=where) from error
+
+
+def column(columns: Mapping[str, Column], name: str, *, where: str, length: int | None = None) -> Column:
+    """Return one column.
+
+    Raises:
+        FormatError: it is missing, or has another length than it must have.
+    """
+    if name not in columns:
+        raise FormatError(f"{where}: column {name!r} is missing. The file is damaged.", path=where)
+    found = columns[name]
+    if length is not None and len(found) != length:
+        raise FormatError(
+            f"{where}: column {name!r} has {len(found)} rows instead of {length}. The file is damaged.",
+            path=where,
+        )
+    return found
+
+
+def _narrow(values: Column) -> Column:
+    if values.dtype != np.int64:
+        return values
+    fits = not values.size or (int(values.min()) >= 0 and int(values.max()) < 2**32)
+    return values.astype(np.uint32) if fits else values

@@ -1,0 +1,138 @@
+"""What ranks declare: their chunks, and which copy each is.
+
+Owns the table that is exchanged before planning. Making it from entities is `mapping.describe`'s work;
+merging those of all ranks is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.errors import MismatchError, truncated_list
+from megackpt.geometry import Ints
+from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, Rows, widen
+from megackpt.metadata.columns import Column, column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeclaredChunks:
+    """Chunks held by ranks.
+
+    Attributes:
+        table: the chunks.
+        main: whether the row is the main replica, `[n]`.
+        resizable: whether the global shape may differ from the stored one (`allow_shape_mismatch`), `[n]`.
+        rank: who holds the row, `[n]`.
+        slot: position in that rank's own list of entities, `[n]`.
+    """
+
+    table: ChunkTable
+    main: npt.NDArray[np.bool_]
+    resizable: npt.NDArray[np.bool_]
+    rank: Ints
+    slot: Ints
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def take(self, rows: Rows) -> DeclaredChunks:
+        """Return the chosen rows."""
+        return DeclaredChunks(
+            self.table.take(rows), self.main[rows], self.resizable[rows], self.rank[rows], self.slot[rows]
+        )
+
+    def to_columns(self) -> dict[str, Column]:
+        """Encode one rank's declarations for the exchange; the rank is known from who sent them."""
+        return {**self.table.to_columns(), "main": self.main, "resizable": self.resizable, "slot": self.slot}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Column], *, rank: int) -> DeclaredChunks:
+        """Decode what `rank` sent."""
+        where = f"declarations of rank {rank}"
+        table = ChunkTable.from_columns(columns, where=where)
+        return cls(
+            table,
+            column(columns, "main", where=where, length=len(table)).astype(np.bool_),
+            column(columns, "resizable", where=where, length=len(table)).astype(np.bool_),
+            np.full(len(table), rank, np.int64),
+            column(columns, "slot", where=where, length=len(table)),
+        )
+
+
+def merge_declarations(per_rank: Sequence[DeclaredChunks]) -> DeclaredChunks:
+    """Put the declarations of all ranks into one table with one list of arrays.
+
+    Raises:
+        MismatchError: ranks give different dtypes or global shapes for a key; all such keys are listed,
+            with ranks.
+    """
+    arrays, numbering = _merge_arrays(per_rank)
+    dims = max((d.table.dims for d in per_rank), default=1)
+    tables = [d.table for d in per_rank]
+    array = [ids[t.array] for ids, t in zip(numbering, tables, strict=True)]
+    table = ChunkTable(
+        arrays,
+        _cat(array),
+        _cat_rows([widen(t.start, dims, fill=0) for t in tables], dims),
+        _cat_rows([widen(t.shape, dims, fill=1) for t in tables], dims),
+        _cat([t.flat_start for t in tables]),
+        _cat([t.flat_stop for t in tables]),
+        _cat([t.nbytes for t in tables]),
+    )
+    return DeclaredChunks(
+        table,
+        np.concatenate([np.zeros(0, np.bool_), *(d.main for d in per_rank)]),
+        np.concatenate([np.zeros(0, np.bool_), *(d.resizable for d in per_rank)]),
+        _cat([d.rank for d in per_rank]),
+        _cat([d.slot for d in per_rank]),
+    )
+
+
+def _merge_arrays(per_rank: Sequence[DeclaredChunks]) -> tuple[tuple[ArraySpec, ...], list[Ints]]:
+    """Return the sorted union of arrays and, for each rank, the number there of each of its own."""
+    specs: dict[str, ArraySpec] = {}
+    conflicts: dict[str, None] = {}
+    for declared in per_rank:
+        for spec in declared.table.arrays:
+            if specs.setdefault(spec.key, spec) != spec:
+                conflicts[spec.key] = None
+    if conflicts:
+        raise _conflict_error(sorted(conflicts), per_rank)
+    keys = sorted(specs)
+    number = {key: i for i, key in enumerate(keys)}
+    numbering = [np.array([number[a.key] for a in d.table.arrays], np.int64) for d in per_rank]
+    return tuple(specs[k] for k in keys), numbering
+
+
+def _conflict_error(keys: list[str], per_rank: Sequence[DeclaredChunks]) -> MismatchError:
+    lines = []
+    for key in keys:
+        versions: dict[ArraySpec, list[int]] = {}
+        for rank, declared in enumerate(per_rank):
+            for spec in declared.table.arrays:
+                if spec.key == key:
+                    versions.setdefault(spec, []).append(rank)
+        said = "; ".join(f"{s.dtype} {s.global_shape} on ranks {_some(r)}" for s, r in versions.items())
+        lines.append(f"{key!r}: {said}")
+    return MismatchError(
+        f"Ranks declare different global arrays under one key:\n{truncated_list(lines)}\n"
+        f"Every rank must give the same dtype and global shape; check the sharded_state_dict() of these "
+        f"keys.",
+        key=keys[0],
+    )
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _cat(columns: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, np.int64), *columns])
+
+
+def _cat_rows(columns: Sequence[Ints], dims: int) -> Ints:
+    return np.concatenate([np.zeros((0, dims), np.int64), *columns])

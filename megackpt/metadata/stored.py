@@ -1,0 +1,59 @@
+"""What a checkpoint holds: the chunk table with the place and the digests of every chunk.
+
+Owns the plain data of an index; how it lies on disk is the format's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.geometry import Ints
+from megackpt.metadata.chunk_table import ChunkTable, Rows
+
+DIGEST_BLOCK_BYTES = 256 * 1024
+"""Bytes of a chunk under one digest. Small enough that a resharded read, which must read whole blocks to
+check them, reads little more than it needs; large enough that the index stays under 100 bytes a chunk for
+ordinary chunks, and that hashing releases the interpreter's lock."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks:
+    """Chunks in files.
+
+    Attributes:
+        table: the chunks, sorted by array, start and flat range.
+        file: index into `files`, `[n]`.
+        offset_bytes: where the chunk begins in its file, `[n]`.
+        digest_start: where its block digests begin in `digests`, `[n]`.
+        digests: xxh3-64 of each block of `DIGEST_BLOCK_BYTES` of each chunk, the last block shorter.
+        files: names in the checkpoint.
+    """
+
+    table: ChunkTable
+    file: Ints
+    offset_bytes: Ints
+    digest_start: Ints
+    digests: npt.NDArray[np.uint64]
+    files: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def take(self, rows: Rows) -> StoredChunks:
+        """Return the chosen rows; digests and files are shared."""
+        return StoredChunks(
+            self.table.take(rows),
+            self.file[rows],
+            self.offset_bytes[rows],
+            self.digest_start[rows],
+            self.digests,
+            self.files,
+        )
+
+
+def block_counts(nbytes: Ints) -> Ints:
+    """Number of digest blocks of chunks of these lengths."""
+    return -(-nbytes // DIGEST_BLOCK_BYTES)

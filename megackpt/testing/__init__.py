@@ -1,0 +1,1 @@
+"""Tools for testing checkpoint code: pools of real ranks, simulated worlds, data generators."""

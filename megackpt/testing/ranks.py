@@ -1,0 +1,197 @@
+"""A pool of real worker ranks: processes that are started once and run many small distributed jobs.
+
+Owns starting, feeding, timing out and ending the processes. Importing torch costs seconds, so a test session
+keeps one pool; each job gets a fresh gloo process group of the size it asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+JOB_TIMEOUT_S = 120.0
+
+
+class JobFailedError(AssertionError):
+    """A function run on the pool raised, died or did not end in time; the text has their tracebacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one rank's call ended in: a value, or an exception with its traceback as text.
+
+    Attributes:
+        rank: the rank of the call.
+        value: what the function returned; None if it raised.
+        error: the exception, or None. One that cannot be pickled arrives as a RuntimeError with its text.
+        trace: the formatted traceback of `error`, or "".
+    """
+
+    rank: int
+    value: Any  # whatever the caller's function returns
+    error: BaseException | None
+    trace: str
+
+
+class RankPool:
+    """Worker processes that run `fn(*args)` on n ranks of a fresh gloo group.
+
+    >>> pool = RankPool()                                    # doctest: +SKIP
+    >>> pool.run(torch.distributed.get_rank, 4)              # doctest: +SKIP
+    [0, 1, 2, 3]
+
+    `fn` must be importable (a module-level function) and its arguments picklable. In the workers
+    `torch.distributed` is initialised for n ranks, one torch thread each.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def run(
+        self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = JOB_TIMEOUT_S
+    ) -> list[Any]:
+        """Return what `fn(*args)` returned on each rank, in rank order.
+
+        Raises:
+            JobFailedError: a rank raised, died or did not end within `timeout_s`.
+        """
+        outcomes = self.outcomes(fn, ranks, *args, timeout_s=timeout_s)
+        failed = [o for o in outcomes if o.error is not None]
+        if failed:
+            report = "\n".join(f"--- rank {o.rank} of {ranks} ---\n{o.trace or o.error!r}" for o in failed)
+            raise JobFailedError(f"{getattr(fn, '__qualname__', fn)} failed:\n{report}") from failed[0].error
+        return [o.value for o in outcomes]
+
+    def outcomes(
+        self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = JOB_TIMEOUT_S
+    ) -> list[Outcome]:
+        """Like `run`, but errors are returned for inspection. A rank that died has an `EOFError`."""
+        self._grow(ranks)
+        with tempfile.TemporaryDirectory(prefix="megackpt-ranks-") as rendezvous:
+            for rank in range(ranks):
+                job = pickle.dumps((fn, args))
+                self._workers[rank][1].send((list(sys.path), job, rank, ranks, rendezvous, timeout_s))
+            return self._collect(ranks, timeout_s)
+
+    def pids(self, ranks: int) -> list[int]:
+        """Return the process ids that serve ranks 0 to `ranks - 1`, starting them if needed."""
+        self._grow(ranks)
+        return [process.pid or 0 for process, _ in self._workers[:ranks]]
+
+    def close(self) -> None:
+        """End all workers."""
+        for rank in range(len(self._workers)):
+            self._end(rank)
+        self._workers = []
+
+    def _grow(self, ranks: int) -> None:
+        for rank, (process, _) in enumerate(self._workers):
+            if not process.is_alive():
+                self._workers[rank] = _start_worker()
+        while len(self._workers) < ranks:
+            self._workers.append(_start_worker())
+
+    def _collect(self, ranks: int, timeout_s: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < ranks:
+            waiting = {self._workers[r][1]: r for r in range(ranks) if r not in outcomes}
+            ready = [c for c in wait(list(waiting), timeout=timeout_s) if isinstance(c, Connection)]
+            for connection in ready:
+                outcomes[waiting[connection]] = self._receive(connection, waiting[connection])
+            if not ready:
+                for rank in waiting.values():
+                    self._end(rank)
+                    error = TimeoutError(f"rank {rank} did not end within {timeout_s} s and was killed")
+                    outcomes[rank] = Outcome(rank=rank, value=None, error=error, trace="")
+        return [outcomes[r] for r in range(ranks)]
+
+    def _receive(self, connection: Connection, rank: int) -> Outcome:
+        try:
+            value, error, trace = connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._end(rank)
+            value, error, trace = None, EOFError(f"the process of rank {rank} died"), ""
+        return Outcome(rank=rank, value=value, error=error, trace=trace)
+
+    def _end(self, rank: int) -> None:
+        process, connection = self._workers[rank]
+        connection.close()
+        process.kill()
+        process.join()
+
+
+def _start_worker() -> tuple[BaseProcess, Connection]:
+    context = get_context("spawn")  # never fork: the parent may hold threads and locks of torch
+    ours, theirs = context.Pipe()
+    saved = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if saved is not None:
+            os.environ["OMP_NUM_THREADS"] = saved
+    theirs.close()
+    return process, ours
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            search_path, job, rank, ranks, rendezvous, timeout_s = connection.recv()
+        except EOFError:
+            return
+        sys.path[:] = search_path
+        try:
+            answer: tuple[Any, BaseException | None, str] = (
+                _call(job, rank, ranks, rendezvous, timeout_s),
+                None,
+                "",
+            )
+        except BaseException as error:  # noqa: BLE001 - the last line of a worker: the error is handed over
+            answer = (None, error, traceback.format_exc())
+        connection.send_bytes(_pickled(answer))
+
+
+def _call(job: bytes, rank: int, ranks: int, rendezvous: str, timeout_s: float) -> Any:
+    import torch.distributed as dist
+
+    fn, args = pickle.loads(job)  # comes from our own parent through a pipe
+    store = dist.FileStore(str(Path(rendezvous) / "store"), ranks)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        return fn(*args)
+    finally:
+        with contextlib.suppress(Exception):  # after a failed job the group may be broken already
+            dist.destroy_process_group()
+
+
+def _pickled(answer: tuple[Any, BaseException | None, str]) -> bytes:
+    value, error, trace = answer
+    try:
+        data = pickle.dumps(answer)
+        pickle.loads(data)
+    except Exception as reason:  # noqa: BLE001 - anything may go wrong in a stranger's __reduce__
+        text = (
+            f"{error!r}" if error is not None else f"the result {type(value)} cannot be pickled: {reason!r}"
+        )
+        data = pickle.dumps((None, RuntimeError(text), trace))
+    return data
