@@ -3,17 +3,18 @@
 Owns the error tree and nothing else; each layer raises from here.
 
     CheckpointError (also spelled CheckpointingException, Megatron-Core's name)
-    |-- GeometryError          ValueError         a box, split or flat range that cannot exist
-    |-- DeclarationError       ValueError         a ShardedTensor, layout or state dict that contradicts
-    itself |-- CoverageError          ValueError         an element saved by no rank, or by more than one
-    main replica |-- MismatchError          ValueError         ranks, or the request and the checkpoint,
-    disagree |-- MissingKeyError        KeyError           asked for, and not in the checkpoint
-    |-- UnserializableError    TypeError          a value without a codec, named by its path in the state dict
-    |-- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
-    |-- FormatError            ValueError         a file that is not what the format says
-    |-- IntegrityError         ValueError         stored bytes whose digest differs
-    |-- StorageError           OSError            the file system or object store refused
-    `-- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
+    |- GeometryError          ValueError         a box, split or flat range that cannot exist
+    |- DeclarationError       ValueError         an entity or state dict that contradicts itself
+    |- CoverageError          ValueError         an element saved by no rank, or by two
+    |- MismatchError          ValueError         ranks, or the request and the checkpoint, disagree
+    |- MissingKeyError        KeyError           asked for, and not in the checkpoint
+    |- UnserializableError    TypeError          a value without a codec, named by its path in the state dict
+    |- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
+    |- FormatError            ValueError         a file that is not what the format says
+    |- IntegrityError         ValueError         stored bytes whose digest differs
+    |- StorageError           OSError            the file system or object store refused
+    |- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or steps out of order
+    `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class IntegrityError(CheckpointError, ValueError):
 
 class StorageError(CheckpointError, OSError):
     """The file system or object store refused an operation."""
+
+
+class OptimizerError(CheckpointError, RuntimeError):
+    """An inner optimizer whose state cannot be sharded, or calls in an order that loses data."""
 
 
 class RankFailedError(CheckpointError, RuntimeError):

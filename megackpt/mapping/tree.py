@@ -17,7 +17,8 @@ ABSENT = object()
 
 def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `(path, leaf)`, dicts and lists in order. Anything but a dict or a list is a leaf."""
-    for step, child in _children(tree, path):
+    for key, child in _children(tree).items():
+        step = join(path, key)
         if isinstance(child, (dict, list)):
             yield from iter_leaves(child, step)
         else:
@@ -25,22 +26,38 @@ def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
-    """Return a new tree with `fn(path, leaf)` in place of each leaf; the given one is not changed.
+    """Return a tree with `fn(path, leaf)` in place of each leaf; the given one is not changed.
 
-    A dict loses the leaves for which fn returns ABSENT. A list that loses any becomes a dict of what is
-    left, keyed by position, so that `merge` can put the others back in their places.
+    A container whose leaves all stay what they are is returned itself, so its type stays (an OrderedDict).
+
+    A dict loses the leaves for which fn returns ABSENT. A list that loses any becomes a dict of what is left,
+    keyed by position, so that `merge` can put the others back in their places. A container that loses all it
+    had is ABSENT itself; one that was empty stays.
     """
     if not isinstance(tree, (dict, list)):
         return fn(path, tree)
+    children = _children(tree)
     mapped = {}
-    keys = tree.keys() if isinstance(tree, dict) else range(len(tree))
-    for key, (step, child) in zip(keys, _children(tree, path), strict=True):
-        value = map_leaves(fn, child, step)
+    for key, child in children.items():
+        value = map_leaves(fn, child, join(path, key))
         if value is not ABSENT:
             mapped[key] = value
+    if children and not mapped:
+        return ABSENT
+    if len(mapped) == len(children) and all(mapped[key] is child for key, child in children.items()):
+        return tree
     if isinstance(tree, list) and len(mapped) == len(tree):
         return list(mapped.values())
     return mapped
+
+
+def without_empty(tree: Any) -> Any:
+    """Return the tree without dicts and lists that hold nothing, ABSENT if it holds nothing itself."""
+    if not isinstance(tree, (dict, list)):
+        return tree
+    kept = {key: without_empty(child) for key, child in _children(tree).items()}
+    kept = {key: child for key, child in kept.items() if child is not ABSENT}
+    return kept or ABSENT
 
 
 def merge(base: Any, other: Any, path: str = "") -> Any:
@@ -50,6 +67,8 @@ def merge(base: Any, other: Any, path: str = "") -> Any:
         DeclarationError: one has a leaf where the other has a dict or list.
     """
     if isinstance(base, (dict, list)) and isinstance(other, (dict, list)):
+        if not other:
+            return base  # as it is: it may be of a type of its own, an OrderedDict
         return _merge_containers(base, other, path)
     if isinstance(base, (dict, list)) or isinstance(other, (dict, list)):
         raise DeclarationError(
@@ -71,17 +90,15 @@ def join(path: str, key: object) -> str:
     return f"{path}[{key!r}]"
 
 
-def _children(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, child in items:
-        yield join(path, key), child
+def _children(tree: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
+    """The children of a container by key or position."""
+    return tree if isinstance(tree, dict) else dict(enumerate(tree))
 
 
 def _merge_containers(base: dict[Any, Any] | list[Any], other: dict[Any, Any] | list[Any], path: str) -> Any:
-    left = base if isinstance(base, dict) else dict(enumerate(base))
-    right = other if isinstance(other, dict) else dict(enumerate(other))
+    left = _children(base)
     merged = dict(left)
-    for key, value in right.items():
+    for key, value in _children(other).items():
         merged[key] = merge(left[key], value, join(path, key)) if key in left else value
     if isinstance(base, list) or isinstance(other, list):
         if sorted(merged, key=repr) != sorted(range(len(merged)), key=repr):

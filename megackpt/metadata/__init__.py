@@ -1,7 +1,15 @@
 """What a checkpoint contains, as plain columns. No torch, no I/O."""
 
 from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, itemsizes, pad_shapes
-from megackpt.metadata.columns import Column, column, pack_columns, pack_strings, unpack_columns, unpack_strings from megackpt.metadata.declared import DeclaredChunks, merge_declarations
+from megackpt.metadata.columns import (
+    Column,
+    column,
+    pack_columns,
+    pack_strings,
+    unpack_columns,
+    unpack_strings,
+)
+from megackpt.metadata.declared import DeclaredChunks, merge_declarations
 from megackpt.metadata.dtypes import DTYPES, OBJECT
 from megackpt.metadata.stored import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 

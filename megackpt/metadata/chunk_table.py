@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,7 @@ class ChunkTable:
 
     def _check(self, where: str) -> None:
         keys = [a.key for a in self.arrays]
-        if any(a >= b for a, b in zip(keys, keys[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(keys)):
             raise FormatError(f"{where}: keys are not sorted, or one stands twice.", path=where)
         unknown = sorted({a.dtype for a in self.arrays} - set(DTYPES) - {OBJECT})
         if unknown:
