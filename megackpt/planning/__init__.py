@@ -1,0 +1,17 @@
+"""Plans: declarations in, who writes or reads what out. Pure, over columns."""
+
+from megackpt.planning.assign import assign_writers
+from megackpt.planning.load_plan import Copies, plan_load
+from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
+from megackpt.planning.save_plan import SavePlan, plan_save
+
+__all__ = [
+    "BlockCopy",
+    "Copies",
+    "Read",
+    "SavePlan",
+    "assign_writers",
+    "plan_load",
+    "plan_reads",
+    "plan_save",
+]

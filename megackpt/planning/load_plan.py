@@ -1,0 +1,162 @@
+"""The load plan: which elements of which stored chunk go where in which requested chunk.
+
+Pure. A chunk is a flat range of a box, so the common part of two chunks is a handful of rectangles, and a
+rectangle lies in a chunk's bytes as a strided block: a first element and a stride per dim. That is all a
+copy needs on either side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megackpt.errors import FormatError, truncated_list
+from megackpt.geometry import Ints, rectangles_of, strides_of
+from megackpt.metadata import ChunkTable, DeclaredChunks
+from megackpt.metadata.chunk_table import widen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Strided block copies, one a row; all numbers in elements.
+
+    Attributes:
+        stored: row of the stored chunk, `[m]`.
+        slot: the requester's entity, `[m]`.
+        shape: extents of the block, `[m, dims]`.
+        source_first: its first element in the stored chunk, `[m]`.
+        source_stride: strides there, `[m, dims]`.
+        target_start: first element relative to the requested box, `[m, dims]`.
+        target_first: first element in the requested chunk if that is contiguous, `[m]`.
+        target_stride: strides there, `[m, dims]`.
+    """
+
+    stored: Ints
+    slot: Ints
+    shape: Ints
+    source_first: Ints
+    source_stride: Ints
+    target_start: Ints
+    target_first: Ints
+    target_stride: Ints
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> Copies:
+    """Plan one rank's load: fill every element of every requested chunk.
+
+    requested holds one rank's declarations, all of whose keys are among the stored arrays; stored is sorted
+    as in an index.
+
+    Raises:
+        FormatError: the checkpoint lacks elements of an array that may not be resized.
+    """
+    dims = max(requested.table.dims, stored.dims)
+    want, have = _padded(requested.table, dims), _padded(stored, dims)
+    asked, found = _overlapping_boxes(want, have)
+    copies = _intersect(want, have, asked, found, requested.slot)
+    _check_complete(requested, copies, where)
+    return copies
+
+
+def _padded(table: ChunkTable, dims: int) -> ChunkTable:
+    return ChunkTable(
+        table.arrays,
+        table.array,
+        widen(table.start, dims, fill=0),
+        widen(table.shape, dims, fill=1),
+        table.flat_start,
+        table.flat_stop,
+        table.nbytes,
+    )
+
+
+def _overlapping_boxes(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
+    """Return pairs (wanted row, stored row) of the same array whose boxes meet."""
+    number = {spec.key: i for i, spec in enumerate(have.arrays)}
+    array_of = np.array([number[spec.key] for spec in want.arrays], np.int64)
+    array = array_of[want.array] if len(want) else np.zeros(0, np.int64)
+    # Stored rows are sorted by array and first start, so the candidates of a request are one range of rows.
+    reach = np.zeros(len(have.arrays), np.int64)
+    np.maximum.at(reach, have.array, have.shape[:, 0])
+    scale = (
+        int(
+            have.start[:, 0].max(initial=0)
+            + want.start[:, 0].max(initial=0)
+            + want.shape[:, 0].max(initial=0)
+        )
+        + 2
+    )
+    place = have.array * scale + have.start[:, 0]
+    lowest = np.maximum(want.start[:, 0] - reach[array] + 1, 0)
+    low = np.searchsorted(place, array * scale + lowest, side="left")
+    high = np.searchsorted(place, array * scale + want.start[:, 0] + want.shape[:, 0], side="left")
+    asked, found = _ranges(low, np.maximum(high, low))
+    meets = np.ones(len(asked), np.bool_)
+    for d in range(want.dims):
+        a, b = want.start[asked, d], have.start[found, d]
+        meets &= (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
+    return asked[meets], found[meets]
+
+
+def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Expand ranges: for each i all of `low[i]..high[i]`, as two columns (i, value)."""
+    counts = high - low
+    row = np.repeat(np.arange(len(low)), counts)
+    ends = np.cumsum(counts)
+    return row, np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts) + np.repeat(
+        low, counts
+    )
+
+
+def _intersect(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints, slot: Ints) -> Copies:
+    """Cut both chunks of every pair into rectangles and intersect those."""
+    pair_a, start_a, stop_a = _rectangles(want, asked)
+    pair_b, start_b, stop_b = _rectangles(have, found)
+    first_b = np.searchsorted(pair_b, np.arange(len(asked) + 1))
+    left, right = _ranges(first_b[pair_a], first_b[pair_a + 1])
+    start = np.maximum(start_a[left], start_b[right])
+    shape = np.minimum(stop_a[left], stop_b[right]) - start
+    meets = (shape > 0).all(axis=1)
+    start, shape, pair = start[meets], shape[meets], pair_a[left[meets]]
+    asked, found = asked[pair], found[pair]
+    source_stride, target_stride = strides_of(have.shape[found]), strides_of(want.shape[asked])
+    target_start = start - want.start[asked]
+    return Copies(
+        stored=found,
+        slot=slot[asked],
+        shape=shape,
+        source_first=((start - have.start[found]) * source_stride).sum(axis=1) - have.flat_start[found],
+        source_stride=source_stride,
+        target_start=target_start,
+        target_first=(target_start * target_stride).sum(axis=1) - want.flat_start[asked],
+        target_stride=target_stride,
+    )
+
+
+def _rectangles(table: ChunkTable, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """Rectangles of the chunks in `rows`, in global coordinates: (position in rows, start, stop)."""
+    cut = rectangles_of(table.shape[rows], table.flat_start[rows], table.flat_stop[rows])
+    start = cut.start + table.start[rows][cut.row]
+    return cut.row, start, start + cut.shape
+
+
+def _check_complete(requested: DeclaredChunks, copies: Copies, where: str) -> None:
+    table = requested.table
+    slots = int(requested.slot.max(initial=-1)) + 1
+    filled = np.bincount(copies.slot, copies.shape.prod(axis=1).astype(np.float64), minlength=slots).astype(
+        np.int64
+    )
+    short = (filled[requested.slot] < table.flat_stop - table.flat_start) & ~requested.resizable
+    if short.any():
+        rows = np.flatnonzero(short).tolist()
+        lines = [f"{table.arrays[int(table.array[r])].key!r}: {table.describe(r)}" for r in rows]
+        raise FormatError(
+            f"{where} has no data for some elements of these chunks:\n{truncated_list(lines)}\n"
+            f"The checkpoint is incomplete; load another one.",
+            key=table.arrays[int(table.array[rows[0]])].key,
+            path=where,
+        )

@@ -1,0 +1,166 @@
+"""The read plan: copies grouped into reads of bounded size.
+
+Pure. Digests cover fixed blocks of a chunk, so a read is a whole number of blocks: every byte that is copied
+is checked. Copies that reach far are cut first, at block ends where both sides are contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, itemsizes
+from megackpt.planning.load_plan import Copies
+
+READ_BYTES = 8 * 1024 * 1024
+"""Upper bound of one read, and so of the buffer it goes through."""
+
+FAR_BYTES = 2 * DIGEST_BLOCK_BYTES
+"""Rows of a block this far apart in a file are read one by one; nearer ones with what lies between."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One strided block; numbers in elements, dims of extent 1 left out and contiguous ones joined.
+
+    Attributes:
+        slot: the requester's entity.
+        shape: extents.
+        source: first element in the stored chunk.
+        source_stride: strides there.
+        target: first element in the memory of the entity's tensor.
+        target_stride: strides there.
+    """
+
+    slot: int
+    shape: tuple[int, ...]
+    source: int
+    source_stride: tuple[int, ...]
+    target: int
+    target_stride: tuple[int, ...]
+
+    @property
+    def source_stop(self) -> int:
+        """One past the last element it touches in the stored chunk."""
+        return self.source + sum((n - 1) * s for n, s in zip(self.shape, self.source_stride, strict=True)) + 1
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is contiguous on both sides."""
+        return len(self.shape) == 0 or (
+            len(self.shape) == 1 and self.source_stride == self.target_stride == (1,)
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A range of one stored chunk and what is copied out of it.
+
+    Attributes:
+        stored: row of the chunk.
+        start: first byte in the chunk; a multiple of DIGEST_BLOCK_BYTES.
+        stop: one past the last; such a multiple too, or the chunk's end.
+        copies: what to copy, sources counted from the chunk's first element.
+    """
+
+    stored: int
+    start: int
+    stop: int
+    copies: tuple[BlockCopy, ...]
+
+
+def plan_reads(copies: Copies, stored: StoredChunks) -> list[Read]:
+    """Group copies into reads, sorted by file and place."""
+    itemsize = itemsizes(stored.table.arrays)[stored.table.array] if len(stored) else np.zeros(0, np.int64)
+    order = np.lexsort((copies.source_first, stored.offset_bytes[copies.stored], stored.file[copies.stored]))
+    reads: list[Read] = []
+    for i in order.tolist():
+        row = int(copies.stored[i])
+        width, nbytes = int(itemsize[row]), int(stored.table.nbytes[row])
+        for piece in _bounded(_simplified(copies, i), width):
+            start = piece.source * width // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
+            stop = min(-(-piece.source_stop * width // DIGEST_BLOCK_BYTES) * DIGEST_BLOCK_BYTES, nbytes)
+            last = reads[-1] if reads else None
+            if (
+                last
+                and last.stored == row
+                and start < last.stop
+                and max(stop, last.stop) - last.start <= READ_BYTES
+            ):
+                reads[-1] = replace(
+                    last,
+                    start=min(start, last.start),
+                    stop=max(stop, last.stop),
+                    copies=(*last.copies, piece),
+                )
+            else:
+                reads.append(Read(row, start, stop, (piece,)))
+    return reads
+
+
+def _simplified(copies: Copies, i: int) -> BlockCopy:
+    """Join dims that are contiguous with the next on both sides."""
+    dims: list[tuple[int, int, int]] = []  # (extent, source stride, target stride)
+    rows = zip(
+        copies.shape[i].tolist(),
+        copies.source_stride[i].tolist(),
+        copies.target_stride[i].tolist(),
+        strict=True,
+    )
+    for extent, source, target in rows:
+        if extent == 1:
+            continue
+        if dims and dims[-1][1] == extent * source and dims[-1][2] == extent * target:
+            dims[-1] = (dims[-1][0] * extent, source, target)
+        else:
+            dims.append((extent, source, target))
+    return BlockCopy(
+        int(copies.slot[i]),
+        tuple(d[0] for d in dims),
+        int(copies.source_first[i]),
+        tuple(d[1] for d in dims),
+        int(copies.target_first[i]),
+        tuple(d[2] for d in dims),
+    )
+
+
+def _bounded(copy: BlockCopy, width: int) -> Iterator[BlockCopy]:
+    """Cut a copy until what it spans in the file fits into one read and has no far gaps."""
+    span = (copy.source_stop - copy.source) * width
+    if not copy.shape:
+        yield copy
+        return
+    stride = copy.source_stride[0]
+    inner = (span - (copy.shape[0] - 1) * stride * width) if len(copy.shape) > 1 else width
+    far = len(copy.shape) > 1 and stride * width - inner >= FAR_BYTES
+    # Both ends are rounded to whole blocks, so a span may grow by nearly two blocks before it is read.
+    room = READ_BYTES - 2 * DIGEST_BLOCK_BYTES
+    if span <= room and not far:
+        yield copy
+        return
+    rows = 1 if far else max(1, room // (stride * width))
+    at = 0
+    while at < copy.shape[0]:
+        stop = at + rows
+        if copy.is_run:  # end at the end of a block, so that no block is read twice
+            per_block = DIGEST_BLOCK_BYTES // width
+            stop = (copy.source + at + rows) // per_block * per_block - copy.source
+        taken = min(stop, copy.shape[0]) - at
+        piece = replace(
+            copy,
+            shape=(taken, *copy.shape[1:]) if taken > 1 else copy.shape[1:],
+            source=copy.source + at * copy.source_stride[0],
+            source_stride=copy.source_stride if taken > 1 else copy.source_stride[1:],
+            target=copy.target + at * copy.target_stride[0],
+            target_stride=copy.target_stride if taken > 1 else copy.target_stride[1:],
+        )
+        yield from _bounded(piece, width)
+        at += taken

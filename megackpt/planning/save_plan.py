@@ -1,0 +1,90 @@
+"""The save plan: which rank writes which chunk, in which file, at which place.
+
+Pure: the merged declarations of all ranks in, the same plan on every rank out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megackpt.geometry import Ints
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.planning.assign import assign_writers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """Every chunk to be written once, in index order.
+
+    Attributes:
+        table: the chunks, sorted by array, start and flat range; empty ones are left out.
+        writer: the rank that writes each, `[n]`.
+        slot: position of the chunk in that rank's own entities, `[n]`.
+        offset_bytes: where it begins in the data of the writer's file, `[n]`.
+    """
+
+    table: ChunkTable
+    writer: Ints
+    slot: Ints
+    offset_bytes: Ints
+
+    def rows_of(self, rank: int) -> Ints:
+        """Rows that a rank writes, in the order they have in its file."""
+        rows = np.flatnonzero(self.writer == rank)
+        return rows[np.argsort(self.offset_bytes[rows], kind="stable")]
+
+
+def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
+    """Decide who writes what, and where.
+
+    Chunks that several ranks hold are spread over them by bytes; objects are written by their main replica,
+    as copies of an object need not encode to equal bytes. In a file, wider dtypes come first, so that every
+    chunk is aligned to its own element size.
+    """
+    is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
+    candidates = declared.table.nbytes > 0
+    if len(is_object):
+        candidates &= declared.main | ~is_object[declared.table.array]
+    held = declared.take(candidates)
+    held = held.take(_index_order(held.table, held.rank, held.slot))
+    first = _first_of_equal_chunks(held.table)
+    has_main = np.logical_or.reduceat(held.main, first) if len(held) else np.zeros(0, np.bool_)
+    starts = np.append(first, len(held))
+    choice = assign_writers(held.table.nbytes[first], starts, held.rank, ranks=ranks)[has_main]
+    table = held.table.take(choice)
+    writer = held.rank[choice]
+    return SavePlan(table, writer, held.slot[choice], _offsets(table, writer))
+
+
+def _index_order(table: ChunkTable, rank: Ints, slot: Ints) -> Ints:
+    dims = [column for d in reversed(range(table.dims)) for column in (table.shape[:, d], table.start[:, d])]
+    return np.lexsort((slot, rank, table.flat_stop, table.flat_start, *dims, table.array))
+
+
+def _first_of_equal_chunks(table: ChunkTable) -> Ints:
+    """Rows, in index order, at which a new chunk begins; the rows up to the next hold copies of it."""
+    differs = np.ones(len(table), np.bool_)
+    if len(table):
+        differs[1:] = (
+            (np.diff(table.array) != 0)
+            | (np.diff(table.start, axis=0) != 0).any(axis=1)
+            | (np.diff(table.shape, axis=0) != 0).any(axis=1)
+            | (np.diff(table.flat_start) != 0)
+            | (np.diff(table.flat_stop) != 0)
+        )
+    return np.flatnonzero(differs)
+
+
+def _offsets(table: ChunkTable, writer: Ints) -> Ints:
+    """Place each writer's chunks one after the other, widest elements first."""
+    width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
+    order = np.lexsort((np.arange(len(table)), -width, writer))
+    nbytes = table.nbytes[order]
+    ends = np.cumsum(nbytes)
+    new_file = np.diff(writer[order], prepend=-1) != 0
+    base = np.maximum.accumulate(np.where(new_file, ends - nbytes, 0)) if len(table) else ends
+    offsets = np.empty(len(table), np.int64)
+    offsets[order] = ends - nbytes - base
+    return offsets
