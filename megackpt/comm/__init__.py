@@ -1,0 +1,6 @@
+"""The door to other ranks: small messages, errors that are common, deadlines."""
+
+from megackpt.comm.group import Group, SingleProcess, together, together_at_root
+from megackpt.comm.torch_group import TorchGroup, world_group
+
+__all__ = ["Group", "SingleProcess", "TorchGroup", "together", "together_at_root", "world_group"]

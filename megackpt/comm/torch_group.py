@@ -1,0 +1,135 @@
+"""A Group over torch.distributed.
+
+Owns a CPU (gloo) process group of its own with its own deadline, so that checkpointing neither waits behind
+the training's collectives nor hangs with them, and names the ranks that did not answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megackpt.comm.group import Group, SingleProcess, describe_ranks
+from megackpt.errors import RankFailedError
+
+T = TypeVar("T")
+
+ROLL_CALL_S = 3.0
+"""How long survivors of a broken collective wait for each other's names before they say who is missing."""
+
+
+class TorchGroup:
+    """Messages between the ranks of a torch process group, each with a deadline.
+
+    Creating one is a collective over the whole world. Messages may have different lengths on each rank.
+
+    Raises:
+        RankFailedError: from every method, when a rank did not answer within `timeout_s`.
+    """
+
+    def __init__(self, *, ranks: list[int] | None = None, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        self._messages = itertools.count()
+        self.rank = self._ranks.index(dist.get_rank())
+        self.size = len(self._ranks)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, in rank order."""
+        return self._guarded(lambda: self._all_gather(data))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return on rank 0 what every rank gave; nothing on the others."""
+        return self._guarded(lambda: self._gather(data))
+
+    def _lengths(self, data: bytes) -> list[int]:
+        mine = torch.tensor([len(data)])
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, mine, group=self._group)
+        return [int(n) for n in lengths]
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        lengths = self._lengths(data)
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size
+        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(received, _padded(data, longest), group=self._group)
+        return [bytes(t[:n].numpy()) for t, n in zip(received, lengths, strict=True)]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        lengths = self._lengths(data)
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size if self.rank == 0 else []
+        at_root = (
+            [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)] if self.rank == 0 else None
+        )
+        dist.gather(_padded(data, longest), at_root, dst=self._ranks[0], group=self._group)
+        return [bytes(t[:n].numpy()) for t, n in zip(at_root or [], lengths, strict=False)]
+
+    def _guarded(self, exchange: Callable[[], T]) -> T:
+        message = next(self._messages)
+        try:
+            return exchange()
+        except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
+            missing = self._missing(message)
+            who = f"rank(s) {describe_ranks(missing)}" if missing else "a rank that has answered since"
+            raise RankFailedError(
+                f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
+                f"process died or is "
+                f"stuck: look at its log. Raise timeout_s if it was only slow.",
+                rank=missing[0] if missing else None,
+            ) from error
+
+    def _missing(self, message: int) -> list[int]:
+        """Ranks that do not report to the rendezvous store that they lost the same message."""
+        try:
+            store = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"megackpt/{'.'.join(map(str, self._ranks))}/{message}",
+                dist.distributed_c10d._get_default_store(),
+            )
+            store.set(str(self.rank), "here")
+            deadline = time.monotonic() + ROLL_CALL_S
+            absent = [r for r in range(self.size) if r != self.rank]
+            while absent and time.monotonic() < deadline:
+                absent = [r for r in absent if not store.check([str(r)])]
+                time.sleep(0.05)
+        except RuntimeError:  # the store went down with its host rank: nobody can be asked
+            return []
+        return absent
+
+
+def world_group(*, timeout_s: float) -> Group:
+    """Return the group of all ranks, cached; SingleProcess without an initialised process group.
+
+    Collective at the first call with each timeout_s.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return SingleProcess()
+    world = dist.group.WORLD
+    assert world is not None
+    by_timeout = _GROUPS.setdefault(world, {})
+    if timeout_s not in by_timeout:
+        by_timeout[timeout_s] = TorchGroup(timeout_s=timeout_s)
+    return by_timeout[timeout_s]
+
+
+# Making a process group is a collective and costs descriptors, so one is kept per world and deadline. The
+# weak key forgets it when the world is destroyed.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, TorchGroup]] = weakref.WeakKeyDictionary()
+
+
+def _padded(data: bytes, length: int) -> torch.Tensor:
+    buffer = torch.zeros(length, dtype=torch.uint8)
+    if data:
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return buffer
