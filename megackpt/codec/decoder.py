@@ -1,0 +1,170 @@
+"""A JSON tree and tensors back to the Python value.
+
+Owns the walk through a tree that may come from anywhere: every node is checked, nothing is imported or
+looked up by a name in it except in the registry, and nothing is allocated because a number in it says so.
+The encoding is described in `encoder`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megackpt.codec import arrays
+from megackpt.codec.encoder import KINDS
+from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, text_of
+from megackpt.codec.paths import format_path
+from megackpt.codec.registry import REGISTRY
+from megackpt.codec.tree import DAMAGED, MAX_DEPTH, Encoded, Json
+from megackpt.errors import CheckpointError, FormatError
+
+_KIND_OF_TAG: Mapping[str, Kind] = {kind.tag: kind for kind in KINDS}
+
+
+def decode(encoded: Encoded, *, where: str = "encoded value") -> Any:
+    """Return the value; its tensors are those of `encoded`, on the CPU. Local.
+
+    where names the file or object for errors.
+
+    Raises:
+        FormatError: the tree is not one that `encode` makes, or names a codec that is not registered.
+    """
+    decoder = _Decoder(encoded.tensors, where)
+    value = decoder.decode(encoded.tree)
+    decoder.require_all_taken()
+    return value
+
+
+class _Decoder:
+    """One walk through one tree. A `Reading`."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], where: str) -> None:
+        self._tensors: list[torch.Tensor | None] = list(tensors)
+        self._where = where
+        self._steps: list[Step] = []
+        self._depth = 0
+
+    def decode(self, tree: Json) -> Any:
+        if tree is None or type(tree) in (bool, int, float):
+            return tree
+        if type(tree) is str:
+            return self._text(tree)
+        if self._depth >= MAX_DEPTH:
+            raise self._failure(f"values are nested more than {MAX_DEPTH} levels deep")
+        self._depth += 1
+        value = self._node(tree)
+        self._depth -= 1
+        return value
+
+    def child(self, step: Step, tree: Json) -> Any:
+        self._steps.append(step)
+        value = self.decode(tree)
+        self._steps.pop()
+        return value
+
+    def items(self, tree: Json) -> list[tuple[Any, Any]]:
+        pairs = []
+        for position, pair in enumerate(list_of(tree)):
+            key_tree, item = list_of(pair, length=2)
+            key = self.child(position, key_tree)
+            pairs.append((key, self.child(key, item)))
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key is repeated")
+        return pairs
+
+    def mapping(self, tree: Json) -> dict[Any, Any]:
+        if type(tree) is not dict:
+            raise TypeError("an object is expected")
+        if list(tree) == ["$dict"]:
+            return dict(self.items(tree["$dict"]))
+        if any(key.startswith("$") for key in tree):
+            raise ValueError(f"an object with the keys {sorted(tree)[:5]} is neither a dict nor tagged")
+        return {self._text(key): self.child(key, item) for key, item in tree.items()}
+
+    def elements(self, tree: Json) -> list[Any]:
+        return [self.child(position, item) for position, item in enumerate(list_of(tree))]
+
+    def octets(self, tree: Json) -> bytes:
+        if type(tree) is int:
+            return bytes(arrays.octets_of(arrays.take_octets(tree, self)))
+        return base64.b64decode(text_of(tree), validate=True)
+
+    def take(self, position: Json) -> torch.Tensor:
+        index = integer_of(position)
+        if not 0 <= index < len(self._tensors):
+            raise ValueError(f"there is no tensor {index}, only {len(self._tensors)}")
+        tensor = self._tensors[index]
+        if tensor is None:
+            raise ValueError(f"tensor {index} is referred to twice")
+        self._tensors[index] = None
+        return tensor
+
+    def require_all_taken(self) -> None:
+        unused = [index for index, tensor in enumerate(self._tensors) if tensor is not None]
+        if unused:
+            raise self._failure(
+                f"nothing refers to {len(unused)} of {len(self._tensors)} tensors: {unused[:10]}"
+            )
+
+    def _node(self, tree: Json) -> Any:
+        try:
+            if type(tree) is list:
+                return [self.child(index, item) for index, item in enumerate(tree)]
+            if type(tree) is not dict:
+                raise TypeError(f"a {type(tree).__name__} is no JSON")
+            (tag,) = tree if len(tree) == 1 else ("",)
+            if not tag.startswith("$") or tag == "$dict":
+                return self.mapping(tree)
+            if tag == "$registered":
+                return self._registered(tree[tag])
+            if tag not in _KIND_OF_TAG:
+                raise ValueError("there is no such tag; perhaps a newer megackpt wrote it")
+            return _KIND_OF_TAG[tag].decode(tree[tag], self)
+        except CheckpointError:
+            raise
+        # What a payload that makes no sense can provoke in constructors: ArithmeticError includes those of
+        # Decimal and Fraction, RuntimeError those of torch.
+        except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
+            raise self._failure(f"{_shown(tree)} cannot be decoded: {error}") from error
+
+    def _registered(self, payload: Json) -> Any:
+        name, tree = fields_of(payload, "name", "value")
+        codec = REGISTRY.of_name(text_of(name))
+        if codec is None:
+            path = format_path("", self._steps)
+            raise FormatError(
+                f"{self._where}: {path}: saved with the codec {name!r}, which is not registered in this "
+                f"process. Import the module that registers it, or call megackpt.codec.register_codec(cls, "
+                f"{name!r}, ...) before loading.",
+                path=self._where,
+            )
+        saved = self.decode(tree)
+        try:
+            return codec.decode(saved)
+        except Exception as error:
+            path = format_path("", self._steps)
+            raise FormatError(
+                f"{self._where}: {path}: the decode function of codec {name!r} raised {error!r}. If the "
+                f"class changed since it was saved, let that function accept both forms.",
+                path=self._where,
+            ) from error
+
+    def _text(self, text: str) -> str:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise self._failure(f"the string {text[:40]!r} contains a lone surrogate") from error
+        return text
+
+    def _failure(self, reason: str) -> FormatError:
+        path = format_path("", self._steps)
+        return FormatError(f"{self._where}: {path}: {reason}. {DAMAGED}", path=self._where)
+
+
+def _shown(tree: Json) -> str:
+    text = repr(tree)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,88 @@
+"""A digest for each leaf of a value, so that ranks can find out where theirs differ without exchanging them.
+
+Owns what counts as a leaf and when two leaves count as equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+from megackpt.codec.arrays import octets_of
+from megackpt.codec.encoder import Encoder
+from megackpt.codec.kinds import Step
+from megackpt.codec.paths import format_path
+from megackpt.codec.tree import MAX_DEPTH, Json, dump_tree
+from megackpt.errors import UnserializableError
+
+_DIGEST_BYTES = 16
+
+
+def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
+    """Return the digest (32 hexadecimal digits) of every leaf, by its path in the value. Local.
+
+    Dicts with plain keys, lists and namespaces are branches unless empty; all else is a leaf. Two values
+    have the same digests exactly if they would load as the same classes with the same bits; the order of
+    dict keys does not count, that of an OrderedDict does. path is where the value stands in a larger one.
+
+    Raises:
+        UnserializableError: something in it has no codec.
+
+    >>> first, second = leaf_digests({"lr": 0.1, "steps": [1, 2]}), leaf_digests({"steps": [1, 3], "lr": 0.1})
+    >>> [path for path in first if first[path] != second[path]]
+    ['steps[1]']
+    """
+    digests: dict[str, str] = {}
+    _collect(value, path, [], "", digests)
+    return digests
+
+
+def _collect(value: object, path: str, steps: list[Step], context: str, digests: dict[str, str]) -> None:
+    branch = _branch_of(value)
+    if branch is None:
+        digests[format_path(path, steps)] = _digest(value, path, steps, context)
+        return
+    if len(steps) >= MAX_DEPTH:
+        place = format_path(path, steps)
+        raise UnserializableError(
+            f"{place}: Values are nested more than {MAX_DEPTH} levels deep, or contain themselves. Save "
+            f"something flatter, such as a list of the parts.",
+            path=place,
+        )
+    letter, parts = branch
+    for step, part in parts:
+        _collect(part, path, [*steps, step], context + letter, digests)
+
+
+def _branch_of(value: object) -> tuple[str, list[tuple[Step, Any]]] | None:
+    """Return a letter for the class of a branch and its parts; None for a leaf."""
+    if type(value) is list and value:
+        return "l", list(enumerate(value))
+    if (
+        type(value) is dict
+        and value
+        and all(type(key) in (str, int, float, bool, bytes, type(None)) for key in value)
+    ):
+        return "d", list(value.items())
+    if type(value) is argparse.Namespace and vars(value):
+        return "n", list(vars(value).items())
+    if type(value) is SimpleNamespace and vars(value):
+        return "s", list(vars(value).items())
+    return None
+
+
+def _digest(value: object, path: str, steps: list[Step], context: str) -> str:
+    encoder = Encoder(path, steps=steps, sort_items=_sorted_by_key)
+    tree = encoder.encode(value)
+    # The context tells {"a": 1} from a namespace with a = 1, whose leaves have the same paths.
+    digest = hashlib.blake2b(f"{context}\n{dump_tree(tree)}\n".encode(), digest_size=_DIGEST_BYTES)
+    for tensor in encoder.tensors:
+        digest.update(f"{tensor.dtype}{list(tensor.shape)}\n".encode())
+        digest.update(octets_of(tensor))
+    return digest.hexdigest()
+
+
+def _sorted_by_key(items: list[tuple[Json, Any]]) -> list[tuple[Json, Any]]:
+    return sorted(items, key=lambda item: dump_tree(item[0]))

@@ -1,0 +1,245 @@
+"""A store in a directory of a local or mounted file system.
+
+Owns what makes files and their names durable, and which operations follow each other. How names become
+descriptors without ever leaving the directory is in `beneath`, how a stream is written in `writer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+
+from megackpt.errors import FormatError
+from megackpt.storage.beneath import Beneath, flush_directory
+from megackpt.storage.descriptors import DescriptorCache
+from megackpt.storage.rawio import write_fully
+from megackpt.storage.refusal import refusals
+from megackpt.storage.sinks import BufferPool, WriterOptions
+from megackpt.storage.store import check_name
+from megackpt.storage.writer import FileWriter
+
+_READ_PIECE_BYTES = 1 << 30  # Linux reads at most 2 GiB - 4 KiB at once
+
+
+class LocalStore:
+    """Files below one directory. A `Store`; see there for what each method does.
+
+    root is the directory; it may be reached through symbolic links, nothing below it may. writing says how
+    streams are written, open_files how many files stay open between reads.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        writing: WriterOptions | None = None,
+        open_files: int = 64,
+    ) -> None:
+        self._root = os.path.abspath(root)  # the process may change its directory later
+        self._files = Beneath(self._root, on_change=self._note_change)
+        self._writing = writing or WriterOptions()
+        self._pool = BufferPool(self._writing.buffer_bytes, limit=self._writing.buffers)
+        self._reading = DescriptorCache(self._open_to_read, limit=open_files)
+        self._unsynced: set[str] = set()  # directories below root ("" is root) whose entries changed
+        self._lock = threading.Lock()
+
+    @property
+    def location(self) -> str:
+        """The absolute path of the directory."""
+        return self._root
+
+    def create(self) -> None:
+        """Make the directory and its missing parents, durably."""
+        with refusals("create the directory", self._root):
+            missing = [self._root]
+            while not os.path.lexists(parent := os.path.dirname(missing[-1])):
+                missing.append(parent)
+            for path in reversed(missing):
+                try:
+                    os.mkdir(path)
+                except FileExistsError:  # of old, or another rank was faster
+                    if not os.path.isdir(path):
+                        raise
+                _flush_path(os.path.dirname(path))
+
+    def open_writer(self, name: str, nbytes: int) -> FileWriter:
+        """Start a new file of exactly `nbytes` bytes; room for it is reserved at once."""
+        if nbytes < 0:
+            raise ValueError(f"{self._files.path(name)}: nbytes is {nbytes}; a file has at least 0 bytes.")
+        return FileWriter(
+            self._create_file(name),
+            nbytes,
+            path=self._files.path(name),
+            remove=lambda: self.delete([name]),
+            options=self._writing,
+            pool=self._pool,
+        )
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, durably."""
+        self._write_small(name, data)
+        self._flush_above(name)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write beside the old file, then rename over it.
+
+        A process that is killed may leave the new bytes under a name that begins with '.' and ends with
+        '.tmp'.
+        """
+        check_name(name, location=self._root)
+        head, slash, leaf = name.rpartition("/")
+        temporary = f"{head}{slash}.{leaf}.{secrets.token_hex(8)}.tmp"
+        self._write_small(temporary, data)
+        try:
+            with refusals("replace", self._files.path(name)):
+                self._files.rename(temporary, name)
+        except BaseException:
+            self._try_to_delete(temporary)
+            raise
+        self._reading.drop(name)
+        self._flush_above(name)
+
+    def read(self, name: str, *, max_bytes: int) -> bytes:
+        """Return a whole small file."""
+        descriptor = self._open_to_read(name)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes > max_bytes:
+                raise FormatError(
+                    f"{self._files.path(name)}: the file has {nbytes:,} bytes, more than the {max_bytes:,} "
+                    "that it may have. It is damaged, or not part of a checkpoint: restore it, or use "
+                    "another checkpoint.",
+                    path=self._files.path(name),
+                )
+            data = bytearray(nbytes)
+            self._read_fully(descriptor, name, 0, memoryview(data))
+            return bytes(data)
+        finally:
+            os.close(descriptor)
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        """Fill `out` from `offset_bytes` on."""
+        if offset_bytes < 0:
+            raise ValueError(
+                f"{self._files.path(name)}: offset_bytes is {offset_bytes}; it cannot be negative."
+            )
+        with self._reading.borrow(name) as descriptor:
+            if out.nbytes:
+                self._read_fully(descriptor, name, offset_bytes, out.cast("B"))
+
+    def size(self, name: str) -> int:
+        """Return the size in bytes."""
+        path = self._files.path(name)
+        with refusals("look up", path):
+            state = self._files.state(name)
+            if state is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self._files.require_regular(name, state.st_mode)
+            return state.st_size
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is such a file; what could not be read (a symbolic link, say) is refused."""
+        with refusals("look up", self._files.path(name)):
+            state = self._files.state(name)
+            if state is None:
+                return False
+            self._files.require_regular(name, state.st_mode)
+            return True
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all regular files that begin with `prefix`, sorted.
+
+        What this store would not open (symbolic links, pipes, odd names) is not listed.
+        """
+        with refusals("list", self._root):
+            return sorted(self._files.names(prefix))
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove files. A symbolic link is removed itself, not what it points to."""
+        for name in names:
+            with refusals("delete", self._files.path(name)):
+                self._files.unlink(name)
+            self._reading.drop(name)
+
+    def sync(self) -> None:
+        """Flush every directory in which this object made, replaced or removed something."""
+        self._flush_directories(lambda directory: True)
+
+    def close(self) -> None:
+        """Close files kept open for reading and free the staging buffers."""
+        self._reading.clear()
+        self._pool.clear()
+
+    def _open_to_read(self, name: str) -> int:
+        with refusals("open", self._files.path(name)):
+            return self._files.open_to_read(name)
+
+    def _create_file(self, name: str) -> int:
+        with refusals("create", self._files.path(name)):
+            descriptor = self._files.create(name)
+        self._reading.drop(name)
+        return descriptor
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        descriptor = self._create_file(name)
+        try:
+            with refusals("write", self._files.path(name), nbytes=len(data)):
+                try:
+                    write_fully(descriptor, memoryview(data), 0)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        except BaseException:
+            self._try_to_delete(name)
+            raise
+
+    def _try_to_delete(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # on the way out of a failure, which matters more
+            self.delete([name])
+
+    def _read_fully(self, descriptor: int, name: str, offset: int, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            with refusals("read", self._files.path(name)):
+                count = os.preadv(descriptor, [out[done : done + _READ_PIECE_BYTES]], offset + done)
+            if not count:
+                raise FormatError(
+                    f"{self._files.path(name)}: the file ends at byte {offset + done:,}, but bytes "
+                    f"[{offset:,}:{offset + len(out):,}) are needed. It was cut short, perhaps by an "
+                    "incomplete copy: restore it, or use another checkpoint.",
+                    path=self._files.path(name),
+                )
+            done += count
+
+    def _note_change(self, directory: str) -> None:
+        with self._lock:
+            self._unsynced.add(directory)
+
+    def _flush_above(self, name: str) -> None:
+        self._flush_directories(lambda directory: not directory or name.startswith(f"{directory}/"))
+
+    def _flush_directories(self, chosen: Callable[[str], bool]) -> None:
+        with self._lock:
+            todo = sorted(filter(chosen, self._unsynced))
+            # Forgotten before the flush: what changes meanwhile is noted anew.
+            self._unsynced.difference_update(todo)
+        try:
+            for directory in todo:
+                with refusals("flush", self._files.path(directory)):
+                    self._files.flush_directory(directory)
+        except BaseException:
+            with self._lock:
+                self._unsynced.update(todo)
+            raise
+
+
+def _flush_path(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flush_directory(descriptor)
+    finally:
+        os.close(descriptor)

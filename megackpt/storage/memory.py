@@ -1,0 +1,184 @@
+"""A store in memory, for tests and simulated worlds: many simulated ranks may share one.
+
+Owns nothing that lasts. It refuses what a directory would refuse, so that code which works here works there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+
+from megackpt.errors import FormatError, StorageError
+from megackpt.storage.refusal import storage_error
+from megackpt.storage.store import check_name
+
+
+class MemoryStore:
+    """Files in a dictionary. A `Store`; see there for what each method does. Safe for many threads.
+
+    A streamed file becomes visible when its writer is closed.
+    """
+
+    def __init__(self, location: str = "memory:") -> None:
+        self._location = location
+        self._files: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def location(self) -> str:
+        """The name given to this store."""
+        return self._location
+
+    def create(self) -> None:
+        """Nothing to do: it exists."""
+
+    def open_writer(self, name: str, nbytes: int) -> MemoryWriter:
+        """Start a new file of exactly `nbytes` bytes."""
+        if nbytes < 0:
+            raise ValueError(f"{self._path(name)}: nbytes is {nbytes}; a file has at least 0 bytes.")
+        with self._lock:
+            self._make_room_for(name)
+            self._files.pop(name, None)
+        return MemoryWriter(self, name, nbytes)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep a copy of `data`."""
+        with self._lock:
+            self._make_room_for(name)
+            self._files[name] = bytes(data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Keep a copy of `data` instead of what was there."""
+        self.write(name, data)
+
+    def read(self, name: str, *, max_bytes: int) -> bytes:
+        """Return a whole file."""
+        data = self._find(name, action="open")
+        if len(data) > max_bytes:
+            raise FormatError(
+                f"{self._path(name)}: the file has {len(data):,} bytes, more than the {max_bytes:,} that it "
+                "may have. It is damaged, or not part of a checkpoint: restore it, or use another "
+                "checkpoint.",
+                path=self._path(name),
+            )
+        return data
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        """Fill `out` from `offset_bytes` on."""
+        if offset_bytes < 0:
+            raise ValueError(f"{self._path(name)}: offset_bytes is {offset_bytes}; it cannot be negative.")
+        data = self._find(name, action="open")
+        stop = offset_bytes + out.nbytes
+        if out.nbytes and stop > len(data):
+            raise FormatError(
+                f"{self._path(name)}: the file ends at byte {len(data):,}, but bytes "
+                f"[{offset_bytes:,}:{stop:,}) are needed. It was cut short: restore it, or use another "
+                "checkpoint.",
+                path=self._path(name),
+            )
+        if out.nbytes:
+            out.cast("B")[:] = memoryview(data)[offset_bytes:stop]
+
+    def size(self, name: str) -> int:
+        """Return the size in bytes."""
+        return len(self._find(name, action="look up"))
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is such a file."""
+        check_name(name, location=self._location)
+        with self._lock:
+            return name in self._files
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names that begin with `prefix`, sorted."""
+        with self._lock:
+            return sorted(name for name in self._files if name.startswith(prefix))
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Forget files."""
+        for name in names:
+            check_name(name, location=self._location)
+            with self._lock:
+                self._files.pop(name, None)
+
+    def sync(self) -> None:
+        """Nothing to do: nothing lasts."""
+
+    def close(self) -> None:
+        """Nothing to do; the content stays, as that of a directory would."""
+
+    def _find(self, name: str, *, action: str) -> bytes:
+        check_name(name, location=self._location)
+        with self._lock:
+            data = self._files.get(name)
+        if data is None:
+            raise self._refused(errno.ENOENT, action, name)
+        return data
+
+    def _make_room_for(self, name: str) -> None:
+        """Refuse a name that would be both a file and a directory."""
+        check_name(name, location=self._location)
+        parts = name.split("/")
+        if any("/".join(parts[:depth]) in self._files for depth in range(1, len(parts))):
+            raise self._refused(errno.ENOTDIR, "create", name)
+        if any(other.startswith(name + "/") for other in self._files):
+            raise self._refused(errno.EISDIR, "create", name)
+
+    def _refused(self, code: int, action: str, name: str) -> StorageError:
+        return storage_error(OSError(code, os.strerror(code)), action=action, path=self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._location}/{name}"
+
+
+class MemoryWriter:
+    """A `StreamWriter` into a MemoryStore."""
+
+    def __init__(self, store: MemoryStore, name: str, nbytes: int) -> None:
+        self._store = store
+        self._name = name
+        self._nbytes = nbytes
+        self._data = bytearray()
+        self._open = True
+
+    def write(self, data: memoryview) -> None:
+        """Append `data`. See StreamWriter."""
+        if not self._open:
+            raise self._misused("this writer is closed. Open a new one to write the file again.")
+        nbytes = memoryview(data).nbytes
+        if len(self._data) + nbytes > self._nbytes:
+            raise self._misused(
+                f"{nbytes:,} more bytes after {len(self._data):,} exceed the {self._nbytes:,} that the file "
+                "was opened for. Open the writer with the size of everything that will be written."
+            )
+        if nbytes:
+            self._data += memoryview(data).cast("B")
+
+    def close(self) -> None:
+        """Make the file visible. See StreamWriter."""
+        if not self._open:
+            return
+        self._open = False
+        if len(self._data) != self._nbytes:
+            raise self._misused(
+                f"closed after {len(self._data):,} of {self._nbytes:,} bytes, so the file was removed. "
+                "Write all of it before closing."
+            )
+        self._store.write(self._name, bytes(self._data))
+
+    def __enter__(self) -> MemoryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        if kind is None:
+            self.close()
+        self._open = False
+
+    def _misused(self, reason: str) -> StorageError:
+        path = f"{self._store.location}/{self._name}"
+        return StorageError(f"{path}: {reason}", path=path)

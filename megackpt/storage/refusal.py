@@ -1,0 +1,94 @@
+"""Turns the operating system's refusals into StorageError: what failed, where, why, and what to do about it.
+
+Owns the wording. Which operations are tried, and what happens after one failed, is up to the stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from megackpt.errors import CheckpointError, StorageError
+
+_ADVICE = {
+    errno.EPERM: "The process runs as uid {uid}: check the owner, mode and attributes of the path.",
+    errno.EACCES: "The process runs as uid {uid}: check the owner and mode of the path and of its parents.",
+    errno.EROFS: "The file system is mounted read-only: choose another directory, or remount it (the kernel "
+    "also does this after a disk error: see its log).",
+    errno.ENOENT: "It does not exist: check the path, that nobody moved or deleted it, and that the store "
+    "was created before it was written to.",
+    errno.EEXIST: "It exists already: another process may be writing to the same place.",
+    errno.ENOTDIR: "A part of the path is a file where a directory is needed.",
+    errno.EISDIR: "It is a directory where a file is needed.",
+    errno.ENAMETOOLONG: "A part of the path is longer than the file system allows.",
+    errno.EIO: "The device reports a fault: see the kernel log and the health of the disk or mount, and do "
+    "not trust what it stored.",
+    errno.EFBIG: "The file would be larger than the file system or the process limit (ulimit -f) allows.",
+    errno.EMFILE: "The process has too many open files: raise the limit (ulimit -n).",
+    errno.ENFILE: "The machine has too many open files: raise fs.file-max.",
+    errno.ESTALE: "The network file system lost the file: it was removed or exported anew meanwhile.",
+    errno.ETIMEDOUT: "The network file system did not answer in time: check its server and the connection.",
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None = None) -> StorageError:
+    """Return the StorageError for a refused `action` ("write", "open", ...) on `path`; chain it to `error`.
+
+    nbytes is how many bytes the action needed room for, if it needed any.
+    """
+    meaning = os.strerror(error.errno) if error.errno is not None else str(error)
+    code = errno.errorcode.get(error.errno, "") if error.errno is not None else ""
+    if error.errno in _FULL:
+        advice = _advice_on_space(path, nbytes)
+    else:
+        advice = _ADVICE.get(error.errno or 0, "Check the file system and try again.").format(uid=_uid())
+    refused = StorageError(f"{path}: cannot {action}: {meaning}{code and f' ({code})'}. {advice}", path=path)
+    refused.errno = error.errno
+    return refused
+
+
+@contextlib.contextmanager
+def refusals(action: str, path: str, *, nbytes: int | None = None) -> Iterator[None]:
+    """Within the block, an OSError becomes a StorageError that says what was tried; our own errors pass.
+
+    Raises:
+        StorageError: the block raised an OSError.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise storage_error(error, action=action, path=path, nbytes=nbytes) from error
+
+
+def _advice_on_space(path: str, nbytes: int | None) -> str:
+    facts = []
+    if nbytes is not None:
+        facts.append(f"{nbytes:,} bytes were needed")
+    free = _free_bytes(path)
+    if free is not None:
+        facts.append(f"{free:,} bytes are free")
+    known = f"{', '.join(facts)}. " if facts else ""
+    return f"{known}Free space (older checkpoints?), raise the quota, or choose another directory."
+
+
+def _free_bytes(path: str) -> int | None:
+    """What an unprivileged process may still use on the file system of `path` or of its nearest parent."""
+    while True:
+        try:
+            state = os.statvfs(path)
+        except OSError:
+            parent = os.path.dirname(path)
+            if parent == path:
+                return None
+            path = parent
+        else:
+            return state.f_bavail * state.f_frsize
+
+
+def _uid() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else "?"

@@ -1,0 +1,119 @@
+"""Writes one new local file of known size, all of it or none.
+
+Owns the order of events: reserve, choose a way, write, flush, and remove what stayed incomplete. How bytes
+reach the file fast is in `sinks`; which file it is, and its directory, is up to `local`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+
+from megackpt.errors import StorageError
+from megackpt.storage.rawio import enable_direct, reserve
+from megackpt.storage.refusal import refusals
+from megackpt.storage.sinks import BufferedSink, BufferPool, DirectSink, Sink, WriterOptions
+
+
+class FileWriter:
+    """A `StreamWriter` for a file that was just created.
+
+    descriptor is open for writing and now belongs to the writer. remove deletes the file if it cannot be
+    completed.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        nbytes: int,
+        *,
+        path: str,
+        remove: Callable[[], None],
+        options: WriterOptions,
+        pool: BufferPool,
+    ) -> None:
+        self._descriptor = descriptor
+        self._nbytes = nbytes
+        self._path = path
+        self._remove = remove
+        self._written = 0
+        self._open = True
+        self._sink: Sink = BufferedSink(descriptor)
+        try:
+            with refusals("reserve space", path, nbytes=nbytes):
+                reserve(descriptor, nbytes)
+        except BaseException:
+            self._abandon()
+            raise
+        if options.direct and nbytes >= options.direct_from_bytes and enable_direct(descriptor):
+            self._sink = DirectSink(descriptor, options=options, pool=pool)
+
+    def write(self, data: memoryview) -> None:
+        """Append `data`. See StreamWriter."""
+        self._check_open()
+        nbytes = memoryview(data).nbytes
+        if self._written + nbytes > self._nbytes:
+            raise StorageError(
+                f"{self._path}: {nbytes:,} more bytes after {self._written:,} exceed the {self._nbytes:,} "
+                "that the file was opened for. Open the writer with the size of everything that will be "
+                "written.",
+                path=self._path,
+            )
+        if nbytes:
+            with refusals("write", self._path, nbytes=self._nbytes):
+                self._sink.append(np.frombuffer(data, np.uint8))
+            self._written += nbytes
+
+    def close(self) -> None:
+        """Make the content durable. See StreamWriter."""
+        if not self._open:
+            return
+        try:
+            if self._written != self._nbytes:
+                raise StorageError(
+                    f"{self._path}: closed after {self._written:,} of {self._nbytes:,} bytes, so the file "
+                    "was removed. Write all of it before closing.",
+                    path=self._path,
+                )
+            with refusals("write", self._path, nbytes=self._nbytes):
+                self._sink.finish()
+                os.fsync(self._descriptor)
+        except BaseException:
+            self._abandon()
+            raise
+        with refusals("close", self._path):
+            self._release()
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._open:
+            self._abandon()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StorageError(
+                f"{self._path}: this writer is closed. Open a new one to write the file again.",
+                path=self._path,
+            )
+
+    def _abandon(self) -> None:
+        self._release()
+        with contextlib.suppress(
+            OSError
+        ):  # what made us give up matters more than a file that cannot be removed
+            self._remove()
+
+    def _release(self) -> None:
+        self._open = False
+        self._sink.stop()  # before the descriptor's number can mean another file
+        os.close(self._descriptor)

@@ -1,0 +1,275 @@
+# ruff: noqa: D102 - the name of a test is its claim
+"""What every store must do, as tests: subclass `StoreConformance` and give it a `store` fixture.
+
+Owns the claims that hold for all stores. What only one kind can promise (durability, symbolic links, direct
+I/O) is tested where that kind is.
+
+    class TestMyStore(StoreConformance):
+        @pytest.fixture
+        def store(self) -> Store:
+            return MyStore()
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megackpt.errors import FormatError, StorageError
+from megackpt.storage import Store
+
+# Not a multiple of any page, block or buffer, and larger than the staging buffers of the test stores
+# together.
+_LARGE = 3 * (1 << 20) + 12_345
+_BAD_NAMES = ["", "/a", "a//b", "a/", "./a", "a/.", "..", "../a", "a/../../b", "a\\b", "a\0b", "a\ud800b"]
+
+
+def some_bytes(nbytes: int, *, seed: int = 0) -> bytes:
+    """Return reproducible random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
+
+
+def write_stream(store: Store, name: str, data: bytes, *, piece_bytes: int) -> None:
+    """Write `data` through a writer in pieces."""
+    with store.open_writer(name, len(data)) as writer:
+        for start in range(0, len(data), piece_bytes):
+            writer.write(memoryview(data)[start : start + piece_bytes])
+
+
+def read_range(store: Store, name: str, start: int, stop: int) -> bytes:
+    """Read bytes `[start, stop)` through `read_into`."""
+    out = bytearray(stop - start)
+    store.read_into(name, start, memoryview(out))
+    return bytes(out)
+
+
+class StoreConformance:
+    """The tests. The fixture `store` gives a new, empty store; it is created and closed here."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """Return the store under test."""
+        raise NotImplementedError("A subclass of StoreConformance gives the fixture `store`.")
+
+    @pytest.fixture(autouse=True)
+    def _created(self, store: Store) -> Iterator[None]:
+        store.create()
+        yield
+        store.close()
+
+    def test_create_again_changes_nothing(self, store: Store) -> None:
+        store.write("a", b"1")
+        store.create()
+        assert store.read("a", max_bytes=10) == b"1"
+
+    def test_a_small_file_reads_as_written(self, store: Store) -> None:
+        store.write("dir/sub/a.json", b"hello")
+        assert store.read("dir/sub/a.json", max_bytes=5) == b"hello"
+        assert store.size("dir/sub/a.json") == 5
+
+    def test_an_empty_file_is_a_file(self, store: Store) -> None:
+        store.write("a", b"")
+        with store.open_writer("b", 0):
+            pass
+        assert store.names() == ["a", "b"]
+        assert store.read("a", max_bytes=0) == b""
+        assert store.size("b") == 0
+
+    def test_write_takes_the_place_of_an_older_file(self, store: Store) -> None:
+        store.write("a", b"a longer one")
+        assert read_range(store, "a", 0, 12) == b"a longer one"
+        store.write("a", b"short")
+        assert store.read("a", max_bytes=100) == b"short"
+        assert read_range(store, "a", 0, 5) == b"short"
+
+    def test_replace_gives_the_new_bytes_to_every_kind_of_read(self, store: Store) -> None:
+        store.replace("d/metadata.json", b"old old")
+        assert read_range(store, "d/metadata.json", 0, 7) == b"old old"
+        store.replace("d/metadata.json", b"new")
+        assert store.read("d/metadata.json", max_bytes=100) == b"new"
+        assert read_range(store, "d/metadata.json", 0, 3) == b"new"
+        assert store.size("d/metadata.json") == 3
+        assert store.names() == ["d/metadata.json"]
+
+    @pytest.mark.parametrize("piece_bytes", [_LARGE, 1 << 20, 100_001, 4096])
+    @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, _LARGE])
+    def test_a_stream_reads_as_written(self, store: Store, nbytes: int, piece_bytes: int) -> None:
+        data = some_bytes(nbytes)
+        write_stream(store, "data/s", data, piece_bytes=piece_bytes)
+        assert store.size("data/s") == nbytes
+        assert store.read("data/s", max_bytes=nbytes) == data
+        assert read_range(store, "data/s", nbytes // 3, nbytes) == data[nbytes // 3 :]
+
+    def test_a_stream_takes_buffers_of_any_element_type_and_lets_them_be_reused(self, store: Store) -> None:
+        numbers = np.arange(700_000, dtype=np.float32).reshape(7, 100_000)
+        expected = numbers.tobytes()
+        with store.open_writer("a", numbers.nbytes) as writer:
+            row = np.empty(100_000, np.float32)
+            for index in range(7):
+                row[:] = numbers[index]
+                writer.write(row.data)
+                row[:] = -1
+            writer.write(memoryview(b""))
+        assert store.read("a", max_bytes=len(expected)) == expected
+
+    def test_a_stream_takes_the_place_of_an_older_file(self, store: Store) -> None:
+        write_stream(store, "a", some_bytes(10_000), piece_bytes=10_000)
+        assert read_range(store, "a", 0, 1) == some_bytes(10_000)[:1]
+        write_stream(store, "a", b"xyz", piece_bytes=2)
+        assert store.read("a", max_bytes=100) == b"xyz"
+        assert read_range(store, "a", 0, 3) == b"xyz"
+
+    def test_closing_a_writer_twice_is_harmless(self, store: Store) -> None:
+        with store.open_writer("a", 1) as writer:
+            writer.write(memoryview(b"1"))
+            writer.close()
+            writer.close()
+        assert store.read("a", max_bytes=1) == b"1"
+
+    @pytest.mark.parametrize("nbytes", [10, _LARGE])
+    def test_an_exception_removes_the_partial_file(self, store: Store, nbytes: int) -> None:
+        with pytest.raises(KeyError), store.open_writer("d/a", nbytes) as writer:  # noqa: PT012
+            writer.write(memoryview(bytes(nbytes - 1)))
+            raise KeyError("stop")
+        assert not store.exists("d/a")
+
+    @pytest.mark.parametrize("nbytes", [10, _LARGE])
+    def test_an_incomplete_stream_is_refused_and_removed(self, store: Store, nbytes: int) -> None:
+        message = rf"/a: closed after {nbytes - 1:,} of {nbytes:,} bytes.*Write all of it"
+        with pytest.raises(StorageError, match=message), store.open_writer("a", nbytes) as writer:
+            writer.write(memoryview(bytes(nbytes - 1)))
+        assert store.names() == []
+
+    def test_a_stream_refuses_more_bytes_than_announced(self, store: Store) -> None:
+        message = r"/a: 2 more bytes after 2 exceed the 3 .*Open the writer with the size of everything"
+        with pytest.raises(StorageError, match=message), store.open_writer("a", 3) as writer:  # noqa: PT012
+            writer.write(memoryview(b"12"))
+            writer.write(memoryview(b"34"))
+        assert not store.exists("a")
+
+    def test_a_closed_writer_refuses_writes(self, store: Store) -> None:
+        with store.open_writer("a", 1) as writer:
+            writer.write(memoryview(b"1"))
+        with pytest.raises(StorageError, match=r"/a: this writer is closed. Open a new one"):
+            writer.write(memoryview(b""))
+
+    def test_read_refuses_a_file_larger_than_allowed(self, store: Store) -> None:
+        store.write("index", b"123456")
+        with pytest.raises(FormatError, match=r"/index: the file has 6 bytes, more than the 5 .*restore it"):
+            store.read("index", max_bytes=5)
+
+    def test_read_into_refuses_a_range_beyond_the_end(self, store: Store) -> None:
+        store.write("d/a", b"123456")
+        message = r"d/a: the file ends at byte 6, but bytes \[4:7\) are needed.*restore it"
+        with pytest.raises(FormatError, match=message):
+            read_range(store, "d/a", 4, 7)
+
+    def test_read_into_fills_arrays_in_place(self, store: Store) -> None:
+        numbers = np.arange(10, dtype=np.int64)
+        store.write("a", numbers.tobytes())
+        out = np.zeros((2, 3), np.int64)
+        store.read_into("a", 8, out.data)
+        assert out.tolist() == [[1, 2, 3], [4, 5, 6]]
+        store.read_into("a", 80, np.empty((0, 3), np.int64).data)
+
+    def test_a_missing_file_is_named(self, store: Store) -> None:
+        for action in (
+            lambda: store.read("no/file", max_bytes=1),
+            lambda: store.size("no/file"),
+            lambda: read_range(store, "no/file", 0, 1),
+            lambda: read_range(store, "no/file", 0, 0),
+        ):
+            with pytest.raises(
+                StorageError, match=r"no/file: cannot .*ENOENT.*does not exist: check"
+            ) as caught:
+                action()
+            assert caught.value.errno == errno.ENOENT
+            assert caught.value.path == f"{store.location}/no/file"
+
+    def test_exists_is_about_files_and_not_directories_of_others(self, store: Store) -> None:
+        store.write("d/a", b"")
+        assert store.exists("d/a")
+        assert not store.exists("d/b")
+        assert not store.exists("e/a")
+
+    def test_names_are_sorted_and_filtered_by_prefix(self, store: Store) -> None:
+        for name in ("data/b", "data/a", "data/sub/c", "database", "metadata.json"):
+            store.write(name, b"")
+        assert store.names() == ["data/a", "data/b", "data/sub/c", "database", "metadata.json"]
+        assert store.names("data/") == ["data/a", "data/b", "data/sub/c"]
+        assert store.names("data") == ["data/a", "data/b", "data/sub/c", "database"]
+        assert store.names("data/s") == ["data/sub/c"]
+        assert store.names("x") == []
+
+    def test_delete_ignores_what_is_missing(self, store: Store) -> None:
+        store.write("d/a", b"1")
+        assert read_range(store, "d/a", 0, 1) == b"1"
+        store.delete(["d/a", "d/a", "d/b", "x/y/z"])
+        store.sync()
+        assert store.names() == []
+        with pytest.raises(StorageError, match="d/a: cannot"):
+            read_range(store, "d/a", 0, 1)
+
+    def test_a_name_cannot_be_a_file_and_a_directory(self, store: Store) -> None:
+        store.write("a", b"")
+        with pytest.raises(StorageError, match=r"/a/b: cannot create: .*ENOTDIR.*a file where a directory"):
+            store.write("a/b", b"")
+        store.write("d/a", b"")
+        with pytest.raises(StorageError, match=r"/d: cannot create: .*EISDIR.*directory where a file"):
+            store.write("d", b"")
+
+    @pytest.mark.parametrize("name", _BAD_NAMES)
+    def test_a_name_that_could_lead_outside_is_refused(self, store: Store, name: str) -> None:
+        uses: list[Any] = [
+            lambda: store.open_writer(name, 1),
+            lambda: store.write(name, b""),
+            lambda: store.replace(name, b""),
+            lambda: store.read(name, max_bytes=1),
+            lambda: read_range(store, name, 0, 1),
+            lambda: store.size(name),
+            lambda: store.exists(name),
+            lambda: store.delete([name]),
+        ]
+        for use in uses:
+            with pytest.raises(StorageError, match=r"the file name .* so it is refused.*relative"):
+                use()
+
+    def test_nonsense_numbers_are_refused(self, store: Store) -> None:
+        store.write("a", b"1")
+        with pytest.raises(ValueError, match="a: nbytes is -1; a file has at least 0"):
+            store.open_writer("a", -1)
+        with pytest.raises(ValueError, match="a: offset_bytes is -1; it cannot be negative"):
+            store.read_into("a", -1, memoryview(bytearray(1)))
+
+    def test_many_threads_may_write_and_read_at_once(self, store: Store) -> None:
+        failures: list[BaseException] = []
+
+        def work(index: int) -> None:
+            try:
+                data = some_bytes(300_000 + index, seed=index)
+                write_stream(store, f"t/{index}", data, piece_bytes=70_000)
+                for start in range(0, len(data), 50_000):
+                    stop = min(start + 50_000, len(data))
+                    assert read_range(store, f"t/{index}", start, stop) == data[start:stop]
+                store.sync()
+            except BaseException as error:  # noqa: BLE001 - handed over to the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert len(store.names("t/")) == 8
+
+    def test_a_closed_store_can_be_used_again(self, store: Store) -> None:
+        write_stream(store, "a", some_bytes(_LARGE), piece_bytes=1 << 20)
+        store.close()
+        assert read_range(store, "a", 5, 10) == some_bytes(_LARGE)[5:10]
+        write_stream(store, "a", b"1", piece_bytes=1)
