@@ -1,0 +1,193 @@
+"""The entry points: save, load and what looks into a checkpoint.
+
+Owns the public signatures and the translation of their arguments; the engine does the work. Names and order
+of the arguments are those of Megatron-Core's `dist_checkpointing.serialization`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from megackpt.comm import Group, SingleProcess, world_group
+from megackpt.engine.load import load_state, open_checkpoint, read_common
+from megackpt.engine.save import SaveRequest, save_state
+from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from megackpt.metadata import OBJECT
+from megackpt.options import LoadOptions, SaveOptions
+from megackpt.storage import Store, open_store
+
+Location: TypeAlias = "str | os.PathLike[str] | Store"
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Location,
+    sharded_strategy: SaveChoice = None,
+    *,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Any = None,
+    options: SaveOptions | None = None,
+    group: Group | None = None,
+) -> None:
+    """Save a sharded state dict as one checkpoint, atomically and durably.
+
+    Collective: every rank of the group calls it with its own part. When it returns, the checkpoint is
+    committed; until then, and after an error, an older checkpoint in the same directory stays as it was. The
+    state dict, its entities and tensors are only read.
+
+    Args:
+        sharded_state_dict: nested dicts and lists whose leaves are sharded entities; any other leaf is
+            common state, equal on all ranks, of which rank 0's is stored.
+        checkpoint_dir: the directory of this checkpoint, e.g. `ckpt/iter_0000100`; made if it does not exist.
+        sharded_strategy: the format: a strategy, `(backend, version)` or a backend name; None for the native
+            one.
+        validate_access_integrity: prove before writing that every element has exactly one main replica and
+            that common state is equal on all ranks.
+        preprocess_common_before_consistancy_check: takes the common state and returns what of it must be
+            equal.
+        content_metadata: any value that describes the content; see `load_content_metadata`.
+        options: tunables.
+        group: who takes part; None for all ranks of torch.distributed, or this process alone without it.
+
+    Raises:
+        CoverageError: an element has no main replica, or more than one.
+        MismatchError: ranks disagree about an array or about common state.
+        UnserializableError: a value that no codec knows; the text names its path in the state dict.
+        StorageError: the store refused (disk full, no permission, ...).
+        RankFailedError: a rank died, is stuck, or raised something else.
+        CheckpointError: each of these, and every other error of a save; raised on all ranks, naming the
+            failing one.
+
+    Source: Megatron-Core `dist_checkpointing.save`.
+    """
+    options = options or SaveOptions()
+    request = SaveRequest(
+        state=sharded_state_dict,
+        content_metadata=content_metadata,
+        validate=validate_access_integrity,
+        common_to_compare=preprocess_common_before_consistancy_check,
+    )
+    group = group or world_group(timeout_s=options.timeout_s)
+    with _Opened(checkpoint_dir) as store:
+        save_state(request, store, save_strategy(sharded_strategy), group, options)
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Location,
+    *,
+    options: LoadOptions | None = None,
+    group: Group | None = None,
+) -> StateDict:
+    """Fill the tensors of a sharded state dict from a checkpoint saved at any layout.
+
+    Collective: every rank of the group calls it and asks for what it needs. Tensors are filled in place. The
+    result has the structure of the request: each entity replaced by its loaded tensor or object,
+    non-persistent objects by their own values, and the common state of the checkpoint merged in; other
+    leaves of the request are dropped.
+
+    Args:
+        sharded_state_dict: as for `save`; an entity without data gets a new tensor.
+        checkpoint_dir: the directory of a committed checkpoint; its format is detected.
+        options: tunables.
+        group: as for `save`.
+
+    Raises:
+        NotACheckpointError: nothing was committed there.
+        MissingKeyError: a key is asked for that the checkpoint lacks; the text has the most similar one.
+        MismatchError: an array is stored with another dtype or global shape.
+        IntegrityError: stored bytes are damaged; the text names key, file and byte range.
+        CheckpointError: each of these, and every other error of a load; raised on all ranks, naming the
+            failing one.
+
+    Source: Megatron-Core `dist_checkpointing.load`.
+    """
+    options = options or LoadOptions()
+    group = group or world_group(timeout_s=options.timeout_s)
+    with _Opened(checkpoint_dir) as store:
+        return load_state(sharded_state_dict, store, group, options)
+
+
+def load_common_state_dict(checkpoint_dir: Location) -> StateDict:
+    """Return the common state of a checkpoint. Local.
+
+    A list that also held sharded entities comes back as a dict by position.
+
+    Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
+    """
+    with _Opened(checkpoint_dir) as store:
+        common: StateDict = read_common(open_checkpoint(store), where=store.location)[0]
+        return common
+
+
+def load_content_metadata(checkpoint_dir: Location) -> Any:
+    """Return the `content_metadata` that `save` was given, None if it was given none. Local.
+
+    Source: Megatron-Core `dist_checkpointing.load_content_metadata`.
+    """
+    with _Opened(checkpoint_dir) as store:
+        return read_common(open_checkpoint(store), where=store.location)[1]
+
+
+def load_sharded_metadata(checkpoint_dir: Location) -> dict[str, ShardedBase]:
+    """Return what a checkpoint holds, without data. Local.
+
+    Each global array is a ShardedTensor that covers it whole, under its key; each object a ShardedObject,
+    under its `unique_key`.
+
+    Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
+    """
+    with _Opened(checkpoint_dir) as store:
+        contents = open_checkpoint(store)
+        found: dict[str, ShardedBase] = {}
+        for spec in contents.arrays.values():
+            if spec.dtype == OBJECT:
+                table = contents.chunks([spec.key]).table
+                for start in table.start[:, : len(spec.global_shape)].tolist():
+                    entity = ShardedObject(spec.key, None, spec.global_shape, tuple(start))
+                    found[entity.unique_key] = entity
+            else:
+                dtype = getattr(torch, spec.dtype)
+                origin, ones = (0,) * len(spec.global_shape), (1,) * len(spec.global_shape)
+                found[spec.key] = ShardedTensor(
+                    spec.key, None, dtype, spec.global_shape, spec.global_shape, origin, ones
+                )
+        return found
+
+
+def load_plain_tensors(
+    checkpoint_dir: Location, *, options: LoadOptions | None = None
+) -> dict[str, torch.Tensor]:
+    """Return every global array of a checkpoint as a whole tensor, by key.
+
+    Local; needs memory for all of them.
+
+    Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
+    """
+    with _Opened(checkpoint_dir) as store:
+        arrays = {k: e for k, e in load_sharded_metadata(store).items() if isinstance(e, ShardedTensor)}
+        for entity in arrays.values():
+            entity.init_data()
+        load_state({"arrays": arrays}, store, SingleProcess(), options or LoadOptions())
+        return {key: entity.data for key, entity in arrays.items() if entity.data is not None}
+
+
+class _Opened:
+    """A store for a location, closed at the end unless it was handed in open."""
+
+    def __init__(self, location: Location) -> None:
+        self._is_path = isinstance(location, (str, os.PathLike))
+        self._store: Store = open_store(location) if isinstance(location, (str, os.PathLike)) else location
+
+    def __enter__(self) -> Store:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_path:
+            self._store.close()

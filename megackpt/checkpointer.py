@@ -1,0 +1,203 @@
+"""Checkpointer: the steps of one training run under one directory.
+
+Owns which steps there are, which is the newest, and how long they are kept. A step counts if it was
+committed: nothing else is consulted, so a torn save can never be chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megackpt.api import load, load_content_metadata, save
+from megackpt.comm import Group, together, world_group
+from megackpt.engine.manifest import FILE as COMMIT_FILE
+from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.formats.registry import SaveChoice
+from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.options import LoadOptions, SaveOptions
+
+log = logging.getLogger(__name__)
+
+_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class StepList:
+    """The step directories under a root, sorted.
+
+    Attributes:
+        committed: steps that can be loaded.
+        torn: steps whose save did not finish, or whose removal did not.
+    """
+
+    committed: tuple[int, ...]
+    torn: tuple[int, ...]
+
+
+class Checkpointer:
+    """Saves and loads numbered steps under a root directory, `iter_0000100` for step 100.
+
+    Saving, loading and finding are collective over the group. A step that is not committed is never loaded;
+    the next save removes what torn saves left.
+
+    Attributes:
+        root: the directory.
+        keep_last: how many committed steps stay; None for all. Older ones are removed once a newer is
+            committed.
+
+    >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
+    ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
+    ...     state = checkpointer.load({"model": model.sharded_state_dict()})
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        group: Group | None = None,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise DeclarationError(
+                f"keep_last is {keep_last}; keep at least 1 step, or give None to keep all."
+            )
+        self.root = Path(root)
+        self.keep_last = keep_last
+        self._save_options = save_options or SaveOptions()
+        self._load_options = load_options or LoadOptions()
+        self._group = group
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def directory(self, step: int) -> Path:
+        """Return where a step is or would be."""
+        return self.root / f"iter_{step:07d}"
+
+    def scan(self) -> StepList:
+        """Look at the root directory. Local."""
+        committed: list[int] = []
+        torn: list[int] = []
+        for entry in self.root.iterdir() if self.root.is_dir() else ():
+            match = _STEP_DIRECTORY.fullmatch(entry.name)
+            if match and entry.is_dir():
+                (committed if (entry / COMMIT_FILE).is_file() else torn).append(int(match.group(1)))
+        return StepList(tuple(sorted(committed)), tuple(sorted(torn)))
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the committed steps, ascending. Local."""
+        return self.scan().committed
+
+    def latest(self) -> int | None:
+        """Return the newest committed step or None; warn of a newer one that is torn. Local."""
+        found = self.scan()
+        newest = found.committed[-1] if found.committed else None
+        for step in found.torn:
+            if newest is None or step > newest:
+                log.warning(
+                    "%s is not committed (its save did not finish) and is ignored; the newest committed "
+                    "step is %s.",
+                    self.directory(step),
+                    newest,
+                )
+        return newest
+
+    def save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        *,
+        content_metadata: Any = None,
+        sharded_strategy: SaveChoice = None,
+    ) -> None:
+        """Save a step, then remove what is older than `keep_last` and what torn saves left. Collective.
+
+        Raises:
+            CheckpointError: as `megackpt.save`; older steps are untouched.
+        """
+        group = self._ranks(self._save_options.timeout_s)
+        save(
+            state,
+            self.directory(step),
+            sharded_strategy,
+            content_metadata=content_metadata,
+            options=self._save_options,
+            group=group,
+        )
+        together(group, lambda: self._on_root(group, lambda: self._clean(step)), doing="removing old steps")
+
+    def load(self, state: ShardedStateDict, *, step: int | None = None) -> StateDict:
+        """Load a step, by default the newest committed one that rank 0 finds. Collective.
+
+        Raises:
+            NotACheckpointError: there is no committed step, or not the one asked for.
+            CheckpointError: as `megackpt.load`.
+        """
+        found = self.find_latest() if step is None else step
+        if found is None:
+            raise NotACheckpointError(
+                f"{self.root} has no committed step. Save one, or name the directory of a run.",
+                path=str(self.root),
+            )
+        return load(
+            state,
+            self.directory(found),
+            options=self._load_options,
+            group=self._ranks(self._load_options.timeout_s),
+        )
+
+    def find_latest(self) -> int | None:
+        """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
+
+        Warns of a newer step that is torn.
+        """
+        group = self._ranks(self._load_options.timeout_s)
+
+        def look() -> bytes:
+            return json.dumps(self.latest() if group.rank == 0 else None).encode()
+
+        found: int | None = json.loads(together(group, look, doing="looking for the newest checkpoint")[0])
+        return found
+
+    def content_metadata(self, step: int) -> Any:
+        """Return what the step was saved with as `content_metadata`. Local."""
+        return load_content_metadata(self.directory(step))
+
+    def close(self) -> None:
+        """Let go of everything. Saves are complete when `save` returns, so there is nothing to wait for."""
+
+    def _ranks(self, timeout_s: float) -> Group:
+        return self._group or world_group(timeout_s=timeout_s)
+
+    def _on_root(self, group: Group, act: Callable[[], None]) -> bytes:
+        if group.rank == 0:
+            act()
+        return b""
+
+    def _clean(self, saved: int) -> None:
+        """Remove torn steps and those beyond `keep_last`; what cannot be removed stays for the next time."""
+        found = self.scan()
+        surplus = found.committed[: -self.keep_last] if self.keep_last else ()
+        for step in (*(s for s in surplus if s != saved), *found.torn):
+            with contextlib.suppress(OSError):
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Remove a step: first what makes it a checkpoint, so that it is never a loadable half."""
+        directory = self.directory(step)
+        (directory / COMMIT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(directory)

@@ -1,0 +1,69 @@
+"""metadata.json: the commit of a checkpoint.
+
+Owns reading and writing it. Its presence is what makes a directory a checkpoint; it is written last,
+atomically, and only afterwards are the files of older attempts removed. Field names are those of
+Megatron-Core's metadata.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+
+from megackpt.errors import FormatError, NotACheckpointError, StorageError
+from megackpt.formats.strategy import Json, SaveStrategy
+from megackpt.storage import Store
+
+FILE = "metadata.json"
+MAX_BYTES = 16 * 1024 * 1024
+
+
+def read_manifest(store: Store) -> Json:
+    """Return the manifest of a committed checkpoint.
+
+    Raises:
+        NotACheckpointError: there is no metadata.json.
+        FormatError: it is not a JSON object.
+    """
+    if not store.exists(FILE):
+        raise NotACheckpointError(
+            f"{store.location} is not a checkpoint: it has no {FILE}. Either nothing was saved there or "
+            f"the save did not "
+            f"finish; name the directory of a finished one.",
+            path=store.location,
+        )
+    try:
+        manifest = json.loads(store.read(FILE, max_bytes=MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{store.location}/{FILE}: not JSON ({error}). The file is damaged.", path=FILE
+        ) from error
+    if not isinstance(manifest, dict):
+        raise FormatError(f"{store.location}/{FILE}: not a JSON object. The file is damaged.", path=FILE)
+    return manifest
+
+
+def commit(store: Store, manifest: Json, *, attempt: str, strategy: SaveStrategy) -> None:
+    """Make an attempt the checkpoint, all at once, then remove what earlier attempts left.
+
+    Every file of the attempt must be durable before. Rank 0 only.
+    """
+    store.replace(FILE, json.dumps(manifest, indent=1, sort_keys=True).encode())
+    # From here on the save has succeeded. What cannot be removed now is removed by the next save.
+    with contextlib.suppress(StorageError):
+        stale = [n for n in store.names() if strategy.attempt_of(n) not in (None, attempt)]
+        store.delete(stale)
+        store.sync()
+
+
+def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
+    """Remove what a failed attempt has written, as far as that is possible."""
+    with contextlib.suppress(StorageError):
+        store.delete([n for n in store.names() if strategy.attempt_of(n) == attempt])
+        store.sync()
+
+
+def new_attempt() -> str:
+    """Return a fresh attempt id, 16 hex digits: it stands in the name of every file the attempt writes."""
+    return secrets.token_hex(8)

@@ -1,0 +1,147 @@
+"""Reading: carries a read plan out, several reads at once, checking every block.
+
+Owns the buffers and threads. What is read for which tensor was decided by `planning`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megackpt.engine.tensor_bytes import as_bits, byte_view, copy_block, run_in
+from megackpt.errors import IntegrityError
+from megackpt.mapping import ShardedTensor
+from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, itemsizes
+from megackpt.options import LoadOptions
+from megackpt.planning import Copies, Read, plan_reads
+from megackpt.planning.read_plan import READ_BYTES
+from megackpt.storage import Store, block_digests
+
+
+def read_tensors(
+    store: Store,
+    stored: StoredChunks,
+    copies: Copies,
+    tensors: Sequence[ShardedTensor],
+    options: LoadOptions,
+) -> None:
+    """Fill the tensors' data in place as the copies say; slots index into tensors. Local.
+
+    Raises:
+        IntegrityError: a block does not have the digest it was stored with.
+        StorageError, FormatError: a file cannot be read, or ends early.
+    """
+    bits = [as_bits(_data_of(t)) for t in tensors]
+    reads = plan_reads(_placed(copies, tensors, bits), stored)
+    reader = _Reader(store, stored, bits, verify=options.verify)
+    with ThreadPoolExecutor(max_workers=options.threads, thread_name_prefix="megackpt-read") as pool:
+        futures = [pool.submit(reader.perform, read) for read in reads]
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+        for future in done:
+            if not future.cancelled():
+                future.result()
+
+
+def read_chunk(store: Store, stored: StoredChunks, row: int) -> bytes:
+    """Return the bytes of a whole (small) chunk, checked."""
+    data = bytearray(int(stored.table.nbytes[row]))
+    store.read_into(stored.files[int(stored.file[row])], int(stored.offset_bytes[row]), memoryview(data))
+    _verify(store, stored, row, 0, memoryview(data))
+    return bytes(data)
+
+
+def _data_of(tensor: ShardedTensor) -> torch.Tensor:
+    assert tensor.data is not None  # expand() allocates what was declared without data
+    return tensor.data
+
+
+def _placed(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]) -> Copies:
+    """Replace row-major targets by real strides where a tensor is a view that is not contiguous."""
+    first, stride = copies.target_first.copy(), copies.target_stride.copy()
+    for slot in [i for i, b in enumerate(bits) if not b.is_contiguous()]:
+        rows = np.flatnonzero(copies.slot == slot)
+        if tensors[slot].flattened_range is not None:  # 1-D: positions in it are linear already
+            first[rows] *= bits[slot].stride(0)
+            stride[rows] *= bits[slot].stride(0)
+            continue
+        # Prepended axes and the padding behind have extent 1 and so no stride.
+        real = np.zeros(stride.shape[1], np.int64)
+        axis = tensors[slot].prepend_axis_num
+        real[axis : axis + bits[slot].ndim] = bits[slot].stride()
+        first[rows] = (copies.target_start[rows] * real).sum(axis=1)
+        stride[rows] = real
+    return replace(copies, target_first=first, target_stride=stride)
+
+
+class _Reader:
+    """Performs reads; each thread has one buffer, made when first needed."""
+
+    def __init__(
+        self, store: Store, stored: StoredChunks, bits: Sequence[torch.Tensor], *, verify: bool
+    ) -> None:
+        self._store = store
+        self._stored = stored
+        self._bits = bits
+        self._verify = verify
+        self._itemsize = (
+            itemsizes(stored.table.arrays)[stored.table.array] if len(stored) else np.zeros(0, np.int64)
+        )
+        self._local = threading.local()
+
+    def perform(self, read: Read) -> None:
+        """Read a range of a chunk, check its blocks, and copy out of it."""
+        width = int(self._itemsize[read.stored])
+        into = self._direct(read, width)
+        buffer = None
+        if into is None:
+            buffer = self._buffer()[: read.stop - read.start]
+            into = byte_view(buffer)
+        name = self._stored.files[int(self._stored.file[read.stored])]
+        self._store.read_into(name, int(self._stored.offset_bytes[read.stored]) + read.start, into)
+        if self._verify:
+            _verify(self._store, self._stored, read.stored, read.start, into)
+        if buffer is not None:
+            for copy in read.copies:
+                copy_block(buffer, read.start // width, self._bits[copy.slot], copy)
+
+    def _direct(self, read: Read, width: int) -> memoryview | None:
+        """Return the target's own memory where one contiguous copy takes the whole read."""
+        copy = read.copies[0]
+        whole = (copy.source * width, copy.source_stop * width) == (read.start, read.stop)
+        if len(read.copies) > 1 or not whole:
+            return None
+        return run_in(self._bits[copy.slot], copy)
+
+    def _buffer(self) -> torch.Tensor:
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = torch.empty(READ_BYTES, dtype=torch.uint8)
+        buffer: torch.Tensor = self._local.buffer
+        return buffer
+
+
+def _verify(store: Store, stored: StoredChunks, row: int, start: int, data: memoryview) -> None:
+    first = start // DIGEST_BLOCK_BYTES
+    found = block_digests(data, DIGEST_BLOCK_BYTES)
+    begin = int(stored.digest_start[row]) + first
+    wrong = np.flatnonzero(found != stored.digests[begin : begin + len(found)])
+    if not wrong.size:
+        return
+    block = first + int(wrong[0])
+    key = stored.table.arrays[int(stored.table.array[row])].key
+    name = f"{store.location}/{stored.files[int(stored.file[row])]}"
+    low = int(stored.offset_bytes[row]) + block * DIGEST_BLOCK_BYTES
+    high = min(low + DIGEST_BLOCK_BYTES, int(stored.offset_bytes[row] + stored.table.nbytes[row]))
+    raise IntegrityError(
+        f"{key!r} {stored.table.describe(row)}: the bytes {low}:{high} of {name} are not those that were "
+        f"saved (their "
+        f"digest differs). The file is damaged; load another checkpoint.",
+        key=key,
+        path=name,
+    )

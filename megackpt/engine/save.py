@@ -1,0 +1,188 @@
+"""A save, as a recipe: describe, exchange, plan, write, commit.
+
+Owns the order of the steps and what each rank does in them. Each step that can fail on one rank ends in a
+meeting of all, where a failure becomes the same error everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megackpt.codec import leaf_digests, pack
+from megackpt.comm import Group, together, together_at_root
+from megackpt.engine import manifest
+from megackpt.engine.expand import Expanded, expand
+from megackpt.engine.manifest import new_attempt
+from megackpt.engine.tensor_bytes import pieces_of
+from megackpt.errors import CheckpointError, DeclarationError
+from megackpt.formats.strategy import SaveStrategy
+from megackpt.mapping import ShardedStateDict, is_main_replica
+from megackpt.mapping.describe import describe
+from megackpt.mapping.tree import ABSENT, without_empty
+from megackpt.metadata import DeclaredChunks, merge_declarations, pack_columns, unpack_columns
+from megackpt.options import SaveOptions
+from megackpt.planning import SavePlan, plan_save
+from megackpt.storage import Store, digest_of
+from megackpt.validation import check_coverage
+from megackpt.validation.common import check_common_equal
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is saved, besides where and how.
+
+    Attributes:
+        state: this rank's sharded state dict.
+        content_metadata: a value stored beside the common state; that of rank 0 counts.
+        validate: prove coverage and equality of common state before anything is written.
+        common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
+    """
+
+    state: ShardedStateDict
+    content_metadata: Any = None
+    validate: bool = True
+    common_to_compare: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """One rank's side of a save after the first step: the state taken apart, objects encoded."""
+
+    expanded: Expanded
+    blobs: tuple[bytes, ...]
+
+    def pieces(self, slot: int, piece_bytes: int) -> Iterator[memoryview]:
+        tensors = self.expanded.tensors
+        if slot >= len(tensors):
+            return iter([memoryview(self.blobs[slot - len(tensors)])])
+        data = tensors[slot].data
+        assert data is not None
+        return pieces_of(data, piece_bytes=piece_bytes)
+
+
+def save_state(
+    request: SaveRequest, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
+) -> None:
+    """Save one state dict as one checkpoint. Collective over the group.
+
+    Raises:
+        CheckpointError: the same on every rank; the previous checkpoint at this place, if any, is intact.
+    """
+    local, plan, attempt = _describe_and_plan(request, store, group)
+    try:
+        _write_and_commit(request, local, plan, attempt, store, strategy, group, options)
+    except CheckpointError:
+        if group.rank == 0:
+            manifest.discard(store, attempt=attempt, strategy=strategy)
+        raise
+
+
+def _describe_and_plan(request: SaveRequest, store: Store, group: Group) -> tuple[_Local, SavePlan, str]:
+    prepared: list[_Local] = []
+
+    def prepare() -> bytes:
+        if group.rank == 0:
+            store.create()
+        local = _prepare(request)
+        prepared.append(local)
+        return _message(request, local, group.rank)
+
+    messages = together(group, prepare, doing="preparing the save")
+    headers, declared = zip(*(_parse(m, rank) for rank, m in enumerate(messages)), strict=True)
+    # From here to the end of planning every rank computes the same from the same, so errors are common by
+    # themselves.
+    merged = merge_declarations(declared)
+    if request.validate:
+        check_coverage(merged)
+        if len({h["common"] for h in headers}) > 1:
+            _name_common_difference(request, prepared[0], group)
+    return prepared[0], plan_save(merged, ranks=group.size), headers[0]["attempt"]
+
+
+def _prepare(request: SaveRequest) -> _Local:
+    expanded = expand(request.state)
+    empty = [t.key for t in expanded.tensors if t.data is None]
+    if empty:
+        raise DeclarationError(
+            f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
+            key=empty[0],
+        )
+    blobs = [pack(o.data, path=o.key) if is_main_replica(o.replica_id) else b"" for o in expanded.objects]
+    return _Local(expanded, tuple(blobs))
+
+
+def _message(request: SaveRequest, local: _Local, rank: int) -> bytes:
+    """What the other ranks have to know: an attempt id, a digest of the common state, the declarations."""
+    declared = describe(local.expanded.entities, rank=rank, object_nbytes=[len(b) for b in local.blobs])
+    common = digest_of(_common_leaves(request, local)) if request.validate else ""
+    header = {"attempt": new_attempt(), "common": common}
+    columns = declared.to_columns()
+    return pack_columns({**columns, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+
+
+def _parse(message: bytes, rank: int) -> tuple[dict[str, Any], DeclaredChunks]:
+    columns = unpack_columns(message, where=f"declarations of rank {rank}")
+    header: dict[str, Any] = json.loads(columns.pop("header").tobytes())
+    return header, DeclaredChunks.from_columns(columns, rank=rank)
+
+
+def _common_leaves(request: SaveRequest, local: _Local) -> bytes:
+    """Digests of the leaves of this rank's common state, as sorted JSON."""
+    prune = request.common_to_compare or (lambda common: common)
+    # A container that is empty on one rank may hold sharded entities of another.
+    compared = without_empty(prune(local.expanded.common))
+    leaves = {} if compared is ABSENT else leaf_digests(compared)
+    return json.dumps(leaves, sort_keys=True).encode()
+
+
+def _name_common_difference(request: SaveRequest, local: _Local, group: Group) -> None:
+    leaves = together(group, lambda: _common_leaves(request, local), doing="comparing common state")
+    check_common_equal([json.loads(text) for text in leaves])
+
+
+def _write_and_commit(
+    request: SaveRequest,
+    local: _Local,
+    plan: SavePlan,
+    attempt: str,
+    store: Store,
+    strategy: SaveStrategy,
+    group: Group,
+    options: SaveOptions,
+) -> None:
+    rows = plan.rows_of(group.rank)
+
+    def write() -> bytes:
+        slots = plan.slot[rows].tolist()
+        return strategy.write_chunks(
+            store,
+            attempt=attempt,
+            rank=group.rank,
+            chunks=plan.table.take(rows),
+            pieces=lambda row: local.pieces(slots[row], options.piece_bytes),
+        )
+
+    def finish(receipts: list[bytes]) -> bytes:
+        if group.rank == 0:
+            common = {"state_dict": local.expanded.common, "content_metadata": request.content_metadata}
+            said = {
+                "sharded_backend": strategy.backend,
+                "sharded_backend_version": strategy.version,
+                "common_backend": strategy.backend,
+                "common_backend_version": strategy.version,
+                "attempt": attempt,
+                "world_size": group.size,
+                **strategy.write_common(store, attempt=attempt, common=common),
+                **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
+            }
+            store.sync()
+            manifest.commit(store, said, attempt=attempt, strategy=strategy)
+        return b""
+
+    receipts = together_at_root(group, write, doing="writing its chunks")
+    together(group, lambda: finish(receipts), doing="writing the index")

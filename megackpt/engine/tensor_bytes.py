@@ -1,0 +1,84 @@
+"""Tensors as bytes: out in pieces, in as strided blocks.
+
+The one place that touches the memory of the user's tensors. Bits are moved, never values: every dtype is
+seen as integers of its size, so that NaN payloads and signed zeros survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megackpt.planning import BlockCopy
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def pieces_of(tensor: torch.Tensor, *, piece_bytes: int) -> Iterator[memoryview]:
+    """Yield the tensor's elements in row-major order as bytes.
+
+    A contiguous tensor in host memory is yielded as it lies, without a copy; anything else in copies of at
+    most piece_bytes (at least one element), each valid until the next is asked for.
+    """
+    yield from _pieces(as_bits(tensor), piece_bytes)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as integers of the size of its elements; 16-byte elements as complex128.
+
+    Shares memory with the tensor, except for lazily conjugated or negated ones, which are resolved into a
+    copy.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    integer = _SAME_SIZE.get(tensor.element_size())
+    return tensor if integer is None else tensor.view(integer)
+
+
+def byte_view(bits: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    if bits.dtype == torch.complex128:
+        bits = torch.view_as_real(bits).view(torch.int64)
+    # Not reshape: a contiguous tensor of one element may still have another stride than 1, which view()
+    # refuses.
+    flat = bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
+    return flat.numpy().data
+
+
+def run_in(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
+    """Return the memory that a contiguous copy fills, or None where it has to go through a buffer."""
+    if not copy.is_run or bits.device.type != "cpu":
+        return None
+    return byte_view(_strided(bits, (copy.numel,), (1,), copy.target))
+
+
+def copy_block(source: torch.Tensor, source_origin: int, bits: torch.Tensor, copy: BlockCopy) -> None:
+    """Copy one strided block from a buffer into a tensor.
+
+    source is a 1-D uint8 buffer whose first byte is that of element `source_origin` of the stored chunk.
+    """
+    elements = source.view(bits.dtype)
+    block = elements.as_strided(copy.shape, copy.source_stride, copy.source - source_origin)
+    _strided(bits, copy.shape, copy.target_stride, copy.target).copy_(block)
+
+
+def _strided(bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], first: int) -> torch.Tensor:
+    return bits.as_strided(shape, stride, bits.storage_offset() + first)
+
+
+def _pieces(bits: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
+    if not bits.numel():
+        return
+    if bits.device.type == "cpu" and bits.is_contiguous():
+        yield byte_view(bits)
+    elif bits.ndim == 0 or bits.numel() * bits.element_size() <= piece_bytes:
+        yield byte_view(bits.cpu().contiguous())
+    elif len(bits) == 1:
+        yield from _pieces(bits[0], piece_bytes)
+    else:
+        row_bytes = bits.numel() // len(bits) * bits.element_size()
+        for rows in torch.split(bits, max(1, piece_bytes // row_bytes)):
+            if row_bytes <= piece_bytes:
+                yield byte_view(rows.cpu().contiguous())
+            else:
+                yield from _pieces(rows[0], piece_bytes)

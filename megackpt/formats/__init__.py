@@ -1,0 +1,1 @@
+"""Formats: plan items to stored bytes and back, each one a strategy in the registry."""

@@ -1,0 +1,40 @@
+"""File names of the native format.
+
+Every file but metadata.json carries the attempt that wrote it, so that a new save never touches the bytes of
+a committed one.
+"""
+
+from __future__ import annotations
+
+import re
+
+BACKEND = "megackpt"
+VERSION = 1
+
+_ATTEMPT_FILE = re.compile(r"(?:data/|index-|common-)([0-9a-f]{16})(?:-\d{5,})?\.(?:safetensors|json)")
+
+
+def data_file(attempt: str, rank: int) -> str:
+    """Name of the data file of a rank."""
+    return f"data/{attempt}-{rank:05d}.safetensors"
+
+
+def index_file(attempt: str) -> str:
+    """Name of the index."""
+    return f"index-{attempt}.safetensors"
+
+
+def common_file(attempt: str) -> str:
+    """Name of the JSON tree of the common state."""
+    return f"common-{attempt}.json"
+
+
+def common_tensors_file(attempt: str) -> str:
+    """Name of the file with the tensors of the common state."""
+    return f"common-{attempt}.safetensors"
+
+
+def attempt_of(name: str) -> str | None:
+    """Return the attempt in a file name of this format; None for any other file."""
+    match = _ATTEMPT_FILE.fullmatch(name)
+    return match.group(1) if match else None

@@ -1,0 +1,96 @@
+"""Writing the native format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+
+from megackpt.codec import encode
+from megackpt.formats.native import names
+from megackpt.formats.native.data_file import header_of
+from megackpt.formats.strategy import Json, Pieces
+from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, pack_columns, pack_strings, unpack_columns
+from megackpt.planning import SavePlan
+from megackpt.storage import BlockDigester, Store, digest_of
+
+
+class NativeSaveStrategy:
+    """Saves format `megackpt` version 1. Source: docs/format.md."""
+
+    backend = names.BACKEND
+    version = names.VERSION
+
+    def write_chunks(
+        self, store: Store, *, attempt: str, rank: int, chunks: ChunkTable, pieces: Pieces
+    ) -> bytes:
+        """Write one data file and return where its data begins and the digests of its blocks."""
+        if not len(chunks):
+            return _receipt(0, [])
+        header = header_of(chunks)
+        digests = []
+        with store.open_writer(
+            names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
+        ) as writer:
+            writer.write(memoryview(header))
+            for row in range(len(chunks)):
+                digester = BlockDigester(DIGEST_BLOCK_BYTES)
+                for piece in pieces(row):
+                    digester.update(piece)
+                    writer.write(piece)
+                digests.append(digester.result())
+        store.sync()
+        return _receipt(len(header), digests)
+
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[bytes]) -> Json:
+        """Put the ranks' digests and file positions into the chunk table and write it."""
+        writers = sorted(set(plan.writer.tolist()))
+        file_of = np.zeros(len(receipts), np.int64)
+        file_of[writers] = np.arange(len(writers))
+        data_start = np.zeros(len(receipts), np.int64)
+        blocks = -(-plan.table.nbytes // DIGEST_BLOCK_BYTES)
+        digest_start = np.cumsum(blocks) - blocks
+        digests = np.zeros(int(blocks.sum()), np.uint64)
+        for rank in writers:
+            receipt = unpack_columns(receipts[rank], where=f"receipt of rank {rank}")
+            data_start[rank] = receipt["data_start"][0]
+            rows = plan.rows_of(rank)
+            # The receipt has the digests in the order of the file, the index in the order of its rows.
+            counts = blocks[rows]
+            within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+            digests[np.repeat(digest_start[rows], counts) + within] = receipt["digests"]
+        columns = {
+            **plan.table.to_columns(),
+            **pack_strings("file_name", [names.data_file(attempt, rank) for rank in writers]),
+            "file": file_of[plan.writer],
+            "offset_bytes": data_start[plan.writer] + plan.offset_bytes,
+            "digest": digests,
+        }
+        return {"index": _write(store, names.index_file(attempt), pack_columns(columns))}
+
+    def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
+        """Write the tree as JSON and its tensors beside it."""
+        encoded = encode(common)
+        text = json.dumps(encoded.tree, ensure_ascii=False, allow_nan=False, indent=1)
+        said = {"common": _write(store, names.common_file(attempt), text.encode())}
+        if encoded.tensors:
+            tensors = {str(i): t for i, t in enumerate(encoded.tensors)}
+            blob = safetensors.torch.save(tensors)
+            said["common_tensors"] = _write(store, names.common_tensors_file(attempt), blob)
+        return said
+
+    def attempt_of(self, name: str) -> str | None:
+        """Return the attempt in a file name of this format."""
+        return names.attempt_of(name)
+
+
+def _receipt(data_start: int, digests: list[np.ndarray[Any, np.dtype[np.uint64]]]) -> bytes:
+    every = np.concatenate([np.zeros(0, np.uint64), *digests])
+    return pack_columns({"data_start": np.array([data_start], np.int64), "digests": every})
+
+
+def _write(store: Store, name: str, data: bytes) -> Json:
+    store.write(name, data)
+    return {"file": name, "nbytes": len(data), "xxh3_128": digest_of(data)}

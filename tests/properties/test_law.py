@@ -1,0 +1,51 @@
+"""The law of the library: for any source and target layout, load(save(x)) equals x, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megackpt.api import load, save
+from megackpt.comm import Group
+from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.mapping import ShardedTensor
+from megackpt.storage import MemoryStore
+from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.world import SimulatedWorld
+
+
+def declare(layout: list[Held], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
+    return [held.declare(key, array) for held in layout if held.rank == rank]
+
+
+def bits_of(tensor: ShardedTensor) -> bytes:
+    assert tensor.data is not None
+    return bytes(byte_view(as_bits(tensor.data).contiguous()))
+
+
+# Bounds on time are off: the machine that runs this may be busy. Nothing here is meant to be fast.
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), array=arrays(), source_ranks=st.integers(1, 4), target_ranks=st.integers(1, 4))
+def test_any_layout_loads_what_any_other_saved(
+    data: st.DataObject, array: torch.Tensor, source_ranks: int, target_ranks: int
+) -> None:
+    shape = tuple(array.shape)
+    source = data.draw(held_chunks(shape, ranks=source_ranks), label="source")
+    target = data.draw(held_chunks(shape, ranks=target_ranks), label="target")
+    store = MemoryStore()
+
+    def save_rank(group: Group) -> None:
+        save({"shards": declare(source, "array", array, group.rank)}, store, group=group)
+
+    def load_rank(group: Group) -> list[ShardedTensor]:
+        wanted = declare(target, "array", array, group.rank)
+        for tensor in wanted:
+            as_bits(tensor.data).fill_(1)  # something that is not the answer
+        load({"shards": wanted}, store, group=group)
+        return wanted
+
+    SimulatedWorld(source_ranks).run(save_rank)
+    for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
+        for got, expected in zip(loaded, declare(target, "array", array, rank), strict=True):
+            assert bits_of(got) == bits_of(expected)

@@ -1,0 +1,128 @@
+"""Who may import whom: downwards only. Imports in functions and under TYPE_CHECKING count."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import megackpt
+
+ROOT = Path(__file__).parents[1]
+
+# A part of the package, and the parts that it may import besides itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "options": {"errors"},
+    "geometry": {"errors"},
+    "metadata": {"geometry", "errors"},
+    "mapping": {"metadata", "geometry", "errors"},
+    "planning": {"metadata", "geometry", "errors", "options"},
+    "validation": {"metadata", "geometry", "errors", "options"},
+    "codec": {"errors"},
+    "comm": {"errors"},
+    "storage": {"errors"},
+    "formats": {"planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "errors"},
+    "engine": {
+        "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm", "storage",
+        "options", "errors",
+    },
+    "api": {"engine", "formats", "mapping", "metadata", "comm", "storage", "options", "errors"},
+    "checkpointer": {"api", "engine", "formats", "mapping", "comm", "options", "errors"},
+    "parallel": {"mapping", "geometry", "comm", "errors"},
+    "optim": {"parallel", "mapping", "geometry", "comm", "errors"},
+}  # fmt: skip
+ANYTHING = {"testing", "__init__"}
+
+# Packages of others that a part must not touch.
+FORBIDDEN_OUTSIDE: dict[str, set[str]] = {
+    "errors": {"torch", "numpy"},
+    "geometry": {"torch"},
+    "metadata": {"torch", "pathlib", "os"},
+    "planning": {"torch", "pathlib", "os", "time"},
+    "validation": {"torch", "pathlib", "os", "time"},
+    "storage": {"torch"},
+    "mapping": {"torch.distributed"},
+    "codec": {"pickle", "torch.distributed"},
+    "formats": {"pickle", "torch.distributed"},
+    "engine": {"pickle", "torch.distributed"},
+    "api": {"torch.distributed"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found
+
+
+def part_of(path: Path) -> str:
+    inside = path.relative_to(ROOT / "megackpt")
+    return inside.parts[0].removesuffix(".py")
+
+
+FILES = sorted((ROOT / "megackpt").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
+    part = part_of(path)
+    if part in ANYTHING:
+        return
+    assert part in MAY_IMPORT, f"{part} is new: say in MAY_IMPORT where it stands"
+    imported = imports_of(path)
+    ours = {name.split(".")[1] for name in imported if name.startswith("megackpt.")}
+    assert ours - {part} <= MAY_IMPORT[part], (
+        f"{part} must not import {sorted(ours - {part} - MAY_IMPORT[part])}"
+    )
+    for outside in FORBIDDEN_OUTSIDE.get(part, set()):
+        bad = [name for name in imported if name == outside or name.startswith(outside + ".")]
+        assert not bad, f"{part} must not import {bad}"
+
+
+def test_a_format_imports_no_other_format() -> None:
+    for path in (ROOT / "megackpt" / "formats").rglob("*.py"):
+        inside = path.relative_to(ROOT / "megackpt" / "formats").parts
+        if len(inside) < 2:
+            continue
+        others = {n for n in imports_of(path) if n.startswith("megackpt.formats.")}
+        foreign = {n for n in others if n.split(".")[2] not in (inside[0], "strategy")}
+        assert not foreign, f"{path}: {foreign}"
+
+
+def test_models_are_built_from_layers_and_never_see_the_checkpoint_core() -> None:
+    allowed = {"megackpt.parallel", "megackpt.mapping", "megackpt.errors"}
+    for path in (ROOT / "models").rglob("*.py"):
+        ours = {".".join(n.split(".")[:2]) for n in imports_of(path) if n.startswith("megackpt.")}
+        assert ours <= allowed, f"{path} imports {sorted(ours - allowed)}"
+
+
+def test_examples_use_public_names_only() -> None:
+    public = {"megackpt.parallel", "megackpt.optim", "megackpt.testing"}
+    for path in (ROOT / "examples").rglob("*.py"):
+        for name in imports_of(path):
+            if not name.startswith("megackpt."):
+                continue
+            top = ".".join(name.split(".")[:2])
+            is_public = top in public or name.removeprefix("megackpt.") in megackpt.__all__
+            assert is_public, f"{path} imports {name}"
+
+
+def test_every_public_name_exists() -> None:
+    for module in [megackpt, *_packages()]:
+        for name in getattr(module, "__all__", ()):
+            assert hasattr(module, name), f"{module.__name__}.__all__ has {name!r}, which does not exist"
+
+
+def _packages() -> list[object]:
+    found = pkgutil.iter_modules(megackpt.__path__, "megackpt.")
+    return [importlib.import_module(m.name) for m in found if m.ispkg and not m.name.endswith(".testing")]

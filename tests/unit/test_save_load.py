@@ -1,0 +1,430 @@
+"""save and load in one process: entities, common state, and every error with its what, where and how."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import megackpt
+from megackpt import (
+    CoverageError,
+    DeclarationError,
+    FormatError,
+    IntegrityError,
+    LocalNonpersistentObject,
+    MismatchError,
+    MissingKeyError,
+    NotACheckpointError,
+    ShardedLayout,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StorageError,
+    UnserializableError,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    save,
+)
+from megackpt.storage import LocalStore
+from megackpt.testing.world import SimulatedWorld
+
+
+def whole(key: str, data: torch.Tensor, **fields: object) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data, **fields)
+
+
+# --- what comes back
+# -----------------------------------------------------------------------------------------------
+
+
+def test_load_fills_the_given_tensors_in_place_and_returns_them(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3)
+    save({"w": whole("w", weight.clone())}, tmp_path / "c")
+    mine = torch.zeros(4, 3)
+    loaded = load({"w": whole("w", mine)}, tmp_path / "c")
+    assert loaded["w"] is mine
+    assert torch.equal(mine, weight)
+
+
+def test_a_parameter_is_filled_in_place_and_still_requires_grad(tmp_path: Path) -> None:
+    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    save({"w": whole("w", source.weight)}, tmp_path / "c")
+    load({"w": whole("w", target.weight)}, tmp_path / "c")
+    assert torch.equal(source.weight, target.weight)
+    assert target.weight.requires_grad
+    assert target.weight.is_leaf
+
+
+def test_an_entity_without_data_gets_a_tensor_and_the_request_stays_as_it_was(tmp_path: Path) -> None:
+    save({"w": whole("w", torch.arange(6.0))}, tmp_path / "c")
+    request = {"w": whole("w", torch.zeros(6)).without_data()}
+    assert torch.equal(load(request, tmp_path / "c")["w"], torch.arange(6.0))
+    assert request["w"].data is None
+
+
+def test_common_state_is_merged_into_the_structure_of_the_request(tmp_path: Path) -> None:
+    state = {
+        "model": [whole("a", torch.ones(2)), {"step": 7, "b": whole("b", torch.ones(3))}, "text"],
+        "args": OrderedDict(lr=0.1),
+        "skip": LocalNonpersistentObject("saved side"),
+    }
+    save(state, tmp_path / "c")
+    request = {
+        "model": [whole("a", torch.zeros(2)), {"b": whole("b", torch.zeros(3)), "step": "dropped"}],
+        "skip": LocalNonpersistentObject("loading side"),
+        "ignored": 1,
+    }
+    loaded = load(request, tmp_path / "c")
+    assert loaded["model"][0].sum() == 2
+    assert loaded["model"][1] == {"step": 7, "b": loaded["model"][1]["b"]}
+    assert loaded["model"][2] == "text"
+    assert loaded["args"] == OrderedDict(lr=0.1)
+    assert isinstance(loaded["args"], OrderedDict)
+    assert loaded["skip"] == "loading side"
+    assert "ignored" not in loaded
+
+
+def test_neither_save_nor_load_changes_the_state_dict_it_is_given(tmp_path: Path) -> None:
+    factory = ShardedTensorFactory(
+        "f",
+        torch.arange(4.0),
+        lambda key, data, replica, flat: [whole(f"{key}.0", data)],
+        lambda parts: parts[0],
+    )
+    state = {
+        "f": factory,
+        "o": ShardedObject("o", {"a": 1}, (1,), (0,)),
+        "list": [1, whole("w", torch.ones(1))],
+    }
+    before = copy.copy(state), copy.copy(state["list"])
+    save(state, tmp_path / "c")
+    load(state, tmp_path / "c")
+    assert state == before[0]
+    assert state["list"] == before[1]
+    assert state["f"] is factory
+
+
+def test_factories_are_built_and_merged_nested_ones_from_the_inside(tmp_path: Path) -> None:
+    def halves(key: str, data: torch.Tensor, replica: object, flat: object) -> dict[str, object]:
+        a, b = data.chunk(2)
+        inner = ShardedTensorFactory(
+            f"{key}.b", b, lambda k, d, *_: [whole(k + ".neg", -d)], lambda parts: -parts[0]
+        )
+        return {"a": whole(f"{key}.a", a.clone()), "b": inner}
+
+    def factory(data: torch.Tensor) -> ShardedTensorFactory:
+        return ShardedTensorFactory("f", data, halves, lambda parts: torch.cat([parts["a"], parts["b"]]))
+
+    value = torch.arange(6.0)
+    save({"f": factory(value)}, tmp_path / "c")
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["f.b.neg"], -value[3:])
+    assert torch.equal(load({"f": factory(torch.zeros(6))}, tmp_path / "c")["f"], value)
+
+
+def test_a_layout_stores_each_part_under_its_own_key_and_loads_in_place(tmp_path: Path) -> None:
+    fused = torch.randn(6, 4)
+    save({"w": ShardedLayout.split("w", fused, 0, {"gate": 2, "up": 4})}, tmp_path / "c")
+    parts = load_plain_tensors(tmp_path / "c")
+    assert torch.equal(parts["w.gate"], fused[:2])
+    assert torch.equal(parts["w.up"], fused[2:])
+    mine = torch.zeros(6, 4)
+    assert load({"w": ShardedLayout.split("w", mine, 0, {"gate": 2, "up": 4})}, tmp_path / "c")["w"] is mine
+    assert torch.equal(mine, fused)
+
+
+def test_objects_come_back_by_their_offset(tmp_path: Path) -> None:
+    state = {
+        f"rng{i}": ShardedObject("rng", {"seed": i, "t": torch.tensor([i])}, (3,), (i,)) for i in range(3)
+    }
+    save(state, tmp_path / "c")
+    loaded = load({"mine": ShardedObject("rng", None, (3,), (2,))}, tmp_path / "c")
+    assert loaded["mine"]["seed"] == 2
+    assert loaded["mine"]["t"].tolist() == [2]
+
+
+def test_a_padded_array_loads_its_overlap_and_keeps_the_rest(tmp_path: Path) -> None:
+    save({"e": whole("e", torch.ones(6, 2), allow_shape_mismatch=True)}, tmp_path / "c")
+    larger, smaller = torch.full((8, 2), 5.0), torch.zeros(4, 2)
+    load({"e": whole("e", larger, allow_shape_mismatch=True)}, tmp_path / "c")
+    load({"e": whole("e", smaller, allow_shape_mismatch=True)}, tmp_path / "c")
+    assert larger.sum(dim=1).tolist() == [2.0] * 6 + [10.0] * 2
+    assert smaller.sum() == 8
+
+
+def test_what_a_checkpoint_holds_can_be_listed_without_reading_it(tmp_path: Path) -> None:
+    state = {
+        "a": whole("a", torch.zeros(2, 3, dtype=torch.bfloat16)),
+        "o": ShardedObject("o", "x", (1,), (0,)),
+        "lr": 0.5,
+    }
+    save(state, tmp_path / "c", content_metadata={"layout": "tp2"})
+    listed = load_sharded_metadata(tmp_path / "c")
+    assert set(listed) == {"a", "o/shard_0_1"}
+    assert (listed["a"].global_shape, listed["a"].dtype, listed["a"].data) == ((2, 3), torch.bfloat16, None)
+    assert load_common_state_dict(tmp_path / "c") == {"lr": 0.5}
+    assert load_content_metadata(tmp_path / "c") == {"layout": "tp2"}
+
+
+def test_large_tensors_are_exact_across_block_and_read_boundaries(tmp_path: Path) -> None:
+    # 2-D, larger than one read (8 MiB), cut by columns: strided blocks on both sides, near and far rows.
+    array = torch.randint(0, 2**31, (70, 60_001), dtype=torch.int32)
+    shards = [array[:, a:b].contiguous() for a, b in ((0, 20_000), (20_000, 60_001))]
+    fields = {"dtype": torch.int32, "global_shape": tuple(array.shape)}
+    save(
+        next(
+            {"w": [ShardedTensor("w", s, local_shape=tuple(s.shape), global_offset=(0, o), **fields)]}
+            for s, o in zip(shards[:1], (0,), strict=True)
+        )
+        | {
+            "x": ShardedTensor(
+                "w", shards[1], local_shape=tuple(shards[1].shape), global_offset=(0, 20_000), **fields
+            )
+        },
+        tmp_path / "c",
+    )
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], array)
+    middle = torch.zeros(33, 30_000, dtype=torch.int32)
+    load(
+        {"m": ShardedTensor("w", middle, local_shape=(33, 30_000), global_offset=(20, 9_999), **fields)},
+        tmp_path / "c",
+    )
+    assert torch.equal(middle, array[20:53, 9_999:39_999])
+    flat = torch.zeros(3_000_000, dtype=torch.int32)
+    held = slice(100_001, 3_100_001)
+    load(
+        {
+            "f": ShardedTensor(
+                "w",
+                flat,
+                local_shape=tuple(array.shape),
+                global_offset=(0, 0),
+                flattened_range=held,
+                **fields,
+            )
+        },
+        tmp_path / "c",
+    )
+    assert torch.equal(flat, array.reshape(-1)[held])
+
+
+def test_a_data_file_opens_in_stock_safetensors_under_the_arrays_own_names(tmp_path: Path) -> None:
+    weight = torch.randn(3, 5, dtype=torch.bfloat16)
+    save(
+        {"w": whole("layer.weight", weight), "z": whole("z", torch.ones(3, dtype=torch.complex64))},
+        tmp_path / "c",
+    )
+    (file,) = (tmp_path / "c" / "data").glob("*.safetensors")
+    stored = safetensors.torch.load_file(file)
+    assert torch.equal(stored["layer.weight"], weight)
+    assert set(stored) == {"layer.weight", "z"}
+
+
+def test_overwriting_replaces_the_checkpoint_and_leaves_no_old_files_but_strangers(tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    save({"w": whole("w", torch.zeros(3)), "old": 1}, directory)
+    (directory / "tokenizer.model").write_bytes(b"not ours")
+    save({"w": whole("w", torch.ones(3))}, directory)
+    assert load_plain_tensors(directory)["w"].sum() == 3
+    assert load_common_state_dict(directory) == {}
+    files = sorted(str(p.relative_to(directory)).split("-")[0] for p in directory.rglob("*") if p.is_file())
+    attempts = {p.name.removesuffix(p.suffix)[-22:] for p in directory.glob("data/*")}
+    assert len(attempts) == 1
+    assert [f for f in files if not f.startswith("data/")] == [
+        "common", "index", "metadata.json", "tokenizer.model",
+    ]  # fmt: skip
+
+
+# --- errors
+# --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_key_is_named_with_the_most_similar_one(tmp_path: Path) -> None:
+    save({"w": whole("decoder.weight", torch.zeros(2))}, tmp_path / "c")
+    with pytest.raises(
+        MissingKeyError, match=r"'decoder.wieght' \(the checkpoint has 'decoder.weight'\)"
+    ) as caught:
+        load({"w": whole("decoder.wieght", torch.zeros(2))}, tmp_path / "c")
+    assert caught.value.key == "decoder.wieght"
+    assert isinstance(caught.value, KeyError)
+    assert "load_sharded_metadata" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (torch.zeros(3), r"'w': stored as float32 \(2,\), asked for as float32 \(3,\)"),
+        (
+            torch.zeros(2, dtype=torch.bfloat16),
+            r"'w': stored as float32 \(2,\), asked for as bfloat16 \(2,\)",
+        ),
+    ],
+)
+def test_another_shape_or_dtype_than_stored_is_refused_before_anything_is_read(
+    tmp_path: Path, asked: torch.Tensor, said: str
+) -> None:
+    save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+    with pytest.raises(MismatchError, match=said) as caught:
+        load({"w": whole("w", asked)}, tmp_path / "c")
+    assert "allow_shape_mismatch" in str(caught.value)
+    assert asked.sum() == 0
+
+
+def test_elements_that_no_rank_saves_are_named(tmp_path: Path) -> None:
+    third = ShardedTensor.from_rank_offsets("v", torch.zeros(2, 4), (0, 1, 3))
+    with pytest.raises(CoverageError) as caught:
+        save({"w": whole("w", torch.zeros(2, 4)), "v": third}, tmp_path / "c")
+    text = str(caught.value)
+    assert "'v': elements [0:2, 0:4] are saved by no rank (global shape (6, 4))" in text
+    assert "'v': elements [4:6, 0:4] are saved by no rank" in text
+    assert "global_offset and replica_id" in text
+    assert "'w'" not in text
+
+
+def test_elements_that_two_main_replicas_save_are_named_with_the_ranks(tmp_path: Path) -> None:
+    def overlap(group: megackpt.comm.Group) -> None:
+        data = torch.zeros(3, 2)
+        offset = (0, 0) if group.rank == 0 else (2, 0)
+        tensor = ShardedTensor("w", data, torch.float32, (3, 2), (5, 2), offset)
+        save({"w": tensor}, tmp_path / "c", group=group)
+
+    for error in SimulatedWorld(2).outcomes(overlap):
+        assert isinstance(error, CoverageError)
+        assert "'w': elements [2:3, 0:2] are saved by more than one main replica (ranks 0, 1)" in str(error)
+
+
+def test_arrays_without_any_main_replica_are_holes(tmp_path: Path) -> None:
+    with pytest.raises(CoverageError, match=r"'w': elements \[0:2\] are saved by no rank"):
+        save({"w": whole("w", torch.zeros(2), replica_id=(0, 0, 1))}, tmp_path / "c")
+
+
+def test_ranks_that_disagree_about_an_array_are_named(tmp_path: Path) -> None:
+    def disagree(group: megackpt.comm.Group) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2 + group.rank // 2), (0, group.rank, 3))
+        save({"w": tensor}, tmp_path / "c", group=group)
+
+    for error in SimulatedWorld(3).outcomes(disagree):
+        assert isinstance(error, MismatchError)
+        assert "'w': float32 (6,) on ranks 0, 1; float32 (9,) on ranks 2" in str(error)
+
+
+def test_common_state_that_differs_is_named_by_path_and_rank(tmp_path: Path) -> None:
+    def differ(group: megackpt.comm.Group) -> None:
+        save({"args": {"lr": 1.0, "rank": group.rank}}, tmp_path / "c", group=group)
+
+    def differ_knowingly(group: megackpt.comm.Group) -> None:
+        save(
+            {"args": {"lr": 1.0, "rank": group.rank}},
+            tmp_path / "c",
+            group=group,
+            preprocess_common_before_consistancy_check=lambda common: {"lr": common["args"]["lr"]},
+        )
+
+    for error in SimulatedWorld(3).outcomes(differ):
+        assert isinstance(error, MismatchError)
+        assert "'args.rank' on rank(s) 1, 2" in str(error)
+        assert "args.lr" not in str(error)
+        assert "ShardedObject" in str(error)
+    SimulatedWorld(3).run(differ_knowingly)
+    assert load_common_state_dict(tmp_path / "c")["args"]["rank"] == 0
+
+
+def test_a_value_without_a_codec_is_refused_at_save_by_its_path_and_type(tmp_path: Path) -> None:
+    with pytest.raises(UnserializableError, match=r"args\.hooks\[1\].*(function|lambda)") as caught:
+        save({"args": {"hooks": [1, lambda: None]}, "w": whole("w", torch.zeros(1))}, tmp_path / "c")
+    assert "register_codec" in str(caught.value)
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+def test_a_sharded_entity_in_a_tuple_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(
+        DeclarationError, match=r"model\.pair: a ShardedTensor stands inside of a tuple.*list or a dict"
+    ):
+        save({"model": {"pair": (whole("w", torch.zeros(1)),)}}, tmp_path / "c")
+
+
+def test_an_entity_without_data_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(DeclarationError, match="'w' has no data to save"):
+        save({"w": whole("w", torch.zeros(1)).without_data()}, tmp_path / "c")
+
+
+def test_an_empty_or_half_written_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotACheckpointError, match=r"is not a checkpoint: it has no metadata.json.*did not finish"
+    ):
+        load({}, tmp_path)
+    save({"w": whole("w", torch.zeros(2))}, tmp_path / "c")
+    (tmp_path / "c" / "metadata.json").unlink()
+    with pytest.raises(NotACheckpointError):
+        load({}, tmp_path / "c")
+
+
+def test_a_flipped_bit_is_found_and_named_by_key_file_and_range(tmp_path: Path) -> None:
+    save({"a": whole("a", torch.zeros(70_000)), "b": whole("b", torch.ones(70_000))}, tmp_path / "c")
+    (file,) = (tmp_path / "c" / "data").iterdir()
+    damaged = bytearray(file.read_bytes())
+    damaged[-5] ^= 4
+    file.write_bytes(damaged)
+    load({"a": whole("a", torch.zeros(70_000))}, tmp_path / "c")
+    with pytest.raises(IntegrityError) as caught:
+        load({"b": whole("b", torch.zeros(70_000))}, tmp_path / "c")
+    assert caught.value.key == "b"
+    low = len(damaged) - 70_000 * 4 + 256 * 1024
+    assert f"the bytes {low}:{len(damaged)} of {file}" in str(caught.value)
+    load({"b": whole("b", torch.zeros(70_000))}, tmp_path / "c", options=megackpt.LoadOptions(verify=False))
+
+
+@pytest.mark.parametrize("kind", ["index", "common"])
+def test_damage_to_small_files_is_found(tmp_path: Path, kind: str) -> None:
+    save({"w": whole("w", torch.zeros(2)), "lr": 0.25}, tmp_path / "c")
+    (file,) = (tmp_path / "c").glob(f"{kind}-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(IntegrityError, match=f"{kind}.*differs from what was saved"):
+        load({"w": whole("w", torch.zeros(2))}, tmp_path / "c")
+
+
+def test_a_missing_or_truncated_data_file_is_named(tmp_path: Path) -> None:
+    save({"w": whole("w", torch.zeros(2000))}, tmp_path / "c")
+    (file,) = (tmp_path / "c" / "data").iterdir()
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(FormatError, match=file.name):
+        load({"w": whole("w", torch.zeros(2000))}, tmp_path / "c")
+    file.unlink()
+    with pytest.raises(StorageError, match=file.name):
+        load({"w": whole("w", torch.zeros(2000))}, tmp_path / "c")
+
+
+def test_an_unknown_format_or_version_is_refused_with_what_is_known(tmp_path: Path) -> None:
+    save({}, tmp_path / "c")
+    manifest = tmp_path / "c" / "metadata.json"
+    manifest.write_text(
+        manifest.read_text().replace('"sharded_backend_version": 1', '"sharded_backend_version": 99')
+    )
+    with pytest.raises(FormatError, match=r"version 99 cannot be read here. Known are megackpt version 1"):
+        load({}, tmp_path / "c")
+    with pytest.raises(DeclarationError, match=r"No strategy saves format \('parquet', 0\)"):
+        save({}, tmp_path / "d", "parquet")
+
+
+def test_a_directory_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        save({}, tmp_path / "file" / "c")
+
+
+def test_a_copied_checkpoint_loads_from_its_new_place(tmp_path: Path) -> None:
+    save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / "d")
+    shutil.rmtree(tmp_path / "c")
+    assert load_plain_tensors(LocalStore(tmp_path / "d"))["w"].sum() == 2
