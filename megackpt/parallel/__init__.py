@@ -1,0 +1,111 @@
+"""Layers that know their sharding, over tensor, pipeline, data and sequence parallelism."""
+
+from megackpt.parallel.attributes import ParameterFlag, is_marked, mark
+from megackpt.parallel.collectives import (
+    all_reduce,
+    collect_sequence,
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_sequence,
+    scatter_to,
+)
+from megackpt.parallel.embedding import (
+    VocabParallelEmbedding,
+    VocabParallelOutput,
+    padded_vocab_size,
+    vocab_parallel_cross_entropy,
+)
+from megackpt.parallel.groups import Axis, ParallelGroups
+from megackpt.parallel.layout import Coordinates, ParallelLayout
+from megackpt.parallel.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    divide_over_tp,
+)
+from megackpt.parallel.mixin import (
+    Declarations,
+    Metadata,
+    ShardedModule,
+    TpSharding,
+    declare_module,
+    second_copy,
+    sharded_state_dict,
+)
+from megackpt.parallel.norm import LayerNorm, RMSNorm
+from megackpt.parallel.pipeline import (
+    MicroBatch,
+    PipelineStage,
+    exchange,
+    forward_backward,
+    forward_only,
+    share_losses,
+)
+from megackpt.parallel.rng import ParallelDropout, ParallelRng, dropout, stable_seed
+from megackpt.parallel.schedule import (
+    Action,
+    Backward,
+    Forward,
+    Transfer,
+    plan_1f1b,
+    plan_forward,
+    split_layers,
+)
+from megackpt.parallel.stack import LayerStack
+
+__all__ = [
+    "Action",
+    "Axis",
+    "Backward",
+    "ColumnParallelLinear",
+    "Coordinates",
+    "Declarations",
+    "Forward",
+    "LayerNorm",
+    "LayerStack",
+    "Metadata",
+    "MicroBatch",
+    "ParallelDropout",
+    "ParallelGroups",
+    "ParallelLayout",
+    "ParallelRng",
+    "ParameterFlag",
+    "PipelineStage",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RowParallelLinear",
+    "ShardedModule",
+    "TpSharding",
+    "Transfer",
+    "VocabParallelEmbedding",
+    "VocabParallelOutput",
+    "all_reduce",
+    "collect_sequence",
+    "copy_to",
+    "declare_module",
+    "divide_over_tp",
+    "dropout",
+    "exchange",
+    "forward_backward",
+    "forward_only",
+    "gather_from",
+    "gather_sequence",
+    "is_marked",
+    "mark",
+    "padded_vocab_size",
+    "plan_1f1b",
+    "plan_forward",
+    "reduce_from",
+    "reduce_scatter_sequence",
+    "scatter_sequence",
+    "scatter_to",
+    "second_copy",
+    "sharded_state_dict",
+    "share_losses",
+    "split_layers",
+    "stable_seed",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,34 @@
+"""What a layer tells the optimizer about a parameter, as attributes of the parameter.
+
+Owns the names. Layers set them; an optimizer reads them to know which gradients are summed over which axis
+and which parameters count in the global norm.
+
+    attribute               meaning where it is True
+    tensor_model_parallel   this rank holds a slice over tp; otherwise all of tp hold the same values, and the
+                            parameter counts once in the norm
+    sequence_parallel       used on this rank's part of the sequence only: gradients are to be summed over tp
+    shared_embedding        the tied embedding on the first and last stage: gradients are to be summed over
+                            `groups.embedding`
+    is_duplicate            the last stage's copy of the tied embedding: not counted in the norm
+
+Source: the first two and `shared_embedding` carry Megatron-Core's names and meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+ParameterFlag = Literal["tensor_model_parallel", "sequence_parallel", "shared_embedding", "is_duplicate"]
+
+
+def mark(param: Tensor, *flags: ParameterFlag) -> None:
+    """Set each of `flags` on `param` to True. Local."""
+    for flag in flags:
+        setattr(param, flag, True)
+
+
+def is_marked(param: Tensor, flag: ParameterFlag) -> bool:
+    """Say whether `flag` is set on `param`. Local."""
+    return bool(getattr(param, flag, False))

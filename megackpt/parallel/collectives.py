@@ -1,0 +1,170 @@
+"""Collectives that autograd can differentiate, over one `Axis`.
+
+Owns the exchange of activations between the ranks of an axis. Each function is a forward operation paired
+with the operation that carries gradients back; which pair is right depends on whether the computation beside
+it is the same on all ranks (replicated) or each rank does its own part (parallel).
+
+    function                 forward                   backward                  stands between
+    copy_to                  identity                  sum over ranks            replicated -> parallel
+    reduce_from              sum over ranks            identity                  parallel -> replicated
+    scatter_to               own slice of last dim     gather last dim           replicated -> parallel
+    gather_from              gather last dim           own slice of last dim     parallel -> replicated
+    scatter_sequence         own slice of dim 0        gather dim 0              replicated -> sequence
+    collect_sequence         gather dim 0              own slice of dim 0        sequence -> replicated
+    gather_sequence          gather dim 0              sum, own slice of dim 0   sequence -> parallel
+    reduce_scatter_sequence  sum, own slice of dim 0   gather dim 0              parallel -> sequence
+
+All are collective over the axis; over an axis of size 1 they return their input. None changes its input.
+
+Source: Shoeybi et al. 2019, section 3 (f and g are `copy_to` and `reduce_from`); Korthikanti et al. 2022,
+section 4.2.2 (g and g-bar are `gather_sequence` and `reduce_scatter_sequence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel.groups import Axis
+
+Exchange = Callable[[Tensor, Axis], Tensor]
+
+# torch 2.13 renamed these two and warns about the old names; torch 2.6 knows only those.
+_all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Pass `x` on to computation that each rank does a part of; gradients are summed. Collective."""
+    return _exchange(x, axis, _identity, all_reduce)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Sum the partial results `x` of the ranks; gradients pass unchanged. Collective."""
+    return _exchange(x, axis, all_reduce, _identity)
+
+
+def scatter_to(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's slice `[..., n/size]` of an `x` that is equal on all ranks. Collective."""
+    return _exchange(x, axis, _split_last, _gather_last)
+
+
+def gather_from(x: Tensor, axis: Axis) -> Tensor:
+    """Join `[..., n/size]` of the ranks to `[..., n]`, for computation equal on all ranks. Collective."""
+    return _exchange(x, axis, _gather_last, _split_last)
+
+
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's slice `[s/size, ...]` of an `x` that is equal on all ranks. Collective."""
+    return _exchange(x, axis, _split_first, _gather_first)
+
+
+def collect_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Join `[s/size, ...]` of the ranks to `[s, ...]`, for computation equal on all ranks. Collective.
+
+    Unlike `gather_sequence`, each rank's gradient is already the whole one, so that it is sliced and not
+    summed.
+    """
+    return _exchange(x, axis, _gather_first, _split_first)
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Join `[s/size, ...]` of the ranks, for computation that each rank does a part of. Collective."""
+    return _exchange(x, axis, _gather_first, _reduce_scatter_first)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Sum the partial results `[s, ...]` of the ranks and keep this rank's `[s/size, ...]`. Collective."""
+    return _exchange(x, axis, _reduce_scatter_first, _gather_first)
+
+
+def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Return `x` reduced over the axis, outside autograd. Collective; `x` is not changed."""
+    if axis.size == 1:
+        return x
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op=op, group=_group(axis))
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """An exchange whose gradient is another exchange over the same axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.axis, ctx.backward_exchange = axis, backward
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_exchange(grads[0], ctx.axis), None, None, None
+
+
+def _exchange(x: Tensor, axis: Axis, forward: Exchange, backward: Exchange) -> Tensor:
+    if axis.size == 1:
+        return x
+    return cast(Tensor, _Exchange.apply(x, axis, forward, backward))  # type: ignore[no-untyped-call]
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    if axis.group is None:
+        raise DeclarationError(
+            f"a collective over ranks {axis.ranks} was called, but these groups were made without "
+            f"communication (ParallelGroups.offline). Make them with ParallelGroups.create on all ranks to "
+            f"run the model.",
+            rank=axis.ranks[axis.rank],
+        )
+    return axis.group
+
+
+def _identity(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)  # a new tensor object: autograd may not return its input as it is
+
+
+def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    if x.shape[dim] % axis.size:
+        raise DeclarationError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {axis.size} equal slices, "
+            f"for ranks {axis.ranks}. Choose a size (sequence length, features) that is a multiple of "
+            f"{axis.size}.",
+            rank=axis.ranks[axis.rank],
+        )
+    return x.chunk(axis.size, dim=dim)[axis.rank].contiguous()
+
+
+def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    leading = x.movedim(dim, 0).contiguous()  # the collective joins along dim 0 only
+    joined = leading.new_empty((leading.shape[0] * axis.size, *leading.shape[1:]))
+    _all_gather_single(joined, leading, group=_group(axis))
+    return joined.movedim(0, dim).contiguous()
+
+
+def _reduce_scatter_first(x: Tensor, axis: Axis) -> Tensor:
+    mine = torch.empty_like(_split(x, axis, 0))  # also checks that the dim divides
+    _reduce_scatter_single(mine, x.contiguous(), group=_group(axis))
+    return mine
+
+
+def _split_last(x: Tensor, axis: Axis) -> Tensor:
+    return _split(x, axis, -1)
+
+
+def _gather_last(x: Tensor, axis: Axis) -> Tensor:
+    return _gather(x, axis, -1)
+
+
+def _split_first(x: Tensor, axis: Axis) -> Tensor:
+    return _split(x, axis, 0)
+
+
+def _gather_first(x: Tensor, axis: Axis) -> Tensor:
+    return _gather(x, axis, 0)

@@ -1,0 +1,251 @@
+"""Linear layers whose weight is cut over tp: by output features (column) or by input features (row).
+
+Owns the two layers and the fused forms of the first: an output made of named parts (gate and up), and the
+fused query/key/value projection with grouped queries. A column layer followed by a row layer needs one
+exchange in the forward pass; with sequence parallelism that exchange is split in two halves around them.
+
+Initial values are drawn from torch's global generator and differ by layout; `models.init` shows how to make
+them a function of the key alone.
+
+Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2. nn.Linear stores the
+transpose of the papers' A, hence a column layer cuts dim 0 of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel.attributes import mark
+from megackpt.parallel.collectives import (
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_to,
+)
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.mixin import ShardedModule, TpSharding
+
+INIT_STD = 0.02
+
+
+def divide_over_tp(what: str, size: int, groups: ParallelGroups) -> int:
+    """Return `size / tp`, the extent of one rank's slice of `what`.
+
+    Raises:
+        DeclarationError: tp does not divide `size`.
+    """
+    tp = groups.tp.size
+    if size % tp:
+        raise DeclarationError(
+            f"{what} {size} cannot be cut into tp={tp} equal slices. Choose a multiple of {tp}, or a "
+            f"smaller tp.",
+            rank=groups.rank,
+        )
+    return size // tp
+
+
+class ColumnParallelLinear(ShardedModule):
+    """`y = x W^T + b` with W cut by rows: weight `[out/tp, in]`, bias `[out/tp]`. Collective over tp.
+
+    Input `[..., in]`, equal on all ranks of tp (with sequence_parallel `[s/tp, ..., in]`, this rank's part
+    of the sequence); output `[..., out/tp]` (with gather_output `[..., out]`, for computation equal on all
+    ranks).
+
+    Args:
+        in_features: extent of the last dim of the input.
+        out_features: extent of the last dim of the whole output; given as a mapping, the output is made of
+            these named parts, each cut over tp and stored on its own: a rank's slice is its piece of the
+            first part, then of the second, and so on.
+        groups: the ranks around this one.
+        bias: whether there is a bias.
+        gather_output: join the output over tp.
+        sequence_parallel: the input is cut along the sequence, dim 0.
+        dtype: dtype of the parameters.
+        device: where the parameters lie.
+
+    Raises:
+        DeclarationError: tp does not divide the outputs or a part of them; gather_output with parts.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        parts = None
+        if isinstance(out_features, int):
+            local = divide_over_tp("out_features", out_features, groups)
+        else:
+            parts = {
+                n: divide_over_tp(f"part {n!r} of out_features", s, groups) for n, s in out_features.items()
+            }
+            local = sum(parts.values())
+        if gather_output and parts is not None:
+            raise DeclarationError(
+                f"gather_output would join the slices of parts {list(parts)} interleaved by rank. Leave it "
+                f"False and gather each part of split(output) by itself."
+            )
+        sharding = TpSharding(dim=0, parts=parts)
+        super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
+        self.local_parts = parts
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(local, dtype=dtype, device=device)) if bias else None
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs; shapes above."""
+        tp = self.groups.tp
+        x = gather_sequence(x, tp) if self.sequence_parallel else copy_to(x, tp)
+        y = F.linear(x, self.weight, self.bias)  # [..., out/tp]
+        return gather_from(y, tp) if self.gather_output else y
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the named parts of an output `y` `[..., out/tp]`, each `[..., part/tp]`, in order. Local.
+
+        Raises:
+            DeclarationError: the layer was made without parts.
+        """
+        if self.local_parts is None:
+            raise DeclarationError(
+                "this layer has no named parts. Give out_features as a mapping of part to size."
+            )
+        return torch.split_with_sizes(y, list(self.local_parts.values()), dim=-1)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """The fused query, key and value projection: a column layer with parts `q`, `k`, `v`. Collective over tp.
+
+    Input `[..., hidden]`; `split(output)` gives q `[..., heads/tp * head_dim]`, k and v
+    `[..., query_groups/tp * head_dim]`.
+
+    Args:
+        hidden_size: extent of the last dim of the input.
+        num_heads: query heads.
+        num_query_groups: key and value heads, each shared by `num_heads / num_query_groups` query heads.
+        head_dim: extent of one head.
+        groups: the ranks around this one.
+        bias: whether there is a bias.
+        sequence_parallel: the input is cut along the sequence, dim 0.
+        dtype: dtype of the parameters.
+        device: where the parameters lie.
+
+    Raises:
+        DeclarationError: tp does not divide the query groups, or the query groups do not divide the heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_query_groups: int,
+        head_dim: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if num_heads % num_query_groups:
+            raise DeclarationError(
+                f"num_heads {num_heads} is not a multiple of num_query_groups {num_query_groups}, so the "
+                f"query heads cannot share keys evenly. Choose a divisor of {num_heads}."
+            )
+        # Checked on heads, not on features: a slice that ends inside a head would divide as well, and
+        # compute nonsense.
+        self.local_groups = divide_over_tp("num_query_groups", num_query_groups, groups)
+        self.local_heads = divide_over_tp("num_heads", num_heads, groups)
+        kv = num_query_groups * head_dim
+        super().__init__(
+            hidden_size,
+            {"q": num_heads * head_dim, "k": kv, "v": kv},
+            groups,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+
+class RowParallelLinear(ShardedModule):
+    """`y = x W^T + b` with W cut by columns: weight `[out, in/tp]`, bias `[out]`. Collective over tp.
+
+    Input `[..., in/tp]`; output `[..., out]`, equal on all ranks of tp (with sequence_parallel
+    `[s/tp, ..., out]`).
+
+    Args:
+        in_features: extent of the last dim of the whole input.
+        out_features: extent of the last dim of the output.
+        groups: the ranks around this one.
+        bias: whether there is a bias, added after the sum over tp.
+        input_is_parallel: the input is cut over tp already; False for an input `[..., in]` equal on all
+            ranks.
+        sequence_parallel: cut the output along the sequence, dim 0.
+        dtype: dtype of the parameters.
+        device: where the parameters lie.
+
+    Raises:
+        DeclarationError: tp does not divide in_features; sequence_parallel with an input that is not
+            parallel.
+    """
+
+    tp_sharding = {"weight": 1}  # noqa: RUF012 - read-only by its type in ShardedModule
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        local = divide_over_tp("in_features", in_features, groups)
+        if sequence_parallel and not input_is_parallel:
+            raise DeclarationError(
+                "sequence_parallel needs input_is_parallel=True: a part of the sequence cannot be cut by "
+                "features too."
+            )
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        if self.bias is not None and sequence_parallel:
+            mark(self.bias, "sequence_parallel")
+        _reset(self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the whole output features; shapes above."""
+        tp = self.groups.tp
+        if not self.input_is_parallel:
+            x = scatter_to(x, tp)
+        partial = F.linear(x, self.weight)  # [..., out], this rank's share of the sum
+        y = reduce_scatter_sequence(partial, tp) if self.sequence_parallel else reduce_from(partial, tp)
+        return y if self.bias is None else y + self.bias
+
+
+def _reset(weight: Tensor, bias: Tensor | None) -> None:
+    with torch.no_grad():
+        weight.normal_(std=INIT_STD)
+        if bias is not None:
+            bias.zero_()

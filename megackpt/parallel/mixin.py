@@ -1,0 +1,289 @@
+"""How a module says which part of the checkpoint it holds.
+
+Owns the composition of `sharded_state_dict` over a tree of modules, and the one-line declaration of a
+layer's own sharding. A layer declares; it never computes an offset and never touches a file.
+
+    class Scale(ShardedModule):
+        tp_sharding = {"weight": 0}                      # dim 0 is cut over tp
+
+        def __init__(self, features, groups):
+            super().__init__(groups)
+            self.weight = nn.Parameter(torch.ones(features // groups.tp.size))
+
+Replica ids are `(copy, tp, dp)`: a second copy of the same weight in the same model (tied embedding) has
+copy 1, a tensor that tp does not cut has its tp rank, and every data parallel rank its dp rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from megackpt.errors import DeclarationError
+from megackpt.mapping import (
+    RankOffset,
+    ShardedBase,
+    ShardedLayout,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
+from megackpt.parallel.attributes import is_marked, mark
+from megackpt.parallel.groups import ParallelGroups
+
+Metadata: TypeAlias = "Mapping[str, Any] | None"  # the caller's hints, handed down unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpSharding:
+    """How tp cuts one tensor; a plain int stands for `TpSharding(dim=...)`.
+
+    Attributes:
+        dim: dim of the local tensor that is cut; each rank holds an equal slice.
+        parts: where the slice is made of named parts one after the other (gate and up; q, k and v), their
+            local extents along `dim`, in order. Each part is stored as a global array of its own, `key.name`.
+        allow_shape_mismatch: the global extent may differ between checkpoint and model (vocabulary padding).
+
+    Raises:
+        DeclarationError: both parts and allow_shape_mismatch.
+    """
+
+    dim: int
+    parts: Mapping[str, int] | None = None
+    allow_shape_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parts is not None and self.allow_shape_mismatch:
+            raise DeclarationError(
+                f"a tensor made of parts {list(self.parts)} cannot have allow_shape_mismatch: padding of one "
+                f"part would move the next. Declare a tensor for each part, or pad none."
+            )
+
+
+Declarations: TypeAlias = Mapping[str, "int | TpSharding"]
+
+
+class ShardedModule(nn.Module):
+    """A module whose `sharded_state_dict` follows from a declaration.
+
+    Subclass it, or put it before a module class:
+
+        class RowCutLinear(ShardedModule, nn.Linear):
+            tp_sharding = {"weight": 0, "bias": 0}
+
+        RowCutLinear(groups, 16, 8)                      # what follows groups goes to nn.Linear
+
+    Attributes:
+        groups: the ranks around this one.
+        tp_sharding: per name of an own parameter or persistent buffer, how tp cuts it. What is not named is
+            equal on all ranks of tp. May be a class attribute, or given to the constructor where it depends
+            on sizes.
+
+    Parameters named in it are marked `tensor_model_parallel` when they are assigned, for the optimizer.
+    """
+
+    groups: ParallelGroups
+    tp_sharding: Declarations = {}  # noqa: RUF012 - read-only by its type; subclasses replace it
+
+    def __init__(
+        self, groups: ParallelGroups, *args: Any, tp_sharding: Declarations | None = None, **kwargs: Any
+    ) -> None:
+        # Before super().__init__, which may assign parameters already.
+        self.groups = groups
+        if tp_sharding is not None:
+            self.tp_sharding = tp_sharding
+        super().__init__(*args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as nn.Module does, and mark it if the declaration says that tp cuts it."""
+        super().register_parameter(name, param)
+        if param is not None and name in self.tp_sharding:
+            mark(param, "tensor_model_parallel")
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
+    ) -> ShardedStateDict:
+        """Return what this rank holds of this module and its children; see `declare_module`."""
+        return declare_module(
+            self, self.groups, prefix, sharded_offsets, metadata, tp_sharding=self.tp_sharding
+        )
+
+
+def sharded_state_dict(
+    module: nn.Module,
+    groups: ParallelGroups,
+    prefix: str = "",
+    sharded_offsets: Sequence[RankOffset] = (),
+    metadata: Metadata = None,
+) -> ShardedStateDict:
+    """Return what this rank holds of any `module`. Local.
+
+    A module that has a `sharded_state_dict` of its own is asked. Any other is taken as equal on all ranks of
+    tp, and its children are treated likewise. Arguments and errors are those of `declare_module`.
+    """
+    ask = getattr(module, "sharded_state_dict", None)
+    if ask is None:
+        return declare_module(module, groups, prefix, sharded_offsets, metadata)
+    answer: ShardedStateDict = ask(prefix=prefix, sharded_offsets=tuple(sharded_offsets), metadata=metadata)
+    return answer
+
+
+def declare_module(
+    module: nn.Module,
+    groups: ParallelGroups,
+    prefix: str = "",
+    sharded_offsets: Sequence[RankOffset] = (),
+    metadata: Metadata = None,
+    *,
+    tp_sharding: Declarations | None = None,
+) -> ShardedStateDict:
+    """Declare what this rank holds of `module`, by `tp_sharding`, and of its children, by themselves. Local.
+
+    What `ShardedModule.sharded_state_dict` does; for a module class that defines its own and cannot derive
+    from it. The module itself is not asked.
+
+    Parameters, persistent buffers and extra state are declared. The dict is flat, with the names of
+    `module.state_dict()` behind `prefix`; a loaded one can be given to `load_state_dict`. Entities wrap the
+    parameters themselves, so that an optimizer finds a parameter's entity by identity. A child with a
+    `sharded_state_dict` of its own is asked; any other is taken as equal on all ranks of tp.
+
+    Args:
+        module: any module.
+        groups: the ranks around this one.
+        prefix: put before every name and key.
+        sharded_offsets: `(axis, index, fragments)` of axes that stand before the tensors' own (a stack of
+            layers), for axes 0, 1, ...
+        metadata: handed to children.
+        tp_sharding: how tp cuts `module`'s own tensors, by name.
+
+    Raises:
+        DeclarationError: a declared name is no own parameter or persistent buffer; its dim does not exist; a
+            parameter marked `tensor_model_parallel` is not declared; sharded_offsets are not those of the
+            leading axes.
+
+    Source: Megatron-Core `transformer.utils.sharded_state_dict_default` and
+    `MegatronModule.sharded_state_dict`.
+    """
+    declared = {} if tp_sharding is None else tp_sharding
+    stack = _leading_axes(prefix, sharded_offsets)
+    own = _own_state(module)
+    _check_declarations(module, prefix, own, declared)
+    result: ShardedStateDict = {
+        prefix + name: _declare(prefix + name, value, declared.get(name), groups, stack)
+        for name, value in own.items()
+    }
+    for name, child in module.named_children():
+        result.update(sharded_state_dict(child, groups, f"{prefix}{name}.", stack, metadata))
+    return result
+
+
+def second_copy(entity: ShardedTensor, key: str) -> ShardedTensor:
+    """Declare the parameter of `entity` as another copy of the array `key`, which also lies elsewhere. Local.
+
+    For a weight that the model holds twice (a tied embedding on the first and last pipeline stage): the other
+    copy is the one that is saved, both are loaded. Its replica id begins with 1 instead of 0.
+
+    Raises:
+        DeclarationError: the entity has no data, or no `(copy, tp, dp)` replica id.
+    """
+    replica_id = entity.replica_id
+    if entity.data is None or not isinstance(replica_id, tuple) or len(replica_id) != 3:
+        raise DeclarationError(
+            f"{entity.key!r} cannot be declared as a copy of {key!r}: it has replica id {replica_id} and "
+            f"data of type {type(entity.data).__name__}. Pass an entity as sharded_state_dict() returned it.",
+            key=entity.key,
+        )
+    return entity.retarget(key=key, data=entity.data, replica_id=(1, *replica_id[1:]))
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """The module's own entries of its state dict: the parameters and buffers themselves, and extra state."""
+    own: dict[str, Any] = {}
+    # Not state_dict(), which would go into the children. Modules override this to change what they store.
+    module._save_to_state_dict(own, "", True)
+    return own
+
+
+def _declare(
+    key: str,
+    value: Any,  # a tensor, or the module's extra state, which may be anything
+    declared: int | TpSharding | None,
+    groups: ParallelGroups,
+    stack: tuple[RankOffset, ...],
+) -> ShardedBase:
+    replicated = (0, groups.tp.rank, groups.dp.rank)
+    if not isinstance(value, Tensor):
+        shape, offset = tuple(n for _, _, n in stack) or (1,), tuple(i for _, i, _ in stack) or (0,)
+        return ShardedObject(
+            key=key, data=value, global_shape=shape, global_offset=offset, replica_id=replicated
+        )
+    if declared is None:
+        return ShardedTensor.from_rank_offsets(
+            key, value, *stack, replica_id=replicated, prepend_axis_num=len(stack)
+        )
+    how = declared if isinstance(declared, TpSharding) else TpSharding(dim=declared)
+    cut = (how.dim + len(stack), groups.tp.rank, groups.tp.size)
+    replica_id = (0, 0, groups.dp.rank)
+    if how.parts is not None:
+        return ShardedLayout.split(
+            key, value, how.dim, how.parts, cut, *stack, replica_id=replica_id, prepend_axis_num=len(stack)
+        )
+    return ShardedTensor.from_rank_offsets(
+        key,
+        value,
+        cut,
+        *stack,
+        replica_id=replica_id,
+        prepend_axis_num=len(stack),
+        allow_shape_mismatch=how.allow_shape_mismatch,
+    )
+
+
+def _leading_axes(prefix: str, sharded_offsets: Sequence[RankOffset]) -> tuple[RankOffset, ...]:
+    stack = tuple(sorted(sharded_offsets))
+    if [axis for axis, _, _ in stack] != list(range(len(stack))):
+        raise DeclarationError(
+            f"{prefix!r}: sharded_offsets {stack} do not describe axes 0 to {len(stack) - 1}. Give one "
+            f"(axis, index, fragments) for each axis that stands before the tensors' own; what tp cuts "
+            f"belongs into tp_sharding.",
+            path=prefix,
+        )
+    return stack
+
+
+def _check_declarations(
+    module: nn.Module, prefix: str, own: Mapping[str, Any], declared: Declarations
+) -> None:
+    kind, present = type(module).__name__, _listed(own)
+    for name, how in declared.items():
+        value = own.get(name)
+        dim = how.dim if isinstance(how, TpSharding) else how
+        if value is None and getattr(module, name, module) is None:
+            continue  # declared for all instances; this one was built without (bias=False)
+        if not isinstance(value, Tensor):
+            raise DeclarationError(
+                f"{prefix + name!r}: {kind}.tp_sharding declares {name!r}, which is no parameter or "
+                f"persistent buffer of it; it has {present}. Correct the name, or remove the declaration.",
+                key=prefix + name,
+            )
+        if not 0 <= dim < value.dim():
+            raise DeclarationError(
+                f"{prefix + name!r}: {kind}.tp_sharding cuts dim {dim} of a tensor of shape "
+                f"{tuple(value.shape)}. Give a dim from 0 to {value.dim() - 1}.",
+                key=prefix + name,
+            )
+    for name, value in own.items():
+        if isinstance(value, Tensor) and is_marked(value, "tensor_model_parallel") and name not in declared:
+            raise DeclarationError(
+                f"{prefix + name!r}: the parameter is marked tensor_model_parallel but {kind}.tp_sharding "
+                f"does not say which dim tp cuts; stored as it is, the slices of the tp ranks would "
+                f"overwrite each other. Declare it: tp_sharding = {{{name!r}: dim}}.",
+                key=prefix + name,
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "none"

@@ -1,0 +1,88 @@
+"""Normalisation over the hidden dim; its parameters are equal on all ranks of tp.
+
+Owns RMSNorm and LayerNorm. With sequence parallelism each rank normalises its part of the sequence only, so
+that the gradients of the parameters are partial sums: they are marked `sequence_parallel`, and whoever
+reduces gradients sums them over tp.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megackpt.parallel.attributes import mark
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.mixin import ShardedModule
+
+
+class RMSNorm(ShardedModule):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim; weight `[hidden]`. Local.
+
+    Args:
+        hidden_size: extent of the last dim.
+        groups: the ranks around this one.
+        eps: added to the mean square.
+        sequence_parallel: the input is this rank's part of the sequence.
+        dtype: dtype of the weight; the statistics are computed in float32.
+        device: where the weight lies.
+
+    Source: Zhang and Sennrich 2019, equation 4.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        if sequence_parallel:
+            mark(self.weight, "sequence_parallel")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` `[..., hidden]`; shape and dtype stay."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class LayerNorm(ShardedModule):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dim; weight and bias `[hidden]`. Local.
+
+    Args:
+        hidden_size: extent of the last dim.
+        groups: the ranks around this one.
+        eps: added to the variance.
+        sequence_parallel: the input is this rank's part of the sequence.
+        dtype: dtype of the parameters.
+        device: where the parameters lie.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(groups)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+        if sequence_parallel:
+            mark(self.weight, "sequence_parallel")
+            mark(self.bias, "sequence_parallel")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` `[..., hidden]`; shape and dtype stay."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,57 @@
+"""A stack of equal layers, some of which this pipeline stage holds.
+
+Owns the numbering: in the checkpoint every tensor of the stack has a leading axis over all layers of the
+model, so that which stage holds a layer leaves no trace there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from megackpt.mapping import RankOffset, ShardedStateDict
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.mixin import Metadata, ShardedModule, sharded_state_dict
+
+
+class LayerStack(ShardedModule):
+    """Layers `owned` of a stack of `total`, applied in order. As collective as its layers.
+
+    `build(i)` makes global layer i. In the state dict names count the layers of this stage (`0.weight`); in
+    the checkpoint there is one key per tensor (`weight`) with a leading axis of `total` layers.
+
+    Args:
+        build: makes the layer with a global index.
+        owned: global indices of the layers this stage holds; see `schedule.split_layers`.
+        total: number of layers over all stages.
+        groups: the ranks around this one.
+    """
+
+    def __init__(
+        self, build: Callable[[int], nn.Module], owned: range, total: int, groups: ParallelGroups
+    ) -> None:
+        super().__init__(groups)
+        self.owned = owned
+        self.total = total
+        for local, index in enumerate(owned):
+            self.add_module(str(local), build(index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers of this stage to `x`."""
+        for layer in self.children():
+            x = cast(Tensor, layer(x))
+        return x
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
+    ) -> ShardedStateDict:
+        """Declare this stage's layers, stacked along a leading axis after `sharded_offsets`. Local."""
+        result: ShardedStateDict = {}
+        axis = len(sharded_offsets)
+        for (local, layer), index in zip(self.named_children(), self.owned, strict=True):
+            stacked = (*sharded_offsets, (axis, index, self.total))
+            entities = sharded_state_dict(layer, self.groups, prefix, stacked, metadata)
+            result |= {f"{prefix}{local}.{name[len(prefix) :]}": e for name, e in entities.items()}
+        return result

@@ -1,0 +1,7 @@
+"""The parts of a transformer layer."""
+
+from models.blocks.attention import SelfAttention
+from models.blocks.mlp import GatedMLP
+from models.blocks.transformer import TransformerLayer
+
+__all__ = ["GatedMLP", "SelfAttention", "TransformerLayer"]

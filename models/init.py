@@ -1,0 +1,123 @@
+"""Initial weights as a function of the key alone.
+
+Owns the rule that the same seed gives the same model at every parallel layout: the values of a global array
+are drawn from a generator of their own, and each rank copies its box. What a rank holds, how far the
+vocabulary is padded and in which order parameters are created leave no trace.
+
+Source: Radford et al. 2019, section 2.3 (projections onto the residual path scaled by the number of layers).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedLayout, ShardedObject, ShardedStateDict, ShardedTensor
+from megackpt.parallel import stable_seed
+from models.config import GPTConfig
+from models.gpt import GPT
+
+RESIDUAL_PROJECTIONS = ("linear_proj", "linear_fc2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Normal:
+    """Distribution of initial values; a constant where std is 0."""
+
+    mean: float = 0.0
+    std: float
+
+
+def init_weights(model: GPT, seed: int) -> None:
+    """Set every parameter of `model` to its initial value. Local: call it on every rank with the same seed.
+
+    Weights are normal with std `config.init_std`, those that end on the residual path divided by
+    `sqrt(2 * num_layers)`; norms are 1, biases and padding rows 0. Drawn on the CPU in float32, then cast.
+
+    Raises:
+        DeclarationError: a parameter for whose name there is no rule.
+    """
+    with torch.no_grad():
+        for tensor in _tensors(model.sharded_state_dict()):
+            assert tensor.data is not None
+            prepended = tensor.prepend_axis_num
+            whole = initial_values(
+                tensor.key,
+                tensor.global_shape[prepended:],
+                tensor.global_offset[:prepended],
+                seed,
+                config=model.config,
+                padded=tensor.allow_shape_mismatch,
+            )
+            tensor.data.copy_(whole[tensor.global_slice()[prepended:]])
+
+
+def initial_values(
+    key: str,
+    shape: tuple[int, ...],
+    layer: tuple[int, ...],
+    seed: int,
+    *,
+    config: GPTConfig,
+    padded: bool,
+) -> Tensor:
+    """Return one layer's slice of the global array `key`, float32 of `shape`. Pure.
+
+    Args:
+        key: key of the array.
+        shape: its global shape without the leading axis over layers.
+        layer: index along the leading axes; empty for what is no part of a stack.
+        seed: seed of the model.
+        config: the model's sizes.
+        padded: dim 0 is the padded vocabulary.
+
+    Raises:
+        DeclarationError: there is no rule for this name.
+    """
+    rule = _rule(key, config)
+    if rule.std == 0:
+        return torch.full(shape, rule.mean)
+    # Drawn for the real rows only: torch's normal numbers depend on how many are drawn at once.
+    rows = (config.vocab_size, *shape[1:]) if padded else shape
+    generator = torch.Generator().manual_seed(stable_seed(seed, key, *layer))
+    values = torch.zeros(shape)
+    values[: rows[0]] = torch.randn(rows, generator=generator) * rule.std
+    return values
+
+
+def _rule(key: str, config: GPTConfig) -> _Normal:
+    name = key.split(".")
+    if "bias" in name:
+        return _Normal(mean=0.0, std=0.0)
+    if "weight" in name and any("layernorm" in part for part in name):
+        return _Normal(mean=1.0, std=0.0)
+    if "weight" in name:
+        residual = any(part in RESIDUAL_PROJECTIONS for part in name)
+        return _Normal(
+            std=config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+        )
+    raise DeclarationError(
+        f"{key!r}: there is no rule for the initial value of this parameter. Name it weight or bias, or add "
+        "a rule in models/init.py.",
+        key=key,
+    )
+
+
+def _tensors(state: ShardedStateDict) -> list[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    for name, entity in state.items():
+        if isinstance(entity, ShardedTensor):
+            found.append(entity)
+        elif isinstance(entity, ShardedLayout):
+            found += entity.tensors()
+        elif not isinstance(entity, ShardedObject):
+            raise DeclarationError(
+                f"{name!r} is declared as {type(entity).__name__}, which initial values cannot be copied "
+                "into. Declare it as a ShardedTensor or ShardedLayout.",
+                key=name,
+            )
+    return found

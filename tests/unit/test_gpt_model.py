@@ -1,0 +1,292 @@
+"""GPT as every rank declares it: initial weights, coverage and marks at simulated layouts, in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedLayout, ShardedTensor, is_main_replica
+from megackpt.parallel import (
+    MicroBatch,
+    ParallelGroups,
+    ParallelLayout,
+    ParallelRng,
+    forward_backward,
+    is_marked,
+)
+from models import GPT, GPTConfig, init_weights
+from models.blocks.attention import rotate
+
+CONFIG = GPTConfig(
+    vocab_size=13,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=8,
+    seq_length=8,
+    make_vocab_divisible=1,
+    linear_bias=True,
+)
+
+ONE = ParallelGroups.create(ParallelLayout())
+LAYOUTS = [
+    ParallelLayout(tp=4),
+    ParallelLayout(pp=4),
+    ParallelLayout(pp=3),
+    ParallelLayout(tp=2, pp=2, dp=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _tensors(model: GPT) -> Iterator[ShardedTensor]:
+    for entity in model.sharded_state_dict().values():
+        yield from entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
+
+
+def _joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Build every rank's model; return the global arrays and how many main replicas hold each element."""
+    arrays: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
+    for rank in range(layout.world_size):
+        model = GPT(config, ParallelGroups.offline(layout, rank))
+        init_weights(model, seed=7)
+        for t in _tensors(model):
+            whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
+            count = covered.setdefault(t.key, torch.zeros(t.global_shape, dtype=torch.int64))
+            assert t.data is not None
+            box = t.global_slice()
+            known = ~whole[box].isnan()
+            assert torch.equal(whole[box][known], t.data.detach()[known]), f"replicas of {t.key} differ"
+            whole[box] = t.data.detach()
+            count[box] += is_main_replica(t.replica_id)
+    return arrays, covered
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_initial_weights_are_equal_at_every_layout_bit_for_bit(layout: ParallelLayout, tied: bool) -> None:
+    config = replace(CONFIG, tied_embeddings=tied)
+    expected, _ = _joined(config, ParallelLayout())
+    actual, _ = _joined(config, layout)
+    assert actual.keys() == expected.keys()
+    for key, whole in expected.items():
+        vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+        real = actual[key][: config.vocab_size] if vocabulary else actual[key]
+        assert torch.equal(real, whole), key
+        if vocabulary:
+            assert torch.count_nonzero(actual[key][config.vocab_size :]) == 0
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_element_has_exactly_one_main_replica(layout: ParallelLayout, tied: bool) -> None:
+    _, covered = _joined(replace(CONFIG, tied_embeddings=tied), layout)
+    assert all(torch.all(count == 1) for count in covered.values())
+
+
+def test_keys_are_free_of_layer_numbers_and_stages() -> None:
+    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(pp=2), 1), layers_per_stage=(3, 1))
+    state = model.sharded_state_dict("model.")
+    assert list(state) == [f"model.{name}" for name in model.state_dict()]
+    proj = state["model.decoder.layers.0.self_attention.linear_proj.weight"]
+    assert proj.key == "model.decoder.layers.self_attention.linear_proj.weight"
+    assert (proj.global_shape, proj.global_offset) == ((4, 16, 16), (3, 0, 0))
+    assert state["model.output_layer.weight"].key == "model.embedding.word_embeddings.weight"
+
+
+def test_every_parameter_is_wrapped_itself() -> None:
+    model = GPT(CONFIG, ONE)
+    wrapped = {id(entity.data) for entity in model.sharded_state_dict().values()}
+    assert wrapped == {id(param) for param in model.parameters()}
+
+
+def test_weights_on_the_residual_path_start_smaller() -> None:
+    model = GPT(replace(CONFIG, hidden_size=128, ffn_hidden_size=512), ONE)
+    init_weights(model, seed=1)
+    layer = model.decoder.layers.get_submodule("2")
+    # 128 * 128 numbers: the sample deviation lies within 5 * std / sqrt(2n) = 2.8 % of std.
+    for name, expected in (("linear_qkv", 0.02), ("linear_proj", 0.02 / math.sqrt(8))):
+        weight = layer.get_parameter(f"self_attention.{name}.weight")
+        assert weight.std().item() == pytest.approx(expected, rel=0.028)
+    assert torch.equal(layer.get_parameter("input_layernorm.weight"), torch.ones(128))
+    assert torch.count_nonzero(layer.get_parameter("mlp.linear_fc1.bias")) == 0
+
+
+def test_seed_and_layer_change_the_initial_weights() -> None:
+    a, b = GPT(CONFIG, ONE), GPT(CONFIG, ONE)
+    init_weights(a, seed=1)
+    init_weights(b, seed=2)
+    name = "mlp.linear_fc2.weight"
+    first, second = (a.decoder.layers.get_submodule(i).get_parameter(name) for i in "01")
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, b.decoder.layers.get_submodule("0").get_parameter(name))
+
+
+def test_half_precision_weights_are_the_rounded_full_ones() -> None:
+    full, half = GPT(CONFIG, ONE), GPT(replace(CONFIG, params_dtype=torch.bfloat16), ONE)
+    init_weights(full, seed=1)
+    init_weights(half, seed=1)
+    for a, b in zip(full.parameters(), half.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
+def test_a_parameter_without_an_initial_rule_is_refused() -> None:
+    model = GPT(CONFIG, ONE)
+    model.gain = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(DeclarationError, match=r"'gain'.*no rule.*models/init\.py") as caught:
+        init_weights(model, seed=1)
+    assert caught.value.key == "gain"
+
+
+def test_tied_copies_are_marked_for_the_optimizer_on_first_and_last_stage_only() -> None:
+    marks = {}
+    for rank in range(3):
+        model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(pp=3), rank))
+        for flag in ("shared_embedding", "is_duplicate"):
+            marks[rank, flag] = [name for name, p in model.named_parameters() if is_marked(p, flag)]
+    assert marks[0, "shared_embedding"] == ["embedding.word_embeddings.weight"]
+    assert marks[2, "shared_embedding"] == marks[2, "is_duplicate"] == ["output_layer.weight"]
+    assert marks[0, "is_duplicate"] == marks[1, "shared_embedding"] == marks[1, "is_duplicate"] == []
+
+
+def test_one_stage_holds_a_tied_embedding_once() -> None:
+    names = [name for name, p in GPT(CONFIG, ONE).named_parameters() if p.shape == (13, 16)]
+    assert names == ["embedding.word_embeddings.weight"]
+
+
+def test_a_token_does_not_see_the_ones_behind_it() -> None:
+    model = GPT(CONFIG, ONE)
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 12
+    before, after = model(tokens), model(changed)  # [s, b, vocab]
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.equal(before[5], after[5])
+
+
+def test_rotary_scores_depend_on_the_distance_only() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 1, 9, 8)
+    scores = rotate(q, 100.0) @ rotate(k, 100.0).transpose(-1, -2)  # [1, 1, s, s]
+    for distance in range(9):
+        diagonal = scores[0, 0].diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+
+
+def test_grouped_queries_and_dropout_path_compute_the_same_attention() -> None:
+    """The written-out attention that dropout needs is the fused one if nothing is dropped."""
+    config = replace(CONFIG, num_query_groups=2, dropout=0.5)
+    model = GPT(config, ONE, ParallelRng(1, ONE))
+    attention = model.decoder.layers.get_submodule("0").get_submodule("self_attention")
+    x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0))
+    fused = attention.eval()(x)
+    attention.train()
+    attention.dropout.forward = lambda weights: weights
+    torch.testing.assert_close(attention(x), fused)
+
+
+def test_training_continues_bit_for_bit_after_the_streams_are_restored() -> None:
+    config = replace(CONFIG, dropout=0.3)
+    rng = ParallelRng(5, ONE)
+    model = GPT(config, ONE, rng)
+    tokens = torch.arange(8).unsqueeze(0)
+    model(tokens, tokens)
+    state = rng.sharded_state_dict()["rng_state"].data
+    expected = [model(tokens, tokens).item() for _ in range(3)]
+    rng.reseed(77)
+    assert model(tokens, tokens).item() != expected[0]
+    rng.load_state_dict(state)
+    assert [model(tokens, tokens).item() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_tp_ranks_agree_on_what_is_dropped_exactly_where_they_hold_the_same(sequence_parallel: bool) -> None:
+    attention, residual, embedding = [], [], []
+    for rank in range(2):
+        groups = ParallelGroups.offline(ParallelLayout(tp=2), rank)
+        config, rng = replace(CONFIG, dropout=0.5), ParallelRng(1, groups)
+        model = GPT(config, groups, rng, sequence_parallel=sequence_parallel)
+        layer = model.decoder.layers.get_submodule("0")
+        for drawn, name in ((attention, "self_attention.dropout"), (residual, "dropout")):
+            drawn.append(layer.get_submodule(name)(torch.ones(64)))
+        embedding.append(model.get_submodule("embedding.dropout")(torch.ones(64)))
+    assert not torch.equal(*attention)
+    assert torch.equal(*residual) != sequence_parallel
+    assert torch.equal(*embedding) != sequence_parallel
+
+
+def test_one_stage_accumulates_the_gradient_of_the_mean_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [MicroBatch(*torch.randint(0, 13, (2, 2, 8), generator=generator).unbind()) for _ in range(3)]
+    model, reference = GPT(CONFIG, ONE), GPT(CONFIG, ONE)
+    for each in (model, reference):
+        init_weights(each, seed=1)
+    losses = forward_backward(model, batches, ONE, loss_scale=8.0)
+    expected = torch.stack([reference(*batch) for batch in batches])
+    expected.mean().backward()
+    assert torch.equal(losses, expected.detach())
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        # The reference adds up in another order: 3 micro-batches of 16 tokens.
+        torch.testing.assert_close(a.grad / 8.0, b.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_continues_bit_for_bit_after_the_streams_are_restored() -> None:
+    rng = ParallelRng(5, ONE, device="cuda")
+    model = GPT(replace(CONFIG, dropout=0.3, params_dtype=torch.bfloat16), ONE, rng, device="cuda")
+    init_weights(model, seed=1)
+    tokens = torch.arange(8, device="cuda").unsqueeze(0)
+    state = rng.sharded_state_dict()["rng_state"].data
+    expected = [model(tokens, tokens).item() for _ in range(3)]
+    rng.load_state_dict(state)
+    assert [model(tokens, tokens).item() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, r"vocab_size is 0.*at least 1"),
+        ({"num_heads": 3, "num_query_groups": 3}, r"hidden_size 16.*num_heads 3.*multiple of 6"),
+        ({"num_query_groups": 3}, r"num_query_groups 3 does not divide num_heads 4.*divisor"),
+        ({"ffn_hidden_size": 0}, r"ffn_hidden_size is 0"),
+        ({"dropout": 1.0}, r"dropout is 1\.0.*\[0, 1\)"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        replace(CONFIG, **changes)
+
+
+def test_a_layout_that_cannot_hold_the_model_is_refused_with_all_reasons() -> None:
+    config = replace(CONFIG, num_query_groups=2, ffn_hidden_size=6)
+    with pytest.raises(DeclarationError) as caught:
+        GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, pp=5), 0))
+    for reason in (
+        "num_query_groups 2",
+        "ffn_hidden_size 6",
+        "tp=4",
+        "num_layers 4",
+        "pp=5",
+        "Change either",
+    ):
+        assert reason in str(caught.value)
+
+
+def test_a_sequence_longer_than_the_model_is_made_for_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"9 tokens.*seq_length is 8.*Cut them"):
+        GPT(CONFIG, ONE)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_dropout_without_streams_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"dropout of 0\.1.*rng"):
+        GPT(replace(CONFIG, dropout=0.1), ONE)

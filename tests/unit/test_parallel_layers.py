@@ -1,0 +1,150 @@
+"""Parallel layers on one rank against plain torch, and what their constructors refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel import (
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelGroups,
+    ParallelLayout,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelOutput,
+    is_marked,
+    padded_vocab_size,
+    vocab_parallel_cross_entropy,
+)
+
+ONE = ParallelGroups.create(ParallelLayout())
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _tp(size: int, rank: int = 0) -> ParallelGroups:
+    return ParallelGroups.offline(ParallelLayout(tp=size), rank)
+
+
+def test_rms_norm_is_torch_s() -> None:
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(RMSNorm(8, ONE, eps=1e-3)(x), F.rms_norm(x, (8,), eps=1e-3))
+
+
+def test_layer_norm_is_torch_s() -> None:
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(LayerNorm(8, ONE, eps=1e-3)(x), F.layer_norm(x, (8,), eps=1e-3))
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norm_parameters_ask_for_a_sum_over_tp_under_sequence_parallelism(kind: type[RMSNorm]) -> None:
+    for sequence_parallel in (False, True):
+        norm = kind(8, ONE, sequence_parallel=sequence_parallel)
+        assert all(is_marked(p, "sequence_parallel") == sequence_parallel for p in norm.parameters())
+
+
+def test_only_what_is_cut_is_marked_tensor_parallel() -> None:
+    column, row = ColumnParallelLinear(4, 4, ONE), RowParallelLinear(4, 4, ONE)
+    marked = [is_marked(p, "tensor_model_parallel") for p in (*column.parameters(), *row.parameters())]
+    assert marked == [True, True, True, False]
+
+
+def test_fused_parts_come_out_in_order() -> None:
+    layer = ColumnParallelLinear(4, {"gate": 6, "up": 2}, ONE, bias=False)
+    y = layer(torch.eye(4))
+    gate, up = layer.split(y)
+    assert torch.equal(gate, layer.weight.T[:, :6])
+    assert torch.equal(up, layer.weight.T[:, 6:])
+
+
+def test_splitting_an_output_without_parts_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"no named parts.*mapping"):
+        ColumnParallelLinear(4, 4, ONE).split(torch.zeros(1, 4))
+
+
+def test_features_that_tp_does_not_divide_are_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"out_features 6.*tp=4.*multiple of 4") as caught:
+        ColumnParallelLinear(4, 6, _tp(4, 1))
+    assert caught.value.rank == 1
+    with pytest.raises(DeclarationError, match=r"in_features 6.*tp=4"):
+        RowParallelLinear(6, 4, _tp(4))
+    with pytest.raises(DeclarationError, match=r"part 'up' of out_features 6.*tp=4"):
+        ColumnParallelLinear(4, {"gate": 8, "up": 6}, _tp(4))
+
+
+def test_query_groups_are_not_cut_inside_a_head() -> None:
+    # 2 groups of 8 features would divide by tp=4 as features do.
+    with pytest.raises(DeclarationError, match=r"num_query_groups 2.*tp=4"):
+        QKVParallelLinear(32, 4, 2, 8, _tp(4))
+
+
+def test_heads_that_cannot_share_keys_are_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"num_heads 4.*num_query_groups 3"):
+        QKVParallelLinear(32, 4, 3, 8, ONE)
+
+
+def test_gathering_fused_parts_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"gather_output.*'gate', 'up'.*interleaved"):
+        ColumnParallelLinear(4, {"gate": 2, "up": 2}, ONE, gather_output=True)
+
+
+def test_sequence_parallel_output_needs_a_parallel_input() -> None:
+    with pytest.raises(DeclarationError, match=r"input_is_parallel=True"):
+        RowParallelLinear(4, 4, ONE, input_is_parallel=False, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "rows"), [(100, 1, 128), (128, 1, 128), (129, 2, 256), (100, 3, 384)]
+)
+def test_vocabulary_is_padded_to_a_multiple_of_tp_blocks(vocab: int, tp: int, rows: int) -> None:
+    assert padded_vocab_size(vocab, tp=tp) == rows
+
+
+def test_padding_rows_begin_as_zero_on_every_rank() -> None:
+    for rank in range(4):
+        layer = VocabParallelEmbedding(9, 2, _tp(4, rank), make_divisible=4)
+        real = max(0, min(4, 9 - 4 * rank))
+        assert torch.count_nonzero(layer.weight[:real]) == 2 * real
+        assert torch.count_nonzero(layer.weight[real:]) == 0
+        entity = layer.sharded_state_dict()["weight"]
+        assert (entity.global_shape, entity.global_offset) == ((16, 2), (4 * rank, 0))
+        assert entity.allow_shape_mismatch
+
+
+def test_padding_takes_no_part_in_the_loss_and_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 8, requires_grad=True)
+    labels = torch.randint(0, 5, (2, 3))
+    losses = vocab_parallel_cross_entropy(logits, labels, ONE.tp, vocab_size=5)
+    expected = F.cross_entropy(logits[..., :5].flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), expected)
+    losses.sum().backward()
+    assert logits.grad is not None
+    assert torch.count_nonzero(logits.grad[..., 5:]) == 0
+
+
+def test_cross_entropy_of_huge_logits_is_finite() -> None:
+    logits = torch.tensor([[1e4, -1e4]])
+    losses = vocab_parallel_cross_entropy(logits, torch.tensor([1]), ONE.tp, vocab_size=2)
+    assert losses.tolist() == [2e4]
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    layer = VocabParallelEmbedding(5, 2, ONE)
+    with pytest.raises(DeclarationError, match=r"token ids range from 0 to 5.*ids 0 to 4.*tokenizer"):
+        layer(torch.tensor([0, 5]))
+    with pytest.raises(DeclarationError, match=r"label ids range from -1 to 3"):
+        vocab_parallel_cross_entropy(torch.zeros(2, 8), torch.tensor([-1, 3]), ONE.tp, vocab_size=5)
+
+
+def test_a_tied_output_without_a_weight_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"tied VocabParallelOutput has no weight.*embedding"):
+        VocabParallelOutput(5, 2, ONE, tied=True)(torch.zeros(1, 2))

@@ -1,0 +1,54 @@
+"""Stage splits and plans by example, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel import (
+    Backward,
+    Forward,
+    MicroBatch,
+    ParallelGroups,
+    ParallelLayout,
+    Transfer,
+    forward_backward,
+    plan_1f1b,
+    split_layers,
+)
+
+
+def test_one_stage_is_plain_gradient_accumulation() -> None:
+    assert plan_1f1b(1, 0, 3) == (Forward(0), Backward(0), Forward(1), Backward(1), Forward(2), Backward(2))
+
+
+def test_neighbours_that_both_send_post_send_and_receive_together() -> None:
+    # First of two stages: activation 1 goes out while the gradient of 0 comes in.
+    assert Transfer(peer="next", send=1, receive=0) in plan_1f1b(2, 0, 3)
+    assert Transfer(peer="previous", send=0, receive=1) in plan_1f1b(2, 1, 3)
+
+
+def test_uneven_counts_are_taken_as_given() -> None:
+    assert split_layers(5, 3, counts=(1, 4, 0)) == (range(0, 1), range(1, 5), range(5, 5))
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 2, 3), (-1, 3, 3)])
+def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
+    with pytest.raises(DeclarationError, match=r"5 layers over pp=3.*3 numbers that add up to 5"):
+        split_layers(5, 3, counts=counts)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"2 layers.*pp=3.*at most 2 stages"):
+        split_layers(2, 3)
+
+
+def test_a_plan_for_a_stage_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"stage 2 of 2.*stage of 0\.\.1"):
+        plan_1f1b(2, 2, 1)
+
+
+def test_no_micro_batch_is_refused() -> None:
+    batches: list[MicroBatch] = []
+    with pytest.raises(DeclarationError, match=r"no micro-batch.*at least one"):
+        forward_backward(lambda x, y: x, batches, ParallelGroups.create(ParallelLayout()))  # type: ignore[arg-type]
