@@ -17,6 +17,10 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-pairs", action="store_true", help="test all 49 pairs of layouts, not a sample")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests, visibly, where there is no CUDA device."""
     import torch

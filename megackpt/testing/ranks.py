@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,8 +181,18 @@ def _call(job: bytes, rank: int, ranks: int, rendezvous: str, timeout_s: float) 
     try:
         return fn(*args)
     finally:
+        if _torch_version() < (2, 8):
+            # There gloo's destructor waits for its threads with the interpreter locked (pytorch#154976): let
+            # them finish the last collective before it is called.
+            time.sleep(0.05)
         with contextlib.suppress(Exception):  # after a failed job the group may be broken already
             dist.destroy_process_group()
+
+
+def _torch_version() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _pickled(answer: tuple[Any, BaseException | None, str]) -> bytes:

@@ -1,0 +1,131 @@
+"""Declaring and planning a save of flattened optimizer state moves nothing that grows with the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megackpt
+from megackpt.formats.native import NativeSaveStrategy
+from megackpt.optim import DistributedOptimizer
+from megackpt.parallel import ParallelGroups, ParallelLayout
+from megackpt.testing.ranks import RankPool
+from models import GPT, GPTConfig
+
+pytestmark = pytest.mark.multiprocess
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+class Traffic:
+    """Counts every collective of torch.distributed and the bytes of the tensors that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.nbytes = 0
+        self._originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def __enter__(self) -> Traffic:
+        for name, original in self._originals.items():
+            setattr(dist, name, self._counted(name, original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            self.nbytes += sum(_tensor_bytes(a) for a in (*args, *kwargs.values()))
+            return original(*args, **kwargs)
+
+        return call
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(_tensor_bytes(v) for v in value)
+    return 0
+
+
+class StopAfterPlanning(NativeSaveStrategy):
+    """Notes the traffic at the moment the first byte would be written."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.at_end_of_planning: tuple[list[str], int] | None = None
+
+    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
+        self.at_end_of_planning = (list(self.traffic.calls), self.traffic.nbytes)
+        return super().write_chunks(*args, **kwargs)
+
+
+def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str], list[str], int]:
+    """Return bytes of state, collectives while declaring, collectives and bytes until the end of planning."""
+    groups = ParallelGroups.create(ParallelLayout(tp=2, dp=2))
+    config = GPTConfig(
+        vocab_size=64,
+        hidden_size=hidden_size,
+        num_layers=2,
+        num_heads=4,
+        seq_length=8,
+        params_dtype=torch.bfloat16,
+    )
+    model = GPT(config, groups)
+    optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.AdamW(g), groups)
+    megackpt.save({}, directory)  # makes the process group, once
+    with Traffic() as traffic:
+        sharded = model.sharded_state_dict()
+        state = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded)}
+        declaring = list(traffic.calls)
+        strategy = StopAfterPlanning(traffic)
+        megackpt.save(state, directory, strategy)
+    assert strategy.at_end_of_planning is not None
+    state_bytes = sum(p.numel() for p in model.parameters()) * (2 + 12 // groups.dp.size)
+    return (state_bytes, declaring, *strategy.at_end_of_planning)
+
+
+def test_declaring_and_planning_flat_state_moves_nothing_proportional_to_it(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    small = rank_pool.run(traffic_of_a_save, 4, 32, tmp_path / "c")
+    large = rank_pool.run(traffic_of_a_save, 4, 512, tmp_path / "c")
+    for (bytes_small, declaring, calls, moved_small), (bytes_large, _, calls_large, moved_large) in zip(
+        small, large, strict=True
+    ):
+        print(f"state {bytes_small} B: {calls} {moved_small} B; state {bytes_large} B: {moved_large} B")
+        assert declaring == []
+        assert calls == calls_large == ["all_gather", "all_gather"]  # lengths, then declarations
+        assert bytes_large > 100 * bytes_small
+        # Equal numbers of chunks give equally long tables, but for how parameters fall into shards.
+        assert moved_large <= 1.2 * moved_small
+        assert moved_large < bytes_large / 20
