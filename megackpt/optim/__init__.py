@@ -1,0 +1,19 @@
+"""Optimizers whose state is declared shard by shard, so that saving it needs no communication."""
+
+from megackpt.optim.distributed import DistributedOptimizer
+from megackpt.optim.mixed_precision import MixedPrecisionOptimizer
+from megackpt.optim.sharded_state import (
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+)
+
+__all__ = [
+    "DistributedOptimizer",
+    "MixedPrecisionOptimizer",
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "make_sharded_optimizer_tensor",
+    "optim_state_to_sharding_state",
+]

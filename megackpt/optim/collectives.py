@@ -1,0 +1,70 @@
+"""The two exchanges of a distributed optimizer: gradients to their owners, parameters back to everyone.
+
+Both work in place on one bucket of a flat buffer, of which every rank of the axis owns an equal slice.
+Collective over the axis; nothing is exchanged over an axis of size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megackpt.errors import DeclarationError
+from megackpt.parallel.groups import Axis
+
+# torch 2.13 renamed these two and warns about the old names; torch 2.6 knows only those.
+_all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def reduce_scatter_mean(bucket: Tensor, axis: Axis) -> None:
+    """Write the mean over the axis into this rank's slice of `bucket` (1-D, a multiple of `axis.size`).
+
+    The other slices hold nothing of meaning afterwards. On CPU the ranks are added in rank order, in at least
+    fp32, so that the result does not depend on the backend's algorithm. Collective.
+    """
+    if axis.size == 1:
+        return
+    mine = bucket.view(axis.size, -1)[axis.rank]
+    if bucket.device.type == "cpu":
+        # Gloo's own reduce-scatter is a whole all-reduce: twice the volume, in an order it chooses.
+        received = torch.empty_like(bucket)
+        dist.all_to_all_single(received, bucket, group=_group(axis))
+        parts = received.view(axis.size, -1)
+        total = parts[0].to(torch.promote_types(bucket.dtype, torch.float32))
+        for part in parts[1:]:
+            total += part
+        mine.copy_(total.div_(axis.size))
+    else:
+        reduced = torch.empty_like(mine)  # not every backend may reduce into its own input
+        _reduce_scatter_single(reduced, bucket, group=_group(axis))
+        mine.copy_(reduced.div_(axis.size))
+
+
+def all_gather_slices(bucket: Tensor, axis: Axis) -> None:
+    """Fill `bucket` (1-D, a multiple of `axis.size`) with every rank's own slice of it. Collective."""
+    if axis.size == 1:
+        return
+    mine = bucket.view(axis.size, -1)[axis.rank]
+    if bucket.device.type == "cpu":
+        mine = mine.clone()  # gloo does not promise to read its input before it writes its output
+    _all_gather_single(bucket, mine, group=_group(axis))
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    if axis.group is None:
+        raise DeclarationError(
+            f"an optimizer step over data-parallel ranks {axis.ranks} was called, but these groups were "
+            f"made without communication (ParallelGroups.offline). Make them with ParallelGroups.create on "
+            f"all ranks to train.",
+            rank=axis.ranks[axis.rank],
+        )
+    return axis.group

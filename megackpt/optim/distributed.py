@@ -1,0 +1,105 @@
+"""DistributedOptimizer: state sharded over data-parallel ranks (ZeRO-1), declared without communication.
+
+Owns what "sharded" means: a rank owns a slice of every bucket, so it holds master weights and optimizer
+state of flat ranges of parameters, and declares exactly those. The order of a step is `master_optimizer`'s.
+
+Source: Rajbhandari et al. 2020, section 5.1 (P_os); Megatron-Core `DistributedOptimizer`. The stored form
+is that of Megatron-Core's former `fully_sharded_model_space`: flat ranges of model parameters, which
+reshard to any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedBase, ShardedTensor
+from megackpt.optim.collectives import all_gather_slices, reduce_scatter_mean
+from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.optim.owned import Slot
+from megackpt.optim.ranges import BufferLayout, Span
+from megackpt.optim.sharded_state import (
+    ParamEntity,
+    make_flat_optimizer_tensor,
+    make_sharded_scalar,
+    replica_of,
+)
+from megackpt.optim.state_init import Build, ProbeKind, require_elementwise
+from megackpt.parallel.groups import Axis
+
+
+class DistributedOptimizer(MasterOptimizer):
+    """Any elementwise torch optimizer, with its state sharded over `groups.dp`.
+
+    Args:
+        params_or_groups: parameters, or groups of them, as torch.optim takes them; a group may have a `name`.
+        optimizer_factory: makes the inner optimizer of the groups it is given, whose parameters are 1-D
+            master shards: fp32 copies for two-byte parameters, the parameters' own memory otherwise. Called
+            a few times, also on small probes, so it must do nothing else.
+        groups: the ranks around this one. Without communication (`ParallelGroups.offline`) everything but a
+            step works.
+        clip_grad: largest global gradient norm; 0 does not clip.
+        bucket_size: elements that are exchanged at a time.
+        grad_dtype: of the buffer that gradients are summed in.
+
+    >>> import torch
+    >>> from megackpt.parallel.groups import ParallelGroups
+    >>> from megackpt.parallel.layout import ParallelLayout
+    >>> model = torch.nn.Linear(4, 4)
+    >>> groups = ParallelGroups.create(ParallelLayout())
+    >>> optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.AdamW(g, lr=1e-3), groups)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> norm = optimizer.step()
+    >>> optimizer.zero_grad()
+
+    Raises:
+        OptimizerError: the inner optimizer is not elementwise, or keeps state that cannot be declared.
+    """
+
+    def _ownership(self, layout: BufferLayout) -> tuple[Sequence[Span], Sequence[Span]]:
+        rank = self.groups.dp.rank
+        return layout.owned_slices(rank), layout.owned_ranges(rank)
+
+    def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
+        return flat
+
+    def _check_inner(self, build: Build, kinds: Sequence[Sequence[ProbeKind]]) -> None:
+        require_elementwise(build, kinds)
+
+    def _average_grads(self, bucket: Tensor) -> None:
+        reduce_scatter_mean(bucket, self.groups.dp)
+
+    def _share_params(self, bucket: Tensor) -> None:
+        all_gather_slices(bucket, self.groups.dp)
+
+    def _norm_axes(self) -> Sequence[Axis]:
+        return self.groups.dp, self.groups.tp, self.groups.pp
+
+    def _declare_tensor(self, slot: Slot, entity: ParamEntity, prefix: str, tensor: Tensor) -> ShardedBase:
+        return make_flat_optimizer_tensor(
+            entity,
+            tensor,
+            prefix=prefix,
+            flattened_range=slot.owned.as_slice(),
+            replica=self._model_replica(entity),
+        )
+
+    def _declare_scalar(self, slot: Slot, entity: ParamEntity, prefix: str, scalar: Tensor) -> ShardedTensor:
+        # Of the ranks that hold a part of the parameter, the one with its first element speaks for it.
+        dp = 0 if slot.owned.start == 0 else 1 + self.groups.dp.rank
+        return make_sharded_scalar(entity, scalar, prefix=prefix, replica=(*self._model_replica(entity), dp))
+
+    def _model_replica(self, entity: ParamEntity) -> tuple[int, int]:
+        alone = self.groups.tp.size == 1 and self.groups.pp.size == 1
+        if isinstance(entity.replica_id, int) and not alone:
+            raise DeclarationError(
+                f"{entity.key!r}: replica_id {entity.replica_id} is a single number, which does not say "
+                f"whether it counts tp, pp or dp ranks. Give the tuple (pipeline copy, tp rank if not "
+                f"sharded over tp, dp rank).",
+                key=entity.key,
+                rank=self.groups.rank,
+            )
+        return replica_of(entity)[:2]

@@ -1,0 +1,128 @@
+"""Parameter groups by name: what a user hands in, and their hyperparameters as plain data.
+
+Owns names and hyperparameters. Groups are matched by name, never by position, because a position shifts
+when a group is added and says nothing in an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import Parameter
+
+from megackpt.errors import DeclarationError, MismatchError
+
+ParamsOrGroups: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]  # as torch.optim takes them
+Hyperparameters: TypeAlias = dict[
+    str, dict[str, Any]
+]  # group name -> option -> value, whatever the optimizer has
+
+_HOW_TO_COMPUTE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that choose an implementation on this machine, not a result: neither stored nor restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """Parameters that share hyperparameters.
+
+    Attributes:
+        name: unique among the groups; the group's position as text where the user gave none.
+        params: the parameters that train; frozen ones (`requires_grad=False`) and empty ones are left out.
+        options: the group's own hyperparameters, as the user gave them.
+    """
+
+    name: str
+    params: tuple[Parameter, ...]
+    options: Mapping[str, Any]
+
+
+def parse_param_groups(params_or_groups: ParamsOrGroups) -> tuple[ParamGroup, ...]:
+    """Read parameters or groups of them as torch.optim does. Local, pure.
+
+    Raises:
+        DeclarationError: no parameters at all, something that is none, one given twice, or a name given
+            twice.
+    """
+    given = list(params_or_groups)
+    if not given:
+        raise DeclarationError(
+            "The optimizer got no parameters. Pass model.parameters() or a list of groups."
+        )
+    dicts = [item for item in given if isinstance(item, dict)]
+    if dicts and len(dicts) != len(given):
+        raise DeclarationError("The optimizer got parameters and groups in one list. Give either, not both.")
+    groups = [_parse(group, index) for index, group in enumerate(dicts or [{"params": given}])]
+    _refuse_twice([g.name for g in groups], "Parameter group name", "Give each group its own name.")
+    everything = [id(p) for g in groups for p in g.params]
+    places = {id(p): f"of shape {tuple(p.shape)} in group {g.name!r}" for g in groups for p in g.params}
+    _refuse_twice(everything, "The parameter", "List each parameter once.", places)
+    return tuple(groups)
+
+
+def hyperparameters(inner_groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
+    """Return a copy of every group's options, by name, without implementation choices. Local."""
+    return {
+        group["name"]: {option: _copy(value) for option, value in group.items() if _is_hyperparameter(option)}
+        for group in inner_groups
+    }
+
+
+def restore_hyperparameters(inner_groups: Sequence[dict[str, Any]], loaded: Hyperparameters) -> None:
+    """Overwrite the options of every group with those loaded under its name. Local.
+
+    Raises:
+        MismatchError: the names differ; nothing was changed then.
+    """
+    ours, theirs = {group["name"] for group in inner_groups}, set(loaded)
+    if ours != theirs:
+        raise MismatchError(
+            f"'param_groups': the checkpoint has the groups {sorted(theirs)} and this optimizer "
+            f"{sorted(ours)}; only in the checkpoint: {sorted(theirs - ours)}, only here: "
+            f"{sorted(ours - theirs)}. Give the groups the same 'name' as when saving, or load without "
+            f"'param_groups' and set the hyperparameters yourself.",
+            path="param_groups",
+        )
+    for group in inner_groups:
+        group.update({option: _copy(value) for option, value in loaded[group["name"]].items()})
+
+
+def _parse(group: dict[str, Any], index: int) -> ParamGroup:
+    if "params" not in group:
+        raise DeclarationError(f"Parameter group {index} has no 'params'. Put its parameters there.")
+    params = group["params"]
+    members = [params] if isinstance(params, torch.Tensor) else list(params)
+    for param in members:
+        if not isinstance(param, Parameter):
+            raise DeclarationError(
+                f"Parameter group {index} holds a {type(param).__name__}, which is no torch.nn.Parameter. "
+                f"Pass model.parameters(), not named_parameters() or plain tensors."
+            )
+    name = group.get("name", str(index))
+    if not isinstance(name, str) or not name:
+        raise DeclarationError(f"Parameter group {index} has the name {name!r}. Give a non-empty string.")
+    trained = tuple(p for p in members if isinstance(p, Parameter) and p.requires_grad and p.numel())
+    options = {option: value for option, value in group.items() if option not in ("params", "name")}
+    return ParamGroup(name=name, params=trained, options=options)
+
+
+def _refuse_twice(
+    values: Sequence[object], what: str, advice: str, places: Mapping[int, str] | None = None
+) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            shown = places[value] if places and isinstance(value, int) else repr(value)
+            raise DeclarationError(f"{what} {shown} is given twice. {advice}")
+        seen.add(value)
+
+
+def _is_hyperparameter(option: str) -> bool:
+    return option not in ("params", "name") and option not in _HOW_TO_COMPUTE
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,244 @@
+"""From the declaration of a parameter to the declarations of its optimizer state.
+
+Owns that mapping and its keys, `optimizer.state.<state>.<model key>`. Everything is local: what a rank
+declares follows from the model's own declarations and from the range of each parameter that it holds.
+
+Source: Megatron-Core `dist_checkpointing.optimizer`, for the functions that share its names.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megackpt.errors import DeclarationError, truncated_list
+from megackpt.mapping import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedLayout,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+from megackpt.mapping.tree import iter_leaves
+
+ParamEntity: TypeAlias = ShardedTensor | ShardedLayout | ShardedTensorFactory
+"""What a model's sharded state dict may hold for a parameter."""
+
+
+def get_optim_param_to_id_map(optim_params_iter: Iterable[Tensor]) -> dict[int, int]:
+    """Return `id(parameter) -> position` for the parameters of an optimizer, in order. Local, pure."""
+    ids: dict[int, int] = {}
+    for position, param in enumerate(optim_params_iter):
+        ids.setdefault(id(param), position)
+    return ids
+
+
+def get_param_id_to_sharded_param_map(
+    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[Tensor]
+) -> dict[int, ParamEntity]:
+    """Return `position in the optimizer -> entity of the model`, for parameters that have one. Local, pure.
+
+    An entity belongs to a parameter if its data *is* the parameter. A parameter without one (not in the model
+    given) is left out; where that is true of all of them a warning says so.
+
+    Raises:
+        DeclarationError: an entity holds a detached copy of a parameter, so it was built without keep_vars.
+    """
+    params = list(optim_params_iter)
+    positions = get_optim_param_to_id_map(params)
+    found: dict[int, ParamEntity] = {}
+    for entity in _param_entities(model_sharded_state_dict):
+        position = positions.get(id(entity.data))
+        if position is not None:
+            found.setdefault(position, entity)
+    missing = [p for position, p in enumerate(params) if position not in found]
+    _refuse_detached(model_sharded_state_dict, missing)
+    if params and not found:
+        warnings.warn(
+            f"None of the optimizer's {len(params)} parameters is in the sharded state dict of the model. "
+            f"Pass the one of the model that this optimizer trains, built with keep_vars=True.",
+            stacklevel=2,
+        )
+    return found
+
+
+def find_param_entities(
+    model_sharded_state_dict: ShardedStateDict, params: Sequence[Tensor]
+) -> list[ParamEntity]:
+    """Return the model's entity of each parameter, in order. Local, pure.
+
+    Raises:
+        DeclarationError: a parameter has none, or an entity holds a detached copy of it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the error below says more
+        found = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
+    missing = [i for i in range(len(params)) if i not in found]
+    if missing:
+        lines = [f"parameter {i} of shape {tuple(params[i].shape)}" for i in missing]
+        raise DeclarationError(
+            f"{len(missing)} of the optimizer's {len(params)} parameters are in no entity of the model's "
+            f"sharded state dict:\n{truncated_list(lines)}\nPass model.sharded_state_dict(keep_vars=True) "
+            f"of the model that this optimizer trains; every trained parameter must be declared there, and "
+            f"be the entity's data."
+        )
+    return [found[i] for i in range(len(params))]
+
+
+def make_sharded_optimizer_tensor(model_param: ParamEntity, optim_param: Tensor, prefix: str) -> ParamEntity:
+    """Declare a whole optimizer state, of the parameter's local shape, under `prefix.<model key>`. Local.
+
+    Raises:
+        DeclarationError: optim_param has another shape than the parameter.
+    """
+    return model_param.retarget(key=f"{prefix}.{model_param.key}", data=optim_param)
+
+
+def make_flat_optimizer_tensor(
+    model_param: ParamEntity, shard: Tensor, *, prefix: str, flattened_range: slice, replica: tuple[int, int]
+) -> ParamEntity:
+    """Declare a 1-D shard of an optimizer state: a range of the flattening of the local parameter. Local.
+
+    Data-parallel ranks hold different ranges and no copies of each other, so the last element of the
+    replica id is 0; replica gives the first two.
+    """
+    return model_param.retarget(
+        key=f"{prefix}.{model_param.key}",
+        data=shard,
+        replica_id=(*replica, 0),
+        flattened_range=flattened_range,
+    )
+
+
+def make_sharded_scalar(
+    model_param: ParamEntity, scalar: Tensor, *, prefix: str, replica: tuple[int, int, int]
+) -> ShardedTensor:
+    """Declare a number that belongs to a whole parameter, such as `step`, under `prefix.<model key>`. Local.
+
+    scalar is 0-dim. Its global array has the prepended axes of the parameter only, e.g. `[num_layers]`, so
+    that every layer keeps its own number. All ranks with a part of the parameter hold a copy; replica tells
+    copies of the same part apart, and the part at the origin of the parameter is the main one.
+    """
+    shape, offset, prepended = _place(model_param)
+    return ShardedTensor.from_rank_offsets(
+        f"{prefix}.{model_param.key}",
+        scalar,
+        *((axis, offset[axis], shape[axis]) for axis in range(prepended)),
+        # An offset inside the parameter itself means another slice of it over tp, whose number is a copy.
+        replica_id=(replica[0], replica[1] + sum(offset[prepended:]), replica[2]),
+        prepend_axis_num=prepended,
+    )
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: Mapping[int, ParamEntity],
+    exclude_keys: Collection[str] = (),
+) -> None:
+    """Turn the `state_dict()` of a torch optimizer into a sharded state dict, in place. Local.
+
+    States become entities keyed `optimizer.state.<state>.<model key>`; 0-dim tensors such as `step` become
+    numbers of their parameter. exclude_keys are states that are dropped. The lists of parameter ids in the
+    groups are not stored, as ids mean something on this rank only.
+
+    Raises:
+        DeclarationError: a parameter with state has no entity, or a state has neither the parameter's shape
+            nor one element.
+    """
+    sharded: dict[int, dict[str, ParamEntity]] = {}
+    for param_id, states in optim_state_dict["state"].items():
+        if param_id not in id_to_sharded_param_map:
+            raise DeclarationError(
+                f"The optimizer has state for parameter {param_id}, which is in no entity of the model's "
+                f"sharded state dict. Build that with keep_vars=True, from the model that this optimizer "
+                f"trains."
+            )
+        entity = id_to_sharded_param_map[param_id]
+        sharded[param_id] = {
+            name: _declare(entity, value, name) for name, value in states.items() if name not in exclude_keys
+        }
+    groups = [dict(group) for group in copy.deepcopy(optim_state_dict["param_groups"])]
+    for group in groups:
+        group["params"] = LocalNonpersistentObject(group["params"])
+    optim_state_dict["state"] = sharded
+    optim_state_dict["param_groups"] = groups
+
+
+def replica_of(model_param: ParamEntity) -> tuple[int, int, int]:
+    """Return the replica id of a model's entity as `(pp, tp, dp)`; a single number is a dp one. Local, pure.
+
+    Raises:
+        DeclarationError: it is a tuple of another length.
+    """
+    replica: ReplicaId = model_param.replica_id
+    if isinstance(replica, int):
+        return (0, 0, replica)
+    if len(replica) != 3:
+        raise DeclarationError(
+            f"{model_param.key!r}: replica_id {replica} does not have the three elements (pipeline copy, tp "
+            f"rank if not sharded over tp, dp rank) from which those of the optimizer state are made. Give "
+            f"all three.",
+            key=model_param.key,
+        )
+    return (replica[0], replica[1], replica[2])
+
+
+def _declare(entity: ParamEntity, value: Tensor, name: str) -> ParamEntity:
+    prefix = f"optimizer.state.{name}"
+    if not isinstance(value, Tensor):
+        raise DeclarationError(
+            f"{entity.key!r}: the optimizer state {name!r} is a {type(value).__name__}, which cannot be "
+            f"loaded in place. Make it a 0-dim tensor, or name it in exclude_keys.",
+            key=entity.key,
+        )
+    if value.ndim == 0 and entity.data is not None and entity.data.ndim > 0:
+        return make_sharded_scalar(entity, value, prefix=prefix, replica=replica_of(entity))
+    return make_sharded_optimizer_tensor(entity, value, prefix)
+
+
+def _param_entities(sharded_state_dict: ShardedStateDict) -> list[ParamEntity]:
+    kinds = (ShardedTensor, ShardedLayout, ShardedTensorFactory)
+    return [leaf for _, leaf in iter_leaves(sharded_state_dict) if isinstance(leaf, kinds)]
+
+
+def _refuse_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[Tensor]) -> None:
+    """Raise if an entity shares its memory, but not its identity, with one of the `missing` parameters."""
+    memory = {(p.data_ptr(), tuple(p.shape)) for p in missing if p.numel()}
+    if not memory:
+        return
+    detached = sorted(
+        repr(entity.key)
+        for entity in _param_entities(sharded_state_dict)
+        if isinstance(entity.data, Tensor) and (entity.data.data_ptr(), tuple(entity.data.shape)) in memory
+    )
+    if detached:
+        raise DeclarationError(
+            f"The model's sharded state dict was built without keep_vars: the data of {len(detached)} "
+            f"entities is a detached copy and not the parameter itself, so the optimizer cannot tell which "
+            f"is which:\n{truncated_list(detached)}\nBuild it with model.sharded_state_dict(keep_vars=True)."
+        )
+
+
+def _place(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the global shape and offset of the entity's first box, and the number of prepended axes."""
+    if isinstance(entity, ShardedTensor):
+        return entity.global_shape, entity.global_offset, entity.prepend_axis_num
+    if isinstance(entity, ShardedLayout):
+        first = entity.parts[0]
+        return first.global_shape, first.global_offset, entity.prepend_axis_num
+    with torch.no_grad():  # a factory's function may copy the parameter it is given
+        built = _param_entities({"built": entity.build()})
+    if not built:
+        raise DeclarationError(
+            f"{entity.key!r}: the build_fn of this factory returned no ShardedTensor, so the place of the "
+            f"parameter in the model is not known. Return at least one.",
+            key=entity.key,
+        )
+    return _place(built[0])

@@ -1,0 +1,207 @@
+"""A small sharded model for tests of optimizers, and a slow, obvious save and load for sharded state dicts.
+
+The model has what makes optimizer state hard: stacked layers, tp-sharded and replicated parameters, a fused
+gate/up weight, a factory, and an embedding tied between the first and the last stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megackpt.mapping import (
+    ReplicaId,
+    ShardedLayout,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megackpt.mapping.tree import iter_leaves
+from megackpt.parallel.attributes import mark
+from megackpt.parallel.groups import ParallelGroups
+
+LAYERS, HIDDEN, FFN, VOCAB = 4, 12, 20, 24
+
+# What a checkpoint holds of the model: key -> global shape.
+SHAPES = {
+    "embedding": (VOCAB, HIDDEN),
+    "layers.fc1.gate": (LAYERS, FFN, HIDDEN),
+    "layers.fc1.up": (LAYERS, FFN, HIDDEN),
+    "layers.fc2": (LAYERS, HIDDEN, FFN),
+    "layers.norm": (LAYERS, HIDDEN),
+    "final.left": (3, HIDDEN),
+    "final.right": (5, HIDDEN),
+}
+# Keys of whole parameters, as their numbers (`step`) are stored: key -> global shape.
+PARAM_SHAPES = {
+    "embedding": (),
+    "layers.fc1": (LAYERS,),
+    "layers.fc2": (LAYERS,),
+    "layers.norm": (LAYERS,),
+    "final": (),
+}
+
+Arrays = dict[str, Tensor]
+
+
+@dataclass
+class WorldParam:
+    """A parameter of one rank, how it is declared, and how to cut its values out of global arrays."""
+
+    param: Parameter
+    entity: Any  # ShardedTensor, ShardedLayout or ShardedTensorFactory
+    cut: Callable[[Arrays], Tensor]
+    cut_number: Callable[[Arrays], Tensor]
+
+
+def random_arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> Arrays:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+
+
+def make_model(groups: ParallelGroups, weights: Arrays, dtype: torch.dtype) -> list[WorldParam]:
+    """Build this rank's parameters out of the global weights; layers are split over stages."""
+    tp, pp, dp = groups.tp, groups.pp, groups.dp
+    params: list[WorldParam] = []
+
+    def rows(array: Tensor, dim: int) -> Tensor:
+        return array.chunk(tp.size, dim)[tp.rank]
+
+    def add(cut: Callable[[Arrays], Tensor], number: Callable[[Arrays], Tensor], *flags: Any) -> Parameter:
+        param = Parameter(cut(weights).to(dtype))
+        mark(param, *flags)
+        params.append(WorldParam(param, None, cut, number))
+        return param
+
+    def replica(*, pp_copy: int = 0, tp_sharded: bool) -> tuple[int, int, int]:
+        return (pp_copy, 0 if tp_sharded else tp.rank, dp.rank)
+
+    if pp.is_first or pp.is_last:
+        flags = ["tensor_model_parallel", "shared_embedding"] + ["is_duplicate"] * (not pp.is_first)
+        w = add(lambda a: rows(a["embedding"], 0), lambda n: n["embedding"], *flags)
+        rid = replica(pp_copy=int(not pp.is_first), tp_sharded=True)
+        params[-1].entity = ShardedTensor.from_rank_offsets(
+            "embedding", w, (0, tp.rank, tp.size), replica_id=rid
+        )
+    for layer in range(pp.rank * LAYERS // pp.size, (pp.rank + 1) * LAYERS // pp.size):
+        _add_layer(add, params, rows, replica, groups, layer)
+    if pp.is_last:
+        w = add(lambda a: torch.cat([a["final.left"], a["final.right"]]), lambda n: n["final"])
+        params[-1].entity = split_factory("final", w, replica(tp_sharded=False))
+    return params
+
+
+def _add_layer(
+    add: Any, params: list[WorldParam], rows: Any, replica: Any, groups: ParallelGroups, layer: int
+) -> None:
+    tp = groups.tp
+    stacked: Any = {"prepend_axis_num": 1}
+    number = (0, layer, LAYERS)
+
+    w = add(
+        lambda a: torch.cat([rows(a["layers.fc1.gate"][layer], 0), rows(a["layers.fc1.up"][layer], 0)]),
+        lambda n: n["layers.fc1"][layer],
+        "tensor_model_parallel",
+    )
+    sizes = {"gate": FFN // tp.size, "up": FFN // tp.size}
+    params[-1].entity = ShardedLayout.split(
+        "layers.fc1",
+        w,
+        0,
+        sizes,
+        number,
+        (1, tp.rank, tp.size),
+        replica_id=replica(tp_sharded=True),
+        **stacked,
+    )
+    w = add(
+        lambda a: rows(a["layers.fc2"][layer], 1).contiguous(),
+        lambda n: n["layers.fc2"][layer],
+        "tensor_model_parallel",
+    )
+    params[-1].entity = ShardedTensor.from_rank_offsets(
+        "layers.fc2", w, number, (2, tp.rank, tp.size), replica_id=replica(tp_sharded=True), **stacked
+    )
+    w = add(lambda a: a["layers.norm"][layer], lambda n: n["layers.norm"][layer], "sequence_parallel")
+    params[-1].entity = ShardedTensor.from_rank_offsets(
+        "layers.norm", w, number, replica_id=replica(tp_sharded=False), **stacked
+    )
+
+
+def split_factory(key: str, data: Tensor, replica_id: ReplicaId) -> ShardedTensorFactory:
+    """Store an `[8, HIDDEN]` tensor as its upper 3 and its lower 5 rows."""
+
+    def build(key: str, data: Tensor, replica_id: ReplicaId, flat: slice | None) -> list[ShardedTensor]:
+        layout = ShardedLayout.split(key, torch.empty(8, HIDDEN), 0, {"left": 3, "right": 5})
+        return layout.retarget(key=key, data=data, replica_id=replica_id, flattened_range=flat).tensors()
+
+    return ShardedTensorFactory(key, data, build, torch.cat, replica_id)
+
+
+def model_state(params: Iterable[WorldParam]) -> ShardedStateDict:
+    return {"model": [p.entity for p in params]}
+
+
+def tensors_of(sharded_state_dict: Any) -> list[ShardedTensor]:
+    """Return every ShardedTensor that the state dict stands for."""
+    found: list[ShardedTensor] = []
+    for _, leaf in iter_leaves({"": sharded_state_dict}):
+        if isinstance(leaf, ShardedTensorFactory):
+            found += tensors_of(leaf.build())
+        elif isinstance(leaf, ShardedLayout):
+            found += leaf.tensors()
+        elif isinstance(leaf, ShardedTensor):
+            found.append(leaf)
+    return found
+
+
+def gather(world: Iterable[ShardedStateDict]) -> Arrays:
+    """Assemble the global arrays from all ranks; every element must have exactly one main replica."""
+    arrays: Arrays = {}
+    writers: Arrays = {}
+    for tensor in (t for state_dict in world for t in tensors_of(state_dict)):
+        array = arrays.setdefault(tensor.key, torch.zeros(tensor.global_shape, dtype=tensor.dtype))
+        count = writers.setdefault(tensor.key, torch.zeros(tensor.global_shape, dtype=torch.int32))
+        assert tuple(array.shape) == tensor.global_shape, tensor.key
+        assert array.dtype == tensor.dtype, tensor.key
+        if is_main_replica(tensor.replica_id):
+            index = _elements(tensor)
+            array.view(-1)[index] = _data(tensor).reshape(-1)
+            count.view(-1)[index] += 1
+    for key, count in writers.items():
+        assert bool((count == 1).all()), f"{key}: written {sorted(set(count.ravel().tolist()))} times"
+    return arrays
+
+
+def scatter(sharded_state_dict: ShardedStateDict, arrays: Arrays) -> None:
+    """Fill every tensor of one rank in place."""
+    for tensor in tensors_of(sharded_state_dict):
+        data = _data(tensor)
+        assert tuple(arrays[tensor.key].shape) == tensor.global_shape, tensor.key
+        data.copy_(arrays[tensor.key].reshape(-1)[_elements(tensor)].view(data.shape))
+
+
+def loaded(sharded_state_dict: Any) -> Any:
+    """Put its filled data in the place of every entity, as a load returns it."""
+    if isinstance(sharded_state_dict, dict):
+        return {key: loaded(value) for key, value in sharded_state_dict.items()}
+    return getattr(sharded_state_dict, "data", sharded_state_dict)
+
+
+def _elements(tensor: ShardedTensor) -> Tensor:
+    everything = torch.arange(math.prod(tensor.global_shape)).view(tensor.global_shape)
+    box = tuple(slice(o, o + n) for o, n in zip(tensor.global_offset, tensor.block_shape, strict=True))
+    block = everything[box].reshape(-1)
+    return block if tensor.flattened_range is None else block[tensor.flattened_range]
+
+
+def _data(tensor: ShardedTensor) -> Tensor:
+    assert tensor.data is not None
+    return tensor.data.detach()

@@ -1,0 +1,528 @@
+"""Training on one rank: both optimizers against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megackpt.errors import DeclarationError, MismatchError, MissingKeyError, OptimizerError
+from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
+from megackpt.optim.master_optimizer import MasterOptimizer
+from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.layout import ParallelLayout
+from tests.optim_world import gather, loaded, scatter
+
+Kind = type[MasterOptimizer]
+KINDS = [DistributedOptimizer, MixedPrecisionOptimizer]
+ALONE = ParallelGroups.offline(ParallelLayout(), 0)
+
+
+class Lion(Optimizer):
+    """A user's optimizer: elementwise, with a count of its steps that is a plain int."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["steps"], state["momentum"] = 0, p.grad.clone()
+                state["steps"] += 1
+                p.sub_(group["lr"] * torch.sign(state["momentum"] * 0.9 + p.grad * 0.1))
+                state["momentum"].lerp_(p.grad, 1.0 / (1 + state["steps"]))
+
+
+class Lamb(Optimizer):
+    """Scales by the norm of the whole parameter: not elementwise."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.param_groups[0]["lr"] * p.norm() * p.grad / p.grad.norm())
+
+
+class RowMoments(Optimizer):
+    """Keeps one number for each row."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["row"] = p.grad.new_zeros(p.shape[0], 2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": lambda g: torch.optim.Adam(g, lr=0.01),
+    "adam_amsgrad_decay": lambda g: torch.optim.Adam(g, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "adam_no_eps": lambda g: torch.optim.Adam(g, lr=0.01, eps=0.0),
+    "adamw": lambda g: torch.optim.AdamW(g, lr=0.01),
+    "adamw_tensor_lr": lambda g: torch.optim.AdamW(g, lr=torch.tensor(0.01), foreach=False),
+    "sgd": lambda g: torch.optim.SGD(g, lr=0.1),
+    "sgd_momentum": lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd_dampening": lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "adagrad": lambda g: torch.optim.Adagrad(g, lr=0.1, initial_accumulator_value=0.3, lr_decay=0.1),
+    "rmsprop": lambda g: torch.optim.RMSprop(g, lr=0.01, centered=True, momentum=0.9),
+    "nadam": lambda g: torch.optim.NAdam(g, lr=0.01, weight_decay=0.1),
+    "radam": lambda g: torch.optim.RAdam(g, lr=0.01),
+    "adamax": lambda g: torch.optim.Adamax(g, lr=0.01),
+    "adadelta": lambda g: torch.optim.Adadelta(g, lr=0.5),
+    "asgd": lambda g: torch.optim.ASGD(g, lr=0.1, t0=1),
+    "rprop": lambda g: torch.optim.Rprop(g, lr=0.01),
+    "lion": lambda g: Lion(g, lr=0.01),
+}
+
+
+def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+    model.register_parameter("scale", Parameter(torch.tensor(1.5)))
+    return model.to(dtype)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(4, 6, generator=generator).to(dtype)
+    (model(x) * model.scale).square().sum().backward()
+
+
+def train(model: nn.Module, optimizer: Any, steps: Iterator[int] | range) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def declare(model: nn.Module) -> ShardedStateDict:
+    return {
+        key: ShardedTensor.from_rank_offsets(key, p) for key, p in model.state_dict(keep_vars=True).items()
+    }
+
+
+def move(model: nn.Module, source: MasterOptimizer, fresh: nn.Module, target: MasterOptimizer) -> None:
+    """Save model and optimizer, and load them into others."""
+    stored = [{"model": declare(model), "optimizer": source.sharded_state_dict(declare(model))}]
+    request = {"model": declare(fresh), "optimizer": target.sharded_state_dict(declare(fresh))}
+    scatter(request, gather(stored))
+    answer = loaded(request["optimizer"])
+    answer["param_groups"] = stored[0]["optimizer"]["param_groups"]
+    target.load_sharded_state_dict(answer)
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_equals_plain_torch_bit_for_bit(kind: Kind, name: str) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = kind(model.parameters(), OPTIMIZERS[name], ALONE)
+    train(model, optimizer, range(4))
+    train(reference, OPTIMIZERS[name](reference.parameters()), range(4))
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("saved_after", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("source", "target"), [KINDS, KINDS[::-1], KINDS[:1] * 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    source: Kind, target: Kind, name: str, saved_after: int
+) -> None:
+    model, fresh = make_model(), make_model(seed=7)
+    optimizer = source(model.parameters(), OPTIMIZERS[name], ALONE)
+    train(model, optimizer, range(saved_after))
+    resumed = target(fresh.parameters(), OPTIMIZERS[name], ALONE)
+    move(model, optimizer, fresh, resumed)
+    train(fresh, resumed, range(saved_after, saved_after + 3))
+    train(model, optimizer, range(saved_after, saved_after + 3))
+    assert_same_weights(model, fresh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_into_an_optimizer_that_has_trained_makes_it_the_saved_one(kind: Kind) -> None:
+    for saved_after in (0, 2):
+        model, other = make_model(), make_model(seed=7)
+        optimizer = kind(model.parameters(), OPTIMIZERS["sgd_dampening"], ALONE)
+        train(model, optimizer, range(saved_after))
+        trained = kind(other.parameters(), OPTIMIZERS["sgd_dampening"], ALONE)
+        train(other, trained, range(50, 53))
+        move(model, optimizer, other, trained)
+        train(model, optimizer, range(10, 12))
+        train(other, trained, range(10, 12))
+        assert_same_weights(model, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_gradient_is_left_alone_and_starts_later_as_new(kind: Kind) -> None:
+    model, reference = make_model(), make_model()
+    factory = OPTIMIZERS["sgd_dampening"]  # whose first step differs from later ones
+    optimizer, plain = kind(model.parameters(), factory, ALONE), factory(reference.parameters())
+    for step in range(4):
+        for m in (model, reference):
+            first = m[0].requires_grad_(step >= 2)
+            backward(m, step)
+            assert all((p.grad is None) or m is reference for p in first.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
+        assert_same_weights(model, reference)
+    state = gather([optimizer.sharded_state_dict(declare(model))])
+    assert state["optimizer.state.step.0.weight"] == 2
+    assert state["optimizer.state.step.2.weight"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_parameter_has_no_state_and_does_not_move(kind: Kind) -> None:
+    model = make_model()
+    model[2].requires_grad_(False)
+    before = model[2].weight.clone()
+    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    train(model, optimizer, range(2))
+    assert torch.equal(model[2].weight, before)
+    keys = gather([optimizer.sharded_state_dict(declare(model))])
+    assert not [key for key in keys if "2.weight" in key]
+    assert "optimizer.state.step.0.weight" in keys
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run_on_the_same_gradients(kind: Kind) -> None:
+    model = make_model(torch.bfloat16)
+    masters = [p.detach().float() for p in model.parameters()]
+    reference = OPTIMIZERS["adamw"](masters)
+    optimizer = kind(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    for step in range(5):
+        for micro in range(2):  # two micro-batches: their bf16 gradients are added in fp32
+            twin = make_model(torch.bfloat16)
+            twin.load_state_dict(model.state_dict())
+            backward(twin, 10 * step + micro)
+            backward(model, 10 * step + micro)
+            for master, p in zip(masters, twin.parameters(), strict=True):
+                assert p.grad is not None
+                master.grad = p.grad.float() if micro == 0 else master.grad + p.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            assert torch.equal(master.bfloat16(), p)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_equals_that_of_torch(kind: Kind, max_norm: float) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = kind(model.parameters(), OPTIMIZERS["sgd"], ALONE, clip_grad=max_norm)
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    for step in range(3):
+        backward(model, step)
+        norm = optimizer.step()
+        optimizer.zero_grad()
+        backward(reference, step)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        plain.step()
+        plain.zero_grad()
+        # torch sums the squares in fp32; ours are in fp64.
+        torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> None:
+    def grouped(model: nn.Sequential) -> list[dict[str, Any]]:
+        return [
+            {"params": [model[0].weight, model[2].weight], "weight_decay": 0.5, "name": "matrices"},
+            {"params": [model[0].bias, model[2].bias, model.scale], "weight_decay": 0.0},
+        ]
+
+    model, reference, fresh = make_model(), make_model(), make_model(seed=7)
+    optimizer = kind(grouped(model), OPTIMIZERS["adamw"], ALONE)
+    train(model, optimizer, range(3))
+    train(reference, torch.optim.AdamW(grouped(reference), lr=0.01), range(3))
+    assert_same_weights(model, reference)
+
+    optimizer.param_groups[0]["lr"] = 0.125
+    stored = optimizer.sharded_state_dict(declare(model))["param_groups"]
+    assert list(stored) == ["matrices", "1"]
+    assert stored["matrices"]["lr"] == 0.125
+    assert stored["matrices"]["betas"] == (0.9, 0.999)
+    assert not {"params", "foreach", "fused", "capturable", "name"} & set(stored["1"])
+    resumed = kind(grouped(fresh), OPTIMIZERS["adamw"], ALONE)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [g["lr"] for g in resumed.param_groups] == [0.125, 0.01]
+    assert [g["weight_decay"] for g in resumed.param_groups] == [0.5, 0.0]
+
+
+def test_groups_of_another_name_are_refused_and_nothing_is_changed() -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(
+        [{"params": model.parameters(), "name": "all"}], OPTIMIZERS["adamw"], ALONE
+    )
+    with pytest.raises(
+        MismatchError, match=r"only in the checkpoint: \['0'\], only here: \['all'\].*same 'name'"
+    ):
+        optimizer.load_state_dict({"param_groups": {"0": {"lr": 3.0}}})
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    with pytest.raises(MissingKeyError, match=r"'param_groups' is not in.*\['state'\].*Pass what state_dict"):
+        optimizer.load_state_dict({"state": {}})
+
+
+def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer.inner, plain)]
+    for step in range(3):
+        for m, o, schedule in zip((model, reference), (optimizer, plain), schedules, strict=True):
+            train(m, o, range(step, step + 1))
+            schedule.step()
+    assert_same_weights(model, reference)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("factory", "match"),
+    [
+        (lambda g: torch.optim.LBFGS(g[0]["params"]), r"LBFGS cannot be used here.*closure"),
+        (lambda g: torch.optim.SparseAdam(g), r"SparseAdam cannot be used here.*dense gradients"),
+        (RowMoments, r"RowMoments keeps a state 'row' of shape \(8, 2\).*Use an optimizer without"),
+    ],
+)
+def test_an_optimizer_whose_state_cannot_be_declared_is_refused(
+    kind: Kind, factory: Callable[[Any], Optimizer], match: str
+) -> None:
+    with pytest.raises(OptimizerError, match=match):
+        kind(make_model().parameters(), factory, ALONE)
+
+
+@pytest.mark.parametrize("factory", [Lamb, lambda g: torch.optim.Adafactor(g, lr=0.1)])
+def test_an_optimizer_that_is_not_elementwise_is_refused_for_shards(
+    factory: Callable[[Any], Optimizer],
+) -> None:
+    with pytest.raises(
+        OptimizerError, match=r"(Lamb|Adafactor) is not elementwise.*Use MixedPrecisionOptimizer"
+    ):
+        DistributedOptimizer(make_model().parameters(), factory, ALONE)
+
+
+def test_an_optimizer_that_is_not_elementwise_trains_on_whole_masters() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = MixedPrecisionOptimizer(model.parameters(), Lamb, ALONE)
+    train(model, optimizer, range(2))
+    train(reference, Lamb(reference.parameters()), range(2))
+    assert_same_weights(model, reference)
+
+
+def test_gradients_may_not_be_added_to_reduced_ones() -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(OptimizerError, match=r"step\(\) was called again.*Call optimizer.zero_grad\(\)"):
+        optimizer.step()
+    with pytest.raises(OptimizerError, match=r"a backward pass was run after optimizer.step\(\)"):
+        backward(model, 1)
+
+
+def test_gradients_set_by_hand_or_added_by_a_kernel_are_taken_in() -> None:
+    w, v = Parameter(torch.zeros(3)), Parameter(torch.zeros(2))
+    optimizer = DistributedOptimizer([w, v], lambda g: torch.optim.SGD(g, lr=1.0), ALONE)
+    w.grad = torch.ones(3)
+    v.main_grad.add_(2.0)  # type: ignore[attr-defined]
+    v.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    optimizer.step()
+    assert w.tolist() == [-1.0] * 3
+    assert v.tolist() == [-2.0] * 2
+
+
+def test_parameters_and_gradients_live_in_the_buffers() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    (buffer,) = optimizer.buffers
+    backward(model, 0)
+    for p in model.parameters():
+        assert p.grad is None
+        assert p.untyped_storage().data_ptr() == buffer.data.untyped_storage().data_ptr()
+        assert p.main_grad.dtype == torch.float32
+        assert p.main_grad.shape == p.shape
+        assert p.main_grad.untyped_storage().data_ptr() == buffer.grad.untyped_storage().data_ptr()
+
+
+def test_a_new_optimizer_takes_over_the_gradients_of_its_parameters() -> None:
+    model, reference = make_model(), make_model()
+    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    train(model, DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE), range(2))
+    train(reference, OPTIMIZERS["sgd"](reference.parameters()), range(2))
+    assert_same_weights(model, reference)
+
+
+def test_a_model_under_an_optimizer_can_be_pickled_and_copied() -> None:
+    model = make_model()
+    DistributedOptimizer(model.parameters(), OPTIMIZERS["sgd"], ALONE)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert_same_weights(model, twin)
+        train(twin, DistributedOptimizer(twin.parameters(), OPTIMIZERS["sgd"], ALONE), range(1))
+
+
+def test_parameters_of_several_dtypes_train_together() -> None:
+    half, single, double = (
+        Parameter(torch.ones(3, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.float64)
+    )
+    optimizer = DistributedOptimizer([half, single, double], lambda g: torch.optim.SGD(g, lr=0.5), ALONE)
+    assert [p.main_grad.dtype for p in (half, single, double)] == [
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    ]  # type: ignore[attr-defined]
+    (half.sum() + single.sum() + double.sum()).backward()
+    norm = optimizer.step()
+    assert norm.item() == pytest.approx(3.0)
+    assert [p.tolist() for p in (half, single, double)] == [[0.5] * 3] * 3
+
+
+def test_weights_that_are_not_the_rounded_masters_are_refused_after_load() -> None:
+    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16, seed=7)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    resumed = DistributedOptimizer(other.parameters(), OPTIMIZERS["adamw"], ALONE)
+    request = resumed.sharded_state_dict(declare(other))
+    scatter(request, gather([optimizer.sharded_state_dict(declare(model))]))
+    with pytest.raises(
+        MismatchError,
+        match=r"not the torch.bfloat16 values(.|\n)*'0.weight' of shape(.|\n)*Load the model from",
+    ):
+        resumed.load_sharded_state_dict(loaded(request))
+    resumed.sync_params()
+    assert_same_weights(model, other)
+
+
+def test_masters_that_a_checkpoint_lacks_are_made_from_the_weights() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    answer = loaded(optimizer.sharded_state_dict(declare(model)))
+    for states in answer["state"].values():
+        del states["fp32_param"]
+    model[0].weight.detach().fill_(3.0)
+    optimizer.load_sharded_state_dict(answer)
+    assert [bool((m == 3.0).all()) for m in optimizer.param_groups[0]["params"]] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_states_loaded_without_their_step_are_kept() -> None:
+    w = Parameter(torch.ones(3))
+    optimizer = DistributedOptimizer([w], lambda g: torch.optim.Adam(g, lr=0.0), ALONE)
+    answer = loaded(optimizer.sharded_state_dict({"w": ShardedTensor.from_rank_offsets("w", w)}))
+    del answer["state"][0]["step"]
+    answer["state"][0]["exp_avg"].fill_(8.0)
+    optimizer.load_sharded_state_dict(answer)
+    w.grad = torch.zeros(3)
+    optimizer.step()
+    (state,) = optimizer.inner.state.values()
+    assert state["exp_avg"].tolist() == pytest.approx([7.2] * 3)
+
+
+def test_a_rank_that_owns_nothing_and_a_group_without_parameters_are_fine() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=8), 7)
+    w = Parameter(torch.ones(3))
+    given = [{"params": [w], "name": "all"}, {"params": [], "name": "none"}]
+    optimizer = DistributedOptimizer(given, OPTIMIZERS["adamw"], groups)
+    state = optimizer.sharded_state_dict({"w": ShardedTensor.from_rank_offsets("w", w)})
+    assert state["state"] == {}
+    assert list(state["param_groups"]) == ["all", "none"]
+    optimizer.load_sharded_state_dict(loaded(state))
+
+
+def test_reload_model_params_trains_on_from_loaded_weights() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.SGD(g, lr=0.0), ALONE)
+    model.load_state_dict(make_model(torch.bfloat16, seed=7).state_dict())
+    optimizer.reload_model_params()
+    train(model, optimizer, range(1))
+    assert_same_weights(model, make_model(torch.bfloat16, seed=7))
+
+
+def test_loaded_tensors_of_another_size_are_refused() -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    answer = loaded(optimizer.sharded_state_dict(declare(model)))
+    answer["state"][0]["exp_avg"] = torch.zeros(7)
+    with pytest.raises(
+        MismatchError, match=r"'exp_avg' of 'scale' of shape \(\) has 1 el.* but 7 were loaded. Load"
+    ):
+        optimizer.load_sharded_state_dict(answer)
+
+
+def test_tensors_that_were_not_filled_in_place_are_copied() -> None:
+    model, fresh = make_model(), make_model()
+    optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
+    resumed = DistributedOptimizer(fresh.parameters(), OPTIMIZERS["adamw"], ALONE)
+    train(model, optimizer, range(2))
+    fresh.load_state_dict(model.state_dict())
+    resumed.load_sharded_state_dict(loaded(optimizer.sharded_state_dict(declare(model))))
+    train(model, optimizer, range(2, 4))
+    train(fresh, resumed, range(2, 4))
+    assert_same_weights(model, fresh)
+
+
+W = Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ([], r"got no parameters. Pass model.parameters\(\)"),
+        ([W, W], r"The parameter of shape \(2,\) in group '0' is given twice. List each"),
+        ([{"params": [W]}, W], r"parameters and groups in one list. Give either"),
+        ([{"lr": 1.0}], r"group 0 has no 'params'. Put"),
+        ([torch.zeros(2)], r"group 0 holds a Tensor.*Pass model.parameters\(\)"),
+        ([{"params": [W], "name": "a"}, {"params": [], "name": "a"}], r"name 'a' is given twice. Give each"),
+        ([{"params": [W], "name": 3}], r"group 0 has the name 3. Give a non-empty string"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(given: Any, match: str) -> None:
+    with pytest.raises(DeclarationError, match=match):
+        DistributedOptimizer(given, OPTIMIZERS["sgd"], ALONE)
+
+
+def test_a_step_without_communication_is_refused_where_ranks_must_talk() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(dp=2), 1)
+    optimizer = DistributedOptimizer([Parameter(torch.zeros(2))], OPTIMIZERS["sgd"], groups)
+    with pytest.raises(DeclarationError, match=r"ranks \(0, 1\).*offline.*ParallelGroups.create"):
+        optimizer.step()
+
+
+def test_grads_of_main_grad_dtype_bf16_are_cast_for_the_masters() -> None:
+    w = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = DistributedOptimizer(
+        [w], lambda g: torch.optim.SGD(g, lr=1.0), ALONE, grad_dtype=torch.bfloat16
+    )
+    (w * torch.tensor(0.25, dtype=torch.bfloat16)).sum().backward()
+    main_grad: Tensor = w.main_grad  # type: ignore[attr-defined]
+    assert main_grad.dtype == torch.bfloat16
+    optimizer.step()
+    assert w.tolist() == [0.75] * 4
