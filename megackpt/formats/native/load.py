@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import safetensors.torch
 from safetensors import SafetensorError
 
-from megackpt.codec import Encoded, decode
+from megackpt.codec import Encoded, decode, load_tree
 from megackpt.errors import FormatError, IntegrityError
 from megackpt.formats.native import names
 from megackpt.formats.strategy import Contents, Json
@@ -54,11 +53,11 @@ def _read_index(store: Store, manifest: Json) -> StoredChunks:
 
 
 def _read_common(store: Store, manifest: Json) -> Any:
-    text, where = _read(store, manifest, "common")
+    data, where = _read(store, manifest, "common")
     try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON ({error}). The file is damaged.", path=where) from error
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: not UTF-8 ({error}). The file is damaged.", path=where) from error
     tensors: dict[str, Any] = {}
     if "common_tensors" in manifest:
         blob, where_tensors = _read(store, manifest, "common_tensors")
@@ -72,7 +71,7 @@ def _read_common(store: Store, manifest: Json) -> Any:
         ordered = tuple(tensors[str(i)] for i in range(len(tensors)))
     except KeyError as error:
         raise FormatError(f"{where}: tensor {error} of the common state is missing.", path=where) from error
-    return decode(Encoded(tree=tree, tensors=ordered))
+    return decode(Encoded(tree=load_tree(text, where=where), tensors=ordered), where=where)
 
 
 def _read(store: Store, manifest: Json, entry: str) -> tuple[bytes, str]:
