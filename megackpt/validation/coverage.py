@@ -74,14 +74,13 @@ def _suspects(table: ChunkTable) -> Ints:
     box_of_array[array[first]] = shape[first]
     box = box_of_array[array]
     same_box = (shape == box).all(axis=1) & (start % np.maximum(box, 1) == 0).all(axis=1)
-    # Sorted by place: each row either continues the flat range of the row before it in the same box, or
-    # begins a box.
-    new_box = np.ones(len(array), np.bool_)
-    new_box[1:] = (np.diff(array) != 0) | np.any(np.diff(start, axis=0) != 0, axis=1)
-    ends_box = np.append(new_box[1:], True)
-    chained = np.where(new_box, flat_start == 0, flat_start == np.concatenate(([0], flat_stop[:-1])))
-    complete = ~ends_box | (flat_stop == shape.prod(axis=1))
-    bad = np.bincount(array, ~(same_box & chained & complete), minlength=arrays) > 0
+    # Sorted by place: rows of one box must not begin before the row before them has ended. Then no element is
+    # covered twice, and as many covered elements as there are mean that none is missing.
+    same_place = np.zeros(len(array), np.bool_)
+    same_place[1:] = (np.diff(array) == 0) & (np.diff(start, axis=0) == 0).all(axis=1)
+    previous_stop = np.concatenate(([0], flat_stop[:-1]))
+    overlaps = same_place & (flat_start < previous_stop)
+    bad = np.bincount(array, ~same_box | overlaps, minlength=arrays) > 0
     covered = np.bincount(array, (flat_stop - flat_start).astype(np.float64), minlength=arrays).astype(
         np.int64
     )

@@ -1,0 +1,81 @@
+"""Who writes what, and where: properties of the save plan over many ranks, without any."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megackpt import ShardedObject, ShardedTensor
+from megackpt.mapping.describe import describe
+from megackpt.metadata import DeclaredChunks, itemsizes, merge_declarations
+from megackpt.planning import SavePlan, plan_save
+
+
+def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:
+    """Tensors of different sizes and dtypes that every rank holds; one of them is the main replica."""
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+
+    def of(rank: int) -> DeclaredChunks:
+        entities = [
+            ShardedTensor.from_rank_offsets(
+                f"t{i:03d}",
+                torch.empty(17 * (1 + i % 13), dtype=dtypes[i % 4]),
+                replica_id=(0, 0, (rank - main) % ranks),
+            )
+            for i in range(tensors)
+        ]
+        return describe(entities, rank=rank)
+
+    return merge_declarations([of(rank) for rank in range(ranks)])
+
+
+def bytes_of(plan: SavePlan, ranks: int) -> np.ndarray:
+    return np.bincount(plan.writer, plan.table.nbytes, minlength=ranks)
+
+
+def test_what_all_ranks_hold_is_written_once_and_spread_evenly_over_them() -> None:
+    declared = replicated_on(8, 200)
+    plan = plan_save(declared, ranks=8)
+    assert len(plan.table) == 200
+    written = bytes_of(plan, 8)
+    assert written.max() - written.min() <= plan.table.nbytes.max()
+    assert written.max() <= 1.05 * written.mean()
+
+
+def test_the_plan_does_not_depend_on_which_replica_is_the_main_one() -> None:
+    first, second = (plan_save(replicated_on(4, 30, main=main), ranks=4) for main in (0, 3))
+    assert np.array_equal(first.writer, second.writer)
+    assert np.array_equal(first.offset_bytes, second.offset_bytes)
+
+
+def test_a_chunk_without_a_main_replica_is_not_written() -> None:
+    whole = ShardedTensor.from_rank_offsets("t", torch.zeros(10))
+    part = whole.retarget(key="t", data=torch.zeros(4), replica_id=(1, 0, 0), flattened_range=slice(0, 4))
+    declared = merge_declarations([describe([whole], rank=0), describe([part], rank=1)])
+    plan = plan_save(declared, ranks=2)
+    assert plan.writer.tolist() == [0]
+    assert plan.table.flat_stop.tolist() == [10]
+
+
+def test_an_object_is_written_by_its_main_replica_since_copies_may_encode_differently() -> None:
+    ranks = [
+        describe(
+            [ShardedObject("o", {}, (1,), (0,), replica_id=(rank + 1) % 3)],
+            rank=rank,
+            object_nbytes=[100 + rank],
+        )
+        for rank in range(3)
+    ]
+    plan = plan_save(merge_declarations(ranks), ranks=3)
+    assert plan.writer.tolist() == [2]
+    assert plan.table.nbytes.tolist() == [102]
+
+
+def test_chunks_of_a_file_lie_without_gaps_and_aligned_to_their_elements() -> None:
+    plan = plan_save(replicated_on(3, 50), ranks=3)
+    width = itemsizes(plan.table.arrays)[plan.table.array]
+    assert not (plan.offset_bytes % width).any()
+    for rank in range(3):
+        rows = plan.rows_of(rank)
+        ends = plan.offset_bytes[rows] + plan.table.nbytes[rows]
+        assert plan.offset_bytes[rows].tolist() == [0, *ends[:-1].tolist()]
