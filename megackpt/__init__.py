@@ -4,11 +4,14 @@ The public names, and nothing else; each is described where it is defined.
 """
 
 from megackpt.api import (
+    check_is_distributed_checkpoint,
     load,
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
+    load_tensors_metadata,
+    load_with_report,
     save,
 )
 from megackpt.checkpointer import Checkpointer
@@ -35,11 +38,13 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.options import LoadOptions, SaveOptions
+from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
+from megackpt.validation import ArrayReport, LoadReport, StrictHandling
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrayReport",
     "CheckpointError",
     "Checkpointer",
     "CheckpointingException",
@@ -48,11 +53,14 @@ __all__ = [
     "FormatError",
     "GeometryError",
     "IntegrityError",
+    "KeyRule",
     "LoadOptions",
+    "LoadReport",
     "LocalNonpersistentObject",
     "MismatchError",
     "MissingKeyError",
     "NotACheckpointError",
+    "Policy",
     "RankFailedError",
     "SaveOptions",
     "ShardedLayout",
@@ -60,12 +68,16 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "StorageError",
+    "StrictHandling",
     "UnserializableError",
+    "check_is_distributed_checkpoint",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
     "load_plain_tensors",
     "load_sharded_metadata",
+    "load_tensors_metadata",
+    "load_with_report",
     "register_codec",
     "save",
 ]

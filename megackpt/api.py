@@ -8,19 +8,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
 from megackpt.comm import Group, SingleProcess, world_group
-from megackpt.engine.load import load_state, open_checkpoint, read_common
+from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common
+from megackpt.engine.manifest import is_committed
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import Store, open_store
+from megackpt.validation import LoadReport, StrictHandling
 
+_ReturnsKeys: TypeAlias = Literal[
+    StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
+]
+_ReturnsState: TypeAlias = Literal[
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.LOG_UNEXPECTED,
+    StrictHandling.LOG_ALL,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+    StrictHandling.IGNORE_ALL,
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "ignore_all",
+]
 Location: TypeAlias = "str | os.PathLike[str] | Store"
 
 
@@ -78,13 +97,36 @@ def save(
         save_state(request, store, save_strategy(sharded_strategy), group, options)
 
 
+@overload
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
     *,
+    strict: _ReturnsKeys,
+    options: LoadOptions | None = ...,
+    group: Group | None = ...,
+) -> tuple[StateDict, set[str], set[str]]: ...
+
+
+@overload
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Location,
+    *,
+    strict: _ReturnsState = ...,
+    options: LoadOptions | None = ...,
+    group: Group | None = ...,
+) -> StateDict: ...
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Location,
+    *,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
     group: Group | None = None,
-) -> StateDict:
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Fill the tensors of a sharded state dict from a checkpoint saved at any layout.
 
     Collective: every rank of the group calls it and asks for what it needs. Tensors are filled in place. The
@@ -95,8 +137,14 @@ def load(
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.
         checkpoint_dir: the directory of a committed checkpoint; its format is detected.
-        options: tunables.
+        strict: what to do about keys that only one side has. Entities with an unexpected key (not in the
+            checkpoint) that is no error are left out of the result.
+        options: tunables, and rules for keys and arrays that differ.
         group: as for `save`.
+
+    Returns:
+        The state dict; with `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint
+        and asked for by no rank; only `RETURN_ALL` looks for them) and this rank's unexpected ones.
 
     Raises:
         NotACheckpointError: nothing was committed there.
@@ -108,10 +156,41 @@ def load(
 
     Source: Megatron-Core `dist_checkpointing.load`.
     """
+    mode = StrictHandling.of(strict)
+    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, mode)
+    if mode.returns_keys:
+        return loaded.state, set(loaded.report.missing), set(loaded.report.unexpected)
+    return loaded.state
+
+
+def load_with_report(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Location,
+    *,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    options: LoadOptions | None = None,
+    group: Group | None = None,
+) -> tuple[StateDict, LoadReport]:
+    """Like `load`, and say what was done.
+
+    Collective. The report is that of this rank; print it, or look into it. Missing keys are in it where the
+    mode, or a rule, looks for them.
+    """
+    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, StrictHandling.of(strict))
+    return loaded.state, loaded.report
+
+
+def _load(
+    state: ShardedStateDict,
+    location: Location,
+    options: LoadOptions | None,
+    group: Group | None,
+    strict: StrictHandling,
+) -> Loaded:
     options = options or LoadOptions()
     group = group or world_group(timeout_s=options.timeout_s)
-    with _Opened(checkpoint_dir) as store:
-        return load_state(sharded_state_dict, store, group, options)
+    with _Opened(location) as store:
+        return load_state(state, store, group, options, strict)
 
 
 def load_common_state_dict(checkpoint_dir: Location) -> StateDict:
@@ -161,6 +240,15 @@ def load_sharded_metadata(checkpoint_dir: Location) -> dict[str, ShardedBase]:
         return found
 
 
+def load_tensors_metadata(checkpoint_dir: Location) -> dict[str, ShardedTensor]:
+    """Return the global arrays of a checkpoint, without data: `load_sharded_metadata` less objects. Local.
+
+    Source: Megatron-Core `dist_checkpointing.load_tensors_metadata`.
+    """
+    found = load_sharded_metadata(checkpoint_dir)
+    return {key: entity for key, entity in found.items() if isinstance(entity, ShardedTensor)}
+
+
 def load_plain_tensors(
     checkpoint_dir: Location, *, options: LoadOptions | None = None
 ) -> dict[str, torch.Tensor]:
@@ -170,12 +258,20 @@ def load_plain_tensors(
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
+    arrays = load_tensors_metadata(checkpoint_dir)
+    for entity in arrays.values():
+        entity.init_data()
+    _load({"arrays": arrays}, checkpoint_dir, options, SingleProcess(), StrictHandling.ASSUME_OK_UNEXPECTED)
+    return {key: entity.data for key, entity in arrays.items() if entity.data is not None}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: Location) -> bool:
+    """Say whether a directory holds a committed checkpoint of any format. Local.
+
+    Source: Megatron-Core `dist_checkpointing.check_is_distributed_checkpoint`.
+    """
     with _Opened(checkpoint_dir) as store:
-        arrays = {k: e for k, e in load_sharded_metadata(store).items() if isinstance(e, ShardedTensor)}
-        for entity in arrays.values():
-            entity.init_data()
-        load_state({"arrays": arrays}, store, SingleProcess(), options or LoadOptions())
-        return {key: entity.data for key, entity in arrays.items() if entity.data is not None}
+        return is_committed(store)
 
 
 class _Opened:

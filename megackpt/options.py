@@ -1,13 +1,48 @@
 """Every tunable of saving and loading, with its default.
 
-Owns the two option objects; nothing else in the library holds a tunable.
+Owns the option objects; nothing else in the library holds a tunable.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 
 from megackpt.errors import DeclarationError
+
+
+class Policy(Enum):
+    """What to do about something that a load finds."""
+
+    ERROR = "error"
+    WARN = "warn"
+    IGNORE = "ignore"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRule:
+    """What a load does about what it finds under certain keys.
+
+    None leaves a matter to the next rule that fits, or to the default.
+
+    Attributes:
+        keys: a glob, as of a shell: `*` any text, `?` any character. Keys are those of the request.
+        unexpected: the key is asked for and not in the checkpoint. Default: by `strict`.
+        missing: the key is in the checkpoint and no rank asks for it. Default: by `strict`.
+        cast: it is stored in another dtype. Default: error; otherwise values are converted.
+        padded: the stored array is smaller along some axis. Default: error unless the tensor has
+            `allow_shape_mismatch`; otherwise what is not stored becomes 0.
+        cut: the stored array is larger along some axis. Default: as `padded`; otherwise what lies outside is
+            left out.
+    """
+
+    keys: str
+    unexpected: Policy | None = None
+    missing: Policy | None = None
+    cast: Policy | None = None
+    padded: Policy | None = None
+    cut: Policy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +70,19 @@ class LoadOptions:
         timeout_s: how long a rank waits for the others at each meeting point, in seconds.
         verify: check the digest of every block that is read.
         threads: reads under way at once; each may hold a buffer of 8 MiB.
+        rules: what to do about keys and arrays that differ; of those whose glob fits, the first that says
+            something.
+        rename: stored keys by other names, `{"old.*": "new.*"}`: what is stored as `old.x` answers a request
+            for `new.x`. Each `*` stands for any text, in order; the first pattern that fits counts.
+        exclude: globs of requested keys that are not loaded: those entities keep the data they have.
     """
 
     timeout_s: float = 600.0
     verify: bool = True
     threads: int = 4
+    rules: tuple[KeyRule, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive("timeout_s", self.timeout_s)

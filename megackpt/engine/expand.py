@@ -6,7 +6,7 @@ expanded beside them, and entities are copied before anything fills them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,14 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.mapping.foreign import adopt
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge
 
-Finish = Callable[[], Any]  # called when the entities' data have been loaded; returns the loaded leaf
+Dropped = Set[str]
+"""Keys for which nothing was loaded."""
+Finish = Callable[
+    [Dropped], Any
+]  # called after the load; returns the loaded leaf, or ABSENT if it was dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +38,14 @@ class Expanded:
         tensors: every ShardedTensor, factories and layouts expanded, in the order of the tree.
         objects: every ShardedObject, likewise.
         common: the tree without sharded and non-persistent leaves.
-        finish: given the common state of a checkpoint, the loaded state dict.
+        finish: given the common state of a checkpoint and the keys that were not loaded, the loaded state
+            dict.
     """
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
     common: Any
-    finish: Callable[[Any], Any]
+    finish: Callable[[Any, Dropped], Any]
 
     @property
     def entities(self) -> list[ShardedTensor | ShardedObject]:
@@ -58,12 +64,13 @@ def expand(sharded_state_dict: ShardedStateDict) -> Expanded:
         raise DeclarationError(
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
+    sharded_state_dict = adopt(sharded_state_dict)
     tensors: list[ShardedTensor] = []
     objects: list[ShardedObject] = []
 
     def finish_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, LocalNonpersistentObject):
-            return leaf.unwrap
+            return lambda _: leaf.unwrap()
         if isinstance(leaf, ShardedBase):
             return _finish_entity(leaf, path, tensors, objects)
         _refuse_hidden_entities(leaf, path)
@@ -75,10 +82,9 @@ def expand(sharded_state_dict: ShardedStateDict) -> Expanded:
         sharded_state_dict,
     )
 
-    def finish(stored_common: Any) -> Any:
-        if finishes is ABSENT:
-            return stored_common
-        return merge(stored_common, map_leaves(lambda _, leaf: leaf(), finishes))
+    def finish(stored_common: Any, dropped: Dropped) -> Any:
+        loaded = ABSENT if finishes is ABSENT else map_leaves(lambda _, leaf: leaf(dropped), finishes)
+        return stored_common if loaded is ABSENT else merge(stored_common, loaded)
 
     return Expanded(tuple(tensors), tuple(objects), {} if common is ABSENT else common, finish)
 
@@ -90,18 +96,19 @@ def _finish_entity(
     if isinstance(entity, ShardedTensor):
         held = replace(entity)
         tensors.append(held)
-        return lambda: held.data
+        return lambda dropped: ABSENT if held.key in dropped else held.data
     if isinstance(entity, ShardedLayout):
         if entity.data is None:
             raise DeclarationError(
                 f"{path}: the layout {entity.key!r} has no data to save or fill.", key=entity.key
             )
-        tensors.extend(entity.tensors())
-        return lambda: entity.data
+        parts = entity.tensors()
+        tensors.extend(parts)
+        return lambda dropped: ABSENT if any(part.key in dropped for part in parts) else entity.data
     if isinstance(entity, ShardedObject):
         filled = replace(entity)
         objects.append(filled)
-        return lambda: filled.data
+        return lambda dropped: ABSENT if filled.key in dropped else filled.data
     if isinstance(entity, ShardedTensorFactory):
         return _finish_factory(entity, path, tensors, objects)
     raise DeclarationError(
@@ -114,7 +121,7 @@ def _finish_factory(
 ) -> Finish:
     def finish_of(inner: str, leaf: Any) -> Finish:
         if isinstance(leaf, LocalNonpersistentObject):
-            return leaf.unwrap
+            return lambda _: leaf.unwrap()
         if not isinstance(leaf, ShardedBase):
             raise DeclarationError(
                 f"{inner}: the factory of {factory.key!r} built a {type(leaf).__name__}. It must build "
@@ -125,7 +132,13 @@ def _finish_factory(
         return _finish_entity(leaf, inner, tensors, objects)
 
     finishes = map_leaves(finish_of, factory.build(), path)
-    return lambda: factory.merge_fn(map_leaves(lambda _, leaf: leaf(), finishes))
+
+    def finish(dropped: Dropped) -> Any:
+        built = map_leaves(lambda _, leaf: leaf(dropped), finishes)
+        is_partial = any(leaf(dropped) is ABSENT for _, leaf in iter_leaves([finishes]))
+        return ABSENT if is_partial else factory.merge_fn(built)
+
+    return finish
 
 
 def _refuse_hidden_entities(leaf: Any, path: str) -> None:

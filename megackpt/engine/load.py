@@ -6,7 +6,10 @@ common.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,16 @@ from megackpt.metadata import StoredChunks
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.storage import Store
-from megackpt.validation import check_request
+from megackpt.validation import (
+    LoadReport,
+    Rules,
+    StrictHandling,
+    rename_keys,
+    report_arrays,
+    settle_differences,
+    settle_missing,
+    settle_unexpected,
+)
 
 
 def open_checkpoint(store: Store) -> Contents:
@@ -50,54 +62,111 @@ def read_common(contents: Contents, *, where: str) -> tuple[Any, Any]:
     return common["state_dict"], common["content_metadata"]
 
 
-def load_state(state: ShardedStateDict, store: Store, group: Group, options: LoadOptions) -> StateDict:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load gives.
+
+    Attributes:
+        state: the loaded state dict.
+        report: what was done, as this rank saw it.
+    """
+
+    state: StateDict
+    report: LoadReport
+
+
+def load_state(
+    state: ShardedStateDict, store: Store, group: Group, options: LoadOptions, strict: StrictHandling
+) -> Loaded:
     """Load into a sharded state dict. Collective over the group.
 
     Raises:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may hold anything.
     """
+    rules = Rules(options.rules, strict)
     prepared: list[_Prepared] = []
     loaded: list[StateDict] = []
 
     def prepare() -> bytes:
-        prepared.append(_Prepared(state, store, group.rank))
-        return b""
+        prepared.append(_Prepared(state, store, options, rules, group.rank))
+        return json.dumps(prepared[0].asked).encode() if rules.look_for_missing_keys else b""
 
     def read() -> bytes:
         loaded.append(prepared[0].read(options))
         return b""
 
-    together(group, prepare, doing="preparing the load")
+    answers = together(group, prepare, doing="preparing the load")
+    missing: frozenset[str] = frozenset()
+    if rules.look_for_missing_keys:
+        asked = {key for answer in answers for key in json.loads(answer)}
+        missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=store.location)
     together(group, read, doing="reading")
-    return loaded[0]
+    return Loaded(loaded[0], replace(prepared[0].report, missing=missing))
 
 
 class _Prepared:
     """One rank's load with everything known that can be known before a tensor's bytes are read."""
 
-    def __init__(self, state: ShardedStateDict, store: Store, rank: int) -> None:
+    def __init__(
+        self, state: ShardedStateDict, store: Store, options: LoadOptions, rules: Rules, rank: int
+    ) -> None:
         where = store.location
-        contents = open_checkpoint(store)
         self.store = store
+        self.contents = _renamed(open_checkpoint(store), options.rename)
         self.expanded: Expanded = expand(state)
         for tensor in self.expanded.tensors:
             tensor.init_data()
-        requested = describe(self.expanded.entities, rank=rank)
-        check_request(requested, contents.arrays, where=where)
-        self.chunks: StoredChunks = contents.chunks([a.key for a in requested.table.arrays])
-        tensors = requested.take(np.arange(len(self.expanded.tensors)))
+        self.asked = sorted({e.key for e in self.expanded.entities})
+        excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
+        arrays = self.contents.arrays
+        self.unexpected = settle_unexpected(set(self.asked) - excluded, arrays, rules, where=where)
+        left_out = self.unexpected | excluded
+        self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
+        self.objects = [o for o in self.expanded.objects if o.key not in left_out]
+        requested = describe([*self.tensors, *self.objects], rank=rank)
+        resized = settle_differences(requested, arrays, rules, where=where)
+        may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
+        requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
+        self.chunks: StoredChunks = self.contents.chunks([a.key for a in requested.table.arrays])
+        tensors = requested.take(np.arange(len(self.tensors)))
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
-        self.object_rows = _object_rows(self.expanded.objects, self.chunks, where)
-        self.common = read_common(contents, where=where)[0]
+        self.object_rows = _object_rows(self.objects, self.chunks, where)
+        self.common = read_common(self.contents, where=where)[0]
+        self.report = LoadReport(
+            arrays=report_arrays(tensors, arrays, self.chunks.table, self.copies),
+            objects=tuple(o.unique_key for o in self.objects),
+            unexpected=self.unexpected,
+            excluded=frozenset(excluded),
+        )
 
     def read(self, options: LoadOptions) -> StateDict:
         """Fill the tensors and objects, and return the loaded state dict."""
-        read_tensors(self.store, self.chunks, self.copies, self.expanded.tensors, options)
-        for entity, row in zip(self.expanded.objects, self.object_rows, strict=True):
+        padded = {a.key for a in self.report.arrays if a.padded_nbytes}
+        for tensor in self.tensors:
+            if tensor.key in padded and tensor.data is not None:
+                tensor.data.detach().zero_()
+        read_tensors(self.store, self.chunks, self.copies, self.tensors, options)
+        for entity, row in zip(self.objects, self.object_rows, strict=True):
             where = f"{self.store.location}: object {entity.unique_key!r}"
             entity.data = unpack(read_chunk(self.store, self.chunks, row), where=where)
-        loaded: StateDict = self.expanded.finish(self.common)
+        loaded: StateDict = self.expanded.finish(self.common, self.unexpected)
         return loaded
+
+
+def _renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
+    """Return the same contents with stored keys under other names."""
+    if not patterns:
+        return contents
+    new_name = rename_keys(contents.arrays, patterns)
+    old_name = {new: old for old, new in new_name.items()}
+
+    def chunks(keys: Iterable[str]) -> StoredChunks:
+        found = contents.chunks([old_name[key] for key in keys])
+        arrays = tuple(replace(a, key=new_name[a.key]) for a in found.table.arrays)
+        return replace(found, table=replace(found.table, arrays=arrays))
+
+    arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
+    return Contents(arrays, chunks, contents.common)
 
 
 def _object_rows(objects: Sequence[ShardedObject], chunks: StoredChunks, where: str) -> list[int]:

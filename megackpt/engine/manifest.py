@@ -19,6 +19,11 @@ FILE = "metadata.json"
 MAX_BYTES = 16 * 1024 * 1024
 
 
+def is_committed(store: Store) -> bool:
+    """Say whether there is a commit."""
+    return store.exists(FILE)
+
+
 def read_manifest(store: Store) -> Json:
     """Return the manifest of a committed checkpoint.
 
@@ -26,7 +31,7 @@ def read_manifest(store: Store) -> Json:
         NotACheckpointError: there is no metadata.json.
         FormatError: it is not a JSON object.
     """
-    if not store.exists(FILE):
+    if not is_committed(store):
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {FILE}. Either nothing was saved there or "
             f"the save did not "

@@ -6,9 +6,9 @@ Owns the buffers and threads. What is read for which tensor was decided by `plan
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from megackpt.engine.tensor_bytes import as_bits, byte_view, copy_block, run_in
 from megackpt.errors import IntegrityError
 from megackpt.mapping import ShardedTensor
+from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, Read, plan_reads
@@ -36,9 +37,10 @@ def read_tensors(
         IntegrityError: a block does not have the digest it was stored with.
         StorageError, FormatError: a file cannot be read, or ends early.
     """
-    bits = [as_bits(_data_of(t)) for t in tensors]
-    reads = plan_reads(_placed(copies, tensors, bits), stored)
-    reader = _Reader(store, stored, bits, verify=options.verify)
+    dtypes = {a.key: a.dtype for a in stored.table.arrays}
+    targets = [_Target.of(t, dtypes) for t in tensors]
+    reads = plan_reads(_placed(copies, tensors, [t.memory for t in targets]), stored)
+    reader = _Reader(store, stored, targets, verify=options.verify)
     with ThreadPoolExecutor(max_workers=options.threads, thread_name_prefix="megackpt-read") as pool:
         futures = [pool.submit(reader.perform, read) for read in reads]
         done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
@@ -57,9 +59,29 @@ def read_chunk(store: Store, stored: StoredChunks, row: int) -> bytes:
     return bytes(data)
 
 
-def _data_of(tensor: ShardedTensor) -> torch.Tensor:
-    assert tensor.data is not None  # expand() allocates what was declared without data
-    return tensor.data
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where the elements of one entity go.
+
+    Attributes:
+        memory: its tensor, seen as integers where bits are moved.
+        element: dtype of the stored elements as they are to be read: that of memory, unless values are
+            converted.
+    """
+
+    memory: torch.Tensor
+    element: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: ShardedTensor, stored_dtypes: Mapping[str, str]) -> _Target:
+        assert tensor.data is not None  # the load has allocated what was declared without data
+        stored: torch.dtype = getattr(torch, stored_dtypes.get(tensor.key, dtype_name(tensor.dtype)))
+        memory = as_bits(tensor.data) if stored == tensor.dtype else tensor.data.detach()
+        return cls(memory, memory.dtype if stored == tensor.dtype else stored)
+
+    @property
+    def is_cast(self) -> bool:
+        return self.element != self.memory.dtype
 
 
 def _placed(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]) -> Copies:
@@ -84,11 +106,11 @@ class _Reader:
     """Performs reads; each thread has one buffer, made when first needed."""
 
     def __init__(
-        self, store: Store, stored: StoredChunks, bits: Sequence[torch.Tensor], *, verify: bool
+        self, store: Store, stored: StoredChunks, targets: Sequence[_Target], *, verify: bool
     ) -> None:
         self._store = store
         self._stored = stored
-        self._bits = bits
+        self._targets = targets
         self._verify = verify
         self._itemsize = (
             itemsizes(stored.table.arrays)[stored.table.array] if len(stored) else np.zeros(0, np.int64)
@@ -109,15 +131,17 @@ class _Reader:
             _verify(self._store, self._stored, read.stored, read.start, into)
         if buffer is not None:
             for copy in read.copies:
-                copy_block(buffer, read.start // width, self._bits[copy.slot], copy)
+                target = self._targets[copy.slot]
+                copy_block(buffer.view(target.element), read.start // width, target.memory, copy)
 
     def _direct(self, read: Read, width: int) -> memoryview | None:
         """Return the target's own memory where one contiguous copy takes the whole read."""
         copy = read.copies[0]
         whole = (copy.source * width, copy.source_stop * width) == (read.start, read.stop)
-        if len(read.copies) > 1 or not whole:
+        target = self._targets[copy.slot]
+        if len(read.copies) > 1 or not whole or target.is_cast:
             return None
-        return run_in(self._bits[copy.slot], copy)
+        return run_in(target.memory, copy)
 
     def _buffer(self) -> torch.Tensor:
         if not hasattr(self._local, "buffer"):

@@ -52,14 +52,13 @@ def run_in(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
     return byte_view(_strided(bits, (copy.numel,), (1,), copy.target))
 
 
-def copy_block(source: torch.Tensor, source_origin: int, bits: torch.Tensor, copy: BlockCopy) -> None:
-    """Copy one strided block from a buffer into a tensor.
+def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: BlockCopy) -> None:
+    """Copy one strided block from a buffer into a tensor; values are converted where the dtypes differ.
 
-    source is a 1-D uint8 buffer whose first byte is that of element `source_origin` of the stored chunk.
+    elements is a 1-D buffer whose first element is element `origin` of the stored chunk.
     """
-    elements = source.view(bits.dtype)
-    block = elements.as_strided(copy.shape, copy.source_stride, copy.source - source_origin)
-    _strided(bits, copy.shape, copy.target_stride, copy.target).copy_(block)
+    block = elements.as_strided(copy.shape, copy.source_stride, copy.source - origin)
+    _strided(target, copy.shape, copy.target_stride, copy.target).copy_(block)
 
 
 def _strided(bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], first: int) -> torch.Tensor:

@@ -1,6 +1,28 @@
 """Proofs over declarations: pure, over columns."""
 
+from megackpt.validation.common import check_common_equal
 from megackpt.validation.coverage import check_coverage
-from megackpt.validation.request import check_request
+from megackpt.validation.renaming import rename_keys
+from megackpt.validation.report import ArrayReport, LoadReport
+from megackpt.validation.request import (
+    Rules,
+    report_arrays,
+    settle_differences,
+    settle_missing,
+    settle_unexpected,
+)
+from megackpt.validation.strictness import StrictHandling
 
-__all__ = ["check_coverage", "check_request"]
+__all__ = [
+    "ArrayReport",
+    "LoadReport",
+    "Rules",
+    "StrictHandling",
+    "check_common_equal",
+    "check_coverage",
+    "rename_keys",
+    "report_arrays",
+    "settle_differences",
+    "settle_missing",
+    "settle_unexpected",
+]

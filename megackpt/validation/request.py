@@ -1,60 +1,232 @@
-"""Proof that a request can be answered: every key is there, with the shape and dtype asked for.
+"""Proof that a request can be answered, or what about it is not as it should be.
 
-Owns the comparison of one rank's declarations with a checkpoint's arrays, before any byte is read.
+Owns the comparison of one rank's declarations with a checkpoint's arrays, before any byte is read, and the
+rules that make each difference an error, a warning or nothing.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
-from megackpt.errors import MismatchError, MissingKeyError, truncated_list
-from megackpt.metadata import ArraySpec, DeclaredChunks
+import numpy as np
+
+from megackpt.errors import CheckpointError, MismatchError, MissingKeyError, truncated_list
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
+from megackpt.options import KeyRule, Policy
+from megackpt.planning import Copies
+from megackpt.validation.report import ArrayReport
+from megackpt.validation.strictness import StrictHandling
+
+log = logging.getLogger(__name__)
 
 
-def check_request(requested: DeclaredChunks, stored: Mapping[str, ArraySpec], *, where: str) -> None:
-    """Check every array of a request against those in the checkpoint.
+class Rules:
+    """What a load does about each difference: given rules, then the defaults of a mode."""
+
+    def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling) -> None:
+        self._rules = rules
+        self._strict = strict
+
+    @property
+    def look_for_missing_keys(self) -> bool:
+        """Whether anything is to be done about missing keys, so that ranks must exchange what they ask for."""
+        return self._strict.looks_for_missing_keys or any(
+            r.missing not in (None, Policy.IGNORE) for r in self._rules
+        )
+
+    def policy(self, difference: str, key: str, *, default: Policy) -> Policy:
+        """Return what to do; difference is a field of KeyRule."""
+        for rule in self._rules:
+            said: Policy | None = getattr(rule, difference)
+            if said is not None and fnmatchcase(key, rule.keys):
+                return said
+        return default
+
+    def on_unexpected(self, key: str) -> Policy:
+        """Return what to do about a key that the checkpoint lacks."""
+        return self.policy("unexpected", key, default=self._strict.on_unexpected)
+
+    def on_missing(self, key: str) -> Policy:
+        """Return what to do about a key that no rank asks for."""
+        return self.policy("missing", key, default=self._strict.on_missing)
+
+
+def settle_unexpected(
+    asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str
+) -> frozenset[str]:
+    """Return the keys asked for that are not stored; those must not be loaded.
 
     Raises:
-        MissingKeyError: keys that the checkpoint lacks, each with the most similar one it has.
-        MismatchError: arrays stored with another dtype or, unless they may be resized, global shape.
+        MissingKeyError: for all of them that a rule makes an error, each with the most similar stored key.
     """
-    resizable = {int(a) for a in requested.table.array[requested.resizable]}
-    absent = [a.key for a in requested.table.arrays if a.key not in stored]
-    if absent:
-        raise _missing(absent, stored, where)
-    lines: list[str] = []
-    first: str | None = None
+    known = set(stored)
+    unexpected = sorted(set(asked) - known)
+
+    def error(keys: list[str]) -> MissingKeyError:
+        lines: list[str] = []
+        for key in keys:
+            close = difflib.get_close_matches(key, known, n=1) if len(lines) < 10 else []
+            lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
+        return MissingKeyError(
+            f"{where} does not hold {len(keys)} of the keys asked for:\n{truncated_list(lines)}\n"
+            f"Ask for what was saved, or list what is there with megackpt.load_sharded_metadata().",
+            key=keys[0],
+            path=where,
+        )
+
+    _settle(unexpected, rules.on_unexpected, error)
+    return frozenset(unexpected)
+
+
+def settle_missing(
+    asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str
+) -> frozenset[str]:
+    """Return the stored keys that are not among those asked for by all ranks.
+
+    Raises:
+        MissingKeyError: for all of them that a rule makes an error.
+    """
+    missing = sorted(set(stored) - set(asked))
+
+    def error(keys: list[str]) -> MissingKeyError:
+        return MissingKeyError(
+            f"{where} holds {len(keys)} keys that no rank asks "
+            f"for:\n{truncated_list([repr(k) for k in keys])}\n"
+            f"Ask for them, or load with a mode of strict= that lets them be.",
+            key=keys[0],
+            path=where,
+        )
+
+    _settle(missing, rules.on_missing, error)
+    return frozenset(missing)
+
+
+def settle_differences(
+    requested: DeclaredChunks, stored: Mapping[str, ArraySpec], rules: Rules, *, where: str
+) -> frozenset[str]:
+    """Compare dtypes and global shapes; return the keys whose arrays are padded or cut.
+
+    Raises:
+        MismatchError: for all arrays that differ in a way that a rule, or the lack of one, makes an error.
+    """
+    flagged = {int(a) for a in requested.table.array[requested.resizable]}
+    resized: set[str] = set()
+    faults: list[str] = []
     for number, asked in enumerate(requested.table.arrays):
         found = stored[asked.key]
-        same_shape = asked.global_shape == found.global_shape
-        may_resize = number in resizable and len(asked.global_shape) == len(found.global_shape)
-        if asked.dtype == found.dtype and (same_shape or may_resize):
+        policies = [
+            rules.policy(
+                name,
+                asked.key,
+                default=Policy.IGNORE if number in flagged and name != "cast" else Policy.ERROR,
+            )
+            for name in _differences(asked, found)
+        ]
+        if not policies:
             continue
-        first = first or asked.key
-        lines.append(
-            f"{asked.key!r}: stored as {found.dtype} {found.global_shape}, asked for as {asked.dtype} "
-            f"{asked.global_shape}"
+        incomparable = OBJECT in (asked.dtype, found.dtype) or len(asked.global_shape) != len(
+            found.global_shape
         )
-    if lines:
+        if incomparable or Policy.ERROR in policies:
+            faults.append(asked.key)
+            continue
+        if Policy.WARN in policies:
+            log.warning("%s: %s", where, _said(asked, found))
+        if asked.global_shape != found.global_shape:
+            resized.add(asked.key)
+    if faults:
+        asked_by_key = {a.key: a for a in requested.table.arrays}
+        lines = [_said(asked_by_key[key], stored[key]) for key in faults]
         raise MismatchError(
             f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
             f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
             f"whose global "
-            f"shape may differ (a padded vocabulary); load into the stored dtype and cast afterwards.",
-            key=first,
+            f"shape may differ (a padded vocabulary); to convert dtypes, load with KeyRule(keys=..., "
+            f"cast=Policy.WARN).",
+            key=faults[0],
             path=where,
         )
+    return frozenset(resized)
 
 
-def _missing(absent: list[str], stored: Mapping[str, ArraySpec], where: str) -> MissingKeyError:
-    lines: list[str] = []
-    for key in absent:
-        close = difflib.get_close_matches(key, stored, n=1) if len(lines) < 10 else []
-        lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
-    return MissingKeyError(
-        f"{where} does not hold {len(absent)} of the keys asked for:\n{truncated_list(lines)}\n"
-        f"Ask for what was saved, or list what is there with megackpt.load_sharded_metadata().",
-        key=absent[0],
-        path=where,
+def report_arrays(
+    requested: DeclaredChunks, stored: Mapping[str, ArraySpec], chunks: ChunkTable, copies: Copies
+) -> tuple[ArrayReport, ...]:
+    """Return how each array of one rank's request is answered."""
+    table = requested.table
+    slots = int(requested.slot.max(initial=-1)) + 1
+    filled = np.bincount(copies.slot, copies.shape.prod(axis=1).astype(np.float64), minlength=slots).astype(
+        np.int64
     )
+    held = table.flat_stop - table.flat_start
+    pieces = np.bincount(copies.slot, minlength=slots)
+    source = np.full(slots, -1, np.int64)
+    source[copies.slot] = copies.stored
+    reports = []
+    for number, asked in enumerate(table.arrays):
+        if asked.dtype == OBJECT:
+            continue
+        rows = np.flatnonzero((table.array == number) & (held > 0))
+        itemsize = int(table.nbytes[rows[0]] // held[rows[0]]) if len(rows) else 0
+        mine = requested.slot[rows]
+        found = stored[asked.key]
+        reports.append(
+            ArrayReport(
+                key=asked.key,
+                stored_dtype=found.dtype,
+                dtype=asked.dtype,
+                stored_shape=found.global_shape,
+                global_shape=asked.global_shape,
+                nbytes=int(table.nbytes[rows].sum()),
+                padded_nbytes=int((held[rows] - filled[mine]).sum()) * itemsize,
+                resharded=any(
+                    pieces[s] != 1 or not _same_chunk(table, int(r), chunks, int(source[s]))
+                    for r, s in zip(rows, mine, strict=True)
+                ),
+            )
+        )
+    return tuple(reports)
+
+
+def _same_chunk(table: ChunkTable, row: int, chunks: ChunkTable, other: int) -> bool:
+    dims = len(table.arrays[int(table.array[row])].global_shape)
+    return bool(
+        (table.start[row, :dims] == chunks.start[other, :dims]).all()
+        and (table.shape[row, :dims] == chunks.shape[other, :dims]).all()
+        and table.flat_start[row] == chunks.flat_start[other]
+        and table.flat_stop[row] == chunks.flat_stop[other]
+    )
+
+
+def _differences(asked: ArraySpec, found: ArraySpec) -> list[str]:
+    """Fields of KeyRule that apply."""
+    names = ["cast"] if asked.dtype != found.dtype else []
+    if len(asked.global_shape) != len(found.global_shape):
+        return [*names, "padded", "cut"]
+    pairs = list(zip(asked.global_shape, found.global_shape, strict=True))
+    names += ["padded"] if any(a > b for a, b in pairs) else []
+    names += ["cut"] if any(a < b for a, b in pairs) else []
+    return names
+
+
+def _said(asked: ArraySpec, found: ArraySpec) -> str:
+    return (
+        f"{asked.key!r}: stored as {found.dtype} {found.global_shape}, asked for as {asked.dtype} "
+        f"{asked.global_shape}"
+    )
+
+
+def _settle(
+    keys: list[str], policy_of: Callable[[str], Policy], error: Callable[[list[str]], CheckpointError]
+) -> None:
+    """Raise for the keys whose policy is ERROR, log those whose policy is WARN."""
+    by_policy: dict[Policy, list[str]] = {policy: [] for policy in Policy}
+    for key in keys:
+        by_policy[policy_of(key)].append(key)
+    if by_policy[Policy.ERROR]:
+        raise error(by_policy[Policy.ERROR])
+    if by_policy[Policy.WARN]:
+        log.warning("%s", error(by_policy[Policy.WARN]))

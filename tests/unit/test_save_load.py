@@ -152,12 +152,12 @@ def test_objects_come_back_by_their_offset(tmp_path: Path) -> None:
     assert loaded["mine"]["t"].tolist() == [2]
 
 
-def test_a_padded_array_loads_its_overlap_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_padded_array_loads_its_overlap_and_has_zeros_elsewhere(tmp_path: Path) -> None:
     save({"e": whole("e", torch.ones(6, 2), allow_shape_mismatch=True)}, tmp_path / "c")
     larger, smaller = torch.full((8, 2), 5.0), torch.zeros(4, 2)
     load({"e": whole("e", larger, allow_shape_mismatch=True)}, tmp_path / "c")
     load({"e": whole("e", smaller, allow_shape_mismatch=True)}, tmp_path / "c")
-    assert larger.sum(dim=1).tolist() == [2.0] * 6 + [10.0] * 2
+    assert larger.sum(dim=1).tolist() == [2.0] * 6 + [0.0] * 2
     assert smaller.sum() == 8
 
 

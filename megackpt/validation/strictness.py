@@ -1,0 +1,79 @@
+"""How strict a load is about keys that only one side has.
+
+Owns the modes of Megatron-Core and what each means for unexpected keys (asked for, not in the checkpoint)
+and missing ones (in the checkpoint, asked for by no rank).
+
+Source: Megatron-Core `dist_checkpointing.validation.StrictHandling`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from megackpt.errors import DeclarationError
+from megackpt.options import Policy
+
+
+class StrictHandling(Enum):
+    """What a load does about keys that only one side has.
+
+    Missing keys are looked for in the modes `*_ALL` only: it takes an exchange of the requested keys between
+    ranks.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @classmethod
+    def of(cls, mode: StrictHandling | str) -> StrictHandling:
+        """Return the mode for a mode or its value.
+
+        Raises:
+            DeclarationError: there is no such mode.
+        """
+        if isinstance(mode, cls):
+            return mode
+        try:
+            return cls(mode)
+        except ValueError as error:
+            known = ", ".join(repr(m.value) for m in cls)
+            raise DeclarationError(f"strict={mode!r} is not a mode. Give one of {known}.") from error
+
+    @property
+    def looks_for_missing_keys(self) -> bool:
+        """Whether the ranks exchange what they ask for."""
+        return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
+
+    @property
+    def returns_keys(self) -> bool:
+        """Whether `load` returns missing and unexpected keys beside the state dict."""
+        return self in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+    @property
+    def on_unexpected(self) -> Policy:
+        """What to do about a key that the checkpoint lacks; nothing is loaded for it if that is no error."""
+        return _ON_UNEXPECTED[self]
+
+    @property
+    def on_missing(self) -> Policy:
+        """What to do about a key that no rank asks for."""
+        return _ON_MISSING.get(self, Policy.IGNORE)
+
+
+_ON_UNEXPECTED = {
+    StrictHandling.ASSUME_OK_UNEXPECTED: Policy.ERROR,
+    StrictHandling.LOG_UNEXPECTED: Policy.WARN,
+    StrictHandling.LOG_ALL: Policy.WARN,
+    StrictHandling.RAISE_UNEXPECTED: Policy.ERROR,
+    StrictHandling.RAISE_ALL: Policy.ERROR,
+    StrictHandling.RETURN_UNEXPECTED: Policy.IGNORE,
+    StrictHandling.RETURN_ALL: Policy.IGNORE,
+    StrictHandling.IGNORE_ALL: Policy.IGNORE,
+}
+_ON_MISSING = {StrictHandling.LOG_ALL: Policy.WARN, StrictHandling.RAISE_ALL: Policy.ERROR}

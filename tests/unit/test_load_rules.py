@@ -1,0 +1,243 @@
+"""Strict modes, rules per key, renaming, leaving out, and the load report."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megackpt import (
+    DeclarationError,
+    KeyRule,
+    LoadOptions,
+    MismatchError,
+    MissingKeyError,
+    Policy,
+    ShardedLayout,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
+    load,
+    load_with_report,
+    save,
+)
+from megackpt.comm import Group
+from megackpt.testing.world import SimulatedWorld
+
+
+def whole(key: str, data: torch.Tensor, **fields: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data, **fields)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint with the keys a, b and, an object, o."""
+    state = {
+        "a": whole("a", torch.ones(4)),
+        "b": whole("b", torch.ones(2)),
+        "o": ShardedObject("o", 1, (1,), (0,)),
+    }
+    save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def request() -> dict[str, Any]:
+    """Ask for a and for x, which is not there; not for b and o, which are."""
+    return {"a": whole("a", torch.zeros(4)), "x": whole("x", torch.zeros(1))}
+
+
+UNEXPECTED_IS_AN_ERROR = ["assume_ok_unexpected", "raise_unexpected", "raise_all"]
+
+
+@pytest.mark.parametrize("strict", UNEXPECTED_IS_AN_ERROR)
+def test_an_unexpected_key_is_an_error_and_nothing_is_read(checkpoint: Path, strict: str) -> None:
+    asked = request()
+    with pytest.raises(MissingKeyError, match="'x'"):
+        load(asked, checkpoint, strict=strict)  # type: ignore[call-overload]
+    assert asked["a"].data.sum() == 0
+
+
+@pytest.mark.parametrize("strict", ["log_unexpected", "log_all", "ignore_all"])
+def test_an_unexpected_key_is_left_out_and_logged_as_the_mode_says(
+    checkpoint: Path, strict: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        loaded = load(request(), checkpoint, strict=strict)  # type: ignore[call-overload]
+    assert set(loaded) == {"a"}
+    assert loaded["a"].sum() == 4
+    said = "\n".join(r.getMessage() for r in caplog.records)
+    assert ("'x'" in said) == strict.startswith("log")
+    assert ("'b'" in said and "'o'" in said) == (strict == "log_all")
+
+
+def test_return_modes_return_missing_and_unexpected_keys(checkpoint: Path) -> None:
+    state, missing, unexpected = load(request(), checkpoint, strict=StrictHandling.RETURN_ALL)
+    assert (set(state), missing, unexpected) == ({"a"}, {"b", "o"}, {"x"})
+    state, missing, unexpected = load(request(), checkpoint, strict="return_unexpected")
+    assert (missing, unexpected) == (set(), {"x"})
+
+
+def test_raise_all_names_keys_that_no_rank_asks_for(checkpoint: Path) -> None:
+    with pytest.raises(MissingKeyError, match=r"holds 2 keys that no rank asks for:\n  'b'\n  'o'"):
+        load({"a": whole("a", torch.zeros(4))}, checkpoint, strict="raise_all")
+    everything = {
+        "a": whole("a", torch.zeros(4)), "b": whole("b", torch.zeros(2)), "o": ShardedObject("o", None, (1,), (0,)),
+    }  # fmt: skip
+    assert load(everything, checkpoint, strict="raise_all")["o"] == 1
+
+
+def test_a_key_is_missing_only_if_no_rank_at_all_asks_for_it(checkpoint: Path) -> None:
+    def load_one(group: Group) -> set[str]:
+        key, numel = ("a", 4) if group.rank == 0 else ("b", 2)
+        _, missing, _ = load(
+            {"t": whole(key, torch.zeros(numel))}, checkpoint, strict="return_all", group=group
+        )
+        return missing
+
+    assert SimulatedWorld(2).run(load_one) == [{"o"}, {"o"}]
+
+
+def test_an_unknown_mode_is_refused_with_those_there_are(checkpoint: Path) -> None:
+    with pytest.raises(
+        DeclarationError, match=r"strict='lenient' is not a mode. Give one of 'assume_ok_unexpected'"
+    ):
+        load({}, checkpoint, strict="lenient")  # type: ignore[call-overload]
+
+
+def test_a_factory_or_layout_with_an_unexpected_part_is_left_out_as_a_whole(checkpoint: Path) -> None:
+    factory = ShardedTensorFactory(
+        "f", torch.zeros(5), lambda *_: [whole("a", torch.zeros(4)), whole("y", torch.zeros(1))], torch.cat
+    )
+    layout = ShardedLayout.split("z", torch.zeros(4, 2), 0, {"gate": 2, "up": 2})
+    loaded = load(
+        {"f": factory, "l": layout, "a": whole("a", torch.zeros(4))}, checkpoint, strict="ignore_all"
+    )
+    assert set(loaded) == {"a"}
+
+
+def test_rules_decide_per_key_before_the_mode(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = LoadOptions(
+        rules=(KeyRule(keys="x*", unexpected=Policy.WARN), KeyRule(keys="b", missing=Policy.ERROR))
+    )
+    with caplog.at_level(logging.WARNING), pytest.raises(MissingKeyError, match=r"no rank asks for:\n  'b'"):
+        load(request(), checkpoint, options=options)
+    assert "'x'" in caplog.text
+    asked = request() | {"b": whole("b", torch.zeros(2))}
+    assert set(load(asked, checkpoint, options=options)) == {"a", "b"}
+
+
+def test_a_cast_is_an_error_unless_a_rule_allows_it(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"a": whole("a", torch.zeros(4, dtype=torch.bfloat16))}
+    with pytest.raises(MismatchError, match=r"'a': stored as float32 \(4,\), asked for as bfloat16"):
+        load(asked, checkpoint)
+    options = LoadOptions(rules=(KeyRule(keys="*", cast=Policy.WARN),))
+    with caplog.at_level(logging.WARNING):
+        assert load(asked, checkpoint, options=options)["a"].tolist() == [1.0] * 4
+    assert "'a': stored as float32 (4,), asked for as bfloat16 (4,)" in caplog.text
+
+
+def test_casts_convert_values_also_of_resharded_and_flat_chunks(tmp_path: Path) -> None:
+    array = torch.arange(60, dtype=torch.float64).reshape(6, 10) / 7
+    save({"w": whole("w", array)}, tmp_path / "c")
+    options = LoadOptions(rules=(KeyRule(keys="w", cast=Policy.IGNORE),))
+    columns = torch.zeros(6, 5, dtype=torch.float32)
+    flat = torch.zeros(17, dtype=torch.float16)
+    load({"w": ShardedTensor.from_rank_offsets("w", columns, (1, 1, 2))}, tmp_path / "c", options=options)
+    assert torch.equal(columns, array[:, 5:].float())
+    part = ShardedTensor.from_rank_offsets_flat("w", flat, (6, 10), flattened_range=slice(3, 20))
+    load({"w": part}, tmp_path / "c", options=options)
+    assert torch.equal(flat, array.reshape(-1)[3:20].half())
+
+
+def test_shapes_may_differ_by_flag_or_by_rule_padded_with_zeros_or_cut_per_axis(tmp_path: Path) -> None:
+    array = torch.arange(1.0, 13.0).reshape(3, 4)
+    save({"w": whole("w", array)}, tmp_path / "c")
+    with pytest.raises(MismatchError, match="allow_shape_mismatch"):
+        load({"w": whole("w", torch.zeros(4, 3))}, tmp_path / "c")
+    expected = torch.zeros(4, 3)
+    expected[:3] = array[:, :3]
+    rule = LoadOptions(rules=(KeyRule(keys="w", padded=Policy.IGNORE, cut=Policy.IGNORE),))
+    by_rule, by_flag = torch.full((4, 3), 9.0), torch.full((4, 3), 9.0)
+    load({"w": whole("w", by_rule)}, tmp_path / "c", options=rule)
+    load({"w": whole("w", by_flag, allow_shape_mismatch=True)}, tmp_path / "c")
+    assert torch.equal(by_rule, expected)
+    assert torch.equal(by_flag, expected)
+    flat = torch.full((7,), 9.0)
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "w", flat, (4, 3), flattened_range=slice(4, 11), allow_shape_mismatch=True
+    )
+    load({"w": shard}, tmp_path / "c")
+    assert torch.equal(flat, expected.reshape(-1)[4:11])
+
+
+def test_stored_keys_can_be_asked_for_by_other_names(tmp_path: Path) -> None:
+    save(
+        {"w": whole("old.layer.weight", torch.ones(2)), "o": ShardedObject("old.rng", "r", (1,), (0,))},
+        tmp_path / "c",
+    )
+    options = LoadOptions(rename={"old.*": "new.*"})
+    loaded = load(
+        {"w": whole("new.layer.weight", torch.zeros(2)), "o": ShardedObject("new.rng", None, (1,), (0,))},
+        tmp_path / "c",
+        options=options,
+    )
+    assert loaded["w"].sum() == 2
+    assert loaded["o"] == "r"
+
+
+def test_bad_renames_are_refused(tmp_path: Path) -> None:
+    save({"a": whole("a.x", torch.ones(1)), "b": whole("b.x", torch.ones(1))}, tmp_path / "c")
+    with pytest.raises(MismatchError, match=r"'a.x' and 'b.x' the same name 'z.x'"):
+        load({}, tmp_path / "c", options=LoadOptions(rename={"a.*": "z.*", "b.*": "z.*"}))
+    with pytest.raises(DeclarationError, match="1 and 0 stars"):
+        load({}, tmp_path / "c", options=LoadOptions(rename={"a.*": "z"}))
+
+
+def test_excluded_keys_keep_their_data_and_need_not_be_in_the_checkpoint(checkpoint: Path) -> None:
+    asked = request() | {"b": whole("b", torch.full((2,), 7.0))}
+    loaded = load(asked, checkpoint, options=LoadOptions(exclude=("b", "x")))
+    assert loaded["a"].sum() == 4
+    assert loaded["b"].tolist() == [7.0, 7.0]
+    assert loaded["x"].tolist() == [0.0]
+
+
+def test_the_report_says_what_was_done_with_bytes(tmp_path: Path) -> None:
+    save(
+        {
+            "same": whole("same", torch.ones(4)),
+            "cast": whole("cast", torch.ones(4)),
+            "small": whole("small", torch.ones(4)),
+            "large": whole("large", torch.ones(4)),
+            "unasked": whole("unasked", torch.ones(1)),
+            "o": ShardedObject("o", 1, (1,), (0,)),
+        },
+        tmp_path / "c",
+    )
+    asked = {
+        "same": whole("same", torch.zeros(4)),
+        "cast": whole("cast", torch.zeros(4, dtype=torch.float16)),
+        "small": whole("small", torch.zeros(6), allow_shape_mismatch=True),
+        "large": whole("large", torch.zeros(3), allow_shape_mismatch=True),
+        "gone": whole("gone", torch.zeros(1)),
+        "left": whole("left", torch.zeros(1)),
+        "o": ShardedObject("o", None, (1,), (0,)),
+    }
+    options = LoadOptions(rules=(KeyRule(keys="cast", cast=Policy.IGNORE),), exclude=("left",))
+    state, report = load_with_report(asked, tmp_path / "c", strict="log_all", options=options)
+    assert set(state) == {"same", "cast", "small", "large", "left", "o"}
+    assert set(report.loaded) == {"same", "cast", "small", "large", "o/shard_0_1"}
+    assert [a.key for a in report.cast] == ["cast"]
+    assert [(a.key, a.padded_nbytes) for a in report.padded] == [("small", 8)]
+    assert [a.key for a in report.cut] == ["large"]
+    assert {a.key for a in report.resharded} == {"small", "large"}
+    assert (report.missing, report.unexpected, report.excluded) == ({"unasked"}, {"gone"}, {"left"})
+    assert report.nbytes == 16 + 8 + 24 + 12
+    text = str(report)
+    assert "loaded 4 arrays (60 bytes on this rank), 1 objects" in text
+    assert "'small': stored as float32 (4,), loaded as float32 (6,), 8 bytes of 0" in text
