@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 
 from megackpt.errors import FormatError, NotACheckpointError, StorageError
@@ -17,6 +18,8 @@ from megackpt.storage import Store
 
 FILE = "metadata.json"
 MAX_BYTES = 16 * 1024 * 1024
+
+_HALF_REPLACED = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]+\.tmp")  # a store died while it replaced the file
 
 
 def read_manifest(store: Store) -> Json:
@@ -52,7 +55,9 @@ def commit(store: Store, manifest: Json, *, attempt: str, strategy: SaveStrategy
     store.replace(FILE, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. What cannot be removed now is removed by the next save.
     with contextlib.suppress(StorageError):
-        stale = [n for n in store.names() if strategy.attempt_of(n) not in (None, attempt)]
+        names = store.names()
+        stale = [n for n in names if strategy.attempt_of(n) not in (None, attempt)]
+        stale += [n for n in names if _HALF_REPLACED.fullmatch(n)]
         store.delete(stale)
         store.sync()
 
