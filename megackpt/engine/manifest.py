@@ -19,7 +19,7 @@ from megackpt.storage import Store
 FILE = "metadata.json"
 MAX_BYTES = 16 * 1024 * 1024
 
-_HALF_REPLACED = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]+\.tmp")  # a store died while it replaced the file
+_HALF_REPLACED = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]+\.tmp")  # of a replace that died
 
 
 def read_manifest(store: Store) -> Json:
