@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 
-from megackpt.errors import FormatError, NotACheckpointError, StorageError
+from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.storage import Store
 
@@ -22,6 +22,11 @@ MAX_BYTES = 16 * 1024 * 1024
 _HALF_REPLACED = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]+\.tmp")  # of a replace that died
 
 
+def is_committed(store: Store) -> bool:
+    """Say whether there is a commit."""
+    return store.exists(FILE)
+
+
 def read_manifest(store: Store) -> Json:
     """Return the manifest of a committed checkpoint.
 
@@ -29,7 +34,7 @@ def read_manifest(store: Store) -> Json:
         NotACheckpointError: there is no metadata.json.
         FormatError: it is not a JSON object.
     """
-    if not store.exists(FILE):
+    if not is_committed(store):
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {FILE}. Either nothing was saved there or "
             f"the save did not "
@@ -63,8 +68,14 @@ def commit(store: Store, manifest: Json, *, attempt: str, strategy: SaveStrategy
 
 
 def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
-    """Remove what a failed attempt has written, as far as that is possible."""
-    with contextlib.suppress(StorageError):
+    """Remove what a failed attempt has written, as far as that is possible.
+
+    An attempt can fail after its commit, when a rank is lost at the last meeting: then it stays, as it is
+    the only checkpoint there is.
+    """
+    with contextlib.suppress(CheckpointError):
+        if is_committed(store) and read_manifest(store).get("attempt") == attempt:
+            return
         store.delete([n for n in store.names() if strategy.attempt_of(n) == attempt])
         store.sync()
 
