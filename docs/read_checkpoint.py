@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         print(checkpoint.array(arguments[1]))
         return
-    for key in checkpoint:
+    for key in checkpoint.number:
         number = checkpoint.number[key]
         print(f"{checkpoint.dtypes[number]:>14}  {list(checkpoint.shapes[number])!s:24} {key}")
     print(json.dumps(checkpoint.common, indent=1, ensure_ascii=False))

@@ -57,7 +57,7 @@ def save(
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
     Collective: every rank of the group calls it with its own part. When it returns, the checkpoint is
-    committed; until then, and after an error, an older checkpoint in the same directory stays as it was. The
+    committed; until then an older checkpoint in the same directory stays as it was. The
     state dict, its entities and tensors are only read.
 
     Args:

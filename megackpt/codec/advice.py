@@ -18,7 +18,7 @@ def why_not(value: object, *, known: Container[type]) -> str:
     """Say why there is no codec for a value, and what to do. known are the classes that have one."""
     cls = type(value)
     name = name_of(cls)
-    call = f"megackpt.codec.register_codec({cls.__name__}, {name!r}"
+    call = f"megackpt.register_codec({cls.__name__}, {name!r}"
     register = f"register it before saving and before loading: {call}, encode, decode)"
     if isinstance(value, torch.Tensor):
         return (

@@ -137,7 +137,7 @@ class _Decoder:
             path = format_path("", self._steps)
             raise FormatError(
                 f"{self._where}: {path}: saved with the codec {name!r}, which is not registered in this "
-                f"process. Import the module that registers it, or call megackpt.codec.register_codec(cls, "
+                f"process. Import the module that registers it, or call megackpt.register_codec(cls, "
                 f"{name!r}, ...) before loading.",
                 path=self._where,
             )

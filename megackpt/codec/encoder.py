@@ -1,42 +1,7 @@
 """Python values to a JSON tree and tensors, without pickle.
 
-Owns the walk through a value, and the encoding:
-
-Values that JSON has, too, stand for themselves.
-
-    None, True, False      null, true, false str                    a string int                    a number
-    without '.' and exponent, if between -2**53 and 2**53 float                  a number with '.' or
-    exponent, the shortest that reads back as the same float, if finite list                   an array dict
-    an object in the dict's order, if all keys are strings that do not begin with '$'
-
-Everything else is an object with a single key, a tag that begins with '$'. An object with such a key beside
-others is not valid. In the payloads below, V is an encoded value, K an encoded value without tensors, I an
-integer, and DATA either base64 text (short) or the position I of a one-dimensional uint8 tensor (4096 bytes
-and more).
-
-    $dict                  [[K, V], ...]: any other dict, in its order $int                   "-0x1f...":
-    any other int, in hexadecimal $float                 "inf", "-inf", or the 16 hexadecimal digits of a
-    NaN's bits, most significant first $complex               [V, V]: real and imaginary part, floats $bytes
-    $bytearray      DATA $bytesio               {"data": DATA, "position": I}: io.BytesIO $tuple
-    [V, ...] $set $frozenset        [K, ...] sorted by their JSON text $ordereddict $counter  [[K, V], ...]
-    $defaultdict           {"factory": NAME or null, "items": [[K, V], ...]}; NAME: bool int float complex
-    str bytes
-                           bytearray list tuple dict set frozenset OrderedDict Counter deque
-    $deque                 {"maxlen": I or null, "items": [V, ...]} $namespace             the attributes of
-    an argparse.Namespace, as a dict $simplenamespace       the attributes of a types.SimpleNamespace, as a
-    dict $tensor                I: the tensor at this position; or, for dtypes that safetensors readers may
-    not know,
-                           {"dtype": "complex64", "shape": [I, ...], "bytes": I}: its bytes as a uint8 tensor
-    $ndarray               I, or {"dtype": "<M8[ns]", "shape": [I, ...], "bytes": I}; dtype as numpy's
-    dtype.str $npscalar              {"dtype": "<f8", "hex": the scalar's bytes in memory order} $npstr
-    $npbytes        a string, DATA $dtype $device         "bfloat16", "cuda:0" $size                  [I,
-    ...]: torch.Size $generator             {"device": "cpu", "state": V}: torch.Generator $datetime $time
-    {"iso": "2024-05-17T08:00:00", "fold": 0 or 1, "tz": V: a timezone or null} $date
-    "2024-05-17" $timedelta             [days, seconds, microseconds] $timezone              {"offset": the
-    payload of a $timedelta, "name": a string or null} $path                  {"class": "PurePosixPath",
-    "PureWindowsPath", "PosixPath" or "WindowsPath", "path": "a/b"} $uuid $decimal         their text
-    $fraction              [numerator, denominator] $range $slice          [start, stop, step] $registered
-    {"name": as given to register_codec, "value": V: what its encode function returned}
+Owns the walk through a value. Values that JSON has, too, stand for themselves; everything else is an object
+with a single key, a tag that begins with "$". docs/format.md, "Values", lists every tag and its payload.
 
 Positions count the tensors in the order of the tree; each is referred to once. What is exact: class, value
 and bits, the order of dicts. What is not kept: that two places held the same object (each gets its own

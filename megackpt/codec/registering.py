@@ -24,10 +24,9 @@ def register_codec(
     """Let values of exactly this class be saved and loaded. Call it in every process, before either. Local.
 
     name is what files call the class; it must be unique and never change. encode returns what is saved
-    instead of a
-    value: anything that has a codec. decode makes the value from that; it gets whatever a file says, so it
-        must check what it needs to trust. Both can be left out for enums (saved by name, flags by value),
-        dataclasses whose fields are all arguments of `__init__` (by fields), and named tuples (by items).
+    instead of a value: anything that has a codec. decode makes the value from that; it gets whatever a file
+    says, so it must check what it needs to trust. Both can be left out for enums (saved by name, flags by
+    value), dataclasses whose fields are all arguments of `__init__` (by fields), and named tuples (by items).
 
     Raises:
         DeclarationError: the class or name is taken, or functions are missing.

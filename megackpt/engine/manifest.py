@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 
-from megackpt.errors import FormatError, NotACheckpointError, StorageError
+from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.storage import Store
 
 FILE = "metadata.json"
 MAX_BYTES = 16 * 1024 * 1024
+
+_HALF_REPLACED = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]+\.tmp")  # of a replace that died
 
 
 def is_committed(store: Store) -> bool:
@@ -57,14 +60,22 @@ def commit(store: Store, manifest: Json, *, attempt: str, strategy: SaveStrategy
     store.replace(FILE, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. What cannot be removed now is removed by the next save.
     with contextlib.suppress(StorageError):
-        stale = [n for n in store.names() if strategy.attempt_of(n) not in (None, attempt)]
+        names = store.names()
+        stale = [n for n in names if strategy.attempt_of(n) not in (None, attempt)]
+        stale += [n for n in names if _HALF_REPLACED.fullmatch(n)]
         store.delete(stale)
         store.sync()
 
 
 def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
-    """Remove what a failed attempt has written, as far as that is possible."""
-    with contextlib.suppress(StorageError):
+    """Remove what a failed attempt has written, as far as that is possible.
+
+    An attempt can fail after its commit, when a rank is lost at the last meeting: then it stays, as it is
+    the only checkpoint there is.
+    """
+    with contextlib.suppress(CheckpointError):
+        if is_committed(store) and read_manifest(store).get("attempt") == attempt:
+            return
         store.delete([n for n in store.names() if strategy.attempt_of(n) == attempt])
         store.sync()
 

@@ -19,7 +19,7 @@ from megackpt.engine import manifest
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.tensor_bytes import pieces_of
-from megackpt.errors import CheckpointError, DeclarationError
+from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
@@ -71,12 +71,13 @@ def save_state(
     """Save one state dict as one checkpoint. Collective over the group.
 
     Raises:
-        CheckpointError: the same on every rank; the previous checkpoint at this place, if any, is intact.
+        CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
+            this one if only the last meeting, after the commit, failed.
     """
     local, plan, attempt = _describe_and_plan(request, store, group)
     try:
         _write_and_commit(request, local, plan, attempt, store, strategy, group, options)
-    except CheckpointError:
+    except Exception:
         if group.rank == 0:
             manifest.discard(store, attempt=attempt, strategy=strategy)
         raise

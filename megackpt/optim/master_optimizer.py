@@ -158,7 +158,7 @@ class MasterOptimizer(ABC):
     ) -> ShardedStateDict:
         """Declare this rank's optimizer state, without any communication. Local.
 
-        model_sharded_state_dict is of the model with keep_vars=True: its entities tell where parameters lie.
+        model_sharded_state_dict is of the model: its entities wrap the parameters and tell where they lie.
         The result has `state`, by position of the parameter and name of the state, and `param_groups`,
         hyperparameters by group name, which must be equal on all ranks. Entities have the keys
         `optimizer.state.<state>.<model key>`. State exists from construction on, so is_loading, there for
@@ -166,7 +166,7 @@ class MasterOptimizer(ABC):
 
         Raises:
             DeclarationError: a parameter of the optimizer is not in model_sharded_state_dict, or that was
-                built without keep_vars.
+                built from detached copies of the parameters.
         """
         del is_loading
         entities = find_param_entities(model_sharded_state_dict, [slot.param for slot in self._slots])

@@ -49,7 +49,7 @@ def get_param_id_to_sharded_param_map(
     given) is left out; where that is true of all of them a warning says so.
 
     Raises:
-        DeclarationError: an entity holds a detached copy of a parameter, so it was built without keep_vars.
+        DeclarationError: an entity holds a detached copy of a parameter, not the parameter itself.
     """
     params = list(optim_params_iter)
     positions = get_optim_param_to_id_map(params)
@@ -63,7 +63,9 @@ def get_param_id_to_sharded_param_map(
     if params and not found:
         warnings.warn(
             f"None of the optimizer's {len(params)} parameters is in the sharded state dict of the model. "
-            f"Pass the one of the model that this optimizer trains, built with keep_vars=True.",
+            f"Pass the one of the model that this optimizer trains, with entities that wrap the "
+            f"parameters themselves "
+            f"(those of state_dict(keep_vars=True)).",
             stacklevel=2,
         )
     return found
@@ -85,7 +87,7 @@ def find_param_entities(
         lines = [f"parameter {i} of shape {tuple(params[i].shape)}" for i in missing]
         raise DeclarationError(
             f"{len(missing)} of the optimizer's {len(params)} parameters are in no entity of the model's "
-            f"sharded state dict:\n{truncated_list(lines)}\nPass model.sharded_state_dict(keep_vars=True) "
+            f"sharded state dict:\n{truncated_list(lines)}\nPass model.sharded_state_dict() "
             f"of the model that this optimizer trains; every trained parameter must be declared there, and "
             f"be the entity's data."
         )
@@ -157,8 +159,9 @@ def optim_state_to_sharding_state(
         if param_id not in id_to_sharded_param_map:
             raise DeclarationError(
                 f"The optimizer has state for parameter {param_id}, which is in no entity of the model's "
-                f"sharded state dict. Build that with keep_vars=True, from the model that this optimizer "
-                f"trains."
+                f"sharded state dict. Build that from the model that this optimizer trains, of the "
+                f"parameters "
+                f"themselves (those of state_dict(keep_vars=True))."
             )
         entity = id_to_sharded_param_map[param_id]
         sharded[param_id] = {
@@ -220,9 +223,10 @@ def _refuse_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[Ten
     )
     if detached:
         raise DeclarationError(
-            f"The model's sharded state dict was built without keep_vars: the data of {len(detached)} "
+            f"The model's sharded state dict was built without keep_vars=True: the data of {len(detached)} "
             f"entities is a detached copy and not the parameter itself, so the optimizer cannot tell which "
-            f"is which:\n{truncated_list(detached)}\nBuild it with model.sharded_state_dict(keep_vars=True)."
+            f"is which:\n{truncated_list(detached)}\nWrap the parameters themselves, "
+            f"those of model.state_dict(keep_vars=True)."
         )
 
 

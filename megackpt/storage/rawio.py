@@ -22,8 +22,8 @@ _PIECE_BYTES = 64 << 20
 def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of `data` at `offset` bytes, however little the system takes at a time.
 
-    Where the file system turns out to refuse direct I/O of this kind, or what is left after a short write is not
-    aligned, go on through the page cache.
+    Where the file system turns out to refuse direct I/O of this kind, or what is left after a short write is
+    not aligned, go on through the page cache.
     """
     while data:
         try:

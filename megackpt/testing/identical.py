@@ -30,12 +30,13 @@ def difference(first: object, second: object, *, path: str = "value") -> str | N
     """
     if type(first) is not type(second):
         return f"{path}: {type(first).__name__} {first!r:.80} is not {type(second).__name__} {second!r:.80}"
-    parts = _parts(first), _parts(second)
-    if parts[0] is None or parts[1] is None:
+    parts_1, parts_2 = _parts(first), _parts(second)
+    if parts_1 is None or parts_2 is None:
         return None if _bits(first) == _bits(second) else f"{path}: {first!r:.80} is not {second!r:.80}"
-    (kind_1, keys_1, values_1), (kind_2, keys_2, values_2) = parts
-    if kind_1 != kind_2:
-        return f"{path}: {kind_1!r:.80} is not {kind_2!r:.80}"
+    options_1, keys_1, values_1 = parts_1
+    options_2, keys_2, values_2 = parts_2
+    if options_1 != options_2:
+        return f"{path}: {options_1!r:.80} is not {options_2!r:.80}"
     if len(values_1) != len(values_2):
         return f"{path}: {len(values_1)} parts are not {len(values_2)}"
     for position, (key_1, key_2) in enumerate(zip(keys_1, keys_2, strict=True)):
@@ -50,7 +51,8 @@ def difference(first: object, second: object, *, path: str = "value") -> str | N
 
 
 def _parts(value: Any) -> tuple[object, list[Any], list[Any]] | None:
-    """Return what a container has besides its parts, their keys, and the parts; None if it is no container."""
+    """Return a container's options, the keys of its parts, and the parts; None for other values."""
+    options: object = None
     if isinstance(value, dict):
         options = value.default_factory if isinstance(value, defaultdict) else None
         return options, list(value), list(value.values())
@@ -71,9 +73,13 @@ def _parts(value: Any) -> tuple[object, list[Any], list[Any]] | None:
 
 def _sort_key(value: Any) -> str:
     """Return a text that depends on class and bits alone: the order of a set depends on more."""
-    parts = _parts(value)
-    inside = repr(_bits(value)) if parts is None else f"{parts[0]}{[_sort_key(part) for part in parts[2]]}"
-    return f"{type(value).__name__} {inside}"
+    if isinstance(value, (set, frozenset)):  # not through _parts, which would sort every level again
+        inside = ",".join(sorted(map(_sort_key, value)))
+    elif (parts := _parts(value)) is not None:
+        inside = ",".join(map(_sort_key, parts[2]))
+    else:
+        inside = repr(_bits(value))
+    return f"{type(value).__name__}({inside})"
 
 
 def _bits(value: Any) -> object:

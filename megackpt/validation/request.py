@@ -32,7 +32,7 @@ class Rules:
 
     @property
     def look_for_missing_keys(self) -> bool:
-        """Whether anything is to be done about missing keys, so that ranks must exchange what they ask for."""
+        """Whether missing keys matter, so that the ranks must exchange what they ask for."""
         return self._strict.looks_for_missing_keys or any(
             r.missing not in (None, Policy.IGNORE) for r in self._rules
         )

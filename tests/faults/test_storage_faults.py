@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megackpt import ShardedTensor, StorageError, load, load_plain_tensors, save
+from megackpt import RankFailedError, ShardedTensor, StorageError, load, load_plain_tensors, save
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import READS, FaultyStore, access_denied, io_error, no_space
+from megackpt.testing.world import SimulatedWorld
 
 
 def state(value: float) -> dict[str, object]:
@@ -110,3 +112,41 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_the_old_ch
         save(large, small_disk / "c")
     assert value_of(small_disk / "c") == 1.0
     assert files_of(small_disk / "c") == before
+
+
+def test_what_a_death_inside_of_the_commit_leaves_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path / "c")
+    (tmp_path / "c" / ".metadata.json.0123abcd.tmp").write_text("half")
+    (tmp_path / "c" / ".metadata.json.note").write_text("the user's own")
+    save(state(2.0), tmp_path / "c")
+    assert [f for f in files_of(tmp_path / "c") if f.startswith(".")] == [".metadata.json.note"]
+
+
+def test_a_rank_lost_right_after_the_commit_does_not_take_the_checkpoint_with_it(tmp_path: Path) -> None:
+    def shard(rank: int, value: float) -> dict[str, object]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value), (0, rank, 2))}
+
+    class SlowCommit(LocalStore):
+        def replace(self, name: str, data: bytes) -> None:
+            time.sleep(1.0)
+            super().replace(name, data)
+
+    SimulatedWorld(2).run(lambda group: save(shard(group.rank, 1.0), tmp_path / "c", group=group))
+    # The other rank waits at the last meeting for less time than the commit takes: both see a failed save.
+    outcomes = SimulatedWorld(2, timeout_s=0.3).outcomes(
+        lambda group: save(shard(group.rank, 2.0), SlowCommit(tmp_path / "c"), group=group)
+    )
+    assert all(isinstance(outcome, RankFailedError) for outcome in outcomes)
+    assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 8
+
+
+def test_an_error_that_is_not_ours_leaves_no_files_either(tmp_path: Path) -> None:
+    class Broken(LocalStore):
+        def write(self, name: str, data: bytes) -> None:
+            raise ZeroDivisionError("a bug in someone's store")
+
+    save(state(1.0), tmp_path / "c")
+    before = files_of(tmp_path / "c")
+    with pytest.raises(ZeroDivisionError):
+        save(state(2.0), Broken(tmp_path / "c"))
+    assert files_of(tmp_path / "c") == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime as dt
 import pathlib
 import string
@@ -220,7 +221,5 @@ json_trees = st.recursive(
 @COMMON
 @given(json_trees)
 def test_no_tree_leads_to_anything_but_a_value_or_a_format_error(tree: Any) -> None:
-    try:
+    with contextlib.suppress(FormatError):
         decode(Encoded(tree, (torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 2))), where="tree")
-    except FormatError as error:
-        assert str(error).startswith("tree: ")

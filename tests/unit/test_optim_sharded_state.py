@@ -58,9 +58,7 @@ def test_entities_are_found_by_the_parameter_they_hold() -> None:
 def test_a_state_dict_without_keep_vars_is_refused_with_the_way_to_build_it() -> None:
     model = nn.Linear(2, 3)
     state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
-    match = (
-        r"without keep_vars: the data of 2(.|\n)*bias(.|\n)*weight(.|\n)*sharded_state_dict\(keep_vars=True"
-    )
+    match = r"without keep_vars=True: the data of 2(.|\n)*bias(.|\n)*weight(.|\n)*state_dict\(keep_vars=True"
     with pytest.raises(DeclarationError, match=match):
         get_param_id_to_sharded_param_map(state, model.parameters())
     optimizer = DistributedOptimizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import ShardedObject, load, load_plain_tensors, save
+from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, save
 from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.testing.layouts import arrays, held_chunks
 from megackpt.testing.world import SimulatedWorld
@@ -66,3 +67,12 @@ def test_the_reader_shows_common_state_and_objects(tmp_path: Path) -> None:
     assert tree["seed"] == 3
     assert [t.tolist() for t in tensors.values()] == [[0, 1, 2, 3]]
     assert load({"rng": rng}, tmp_path / "c")["rng"]["seed"] == 3
+
+
+def test_the_reader_is_a_program_that_lists_a_checkpoint(tmp_path: Path) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3)), "lr": 0.5}, tmp_path / "c")
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "c")]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "int64  [3]                      w\n" in listing
+    assert '"lr": 0.5' in listing
+    assert subprocess.run([*command, "w"], check=True, capture_output=True, text=True).stdout == "[0 1 2]\n"

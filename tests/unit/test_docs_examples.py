@@ -1,0 +1,136 @@
+"""What the documents say is true: their python blocks run, shown outputs are real, links and paths exist.
+
+The blocks of a document run in order, in one namespace, in an empty directory; functions named `test_...`
+are called with a directory of their own. A `text` block right behind a `python` block is what that prints, or
+the text of the error that it raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import runpy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megackpt import errors
+from megackpt.codec.encoder import KINDS
+from megackpt.errors import CheckpointError
+from megackpt.metadata import DTYPES
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(r"`((?:megackpt|models|examples|tests|docs)/[\w./-]+)`")
+_DTYPE = re.compile(r"\| `(\w+)` \| (\d+) \| `(\w+)`")
+_TAG = re.compile(r"`(\$\w+)`")
+_ATTEMPT = re.compile(r"\b[0-9a-f]{16}\b")
+
+
+class Example(NamedTuple):
+    """A python block, the number of its first line, and the output it is shown with, if any."""
+
+    code: str
+    line: int
+    output: str | None
+
+
+def is_error_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, CheckpointError)
+
+
+def examples_of(text: str) -> list[Example]:
+    found = list(_BLOCK.finditer(text))
+    examples = []
+    for block, following in itertools.zip_longest(found, found[1:]):
+        if block[1] != "python":
+            continue
+        between = text[block.end() : following.start()] if following else "none"
+        output = following[2] if following and following[1] == "text" and not between.strip() else None
+        examples.append(Example(block[2], text.count("\n", 0, block.start(2)), output))
+    return examples
+
+
+def run(example: Example, path: Path, namespace: dict[str, Any]) -> str:
+    """Execute a block; return what it prints, or the text of the error that it is shown with."""
+    code = compile("\n" * example.line + example.code, str(path), "exec")  # lines count as in the document
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(code, namespace)
+        except CheckpointError as error:
+            if example.output is None:
+                raise
+            return f"{error}\n"
+    return printed.getvalue()
+
+
+def as_shown(text: str, directory: Path) -> str:
+    """Replace what differs from run to run: the directory, and the id of an attempt."""
+    return _ATTEMPT.sub("0123456789abcdef", text.replace(str(directory), "/data"))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_examples_of_a_document_run_and_print_what_it_shows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for example in examples_of(path.read_text()):
+        printed = run(example, path, namespace)
+        if example.output is not None:
+            assert as_shown(printed, directory) == example.output, f"{path}, line {example.line + 1}"
+    for name, value in namespace.items():
+        if name.startswith("test_"):
+            (tmp_path / name).mkdir()
+            value(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_paths_lead_to_files(path: Path) -> None:
+    text = path.read_text()
+    targets = [link.partition("#")[0] for link in _LINK.findall(_BLOCK.sub("", text)) if "://" not in link]
+    dead = [target for target in targets if target and not (path.parent / target).exists()]
+    assert not dead, f"{path} links to {dead}"
+    gone = [name for name in _PATH.findall(text) if not (ROOT / name).exists()]
+    assert not gone, f"{path} names {gone}"
+
+
+def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None:
+    commands = [body for kind, body in _BLOCK.findall((ROOT / "README.md").read_text()) if kind == "bash"]
+    assert commands == [
+        "pip install -e . && python examples/elastic_resume.py\n",
+        "pip install -e '.[test]' && pytest\n",
+    ]
+
+
+def test_the_table_of_imports_is_that_of_the_layering_test() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.MULTILINE)
+    said = {part: set(re.findall(r"`(\w+)`", may_import)) for part, may_import in rows}
+    del said["testing"]
+    assert said == runpy.run_path(str(ROOT / "tests" / "test_layering.py"))["MAY_IMPORT"]
+
+
+def test_the_format_lists_every_dtype_and_every_tag_of_the_codec() -> None:
+    text = (ROOT / "docs" / "format.md").read_text()
+    dtypes = {name: (int(size), code) for name, size, code in _DTYPE.findall(text)}
+    assert dtypes == {name: (info.itemsize, info.safetensors) for name, info in DTYPES.items()}
+    tags = {tag for row in re.findall(r"^\| (`\$.*?) \|", text, re.MULTILINE) for tag in _TAG.findall(row)}
+    assert tags == {"$registered", *(kind.tag for kind in KINDS)}
+
+
+def test_the_tutorial_ends_in_a_test_and_every_error_class_has_a_section() -> None:
+    tutorial = examples_of((ROOT / "docs" / "sharding-your-layer.md").read_text())
+    assert tutorial[-1].code.count("\ndef test_") + tutorial[-1].code.startswith("def test_") == 1
+    sections = set(re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE))
+    classes = {name for name, value in vars(errors).items() if is_error_class(value)}
+    assert classes - {"CheckpointError", "CheckpointingException"} == sections
