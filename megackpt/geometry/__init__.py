@@ -3,5 +3,16 @@
 from megackpt.geometry.box import Box, row_major_strides
 from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
 from megackpt.geometry.split import split_range
+from megackpt.geometry.view import Axis, View
 
-__all__ = ["Box", "Ints", "Rectangles", "rectangles_of", "row_major_strides", "split_range", "strides_of"]
+__all__ = [
+    "Axis",
+    "Box",
+    "Ints",
+    "Rectangles",
+    "View",
+    "rectangles_of",
+    "row_major_strides",
+    "split_range",
+    "strides_of",
+]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.mapping.base import ReplicaId, ShardedBase
+from megackpt.mapping.checks import check_key, check_replica_id, refusal
 
 BuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]  # returns an entity or a list/dict of them
 MergeFn = Callable[[Any], Any]  # the same structure with loaded tensors -> the local tensor
@@ -32,6 +33,9 @@ class ShardedTensorFactory(ShardedBase):
         replica_id: handed to `build_fn`.
         flattened_range: the slice of the flattened tensor that data is, or None; handed to `build_fn`.
 
+    Raises:
+        DeclarationError: no key, or a function that is none.
+
     Source: Megatron-Core `dist_checkpointing.mapping.ShardedTensorFactory`.
     """
 
@@ -41,6 +45,13 @@ class ShardedTensorFactory(ShardedBase):
     merge_fn: MergeFn
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        check_key(self.key, "ShardedTensorFactory")
+        check_replica_id(self.key, self.replica_id)
+        for name in ("build_fn", "merge_fn"):
+            if not callable(getattr(self, name)):
+                raise refusal(self.key, f"{name} must be a function, not {getattr(self, name)!r}.")
 
     def build(self) -> Any:
         """Return the sharded state dict that stands for this tensor; may hold factories again."""

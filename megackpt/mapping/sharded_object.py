@@ -5,13 +5,20 @@ Owns the declaration; how values become bytes is the codec's affair.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId, ShardedBase
+from megackpt.mapping.checks import as_extents, check_key, check_replica_id, refusal
+
+UNKNOWN = -1
+"""The last extent of a ShardedObject whose unique key, written by an old version, does not tell it."""
+
+# The key may hold anything, slashes and what looks like a shard too: the last shard counts.
+_UNIQUE_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[\d.]*)_(?P<shape>[\d.]*)", re.DOTALL)
 
 
 @dataclass(eq=False)
@@ -38,17 +45,53 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
-        self.global_shape = tuple(self.global_shape)
-        self.global_offset = tuple(self.global_offset)
+        check_key(self.key, "ShardedObject")
+        check_replica_id(self.key, self.replica_id)
+        self.global_offset = as_extents(self.key, "global_offset", self.global_offset)
+        shape = tuple(self.global_shape)
+        unknown = shape[-1:] == (UNKNOWN,)
+        extents = as_extents(self.key, "global_shape", shape[:-1] if unknown else shape)
+        self.global_shape = (*extents, UNKNOWN) if unknown else extents
         inside = len(self.global_shape) == len(self.global_offset) and all(
-            0 <= o < n for o, n in zip(self.global_offset, self.global_shape, strict=True)
+            o < n for o, n in zip(self.global_offset, extents, strict=False)
         )
         if not inside:
-            raise DeclarationError(
-                f"{self.key!r}: global_offset {self.global_offset} does not lie in global_shape "
-                f"{self.global_shape}. Give one offset per axis, each below the extent.",
-                key=self.key,
+            raise refusal(
+                self.key,
+                f"global_offset {self.global_offset} does not lie in global_shape {self.global_shape}. Give "
+                f"one offset per axis, each below the extent.",
             )
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """Return the declaration, without data, of the object that has this unique key.
+
+        Old keys lack the last extent, which is then UNKNOWN (-1): such an object names a place in a
+        checkpoint, but cannot be saved.
+
+        >>> ShardedObject.empty_from_unique_key("rng/shard_0.3_1.4").global_offset
+        (0, 3)
+
+        Raises:
+            DeclarationError: it is not of the form `key/shard_OFFSET_SHAPE`.
+
+        Source: Megatron-Core `ShardedObject.empty_from_unique_key`; there a key must not hold a slash.
+        """
+        match = _UNIQUE_KEY.fullmatch(unique_key)
+        try:
+            if match is None:
+                raise ValueError(unique_key)
+            offset, shape = (
+                tuple(map(int, match[name].split("."))) if match[name] else () for name in ("offset", "shape")
+            )
+        except ValueError:
+            raise refusal(
+                unique_key,
+                "this is not the unique key of an object: key/shard_OFFSET_SHAPE, e.g. rng/shard_0_4.",
+            ) from None
+        if len(offset) == len(shape) + 1:
+            shape = (*shape, UNKNOWN)
+        return cls(match["key"], None, shape, offset, replica_id)
 
     @property
     def unique_key(self) -> str:
@@ -73,8 +116,8 @@ class ShardedObject(ShardedBase):
         Raises:
             DeclarationError: always.
         """
-        raise DeclarationError(
-            f"{self.key!r} is a ShardedObject; a tensor such as an optimizer state ({key!r}) cannot be "
-            f"sharded like it. Declare the parameter as a ShardedTensor.",
-            key=self.key,
+        raise refusal(
+            self.key,
+            f"this is a ShardedObject; a tensor such as an optimizer state ({key!r}) cannot be sharded like "
+            f"it. Declare the parameter as a ShardedTensor.",
         )

@@ -1,18 +1,32 @@
 """ShardedTensor: one rank's chunk of a global array.
 
-Owns the declaration and its checks. How many ranks' declarations fit together is for `validation` to prove.
+Owns the declaration. How many ranks' declarations fit together is for `validation` to prove.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megackpt.errors import DeclarationError
+from megackpt.geometry import Ints, View, row_major_strides
 from megackpt.mapping.base import RankOffset, ReplicaId, ShardedBase
+from megackpt.mapping.checks import (
+    as_extents,
+    check_box,
+    check_data,
+    check_flattened_range,
+    check_grid,
+    check_key,
+    check_replica_id,
+    data_shape,
+    refusal,
+)
+from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
 
 
 @dataclass(eq=False)
@@ -54,9 +68,12 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
 
     def __post_init__(self) -> None:
-        self.local_shape = tuple(self.local_shape)
-        self.global_shape = tuple(self.global_shape)
-        self.global_offset = tuple(self.global_offset)
+        self.local_shape = as_extents(self.key, "local_shape", self.local_shape)
+        self.global_shape = as_extents(self.key, "global_shape", self.global_shape)
+        self.global_offset = as_extents(self.key, "global_offset", self.global_offset)
+        if self.axis_fragmentations is not None:
+            fragments = self.axis_fragmentations
+            self.axis_fragmentations = as_extents(self.key, "axis_fragmentations", fragments)
         self.validate_metadata_integrity()
 
     @classmethod
@@ -161,33 +178,119 @@ class ShardedTensor(ShardedBase):
         slices = [slice(o, o + n) for o, n in zip(self.global_offset, self.block_shape, strict=True)]
         return (*self.global_offset[: self.prepend_axis_num], *slices[self.prepend_axis_num :])
 
+    def local_coordinates(self) -> tuple[Ints, ...]:
+        """Index in the local block of every element of data: one array per local dim, in data's order.
+
+        >>> t = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (2, 3), flattened_range=slice(2, 5))
+        >>> [axis.tolist() for axis in t.local_coordinates()]
+        [[0, 1, 1], [2, 0, 1]]
+        """
+        flat = self.flattened_range or slice(0, math.prod(self.local_shape))
+        return tuple(
+            np.arange(flat.start, flat.stop, dtype=np.int64) // stride % extent
+            for stride, extent in zip(row_major_strides(self.local_shape), self.local_shape, strict=True)
+        )
+
+    def global_coordinates(self) -> tuple[Ints, ...]:
+        """Index in the global array of every element of data: one array per global axis, in data's order."""
+        count = math.prod(data_shape(self.local_shape, self.flattened_range))
+        leading = (np.zeros(count, np.int64),) * self.prepend_axis_num
+        coordinates = (*leading, *self.local_coordinates())
+        return tuple(axis + offset for axis, offset in zip(coordinates, self.global_offset, strict=True))
+
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Position of this block in the grid of fragments (regular grids only)."""
-        if self.axis_fragmentations is None:
-            raise DeclarationError(
-                f"{self.key!r}: a block of an irregular grid (axis_fragmentations=None) has no position in "
-                f"it. Use global_offset.",
-                key=self.key,
-            )
-        sizes = [g // f for g, f in zip(self.global_shape, self.axis_fragmentations, strict=True)]
-        return tuple(o // n if n else 0 for o, n in zip(self.global_offset, sizes, strict=True))
+        """Position of this block in the grid of fragments.
+
+        Raises:
+            DeclarationError: the grid is irregular (axis_fragmentations is None).
+        """
+        self._fragments("position")
+        return tuple(o // n if n else 0 for o, n in zip(self.global_offset, self.block_shape, strict=True))
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Number of fragments per global axis (regular grids only)."""
-        self.local_chunk_offset_in_global()
-        assert self.axis_fragmentations is not None
+        """Extent of one fragment along each global axis: no chunk of a stored array may be larger.
+
+        Raises:
+            DeclarationError: the grid is irregular (axis_fragmentations is None).
+
+        Source: Megatron-Core `ShardedTensor.max_allowed_chunks`, name and meaning.
+        """
+        fragments = self._fragments("extent")
+        return tuple(whole // count for whole, count in zip(self.global_shape, fragments, strict=True))
+
+    def _fragments(self, wanted: str) -> tuple[int, ...]:
+        if self.axis_fragmentations is None:
+            raise refusal(
+                self.key,
+                f"an irregular grid (axis_fragmentations=None) gives its fragments no common {wanted}. Use "
+                f"global_offset and local_shape.",
+            )
         return self.axis_fragmentations
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """Declare `[start, start + length)` of this dim of every rank's block as an array of its own.
+
+        dim counts data's dims, without prepended axes. All ranks are taken to narrow in the same way, so the
+        global extent and offset shrink as the local extent does. One block gives one; a flat shard gives what
+        it holds of the narrowed block, possibly nothing: a flat range along dim 0, else up to `2 n - 1`
+        rectangles. Data are views. The key stays: the caller gives each part its own.
+
+        >>> t = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4), (0, 1, 2))
+        >>> [(n.local_shape, n.global_shape, n.global_offset) for n in t.narrow(0, 4, 2)]
+        [((2, 4), (4, 4), (2, 0))]
+
+        Raises:
+            DeclarationError: no such dim or range, or the array is not cut into equal fragments along it.
+
+        Source: Megatron-Core `ShardedTensor.narrow`; there flat ones along dim 0 only.
+        """
+        shape, offset = self._narrowed_place(dim, start, length)
+        view = View.of(self.local_shape).narrow(dim, start, length)
+        block = replace(
+            self,
+            data=None,
+            local_shape=view.shape,
+            global_shape=shape,
+            global_offset=offset,
+            flattened_range=None,
+        )
+        if self.flattened_range is None:
+            return [replace(block, data=whole_view(view, self.data))]
+        return [piece_of(block, piece) for piece in flat_pieces(view, self.data, self.flattened_range)]
+
+    def _narrowed_place(self, dim: int, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the global shape and offset with those of one local dim scaled to `length`."""
+        if not 0 <= dim < len(self.local_shape) or not 0 <= start <= start + length <= self.local_shape[dim]:
+            raise refusal(
+                self.key,
+                f"[{start}:{start + length}) of dim {dim} is no part of local_shape {self.local_shape}. "
+                f"Count dims without prepended axes and stay inside of the extent.",
+            )
+        axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
+        whole, first = self.global_shape[axis], self.global_offset[axis]
+        if not extent or whole % extent or first % extent:
+            raise refusal(
+                self.key,
+                f"cannot narrow dim {dim}: the block of {extent} at {first} is not one of equal fragments of "
+                f"{whole}, so the place of its part in the narrowed array is not known. Declare it directly.",
+            )
+
+        def scaled(values: tuple[int, ...]) -> tuple[int, ...]:
+            return (*values[:axis], values[axis] // extent * length, *values[axis + 1 :])
+
+        return scaled(self.global_shape), scaled(self.global_offset)
 
     def without_data(self) -> ShardedTensor:
         """Return the same declaration with `data=None`."""
         return replace(self, data=None)
 
-    def init_data(self, device: torch.device | str = "cpu") -> None:
-        """Allocate `data`, uninitialised, if there is none."""
+    def init_data(
+        self, device: torch.device | str = "cpu", init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
+        """Allocate `data` as `init_fn(shape, dtype=..., device=...)`, if there is none."""
         if self.data is None:
-            flat = self.flattened_range
-            shape = self.local_shape if flat is None else (flat.stop - flat.start,)
-            self.data = torch.empty(shape, dtype=self.dtype, device=device)
+            shape = data_shape(self.local_shape, self.flattened_range)
+            self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def retarget(
         self,
@@ -213,72 +316,30 @@ class ShardedTensor(ShardedBase):
         Raises:
             DeclarationError: naming the key and the fields that disagree.
         """
-        self._check_ranks_of_shapes()
-        self._check_inside()
+        check_key(self.key, "ShardedTensor")
+        check_replica_id(self.key, self.replica_id)
+        if not isinstance(self.dtype, torch.dtype):
+            raise refusal(self.key, f"dtype must be a torch.dtype, not {self.dtype!r}.")
+        place = self.global_shape, self.global_offset
+        check_box(self.key, self.local_shape, *place, prepended=self.prepend_axis_num)
         if self.axis_fragmentations is not None:
-            self._check_grid(self.axis_fragmentations)
+            resizable = self.allow_shape_mismatch
+            check_grid(self.key, self.block_shape, *place, self.axis_fragmentations, resizable=resizable)
         if self.flattened_range is not None:
-            self._check_flat(self.flattened_range)
+            check_flattened_range(self.key, self.flattened_range, self.local_shape)
         if self.data is not None:
-            self._check_data(self.data)
+            check_data(self.key, self.data, self.dtype, self.local_shape, self.flattened_range)
 
-    def _refuse(self, what: str) -> DeclarationError:
-        return DeclarationError(f"{self.key!r}: {what}", key=self.key)
 
-    def _check_ranks_of_shapes(self) -> None:
-        if not isinstance(self.key, str) or not self.key:
-            raise self._refuse("the key of a ShardedTensor must be a non-empty string.")
-        if len(self.global_shape) != len(self.global_offset):
-            raise self._refuse(
-                f"global_offset {self.global_offset} and global_shape {self.global_shape} differ in length. "
-                f"Give one offset per global axis."
-            )
-        if len(self.block_shape) != len(self.global_shape):
-            raise self._refuse(
-                f"local_shape {self.local_shape} plus prepend_axis_num {self.prepend_axis_num} makes "
-                f"{len(self.block_shape)} axes, but global_shape {self.global_shape} has "
-                f"{len(self.global_shape)}."
-            )
-
-    def _check_inside(self) -> None:
-        for offset, extent, whole in zip(
-            self.global_offset, self.block_shape, self.global_shape, strict=True
-        ):
-            if offset < 0 or offset + extent > whole:
-                raise self._refuse(
-                    f"the block at global_offset {self.global_offset} of shape {self.block_shape} does not "
-                    f"lie inside the global shape {self.global_shape}."
-                )
-
-    def _check_grid(self, fragments: tuple[int, ...]) -> None:
-        if len(fragments) != len(self.global_shape):
-            raise self._refuse(
-                f"axis_fragmentations {fragments} must give one number for each axis of {self.global_shape}."
-            )
-        for offset, extent in zip(self.global_offset, self.block_shape, strict=True):
-            if extent and offset % extent:
-                raise self._refuse(
-                    f"global_offset {self.global_offset} is not a multiple of the block {self.block_shape}, "
-                    f"so it is not on a regular grid. Set axis_fragmentations=None for an uneven split."
-                )
-
-    def _check_flat(self, flat: slice) -> None:
-        numel = math.prod(self.local_shape)
-        whole = isinstance(flat.start, int) and isinstance(flat.stop, int) and flat.step in (None, 1)
-        if not whole or not 0 <= flat.start <= flat.stop <= numel:
-            raise self._refuse(
-                f"flattened_range {flat} must be slice(start, stop) without a step, inside the {numel} "
-                f"elements of local_shape {self.local_shape}."
-            )
-
-    def _check_data(self, data: torch.Tensor) -> None:
-        if data.dtype != self.dtype:
-            raise self._refuse(f"dtype {self.dtype} is declared but data has {data.dtype}.")
-        flat = self.flattened_range
-        expected = self.local_shape if flat is None else (flat.stop - flat.start,)
-        if tuple(data.shape) != expected:
-            source = "local_shape" if flat is None else f"flattened_range {flat.start}:{flat.stop}"
-            raise self._refuse(f"data has shape {tuple(data.shape)} but {source} means {expected}.")
+def piece_of(block: ShardedTensor, piece: FlatPiece) -> ShardedTensor:
+    """Declare the piece that a flat shard holds of a block; block is its declaration without data."""
+    if piece.flattened_range is not None:
+        return replace(block, data=piece.data, flattened_range=piece.flattened_range)
+    inside = (0,) * block.prepend_axis_num + piece.start
+    offset = tuple(o + i for o, i in zip(block.global_offset, inside, strict=True))
+    return replace(
+        block, data=piece.data, local_shape=piece.shape, global_offset=offset, axis_fragmentations=None
+    )
 
 
 def place_on_grid(

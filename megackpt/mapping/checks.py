@@ -1,0 +1,150 @@
+"""Checks that the entities share: whether the fields of one declaration contradict each other.
+
+Owns the wording of those errors. What several ranks declare together is for `validation` to prove.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import index
+
+import torch
+
+from megackpt.errors import DeclarationError
+from megackpt.mapping.base import ReplicaId
+
+
+def refusal(key: object, what: str) -> DeclarationError:
+    """Return the error that says what is wrong with the entity of this key."""
+    return DeclarationError(f"{key!r}: {what}", key=key if isinstance(key, str) else None)
+
+
+def check_key(key: object, kind: str) -> None:
+    """Check that the key is a non-empty string."""
+    if not isinstance(key, str) or not key:
+        raise refusal(key, f"the key of a {kind} must be a non-empty string.")
+
+
+def check_replica_id(key: str, replica_id: ReplicaId) -> None:
+    """Check that the replica id is an int or a tuple of ints: anything else is never the main one."""
+    parts = replica_id if isinstance(replica_id, (tuple, list)) else (replica_id,)
+    if not all(isinstance(r, int) for r in parts):
+        raise refusal(key, f"replica_id {replica_id!r} must be an int or a tuple of ints.")
+
+
+def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape or offset as a tuple of plain ints.
+
+    Raises:
+        DeclarationError: it is no sequence of ints, or one is negative.
+    """
+    try:
+        extents = tuple(map(index, values))
+    except TypeError:
+        raise refusal(key, f"{field} {values!r} must be a sequence of ints.") from None
+    if any(n < 0 for n in extents):
+        raise refusal(key, f"{field} {extents} must not be negative.")
+    return extents
+
+
+def check_box(
+    key: str,
+    local_shape: Sequence[int],
+    global_shape: Sequence[int],
+    global_offset: Sequence[int],
+    *,
+    prepended: int,
+) -> None:
+    """Check that a local block with its prepended axes lies inside of the global array."""
+    if not isinstance(prepended, int) or prepended < 0:
+        raise refusal(key, f"prepend_axis_num {prepended!r} must be an int >= 0.")
+    if len(global_shape) != len(global_offset):
+        raise refusal(
+            key,
+            f"global_offset {global_offset} and global_shape {global_shape} differ in length. Give one "
+            f"offset per global axis.",
+        )
+    block = (1,) * prepended + tuple(local_shape)
+    if len(block) != len(global_shape):
+        raise refusal(
+            key,
+            f"local_shape {local_shape} plus prepend_axis_num {prepended} makes {len(block)} axes, but "
+            f"global_shape {global_shape} has {len(global_shape)}.",
+        )
+    if any(o + n > whole for o, n, whole in zip(global_offset, block, global_shape, strict=True)):
+        raise refusal(
+            key,
+            f"the block at global_offset {global_offset} of shape {block} does not lie inside the global "
+            f"shape {global_shape}.",
+        )
+
+
+def check_grid(
+    key: str,
+    block: Sequence[int],
+    global_shape: Sequence[int],
+    global_offset: Sequence[int],
+    fragments: Sequence[int],
+    *,
+    resizable: bool,
+) -> None:
+    """Check that a block is one of `fragments` equal ones along each axis.
+
+    A block without elements may stand anywhere: it is what a rank has left of an array it holds nothing of.
+    Where the array may be resized (padding), the fragments need not make up its whole extent.
+    """
+    if len(fragments) != len(global_shape) or min(fragments, default=1) < 1:
+        raise refusal(
+            key,
+            f"axis_fragmentations {fragments} must give one number >= 1 for each axis of {global_shape}.",
+        )
+    advice = "so it is not on a regular grid. Set axis_fragmentations=None for an uneven split."
+    for offset, extent, whole, count in zip(global_offset, block, global_shape, fragments, strict=True):
+        if extent and offset % extent:
+            raise refusal(
+                key, f"global_offset {global_offset} is not a multiple of the block {block}, {advice}"
+            )
+        if extent and extent * count != whole and not resizable:
+            raise refusal(
+                key,
+                f"{fragments} fragments of the block {block} do not make up the global shape {global_shape}, "
+                f"{advice}",
+            )
+
+
+def check_flattened_range(key: str, flat: slice, local_shape: Sequence[int]) -> None:
+    """Check that a flattened range is a plain slice inside of the flattened local shape."""
+    numel = math.prod(local_shape)
+    plain = isinstance(flat, slice) and flat.step in (None, 1)
+    if (
+        plain
+        and isinstance(flat.start, int)
+        and isinstance(flat.stop, int)
+        and 0 <= flat.start <= flat.stop <= numel
+    ):
+        return
+    raise refusal(
+        key,
+        f"flattened_range {flat} must be slice(start, stop) without a step, inside the {numel} elements of "
+        f"local_shape {tuple(local_shape)}.",
+    )
+
+
+def check_data(
+    key: str, data: torch.Tensor, dtype: torch.dtype, local_shape: Sequence[int], flat: slice | None
+) -> None:
+    """Check that data is what the declaration says of it."""
+    if not isinstance(data, torch.Tensor):
+        raise refusal(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
+    if data.dtype != dtype:
+        raise refusal(key, f"dtype {dtype} is declared but data has {data.dtype}.")
+    expected = data_shape(local_shape, flat)
+    if tuple(data.shape) != expected:
+        source = "local_shape" if flat is None else f"flattened_range {flat.start}:{flat.stop}"
+        raise refusal(key, f"data has shape {tuple(data.shape)} but {source} means {expected}.")
+
+
+def data_shape(local_shape: Sequence[int], flat: slice | None) -> tuple[int, ...]:
+    """Return the shape that data has: the local one, or 1-D for a flat range of it."""
+    return tuple(local_shape) if flat is None else (flat.stop - flat.start,)

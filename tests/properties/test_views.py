@@ -1,0 +1,77 @@
+"""A view says of a flat shard what torch says of the whole: same elements, same places, one memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megackpt.geometry import View
+from megackpt.mapping.views import flat_pieces, whole_view
+
+
+@st.composite
+def viewed(draw: st.DrawFn) -> tuple[View, torch.Tensor]:
+    """A view, and the same view made by torch of an array that holds its own positions."""
+    shape = draw(st.lists(st.integers(0, 6), max_size=4))
+    array = torch.arange(math.prod(shape)).reshape(shape)
+    view, block = View.of(shape), array
+    for _ in range(draw(st.integers(0, 4))):
+        axes = len(view.axes)
+        change = draw(st.sampled_from(["unflatten", "transpose", "narrow"])) if axes else "transpose"
+        if change == "transpose":
+            order = draw(st.permutations(range(axes)))
+            view, block = view.transpose(order), block.permute(order)
+            continue
+        axis = draw(st.integers(0, axes - 1))
+        extent = view.shape[axis]
+        if change == "unflatten":
+            inner = draw(st.sampled_from([n for n in (1, 2, 3, extent) if n and extent % n == 0]))
+            view, block = view.unflatten(axis, (-1, inner)), block.unflatten(axis, (extent // inner, inner))
+        else:
+            start = draw(st.integers(0, extent))
+            length = draw(st.integers(0, extent - start))
+            view, block = view.narrow(axis, start, length), block.narrow(axis, start, length)
+    return view, block
+
+
+@settings(max_examples=1000)
+@given(viewed())
+def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor]) -> None:
+    view, block = pair
+    positions = torch.arange(math.prod(view.base)).reshape(view.base)
+    assert view.shape == tuple(block.shape)
+    assert torch.equal(whole_view(view, positions), block)  # type: ignore[arg-type]
+    turned = positions.mT.contiguous().mT if positions.ndim > 1 else positions  # equal, other strides
+    assert torch.equal(whole_view(view, turned), block)  # type: ignore[arg-type]
+
+
+@settings(max_examples=1000)
+@given(viewed(), st.data())
+def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_place(
+    pair: tuple[View, torch.Tensor], data: st.DataObject
+) -> None:
+    view, block = pair
+    numel = math.prod(view.base)
+    start, stop = sorted((data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))))
+    stride = data.draw(st.integers(1, 2))
+    shard = torch.arange(start * stride, stop * stride)[::stride]  # position p holds p * stride
+    found = torch.full(tuple(block.shape), -1)
+    pieces = flat_pieces(view, shard, slice(start, stop))
+    for piece in pieces:
+        place = found[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
+        assert piece.data is not None
+        assert piece.data.numel() > 0
+        assert piece.data.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        if piece.flattened_range is None:
+            assert bool((place == -1).all())
+            place.copy_(piece.data)
+        else:
+            flat = place.reshape(-1)
+            flat[piece.flattened_range] = piece.data
+            place.copy_(flat.view(place.shape))
+    held = (block >= start) & (block < stop)
+    assert torch.equal(found, torch.where(held, block * stride, -1))
+    assert len(pieces) <= max(1, 2 * len(view.axes) - 1)
