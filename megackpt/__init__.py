@@ -34,6 +34,8 @@ from megackpt.errors import (
 )
 from megackpt.mapping import (
     LocalNonpersistentObject,
+    PerRank,
+    Replicated,
     ShardedLayout,
     ShardedObject,
     ShardedTensor,
@@ -62,8 +64,10 @@ __all__ = [
     "MissingKeyError",
     "NotACheckpointError",
     "OptimizerError",
+    "PerRank",
     "Policy",
     "RankFailedError",
+    "Replicated",
     "SaveOptions",
     "ShardedLayout",
     "ShardedObject",

@@ -6,13 +6,15 @@ expanded beside them, and entities are copied before anything fills them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import (
     LocalNonpersistentObject,
+    PerRank,
+    Replicated,
     ShardedBase,
     ShardedLayout,
     ShardedObject,
@@ -25,9 +27,8 @@ from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge
 
 Dropped = Set[str]
 """Keys for which nothing was loaded."""
-Finish = Callable[
-    [Dropped], Any
-]  # called after the load; returns the loaded leaf, or ABSENT if it was dropped
+Finish = Callable[[Dropped], Any]
+"""Called after the load: returns the loaded leaf, or ABSENT if it was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class Expanded:
 
     Attributes:
         tensors: every ShardedTensor, factories and layouts expanded, in the order of the tree.
-        objects: every ShardedObject, likewise.
+        objects: every ShardedObject, likewise; per-rank and replicated values are among them.
+        per_rank: the per-rank values, by key.
+        replicated: keys of replicated values; which rank's is the main replica is not decided yet.
         common: the tree without sharded and non-persistent leaves.
         finish: given the common state of a checkpoint and the keys that were not loaded, the loaded state
             dict.
@@ -44,6 +47,8 @@ class Expanded:
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
+    per_rank: Mapping[str, PerRank]
+    replicated: frozenset[str]
     common: Any
     finish: Callable[[Any, Dropped], Any]
 
@@ -53,8 +58,8 @@ class Expanded:
         return [*self.tensors, *self.objects]
 
 
-def expand(sharded_state_dict: ShardedStateDict) -> Expanded:
-    """Take a sharded state dict apart. Local.
+def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Expanded:
+    """Take a sharded state dict apart, as that of one rank among ranks. Local.
 
     Raises:
         DeclarationError: it is not a dict, or an entity stands inside of a tuple or set, or has no data to
@@ -64,90 +69,113 @@ def expand(sharded_state_dict: ShardedStateDict) -> Expanded:
         raise DeclarationError(
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
-    sharded_state_dict = adopt(sharded_state_dict)
-    tensors: list[ShardedTensor] = []
-    objects: list[ShardedObject] = []
+    state = adopt(sharded_state_dict)
+    expansion = _Expansion(rank, ranks)
 
     def finish_of(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, LocalNonpersistentObject):
-            return lambda _: leaf.unwrap()
-        if isinstance(leaf, ShardedBase):
-            return _finish_entity(leaf, path, tensors, objects)
+        if isinstance(leaf, _NOT_COMMON):
+            return expansion.add(path, leaf)
         _refuse_hidden_entities(leaf, path)
         return ABSENT
 
-    finishes = map_leaves(finish_of, sharded_state_dict)
-    common = map_leaves(
-        lambda _, leaf: ABSENT if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else leaf,
-        sharded_state_dict,
-    )
+    finishes = map_leaves(finish_of, state)
+    common = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, _NOT_COMMON) else leaf, state)
 
     def finish(stored_common: Any, dropped: Dropped) -> Any:
         loaded = ABSENT if finishes is ABSENT else map_leaves(lambda _, leaf: leaf(dropped), finishes)
         return stored_common if loaded is ABSENT else merge(stored_common, loaded)
 
-    return Expanded(tuple(tensors), tuple(objects), {} if common is ABSENT else common, finish)
-
-
-def _finish_entity(
-    entity: ShardedBase, path: str, tensors: list[ShardedTensor], objects: list[ShardedObject]
-) -> Finish:
-    """Add what one entity stands for to the lists, and return how to get its loaded value."""
-    if isinstance(entity, ShardedTensor):
-        held = replace(entity)
-        tensors.append(held)
-        return lambda dropped: ABSENT if held.key in dropped else held.data
-    if isinstance(entity, ShardedLayout):
-        if entity.data is None:
-            raise DeclarationError(
-                f"{path}: the layout {entity.key!r} has no data to save or fill.", key=entity.key
-            )
-        parts = entity.tensors()
-        tensors.extend(parts)
-        return lambda dropped: ABSENT if any(part.key in dropped for part in parts) else entity.data
-    if isinstance(entity, ShardedObject):
-        filled = replace(entity)
-        objects.append(filled)
-        return lambda dropped: ABSENT if filled.key in dropped else filled.data
-    if isinstance(entity, ShardedTensorFactory):
-        return _finish_factory(entity, path, tensors, objects)
-    raise DeclarationError(
-        f"{path}: {type(entity).__name__} is not an entity that can be saved.", key=entity.key
+    return Expanded(
+        tuple(expansion.tensors),
+        tuple(expansion.objects),
+        expansion.per_rank,
+        frozenset(expansion.replicated),
+        {} if common is ABSENT else common,
+        finish,
     )
 
 
-def _finish_factory(
-    factory: ShardedTensorFactory, path: str, tensors: list[ShardedTensor], objects: list[ShardedObject]
-) -> Finish:
-    def finish_of(inner: str, leaf: Any) -> Finish:
-        if isinstance(leaf, LocalNonpersistentObject):
-            return lambda _: leaf.unwrap()
-        if not isinstance(leaf, ShardedBase):
+_NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated)
+
+
+class _Expansion:
+    """Collects what the leaves stand for; each `add` returns how to get the loaded leaf."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.tensors: list[ShardedTensor] = []
+        self.objects: list[ShardedObject] = []
+        self.per_rank: dict[str, PerRank] = {}
+        self.replicated: set[str] = set()
+        self._rank = rank
+        self._ranks = ranks
+
+    def add(self, path: str, leaf: Any) -> Finish:
+        """Add any leaf that is not common state."""
+        match leaf:
+            case LocalNonpersistentObject():
+                return lambda _: leaf.unwrap()
+            case ShardedTensor():
+                return self._add_tensor(leaf)
+            case ShardedLayout():
+                return self._add_layout(path, leaf)
+            case ShardedObject():
+                return self._add_object(replace(leaf))
+            case PerRank():
+                self.per_rank[leaf.key] = leaf
+                return self._add_object(leaf.on(self._rank, self._ranks))
+            case Replicated():
+                self.replicated.add(leaf.key)
+                return self._add_object(leaf.on(self._rank))
+            case ShardedTensorFactory():
+                return self._add_factory(path, leaf)
+        raise DeclarationError(
+            f"{path}: {type(leaf).__name__} is not an entity that can be saved.", path=path
+        )
+
+    def _add_tensor(self, tensor: ShardedTensor) -> Finish:
+        held = replace(tensor)
+        self.tensors.append(held)
+        return lambda dropped: ABSENT if held.key in dropped else held.data
+
+    def _add_layout(self, path: str, layout: ShardedLayout) -> Finish:
+        if layout.data is None:
             raise DeclarationError(
-                f"{inner}: the factory of {factory.key!r} built a {type(leaf).__name__}. It must build "
-                f"sharded entities "
-                f"only, in dicts or lists.",
-                key=factory.key,
+                f"{path}: the layout {layout.key!r} has no data to save or fill.", key=layout.key
             )
-        return _finish_entity(leaf, inner, tensors, objects)
+        parts = layout.tensors()
+        self.tensors.extend(parts)
+        return lambda dropped: ABSENT if any(part.key in dropped for part in parts) else layout.data
 
-    finishes = map_leaves(finish_of, factory.build(), path)
+    def _add_object(self, filled: ShardedObject) -> Finish:
+        self.objects.append(filled)
+        return lambda dropped: ABSENT if filled.key in dropped else filled.data
 
-    def finish(dropped: Dropped) -> Any:
-        built = map_leaves(lambda _, leaf: leaf(dropped), finishes)
-        is_partial = any(leaf(dropped) is ABSENT for _, leaf in iter_leaves([finishes]))
-        return ABSENT if is_partial else factory.merge_fn(built)
+    def _add_factory(self, path: str, factory: ShardedTensorFactory) -> Finish:
+        def finish_of(inner: str, leaf: Any) -> Finish:
+            if not isinstance(leaf, _NOT_COMMON):
+                raise DeclarationError(
+                    f"{inner}: the factory of {factory.key!r} built a {type(leaf).__name__}. It must build "
+                    f"sharded entities only, in dicts or lists.",
+                    key=factory.key,
+                )
+            return self.add(inner, leaf)
 
-    return finish
+        finishes = map_leaves(finish_of, adopt(factory.build()), path)
+
+        def finish(dropped: Dropped) -> Any:
+            is_partial = any(leaf(dropped) is ABSENT for _, leaf in iter_leaves([finishes]))
+            built = map_leaves(lambda _, leaf: leaf(dropped), finishes)
+            return ABSENT if is_partial else factory.merge_fn(built)
+
+        return finish
 
 
 def _refuse_hidden_entities(leaf: Any, path: str) -> None:
     if isinstance(leaf, (tuple, set, frozenset)):
         for _, inner in iter_leaves(list(leaf), path):
-            if isinstance(inner, (ShardedBase, LocalNonpersistentObject)):
+            if isinstance(inner, _NOT_COMMON):
                 raise DeclarationError(
-                    f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a "
-                    f"list or a dict "
-                    f"for sharded entities.",
+                    f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
+                    f"or a dict for sharded entities.",
                     path=path,
                 )

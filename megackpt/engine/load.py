@@ -7,6 +7,7 @@ common.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -19,12 +20,12 @@ from megackpt.comm import Group, together
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.read import read_chunk, read_tensors
-from megackpt.errors import FormatError, MissingKeyError
+from megackpt.errors import FormatError, MismatchError, MissingKeyError
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Contents
-from megackpt.mapping import ShardedObject, ShardedStateDict, StateDict
+from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.metadata import StoredChunks
+from megackpt.metadata import ArraySpec, StoredChunks
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.storage import Store
@@ -38,6 +39,8 @@ from megackpt.validation import (
     settle_missing,
     settle_unexpected,
 )
+
+log = logging.getLogger(__name__)
 
 
 def open_checkpoint(store: Store) -> Contents:
@@ -88,7 +91,7 @@ def load_state(
     loaded: list[StateDict] = []
 
     def prepare() -> bytes:
-        prepared.append(_Prepared(state, store, options, rules, group.rank))
+        prepared.append(_Prepared(state, store, options, rules, group))
         return json.dumps(prepared[0].asked).encode() if rules.look_for_missing_keys else b""
 
     def read() -> bytes:
@@ -108,22 +111,23 @@ class _Prepared:
     """One rank's load with everything known that can be known before a tensor's bytes are read."""
 
     def __init__(
-        self, state: ShardedStateDict, store: Store, options: LoadOptions, rules: Rules, rank: int
+        self, state: ShardedStateDict, store: Store, options: LoadOptions, rules: Rules, group: Group
     ) -> None:
         where = store.location
         self.store = store
         self.contents = _renamed(open_checkpoint(store), options.rename)
-        self.expanded: Expanded = expand(state)
+        self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size)
         for tensor in self.expanded.tensors:
             tensor.init_data()
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         arrays = self.contents.arrays
+        excluded |= _kept_elsewhere(self.expanded.per_rank, arrays, group.size, where)
         self.unexpected = settle_unexpected(set(self.asked) - excluded, arrays, rules, where=where)
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
         self.objects = [o for o in self.expanded.objects if o.key not in left_out]
-        requested = describe([*self.tensors, *self.objects], rank=rank)
+        requested = describe([*self.tensors, *self.objects], rank=group.rank)
         resized = settle_differences(requested, arrays, rules, where=where)
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
@@ -151,6 +155,33 @@ class _Prepared:
             entity.data = unpack(read_chunk(self.store, self.chunks, row), where=where)
         loaded: StateDict = self.expanded.finish(self.common, self.unexpected)
         return loaded
+
+
+def _kept_elsewhere(
+    per_rank: Mapping[str, PerRank], stored: Mapping[str, ArraySpec], ranks: int, where: str
+) -> set[str]:
+    """Return the keys of per-rank values that were stored by another number of ranks and may be kept.
+
+    Raises:
+        MismatchError: one of them may not.
+    """
+    kept = set()
+    for key, value in per_rank.items():
+        if key not in stored or stored[key].global_shape == (ranks,):
+            continue
+        before = stored[key].global_shape
+        said = f"{where}: {key!r} was stored for each of {before} ranks and this job has {ranks}"
+        if value.elsewhere == "error":
+            raise MismatchError(
+                f"{said}. A value of one rank belongs to no other: load on as many ranks, leave the key "
+                f"out, or "
+                f'declare it with elsewhere="keep" and set it anew.',
+                key=key,
+                path=where,
+            )
+        log.warning("%s: every rank keeps its own value.", said)
+        kept.add(key)
+    return kept
 
 
 def _renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:

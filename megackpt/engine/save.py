@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from megackpt.options import SaveOptions
 from megackpt.planning import SavePlan, plan_save
 from megackpt.storage import Store, digest_of
 from megackpt.validation import check_coverage
-from megackpt.validation.common import check_common_equal
+from megackpt.validation.common import check_common_equal, check_replicated_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _describe_and_plan(request: SaveRequest, store: Store, group: Group) -> tupl
     def prepare() -> bytes:
         if group.rank == 0:
             store.create()
-        local = _prepare(request)
+        local = _prepare(request, group)
         prepared.append(local)
         return _message(request, local, group.rank)
 
@@ -97,23 +97,38 @@ def _describe_and_plan(request: SaveRequest, store: Store, group: Group) -> tupl
     headers, declared = zip(*(_parse(m, rank) for rank, m in enumerate(messages)), strict=True)
     # From here to the end of planning every rank computes the same from the same, so errors are common by
     # themselves.
-    merged = merge_declarations(declared)
+    replicated = [header["replicated"] for header in headers]
+    merged = _with_one_main_each(merge_declarations(declared), {key for held in replicated for key in held})
     if request.validate:
+        check_replicated_equal(replicated)
         check_coverage(merged)
         if len({h["common"] for h in headers}) > 1:
             _name_common_difference(request, prepared[0], group)
     return prepared[0], plan_save(merged, ranks=group.size), headers[0]["attempt"]
 
 
-def _prepare(request: SaveRequest) -> _Local:
-    expanded = expand(request.state)
+def _with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:
+    """Make the lowest rank that holds a replicated value its main replica."""
+    chosen = np.array([a.key in replicated for a in declared.table.arrays], np.bool_)
+    rows = np.flatnonzero(chosen[declared.table.array])
+    first = np.unique(declared.table.array[rows], return_index=True)[1]  # rows are in the order of ranks
+    main = declared.main.copy()
+    main[rows[first]] = True
+    return replace(declared, main=main)
+
+
+def _prepare(request: SaveRequest, group: Group) -> _Local:
+    expanded = expand(request.state, rank=group.rank, ranks=group.size)
     empty = [t.key for t in expanded.tensors if t.data is None]
     if empty:
         raise DeclarationError(
             f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
             key=empty[0],
         )
-    blobs = [pack(o.data, path=o.key) if is_main_replica(o.replica_id) else b"" for o in expanded.objects]
+    blobs = [
+        pack(o.data, path=o.key) if is_main_replica(o.replica_id) or o.key in expanded.replicated else b""
+        for o in expanded.objects
+    ]
     return _Local(expanded, tuple(blobs))
 
 
@@ -121,7 +136,9 @@ def _message(request: SaveRequest, local: _Local, rank: int) -> bytes:
     """What the other ranks have to know: an attempt id, a digest of the common state, the declarations."""
     declared = describe(local.expanded.entities, rank=rank, object_nbytes=[len(b) for b in local.blobs])
     common = digest_of(_common_leaves(request, local)) if request.validate else ""
-    header = {"attempt": new_attempt(), "common": common}
+    values = {o.key: o.data for o in local.expanded.objects if o.key in local.expanded.replicated}
+    replicated = {key: digest_of(_leaves(value)) for key, value in values.items()}
+    header = {"attempt": new_attempt(), "common": common, "replicated": replicated}
     columns = declared.to_columns()
     return pack_columns({**columns, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
 
@@ -137,8 +154,12 @@ def _common_leaves(request: SaveRequest, local: _Local) -> bytes:
     prune = request.common_to_compare or (lambda common: common)
     # A container that is empty on one rank may hold sharded entities of another.
     compared = without_empty(prune(local.expanded.common))
-    leaves = {} if compared is ABSENT else leaf_digests(compared)
-    return json.dumps(leaves, sort_keys=True).encode()
+    return _leaves({} if compared is ABSENT else compared)
+
+
+def _leaves(value: Any) -> bytes:
+    """Digests of the leaves of a value, as sorted JSON: equal for equal values."""
+    return json.dumps(leaf_digests(value), sort_keys=True).encode()
 
 
 def _name_common_difference(request: SaveRequest, local: _Local, group: Group) -> None:

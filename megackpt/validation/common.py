@@ -37,3 +37,26 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
         f"or remove it.",
         path=min(differing),
     )
+
+
+def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
+    """Compare the digests of the replicated values that each rank holds, by key.
+
+    Raises:
+        MismatchError: naming each key of which ranks hold different values, and which ranks agree.
+    """
+    holders: dict[str, dict[str, list[int]]] = {}
+    for rank, held in enumerate(per_rank):
+        for key, digest in held.items():
+            holders.setdefault(key, {}).setdefault(digest, []).append(rank)
+    lines = []
+    for key, versions in sorted(holders.items()):
+        if len(versions) > 1:
+            groups = " and ".join(f"ranks {', '.join(map(str, ranks[:8]))}" for ranks in versions.values())
+            lines.append(f"{key!r}: {groups} hold different values")
+    if lines:
+        raise MismatchError(
+            f"Replicated values differ between ranks:\n{truncated_list(lines)}\n"
+            f"Make them equal before saving, or declare what belongs to one rank as PerRank.",
+            key=min(key for key, versions in holders.items() if len(versions) > 1),
+        )

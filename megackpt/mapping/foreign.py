@@ -1,0 +1,92 @@
+"""Sharded entities of Megatron-Core, taken as ours.
+
+Owns recognising them, by the name and module of their class and by their fields: nothing of Megatron-Core is
+imported, and none of it needs to be installed. The tensors are shared, so loading fills them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megackpt.errors import DeclarationError
+from megackpt.mapping.base import ReplicaId
+from megackpt.mapping.factory import ShardedTensorFactory
+from megackpt.mapping.local import LocalNonpersistentObject
+from megackpt.mapping.sharded_object import ShardedObject
+from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.tree import map_leaves
+
+FOREIGN_MODULE = "megatron.core.dist_checkpointing.mapping"
+_TENSOR_FIELDS = (
+    "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
+    "prepend_axis_num", "allow_shape_mismatch",
+)  # fmt: skip
+_OBJECT_FIELDS = ("key", "data", "global_shape", "global_offset", "replica_id")
+_FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
+
+
+def adopt(sharded_state_dict: Any) -> Any:
+    """Return the tree with every entity of Megatron-Core as one of ours; the given tree is not changed.
+
+    Raises:
+        DeclarationError: an entity lacks a field that it has in every version of Megatron-Core, or
+            contradicts itself.
+    """
+    return map_leaves(_adopt_leaf, sharded_state_dict)
+
+
+def _adopt_leaf(path: str, leaf: Any) -> Any:
+    for cls in type(leaf).__mro__:  # the class itself, or what a user's class derives from
+        if cls.__module__ == FOREIGN_MODULE and cls.__name__ in _ADOPT:
+            return _ADOPT[cls.__name__](path, leaf)
+    return leaf
+
+
+def _tensor(path: str, leaf: Any) -> ShardedTensor:
+    # Versions before 0.15 have flat shards; afterwards the field is always None, and may go.
+    return ShardedTensor(
+        **_fields(path, leaf, _TENSOR_FIELDS), flattened_range=getattr(leaf, "flattened_range", None)
+    )
+
+
+def _object(path: str, leaf: Any) -> ShardedObject:
+    return ShardedObject(**_fields(path, leaf, _OBJECT_FIELDS))
+
+
+def _factory(path: str, leaf: Any) -> ShardedTensorFactory:
+    fields = _fields(path, leaf, _FACTORY_FIELDS)
+    build = fields["build_fn"]
+
+    def build_ours(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        built = build(key, data, replica_id, flattened_range)
+        return map_leaves(_adopt_leaf, built, path)
+
+    return ShardedTensorFactory(
+        **{**fields, "build_fn": build_ours}, flattened_range=getattr(leaf, "flattened_range", None)
+    )
+
+
+def _local(path: str, leaf: Any) -> LocalNonpersistentObject:
+    return LocalNonpersistentObject(_fields(path, leaf, ("obj",))["obj"])
+
+
+def _fields(path: str, leaf: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    absent = [name for name in names if not hasattr(leaf, name)]
+    if absent:
+        raise DeclarationError(
+            f"{path}: this {type(leaf).__name__} of Megatron-Core has no {absent[0]!r}, which it has in every "
+            f"version from 0.6 to 0.16. Declare it with megackpt.{type(leaf).__name__} instead.",
+            key=str(getattr(leaf, "key", "")) or None,
+            path=path,
+        )
+    return {name: getattr(leaf, name) for name in names}
+
+
+_ADOPT: dict[str, Callable[[str, Any], Any]] = {
+    "ShardedTensor": _tensor,
+    "ShardedObject": _object,
+    "ShardedTensorFactory": _factory,
+    "LocalNonpersistentObject": _local,
+    "LocalNonpersitentObject": _local,  # its name up to 0.7
+}
