@@ -12,6 +12,7 @@ from megackpt.api import (
     load_sharded_metadata,
     load_tensors_metadata,
     load_with_report,
+    remove_sharded_tensors,
     save,
 )
 from megackpt.checkpointer import Checkpointer
@@ -85,5 +86,6 @@ __all__ = [
     "load_tensors_metadata",
     "load_with_report",
     "register_codec",
+    "remove_sharded_tensors",
     "save",
 ]

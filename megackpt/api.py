@@ -14,7 +14,7 @@ import torch
 
 from megackpt.comm import Group, SingleProcess, world_group
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common
-from megackpt.engine.manifest import is_committed
+from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -263,6 +263,20 @@ def load_plain_tensors(
         entity.init_data()
     _load({"arrays": arrays}, checkpoint_dir, options, SingleProcess(), StrictHandling.ASSUME_OK_UNEXPECTED)
     return {key: entity.data for key, entity in arrays.items() if entity.data is not None}
+
+
+def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
+    """Take every array and object whose key begins with key_prefix out of a checkpoint, atomically.
+
+    Local: one process calls it. Files that held nothing else are removed; in others the bytes stay,
+        unreachable.
+
+    Source: Megatron-Core `dist_checkpointing.remove_sharded_tensors`.
+    """
+    with _Opened(checkpoint_dir) as store:
+        manifest = read_manifest(store)
+        strategy = save_strategy((manifest["sharded_backend"], manifest["sharded_backend_version"]))
+        remove_arrays(store, key_prefix=key_prefix, strategy=strategy)
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: Location) -> bool:

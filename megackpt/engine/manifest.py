@@ -67,6 +67,16 @@ def commit(store: Store, manifest: Json, *, attempt: str, strategy: SaveStrategy
         store.sync()
 
 
+def remove_arrays(store: Store, *, key_prefix: str, strategy: SaveStrategy) -> None:
+    """Take arrays out of a committed checkpoint, all at once; then remove the files that only they needed."""
+    said, stale = strategy.remove_arrays(store, read_manifest(store), key_prefix=key_prefix)
+    store.sync()
+    store.replace(FILE, json.dumps(said, indent=1, sort_keys=True).encode())
+    with contextlib.suppress(StorageError):
+        store.delete(stale)
+        store.sync()
+
+
 def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
     """Remove what a failed attempt has written, as far as that is possible.
 

@@ -65,6 +65,12 @@ class SaveStrategy(Protocol):
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write common state, durably; return what metadata.json must say of it. Rank 0 only."""
 
+    def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
+        """Write an index without the arrays whose keys begin with key_prefix, durably.
+
+        Return the new manifest, not yet committed, and the files that are not needed once it is.
+        """
+
     def attempt_of(self, name: str) -> str | None:
         """Return which attempt wrote a file; None for a file that is not of this format."""
 

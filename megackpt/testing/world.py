@@ -33,8 +33,11 @@ class SimulatedWorld:
         self.bytes_sent = [0] * size
         self.messages = [0] * size
         self._timeout_s = timeout_s
-        self._slots: list[bytes] = [b""] * size
-        self._barrier = threading.Barrier(size)
+        self._changed = threading.Condition()
+        self._slots: dict[int, bytes] = {}  # what has been said in the meeting that is under way
+        self._meeting = 0
+        self._minutes: list[bytes] = []  # what was said in the last one that ended
+        self._gone: set[int] = set()
 
     def run(self, fn: Callable[[Group], T]) -> list[T]:
         """Return what `fn(group)` returned on each rank, or raise the lowest failing rank's error."""
@@ -52,25 +55,41 @@ class SimulatedWorld:
                 return fn(_SimulatedRank(self, rank))
             except Exception as error:  # noqa: BLE001 - an outcome like any other
                 return error
+            finally:
+                with self._changed:  # whoever waits for this rank waits in vain
+                    self._gone.add(rank)
+                    self._changed.notify_all()
 
+        self._slots, self._gone = {}, set()
         if self.size == 1:
             return [call(0)]
         with ThreadPoolExecutor(max_workers=self.size) as pool:
             return list(pool.map(call, range(self.size)))
 
     def _meet(self, rank: int, data: bytes) -> list[bytes]:
-        self.bytes_sent[rank] += len(data)
-        self.messages[rank] += 1
-        self._slots[rank] = data
-        try:
-            self._barrier.wait(self._timeout_s)
-            everyone = list(self._slots)
-            self._barrier.wait(
-                self._timeout_s
-            )  # nobody writes the next message before all have read this one
-        except threading.BrokenBarrierError as error:
-            raise RankFailedError(f"A simulated rank did not answer within {self._timeout_s:g} s.") from error
-        return everyone
+        with self._changed:
+            self.bytes_sent[rank] += len(data)
+            self.messages[rank] += 1
+            self._slots[rank] = data
+            meeting = self._meeting
+            if len(self._slots) == self.size:
+                # Nobody can end the next meeting before all have come to it, so the minutes stay until all
+                # have read.
+                self._minutes = [self._slots[r] for r in range(self.size)]
+                self._slots = {}
+                self._meeting += 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._meeting != meeting or self._absent(), self._timeout_s)
+            if self._meeting == meeting:
+                who = sorted(self._absent() or set(range(self.size)) - set(self._slots))
+                del self._slots[rank]  # who comes late shall not find it complete
+                self._gone.add(rank)
+                raise RankFailedError(f"Simulated rank(s) {who} did not answer within {self._timeout_s:g} s.")
+            return self._minutes
+
+    def _absent(self) -> set[int]:
+        """Ranks that have ended without coming to the meeting under way."""
+        return self._gone - set(self._slots)
 
 
 class _SimulatedRank:

@@ -21,8 +21,11 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
     StrictHandling,
+    check_is_distributed_checkpoint,
     load,
+    load_plain_tensors,
     load_with_report,
+    remove_sharded_tensors,
     save,
 )
 from megackpt.comm import Group
@@ -84,9 +87,8 @@ def test_return_modes_return_missing_and_unexpected_keys(checkpoint: Path) -> No
 def test_raise_all_names_keys_that_no_rank_asks_for(checkpoint: Path) -> None:
     with pytest.raises(MissingKeyError, match=r"holds 2 keys that no rank asks for:\n  'b'\n  'o'"):
         load({"a": whole("a", torch.zeros(4))}, checkpoint, strict="raise_all")
-    everything = {
-        "a": whole("a", torch.zeros(4)), "b": whole("b", torch.zeros(2)), "o": ShardedObject("o", None, (1,), (0,)),
-    }  # fmt: skip
+    everything: dict[str, Any] = {"a": whole("a", torch.zeros(4)), "b": whole("b", torch.zeros(2))}
+    everything["o"] = ShardedObject("o", None, (1,), (0,))
     assert load(everything, checkpoint, strict="raise_all")["o"] == 1
 
 
@@ -241,3 +243,31 @@ def test_the_report_says_what_was_done_with_bytes(tmp_path: Path) -> None:
     text = str(report)
     assert "loaded 4 arrays (60 bytes on this rank), 1 objects" in text
     assert "'small': stored as float32 (4,), loaded as float32 (6,), 8 bytes of 0" in text
+
+
+def test_arrays_can_be_taken_out_of_a_checkpoint_and_the_rest_stays_loadable(tmp_path: Path) -> None:
+    def save_rank(group: Group) -> None:
+        if group.rank == 2:
+            state = {"x": whole("optimizer.x", torch.ones(3))}
+        else:
+            half = (0, group.rank, 2)
+            values = torch.full((70_000,), 1.0 + group.rank)
+            state = {
+                "w": ShardedTensor.from_rank_offsets("model.w", values, half),
+                "m": ShardedTensor.from_rank_offsets("optimizer.m", torch.ones(3), half),
+            }
+        save(state, tmp_path / "c", group=group)
+
+    SimulatedWorld(3).run(save_rank)
+    assert len(list((tmp_path / "c" / "data").iterdir())) == 3
+    for _ in range(2):  # the second time there is nothing left to remove
+        remove_sharded_tensors(tmp_path / "c", "optimizer.")
+        loaded = load_plain_tensors(tmp_path / "c")
+        assert list(loaded) == ["model.w"]
+        assert loaded["model.w"].unique().tolist() == [1.0, 2.0]
+        assert len(list((tmp_path / "c" / "data").iterdir())) == 2
+        assert len(list((tmp_path / "c").glob("index-*"))) == 1
+    save({}, tmp_path / "c")
+    assert not list((tmp_path / "c" / "data").iterdir())
+    assert check_is_distributed_checkpoint(tmp_path / "c")
+    assert not check_is_distributed_checkpoint(tmp_path)

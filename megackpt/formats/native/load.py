@@ -25,7 +25,7 @@ class NativeLoadStrategy:
 
     def open(self, store: Store, manifest: Json) -> Contents:
         """Read and check the index; the common state is read when asked for."""
-        index = _read_index(store, manifest)
+        index = read_index(store, manifest)
 
         def chunks(keys: Iterable[str]) -> StoredChunks:
             wanted = set(keys)
@@ -36,7 +36,12 @@ class NativeLoadStrategy:
         return Contents(arrays, chunks, lambda: _read_common(store, manifest))
 
 
-def _read_index(store: Store, manifest: Json) -> StoredChunks:
+def read_index(store: Store, manifest: Json) -> StoredChunks:
+    """Return the index that a manifest names, checked.
+
+    Raises:
+        FormatError, IntegrityError: it is not what the format, or the manifest, says.
+    """
     data, where = _read(store, manifest, "index")
     columns = unpack_columns(data, where=where)
     table = ChunkTable.from_columns(columns, where=where)

@@ -19,9 +19,15 @@ def data_file(attempt: str, rank: int) -> str:
     return f"data/{attempt}-{rank:05d}.safetensors"
 
 
-def index_file(attempt: str) -> str:
-    """Name of the index."""
-    return f"index-{attempt}.safetensors"
+def index_file(attempt: str, *, revision: int = 0) -> str:
+    """Name of the index; a revision above 0 is one that was written again with fewer arrays."""
+    return f"index-{attempt}-{revision:05d}.safetensors" if revision else f"index-{attempt}.safetensors"
+
+
+def revision_of(index: str) -> int:
+    """Return the revision in the name of an index."""
+    match = re.fullmatch(r"index-[0-9a-f]{16}-(\d{5,})\.safetensors", index)
+    return int(match.group(1)) if match else 0
 
 
 def common_file(attempt: str) -> str:

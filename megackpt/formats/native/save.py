@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,17 @@ import safetensors.torch
 from megackpt.codec import encode
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
+from megackpt.formats.native.load import read_index
 from megackpt.formats.strategy import Json, Pieces
-from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, pack_columns, pack_strings, unpack_columns
+from megackpt.metadata import (
+    DIGEST_BLOCK_BYTES,
+    ChunkTable,
+    StoredChunks,
+    block_counts,
+    pack_columns,
+    pack_strings,
+    unpack_columns,
+)
 from megackpt.planning import SavePlan
 from megackpt.storage import BlockDigester, Store, digest_of
 
@@ -50,7 +60,7 @@ class NativeSaveStrategy:
         file_of = np.zeros(len(receipts), np.int64)
         file_of[writers] = np.arange(len(writers))
         data_start = np.zeros(len(receipts), np.int64)
-        blocks = -(-plan.table.nbytes // DIGEST_BLOCK_BYTES)
+        blocks = block_counts(plan.table.nbytes)
         digest_start = np.cumsum(blocks) - blocks
         digests = np.zeros(int(blocks.sum()), np.uint64)
         for rank in writers:
@@ -61,14 +71,45 @@ class NativeSaveStrategy:
             counts = blocks[rows]
             within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
             digests[np.repeat(digest_start[rows], counts) + within] = receipt["digests"]
-        columns = {
-            **plan.table.to_columns(),
-            **pack_strings("file_name", [names.data_file(attempt, rank) for rank in writers]),
-            "file": file_of[plan.writer],
-            "offset_bytes": data_start[plan.writer] + plan.offset_bytes,
-            "digest": digests,
-        }
-        return {"index": _write(store, names.index_file(attempt), pack_columns(columns))}
+        stored = StoredChunks(
+            table=plan.table,
+            file=file_of[plan.writer],
+            offset_bytes=data_start[plan.writer] + plan.offset_bytes,
+            digest_start=digest_start,
+            digests=digests,
+            files=tuple(names.data_file(attempt, rank) for rank in writers),
+        )
+        return {"index": _write_index(store, names.index_file(attempt), stored)}
+
+    def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
+        """Write the index again without some arrays; data files that hold nothing else become stale."""
+        index = read_index(store, manifest)
+        kept = [i for i, a in enumerate(index.table.arrays) if not a.key.startswith(key_prefix)]
+        new_number = np.full(len(index.table.arrays), -1, np.int64)
+        new_number[kept] = np.arange(len(kept))
+        rows = np.flatnonzero(new_number[index.table.array] >= 0)
+        remaining = index.take(rows)
+        table = replace(
+            remaining.table,
+            arrays=tuple(index.table.arrays[i] for i in kept),
+            array=new_number[remaining.table.array],
+        )
+        used = np.unique(remaining.file)
+        blocks = block_counts(table.nbytes)
+        start = np.cumsum(blocks) - blocks
+        block = np.arange(int(blocks.sum())) - np.repeat(start, blocks)
+        stored = StoredChunks(
+            table=table,
+            file=np.searchsorted(used, remaining.file),
+            offset_bytes=remaining.offset_bytes,
+            digest_start=start,
+            digests=index.digests[np.repeat(remaining.digest_start, blocks) + block],
+            files=tuple(index.files[i] for i in used.tolist()),
+        )
+        old = manifest["index"]["file"]
+        new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
+        stale = [old, *(name for name in index.files if name not in stored.files)]
+        return manifest | {"index": _write_index(store, new, stored)}, stale
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write the tree as JSON and its tensors beside it."""
@@ -89,6 +130,17 @@ class NativeSaveStrategy:
 def _receipt(data_start: int, digests: list[np.ndarray[Any, np.dtype[np.uint64]]]) -> bytes:
     every = np.concatenate([np.zeros(0, np.uint64), *digests])
     return pack_columns({"data_start": np.array([data_start], np.int64), "digests": every})
+
+
+def _write_index(store: Store, name: str, stored: StoredChunks) -> Json:
+    columns = {
+        **stored.table.to_columns(),
+        **pack_strings("file_name", stored.files),
+        "file": stored.file,
+        "offset_bytes": stored.offset_bytes,
+        "digest": stored.digests,
+    }
+    return _write(store, name, pack_columns(columns))
 
 
 def _write(store: Store, name: str, data: bytes) -> Json:
