@@ -1,0 +1,255 @@
+"""Flags of pretrain_gpt.py, and the checks that they make sense together.
+
+Owns what a user may say, and the refusal of what cannot be: one line on rank 0 and exit code 2, before any
+rank waits for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from megackpt import CheckpointError
+from megackpt.parallel import ParallelLayout
+from models import GPTConfig
+from training.text import VOCAB_SIZE
+
+FORMATS = ("megackpt",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What pretrain_gpt.py was asked for; fields as the flags, checked.
+
+    Attributes:
+        layout: tp and pp as asked for; dp is what they leave of the ranks.
+        model: sizes and choices of the model.
+        exit_after: the step after which this process ends; `steps` unless asked otherwise.
+        ckpt: where checkpoints are; None where none are made.
+        keep_last: how many of them stay; None for all.
+        metrics: where metrics go; None for a file in `ckpt`.
+    """
+
+    layout: ParallelLayout
+    model: GPTConfig
+    micro_batches: int
+    global_batch_size: int
+    sequence_parallel: bool
+    optimizer: str
+    steps: int
+    exit_after: int
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    weight_decay: float
+    clip_grad: float
+    seed: int
+    data: Sequence[Path]
+    ckpt: Path | None
+    save_every: int
+    keep_last: int | None
+    dist_ckpt_format: str
+    override_schedule: bool
+    metrics: Path | None
+    log_samples: bool
+
+
+def refuse(message: str) -> NoReturn:
+    """Say on rank 0, in one line, what is wrong, and exit with code 2.
+
+    Several machines each have a line, of the first rank there: a file may be missing on one of them only.
+    """
+    if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0:
+        print(f"pretrain_gpt.py: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (see --help)")
+
+
+def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = None) -> Arguments:
+    """Parse and check the flags. Local; exits where they cannot be followed, see `refuse`.
+
+    Args:
+        argv: the flags; None for those of the process.
+        world_size: how many ranks there are; None for what torchrun says.
+    """
+    flags = _parser().parse_args(argv)
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    try:
+        layout = ParallelLayout.infer(world_size, tp=flags.tp, pp=flags.pp)
+        model = GPTConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=flags.hidden_size,
+            num_layers=flags.num_layers,
+            num_heads=flags.num_heads,
+            num_query_groups=flags.num_query_groups,
+            ffn_hidden_size=flags.ffn_hidden_size,
+            seq_length=flags.seq_length,
+            dropout=flags.dropout,
+            tied_embeddings=not flags.untie_embeddings,
+            make_vocab_divisible=1,
+            params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
+        )
+        model.check_layout(layout)
+    except CheckpointError as error:
+        refuse(str(error))
+    if flags.exit_after is None:
+        flags.exit_after = flags.steps
+    _check(flags, layout)
+    given = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
+    return Arguments(layout=layout, model=model, **given)
+
+
+def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
+    """Refuse numbers that are too small, and flags that contradict each other or the layout."""
+    for name in ("steps", "exit_after", "save_every", "keep_last", "micro_batches", "global_batch_size"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            refuse(f"--{name.replace('_', '-')} is {value}; give at least 1")
+    if flags.exit_after > flags.steps:
+        refuse(f"--exit-after {flags.exit_after} is beyond the end of the run, --steps {flags.steps}")
+    share = layout.dp * flags.micro_batches
+    if flags.global_batch_size % share:
+        refuse(
+            f"--global-batch-size {flags.global_batch_size} does not split into dp={layout.dp} x "
+            f"--micro-batches={flags.micro_batches}; make it a multiple of {share}"
+        )
+    if flags.sequence_parallel and flags.seq_length % layout.tp:
+        refuse(
+            f"--sequence-parallel needs a --seq-length that is a multiple of --tp {layout.tp}, not "
+            f"{flags.seq_length}"
+        )
+    if flags.ckpt is not None:
+        _check_directory("--ckpt", flags.ckpt)
+    if flags.metrics is not None:
+        _check_directory("--metrics", flags.metrics.parent)
+        if flags.metrics.is_dir():
+            refuse(f"--metrics {flags.metrics} is a directory; give the name of a file")
+
+
+def _check_directory(flag: str, directory: Path) -> None:
+    """Refuse a directory that is none, or that this process could not write to or make."""
+    nearest = next(p for p in (directory, *directory.absolute().parents) if os.path.exists(p))
+    if not nearest.is_dir():
+        refuse(f"{flag}: {nearest} is a file; give another directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        refuse(f"{flag}: no permission to write to {nearest}; give another directory")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Pre-train a GPT on text; resumes by itself from the newest checkpoint, at any layout.",
+        allow_abbrev=False,  # a mistyped flag is refused, not taken for another
+    )
+    _add_layout(parser.add_argument_group("layout"))
+    _add_model(parser.add_argument_group("model"))
+    _add_training(parser.add_argument_group("training"))
+    _add_data(parser.add_argument_group("data"))
+    _add_checkpoints(parser.add_argument_group("checkpoints and reports"))
+    return parser
+
+
+def _add_layout(group: argparse._ArgumentGroup) -> None:
+    _count(group, "--tp", 1, "tensor-parallel ranks")
+    _count(group, "--pp", 1, "pipeline stages; what --tp and --pp leave of the ranks is data-parallel")
+    _switch(
+        group, "--sequence-parallel", "split activations along the sequence between tensor-parallel blocks"
+    )
+    _count(group, "--micro-batches", 1, "micro-batches per step and data-parallel rank")
+    _count(group, "--global-batch-size", 8, "samples per step, over all ranks")
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    _count(group, "--num-layers", 4, "transformer layers, over all stages")
+    _count(group, "--hidden-size", 128, "width")
+    _count(group, "--num-heads", 8, "query heads")
+    _count(group, "--num-query-groups", 4, "key and value heads")
+    _count(group, "--ffn-hidden-size", None, "width inside of the MLP; if not given, about 8/3 of the width")
+    _count(group, "--seq-length", 128, "tokens of a sample")
+    _number(group, "--dropout", 0.0, "dropout probability")
+    _switch(group, "--untie-embeddings", "give the output layer weights of its own")
+    _switch(group, "--bf16", "bfloat16 parameters with float32 master weights")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    _count(group, "--steps", 100, "steps of the whole run, the end of the learning-rate schedule")
+    _count(group, "--exit-after", None, "save and end once this step is done; if not given, at --steps")
+    group.add_argument(
+        "--optimizer",
+        choices=("distributed", "plain"),
+        default="distributed",
+        help="distributed: each data-parallel rank keeps its share of AdamW's state; plain: each keeps all "
+        "(default: %(default)s; a checkpoint of either loads into both)",
+    )
+    _number(group, "--lr", 1e-3, "peak learning rate")
+    _number(group, "--min-lr", 1e-4, "learning rate at the end")
+    _count(group, "--warmup-steps", 10, "steps of linear warm-up")
+    _number(group, "--weight-decay", 0.1, "weight decay of matrices; norms and biases have none")
+    _switch(
+        group,
+        "--override-schedule",
+        "on resuming, follow --lr, --min-lr, --warmup-steps, --steps and --weight-decay instead of what the "
+        "checkpoint was trained with",
+    )
+    _number(group, "--clip-grad", 1.0, "largest norm of the gradient; 0 does not clip")
+    _count(group, "--seed", 1234, "of weights, dropout and the order of the data")
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="text to train on; if not given, the sources of Python's own standard library",
+    )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ckpt", type=Path, metavar="DIR", help="where checkpoints are; if not given, none are made"
+    )
+    _count(group, "--save-every", 50, "steps between checkpoints; there is one at the end, too")
+    _count(group, "--keep-last", None, "how many checkpoints stay; if not given, all")
+    group.add_argument(
+        "--dist-ckpt-format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="format of new checkpoints (default: %(default)s); that of an old one is detected",
+    )
+    group.add_argument(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="append one JSON line per step (a step trained again after a crash has a second one; the last "
+        "counts); if not given, metrics.jsonl in --ckpt",
+    )
+    _switch(group, "--log-samples", "write the numbers of the samples of each step to the metrics")
+
+
+def _count(group: argparse._ArgumentGroup, flag: str, default: int | None, text: str) -> None:
+    group.add_argument(flag, type=int, default=default, metavar="N", help=text + _default(default))
+
+
+def _number(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:
+    group.add_argument(flag, type=float, default=default, metavar="X", help=text + _default(default))
+
+
+def _switch(group: argparse._ArgumentGroup, flag: str, text: str) -> None:
+    group.add_argument(flag, action="store_true", help=text)
+
+
+def _default(value: float | None) -> str:
+    return "" if value is None else f" (default: {value})"

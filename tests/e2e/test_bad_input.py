@@ -1,0 +1,157 @@
+"""Bad input ends in one line on rank 0 that says what is wrong and what to do, and in exit code 2.
+
+Each case is a process of its own, which a rank that waited for others would keep from ending.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from training.arguments import parse_arguments
+
+from megackpt import Checkpointer, ShardedTensor
+from megackpt.testing.ranks import RankPool
+from tests.e2e.command_line import run_alone
+from tests.e2e.training_runs import SMALL_MODEL, train, write_text
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a user types, with {root} for a directory of files, and a pattern of the line that answers."""
+
+    flags: str
+    says: str
+    ranks: int = 1
+
+
+CASES = {
+    "ranks": Case(
+        "--tp=2 --pp=2",
+        r"6 ranks cannot be divided among model replicas of tp=2 x pp=2 = 4 ranks each\. Start .*",
+        ranks=6,
+    ),
+    "heads": Case(
+        "--tp=4 --num-heads=6 --num-query-groups=6 --hidden-size=48",
+        r".*num_heads 6 is not a multiple of tp=4; num_query_groups 6 is not .* tp=4.*Change either\.",
+        ranks=4,
+    ),
+    "query groups": Case(
+        "--tp=8", r".*num_query_groups 4 is not a multiple of tp=8\. Change either\.", ranks=8
+    ),
+    "stages": Case("--pp=8", r".*num_layers 4 are fewer than pp=8 stages.*", ranks=8),
+    "format": Case(
+        "--dist-ckpt-format=tar", r"argument --dist-ckpt-format: invalid choice: 'tar' .*megackpt.*"
+    ),
+    "missing text": Case(
+        "--data {root}/none.txt",
+        r"cannot read {root}/none\.txt: No such file or directory; give readable files.*",
+    ),
+    "empty text": Case(
+        "--data {root}/empty",
+        r"the text has 1 tokens, fewer than the 129 of one sample; give more text to --data.*",
+    ),
+    "batch": Case(
+        "--global-batch-size=10 --micro-batches=2",
+        r"--global-batch-size 10 does not split into dp=4 x --micro-batches=2; make it a multiple of 8",
+        ranks=4,
+    ),
+    "sequence": Case(
+        "--sequence-parallel --tp=4 --seq-length=30",
+        r"--sequence-parallel needs .* multiple of --tp 4, not 30",
+        ranks=4,
+    ),
+    "end": Case("--steps=10 --exit-after=20", r"--exit-after 20 is beyond the end of the run, --steps 10"),
+    "no steps": Case("--steps=0", r"--steps is 0; give at least 1"),
+    "file as directory": Case(
+        "--ckpt {root}/text/run", r"--ckpt: {root}/text is a file; give another directory"
+    ),
+    "unknown flag": Case("--step=10", r"unrecognized arguments: --step=10 \(see --help\)"),
+    "no number": Case("--steps=ten", r"argument --steps: invalid int value: 'ten' \(see --help\)"),
+    "other model": Case(
+        "{small} --data {root}/text --ckpt {root}/ckpt --hidden-size=64 --untie-embeddings",
+        r"{root}/ckpt/iter_0000002 holds another model, with hidden_size 32 instead of 64, tied_embeddings "
+        r"True instead of False; give the flags it was trained with, or another --ckpt",
+    ),
+    "other precision": Case(
+        "{small} --data {root}/text --ckpt {root}/ckpt --bf16",
+        r".*holds another model, with params_dtype torch\.float32 instead of torch\.bfloat16; give .*",
+    ),
+    "other text": Case(
+        "{small} --data {root}/other --ckpt {root}/ckpt",
+        r"{root}/ckpt/iter_0000002 was trained on other text, another --seq-length or .*; give .*",
+    ),
+    "foreign": Case(
+        "{small} --data {root}/text --ckpt {root}/foreign",
+        r"{root}/foreign/iter_0000001 was not saved by pretrain_gpt\.py; give another --ckpt",
+    ),
+    "damaged": Case(
+        "{small} --data {root}/text --ckpt {root}/damaged", r"cannot resume: .*{root}/damaged/iter_0000002.*"
+    ),
+}
+
+
+Ends = Mapping[str, "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def root(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with texts and runs: a sound one, a damaged one, and one of another program."""
+    root = tmp_path_factory.mktemp("bad-input")
+    (root / "empty").touch()
+    (root / "other").write_text("Another text. " * 100)
+    text = write_text(root / "text")
+    for name in ("ckpt", "damaged"):
+        train(rank_pool, "1 rank", root / name, f"--data={text}", "--steps=2")
+    Checkpointer(root / "foreign").save(1, {"weight": ShardedTensor.from_rank_offsets("w", torch.ones(2))})
+    largest = max((root / "damaged").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[-1] ^= 1
+    largest.write_bytes(data)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ends(root: Path) -> Ends:
+    """Run rank 0 of all cases, two at a time, and return how they ended."""
+
+    def run(case: Case) -> subprocess.CompletedProcess[str]:
+        flags = case.flags.format(root=root, small=" ".join(SMALL_MODEL)).split()
+        world = {"RANK": "0", "WORLD_SIZE": str(case.ranks)} if case.ranks > 1 else {}
+        return run_alone(flags, world)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(run, CASES.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_ends_in_one_line_and_exit_code_2(root: Path, ends: Ends, name: str) -> None:
+    ended = ends[name]
+    expected = CASES[name].says.replace("{root}", re.escape(str(root)))
+    assert re.fullmatch(f"pretrain_gpt\\.py: {expected}\n", ended.stderr), ended.stderr
+    assert ended.stdout == ""
+    assert ended.returncode == 2
+
+
+def test_other_ranks_end_in_silence() -> None:
+    ended = run_alone(["--tp=3"], {"RANK": "1", "WORLD_SIZE": "2"})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def test_a_directory_that_may_not_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who may run tests, may write anywhere
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments([f"--metrics={tmp_path}/new/metrics"], world_size=1)
+    expected = f"pretrain_gpt.py: --metrics: no permission to write to {tmp_path}; give another directory\n"
+    assert capsys.readouterr().err == expected
