@@ -14,10 +14,13 @@ Owns the error tree and nothing else; each layer raises from here.
     |- IntegrityError         ValueError         stored bytes whose digest differs
     |- StorageError           OSError            the file system or object store refused
     |- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or steps out of order
+    |- UnsupportedError       NotImplementedError  a name of another library that is not offered here
     `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class CheckpointError(Exception):
@@ -90,13 +93,32 @@ class OptimizerError(CheckpointError, RuntimeError):
     """An inner optimizer whose state cannot be sharded, or calls in an order that loses data."""
 
 
+class UnsupportedError(CheckpointError, NotImplementedError):
+    """What another library does under this name is not offered; the text says what to use instead."""
+
+
 class RankFailedError(CheckpointError, RuntimeError):
     """Another rank failed, or did not answer before the deadline."""
 
 
-def truncated_list(lines: list[str], *, limit: int = 10) -> str:
-    """Join the first `limit` lines, indented, and say how many were left out."""
+def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = None) -> str:
+    """Join the first `limit` lines, indented, and say how many were left out.
+
+    total is how many there are where `lines` holds the first ones only.
+    """
     shown = [f"  {line}" for line in lines[:limit]]
-    if len(lines) > limit:
-        shown.append(f"  ... and {len(lines) - limit} more ({len(lines)} in all)")
+    total = len(lines) if total is None else total
+    if total > len(shown):
+        shown.append(f"  ... and {total - len(shown)} more ({total} in all)")
     return "\n".join(shown)
+
+
+def rank_list(ranks: Iterable[int], *, limit: int = 8) -> str:
+    """Join ranks, ascending, and say how many were left out.
+
+    >>> rank_list(range(11))
+    '0, 1, 2, 3, 4, 5, 6, 7, ... (11 in all)'
+    """
+    found = sorted(set(ranks))
+    text = ", ".join(map(str, found[:limit]))
+    return f"{text}, ... ({len(found)} in all)" if len(found) > limit else text

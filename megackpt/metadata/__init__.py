@@ -9,7 +9,7 @@ from megackpt.metadata.columns import (
     unpack_columns,
     unpack_strings,
 )
-from megackpt.metadata.declared import DeclaredChunks, merge_declarations
+from megackpt.metadata.declared import DeclaredChunks, decode_declarations, merge_declarations
 from megackpt.metadata.dtypes import DTYPES, OBJECT
 from megackpt.metadata.stored import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
@@ -24,6 +24,7 @@ __all__ = [
     "StoredChunks",
     "block_counts",
     "column",
+    "decode_declarations",
     "itemsizes",
     "merge_declarations",
     "pack_columns",

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import MismatchError, truncated_list
+from megackpt.errors import MismatchError, rank_list, truncated_list
 from megackpt.geometry import Ints
-from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, Rows, widen
+from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, KnownArrays, Rows, widen
 from megackpt.metadata.columns import Column, column
 
 
@@ -50,10 +50,12 @@ class DeclaredChunks:
         return {**self.table.to_columns(), "main": self.main, "resizable": self.resizable, "slot": self.slot}
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Column], *, rank: int) -> DeclaredChunks:
-        """Decode what `rank` sent."""
+    def from_columns(
+        cls, columns: Mapping[str, Column], *, rank: int, known: KnownArrays | None = None
+    ) -> DeclaredChunks:
+        """Decode what `rank` sent; for known see `ChunkTable.from_columns`."""
         where = f"declarations of rank {rank}"
-        table = ChunkTable.from_columns(columns, where=where)
+        table = ChunkTable.from_columns(columns, where=where, known=known)
         return cls(
             table,
             column(columns, "main", where=where, length=len(table)).astype(np.bool_),
@@ -63,8 +65,21 @@ class DeclaredChunks:
         )
 
 
+def decode_declarations(per_rank: Sequence[Mapping[str, Column]]) -> list[DeclaredChunks]:
+    """Decode what each rank sent, in the order of ranks.
+
+    Data- and tensor-parallel peers list the same arrays; each such list is decoded, checked and kept once.
+    """
+    known: KnownArrays = {}
+    return [DeclaredChunks.from_columns(c, rank=rank, known=known) for rank, c in enumerate(per_rank)]
+
+
 def merge_declarations(per_rank: Sequence[DeclaredChunks]) -> DeclaredChunks:
-    """Put the declarations of all ranks into one table with one list of arrays.
+    """Put the declarations of all ranks into one table with one list of arrays; rows stay in their order.
+
+    dtype and global shape are all that ranks have to agree on. A key may be missing on some ranks (that is
+    pipeline parallelism), and ranks may cut an array differently: where main replicas are concerned, coverage
+    proves what matters of that, and other replicas are not stored.
 
     Raises:
         MismatchError: ranks give different dtypes or global shapes for a key; all such keys are listed,
@@ -94,40 +109,38 @@ def merge_declarations(per_rank: Sequence[DeclaredChunks]) -> DeclaredChunks:
 
 def _merge_arrays(per_rank: Sequence[DeclaredChunks]) -> tuple[tuple[ArraySpec, ...], list[Ints]]:
     """Return the sorted union of arrays and, for each rank, the number there of each of its own."""
+    distinct = {id(d.table.arrays): d.table.arrays for d in per_rank}  # peers share the list they decoded
     specs: dict[str, ArraySpec] = {}
-    conflicts: dict[str, None] = {}
-    for declared in per_rank:
-        for spec in declared.table.arrays:
-            if specs.setdefault(spec.key, spec) != spec:
-                conflicts[spec.key] = None
+    conflicts: set[str] = set()
+    for arrays in distinct.values():
+        for spec in arrays:
+            first = specs.setdefault(spec.key, spec)
+            if first is not spec and first != spec:
+                conflicts.add(spec.key)
     if conflicts:
-        raise _conflict_error(sorted(conflicts), per_rank)
+        raise _conflict_error(conflicts, per_rank)
     keys = sorted(specs)
     number = {key: i for i, key in enumerate(keys)}
-    numbering = [np.array([number[a.key] for a in d.table.arrays], np.int64) for d in per_rank]
-    return tuple(specs[k] for k in keys), numbering
+    numbers = {at: np.array([number[a.key] for a in arrays], np.int64) for at, arrays in distinct.items()}
+    return tuple(specs[k] for k in keys), [numbers[id(d.table.arrays)] for d in per_rank]
 
 
-def _conflict_error(keys: list[str], per_rank: Sequence[DeclaredChunks]) -> MismatchError:
+def _conflict_error(keys: set[str], per_rank: Sequence[DeclaredChunks]) -> MismatchError:
+    versions: dict[str, dict[ArraySpec, list[int]]] = {key: {} for key in sorted(keys)}
+    for rank, declared in enumerate(per_rank):
+        for spec in declared.table.arrays:
+            if spec.key in keys:
+                versions[spec.key].setdefault(spec, []).append(rank)
     lines = []
-    for key in keys:
-        versions: dict[ArraySpec, list[int]] = {}
-        for rank, declared in enumerate(per_rank):
-            for spec in declared.table.arrays:
-                if spec.key == key:
-                    versions.setdefault(spec, []).append(rank)
-        said = "; ".join(f"{s.dtype} {s.global_shape} on ranks {_some(r)}" for s, r in versions.items())
-        lines.append(f"{key!r}: {said}")
+    for key, said in versions.items():
+        texts = [f"{s.dtype} {s.global_shape} on ranks {rank_list(ranks)}" for s, ranks in said.items()]
+        lines.append(f"{key!r}: {'; '.join(texts)}")
     return MismatchError(
         f"Ranks declare different global arrays under one key:\n{truncated_list(lines)}\n"
         f"Every rank must give the same dtype and global shape; check the sharded_state_dict() of these "
         f"keys.",
-        key=keys[0],
+        key=min(keys),
     )
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _cat(columns: Sequence[Ints]) -> Ints:

@@ -1,15 +1,22 @@
 """Who writes a chunk that several ranks hold.
 
-Owns the balancing. Deterministic: every rank computes the same answer from the same declarations.
+Owns the balancing. Deterministic: every rank computes the same answer from the same declarations. The rule is
+greedy, one chunk after the other; where many chunks have one set of holders and few different sizes, as those
+of data-parallel replicas do, its outcome is computed for all chunks of a size at once.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from megackpt.geometry import Ints
+
+FEW = 16
+"""So many equal chunks are given out one by one faster than together."""
 
 
 def assign_writers(nbytes: Ints, holder_start: Ints, holders: Ints, *, ranks: int) -> Ints:
@@ -28,22 +35,103 @@ def assign_writers(nbytes: Ints, holder_start: Ints, holders: Ints, *, ranks: in
     load = np.zeros(ranks, np.int64)
     alone = counts == 1
     np.add.at(load, holders[choice[alone]], nbytes[alone])
-    shared = np.flatnonzero(~alone)
-    order = shared[np.lexsort((shared, -nbytes[shared], counts[shared]))]
-    queue: list[tuple[int, int, int]] = []
-    queue_of: tuple[int, ...] = ()
-    for chunk in order.tolist():
-        first = int(holder_start[chunk])
-        mine = tuple(holders[first : first + int(counts[chunk])].tolist())
-        if (
-            mine != queue_of
-        ):  # chunks of one model replica have the same holders: keep one queue as long as they last
-            queue = [(int(load[rank]), rank, place) for place, rank in enumerate(mine)]
-            heapq.heapify(queue)
-            queue_of = mine
-        bytes_so_far, rank, place = queue[0]
-        choice[chunk] = first + place
-        total = bytes_so_far + int(nbytes[chunk])
-        load[rank] = total
-        heapq.heapreplace(queue, (total, rank, place))
+    for count in np.unique(counts[~alone]).tolist():
+        chunks = np.flatnonzero(counts == count)
+        held_by = holders[holder_start[chunks, None] + np.arange(count)]  # [chunks, count]
+        for group, is_one_set in _independent_groups(held_by, ranks):
+            order = group[np.argsort(-nbytes[chunks[group]], kind="stable")]
+            sizes = nbytes[chunks[order]]
+            if is_one_set:
+                place = _spread_over_one_set(sizes, held_by[order[0]], load)
+            else:
+                place = _spread_over_many_sets(sizes, held_by[order], load)
+            choice[chunks[order]] += place
     return choice
+
+
+def _independent_groups(held_by: Ints, ranks: int) -> Iterator[tuple[Ints, bool]]:
+    """Split chunks, rows of `[n, holders]`, into groups without a common holder, rows ascending in each.
+
+    A group is either all chunks of one set of holders (True), or all those whose sets overlap others (False).
+    """
+    order = np.argsort(_mixed(held_by), kind="stable")
+    begins = np.ones(len(order), np.bool_)
+    # Equal sets have equal mixed values and so stand together; where different sets share a value they are
+    # told apart here, and at worst one set falls into several groups, which then overlap.
+    begins[1:] = (held_by[order[1:]] != held_by[order[:-1]]).any(axis=1)
+    first = np.flatnonzero(begins)
+    sets = held_by[order[first]]
+    overlaps = (np.bincount(sets.ravel(), minlength=ranks)[sets] > 1).any(axis=1)
+    members = np.split(order, first[1:])
+    yield from ((members[i], True) for i in np.flatnonzero(~overlaps).tolist())
+    if overlaps.any():
+        yield np.sort(np.concatenate([members[i] for i in np.flatnonzero(overlaps).tolist()])), False
+
+
+def _mixed(held_by: Ints) -> npt.NDArray[np.uint64]:
+    """One number for each row that is the same for equal rows and seldom for others."""
+    mixed = np.zeros(len(held_by), np.uint64)
+    for column in held_by.T:
+        mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+def _spread_over_one_set(sizes: Ints, holders: Ints, load: Ints) -> Ints:
+    """Give chunks, largest first, to one set of holders; returns places in `holders` and adds to `load`."""
+    place = np.empty(len(sizes), np.int64)
+    starts = np.flatnonzero(np.diff(sizes, prepend=-1))
+    stops = np.append(starts[1:], len(sizes))
+    queue: list[tuple[int, int]] = []  # (bytes so far, place): kept while chunks are given out one by one
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        size = int(sizes[start])
+        if stop - start > FEW:
+            _empty(queue, holders, load)
+            place[start:stop] = _next_places(load[holders], size, stop - start)
+            load[holders] += size * np.bincount(place[start:stop], minlength=len(holders))
+            continue
+        if not queue:
+            queue = [(total, at) for at, total in enumerate(load[holders].tolist())]
+            heapq.heapify(queue)
+        for chunk in range(start, stop):
+            total, at = queue[0]
+            place[chunk] = at
+            heapq.heapreplace(queue, (total + size, at))
+    _empty(queue, holders, load)
+    return place
+
+
+def _empty(queue: list[tuple[int, int]], holders: Ints, load: Ints) -> None:
+    for total, at in queue:
+        load[holders[at]] = total
+    queue.clear()
+
+
+def _next_places(load: Ints, size: int, count: int) -> Ints:
+    """Who gets each of `count` chunks of one size: always who has least so far, ties to the first.
+
+    A holder that gets a chunk has `load`, `load + size`, `load + 2 size`, ... before its first, second, third
+    one. So the greedy rule visits these numbers of all holders in ascending order.
+    """
+    if size == 0:
+        return np.full(count, int(load.argmin()), np.int64)
+    by_load = np.sort(load)
+    # Water over steps: the level to which the a lowest holders fill up, for the largest a that lie under it.
+    levels = -(-(np.cumsum(by_load) + count * size) // np.arange(1, len(load) + 1))
+    level = int(levels[np.flatnonzero(levels > by_load)[-1]])
+    turns = np.where(load <= level, (level - load) // size + 1, 0)  # at least `count` in all
+    place = np.repeat(np.arange(len(load)), turns)
+    nth = np.arange(len(place)) - np.repeat(np.cumsum(turns) - turns, turns)
+    return place[np.lexsort((place, load[place] + nth * size))[:count]]
+
+
+def _spread_over_many_sets(sizes: Ints, held_by: Ints, load: Ints) -> Ints:
+    """Give chunks, largest first, each to one of its own holders; returns places and adds to `load`."""
+    totals: list[int] = load.tolist()
+    place = np.empty(len(sizes), np.int64)
+    for chunk, (size, mine) in enumerate(zip(sizes.tolist(), held_by.tolist(), strict=True)):
+        rank = min(mine, key=totals.__getitem__)  # of equals the first, so the lowest rank
+        place[chunk] = mine.index(rank)
+        totals[rank] += size
+    load[:] = totals
+    return place

@@ -48,7 +48,7 @@ def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
     if len(is_object):
         candidates &= declared.main | ~is_object[declared.table.array]
     held = declared.take(candidates)
-    held = held.take(_index_order(held.table, held.rank, held.slot))
+    held = held.take(_index_order(held.table))
     first = _first_of_equal_chunks(held.table)
     has_main = np.logical_or.reduceat(held.main, first) if len(held) else np.zeros(0, np.bool_)
     starts = np.append(first, len(held))
@@ -58,9 +58,9 @@ def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
     return SavePlan(table, writer, held.slot[choice], _offsets(table, writer))
 
 
-def _index_order(table: ChunkTable, rank: Ints, slot: Ints) -> Ints:
-    dims = [column for d in reversed(range(table.dims)) for column in (table.shape[:, d], table.start[:, d])]
-    return np.lexsort((slot, rank, table.flat_stop, table.flat_start, *dims, table.array))
+def _index_order(table: ChunkTable) -> Ints:
+    """Sort by array, start, shape and flat range; copies keep the order of merged rows, that of ranks."""
+    return np.lexsort((table.flat_stop, table.flat_start, table.extents(), table.places()))
 
 
 def _first_of_equal_chunks(table: ChunkTable) -> Ints:
@@ -80,7 +80,7 @@ def _first_of_equal_chunks(table: ChunkTable) -> Ints:
 def _offsets(table: ChunkTable, writer: Ints) -> Ints:
     """Place each writer's chunks one after the other, widest elements first."""
     width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
-    order = np.lexsort((np.arange(len(table)), -width, writer))
+    order = np.lexsort((-width, writer))
     nbytes = table.nbytes[order]
     ends = np.cumsum(nbytes)
     new_file = np.diff(writer[order], prepend=-1) != 0

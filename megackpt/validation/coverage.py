@@ -1,18 +1,26 @@
-"""Proof that every element of every global array is saved exactly once.
+"""Proof that every element of every global array, and every object, is saved exactly once.
 
-Owns the check over main replicas. Equal boxes on a grid, the common case, are proved by comparing sorted
-rows; what is irregular is cut along all edges that occur, and the resulting cells are counted.
+Owns what declarations mean for that, and the text of the error; the geometry is `tiling`'s, the wording for
+objects `objects`'. Nothing else about how ranks cut an array has to agree: equal fragments, or the same ones
+on every rank, are not needed where the union of what is written is the array itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from megackpt.errors import CoverageError, truncated_list
+from megackpt.errors import CoverageError, rank_list, truncated_list
 from megackpt.geometry import Ints, rectangles_of
-from megackpt.metadata import ChunkTable, DeclaredChunks
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
+from megackpt.validation.objects import object_fault
+from megackpt.validation.tiling import Rectangles, Regions, uncovered_regions
+
+SHOWN = 10
+"""Faults of one kind that the error describes; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,118 +28,180 @@ class Fault:
     """A region of an array that is not covered exactly once.
 
     Attributes:
-        key: the array.
-        region: as text, `[0:4, 2:6]`.
-        ranks: who covers it; empty where nobody does.
+        spec: the array.
+        start: first element.
+        stop: one past the last.
+        count: how many main replicas cover each element; -1 for parts of the region some number other than 1.
+        savers: whose main replicas meet the region.
+        copies: who holds replicas that meet it, but are not main ones.
+        declarers: who declares something of the array at all.
     """
 
-    key: str
-    region: str
-    ranks: tuple[int, ...]
+    spec: ArraySpec
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    count: int
+    savers: tuple[int, ...]
+    copies: tuple[int, ...]
+    declarers: tuple[int, ...]
 
     def __str__(self) -> str:
-        if not self.ranks:
-            return f"{self.key!r}: elements {self.region} are saved by no rank"
-        who = ", ".join(map(str, self.ranks))
-        return f"{self.key!r}: elements {self.region} are saved by more than one main replica (ranks {who})"
+        if self.spec.dtype == OBJECT and self.count >= 0:
+            what = object_fault(self.spec, self.start, self.count, self.savers)
+        else:
+            what = _element_fault(self)
+        if self.count != 0:
+            return what
+        if self.copies:
+            return f"{what}; ranks {rank_list(self.copies)} hold copies, none of which is the main one"
+        return f"{what}; ranks {rank_list(self.declarers)} declare other parts" if self.declarers else what
+
+
+def _element_fault(fault: Fault) -> str:
+    region = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
+    shape = f"(global shape {fault.spec.global_shape})"
+    if fault.count == 0:
+        return f"{fault.spec.key!r}: elements [{region}] are saved by no rank {shape}"
+    if fault.count < 0:
+        return (
+            f"{fault.spec.key!r}: many elements within [{region}] are saved by no rank or by more than one "
+            f"main replica {shape}"
+        )
+    who = f"ranks {rank_list(fault.savers)}" if len(fault.savers) > 1 else f"all of rank {fault.savers[0]}"
+    return f"{fault.spec.key!r}: elements [{region}] are saved by more than one main replica ({who}) {shape}"
 
 
 def check_coverage(declared: DeclaredChunks) -> None:
     """Prove that main replicas cover every element of every array exactly once.
 
     Raises:
-        CoverageError: all faults, sorted by key: the region and the ranks that cover it.
+        CoverageError: the first faults of each kind, sorted by key and place, and how many there are: the
+            region, the ranks that cover it, and who holds copies of what nobody saves.
     """
-    mains = declared.take(declared.main & (declared.table.flat_stop > declared.table.flat_start))
-    faults: list[Fault] = []
-    suspects = _suspects(mains.table)
-    for array in suspects.tolist():
-        faults += _faults_of(mains, array)
-    if faults:
-        shapes = {a.key: a.global_shape for a in declared.table.arrays}
-        lines = [f"{f} (global shape {shapes[f.key]})" for f in faults]
-        raise CoverageError(
-            f"The ranks' declarations do not cover every element exactly once:\n{truncated_list(lines)}\n"
-            f"Check global_offset and replica_id in the sharded_state_dict() of these keys: exactly one "
-            f"rank's chunk "
-            f"of each element must have replica_id 0 (or all zeros).",
-            key=faults[0].key,
-            rank=min(faults[0].ranks, default=None),
-        )
+    table = declared.table
+    mains = np.flatnonzero(declared.main & (table.flat_stop > table.flat_start))
+    regions = uncovered_regions(_pieces(table.take(mains)), table.padded_global_shape())
+    if regions:
+        raise _coverage_error(declared, regions)
 
 
-def _suspects(table: ChunkTable) -> Ints:
-    """Return the arrays not proved by the cheap test: equal boxes at distinct places of one grid."""
-    arrays = len(table.arrays)
-    numel = np.array([a.numel for a in table.arrays], np.int64)
-    if not len(table):
-        return np.flatnonzero(numel > 0)
-    order = np.lexsort((table.flat_start, *table.start.T[::-1], table.array))
-    array, start, shape = table.array[order], table.start[order], table.shape[order]
-    flat_start, flat_stop = table.flat_start[order], table.flat_stop[order]
-    first = np.flatnonzero(np.diff(array, prepend=-1))
-    box_of_array = np.zeros((arrays, table.dims), np.int64)
-    box_of_array[array[first]] = shape[first]
-    box = box_of_array[array]
-    same_box = (shape == box).all(axis=1) & (start % np.maximum(box, 1) == 0).all(axis=1)
-    # Sorted by place: rows of one box must not begin before the row before them has ended. Then no element is
-    # covered twice, and as many covered elements as there are mean that none is missing.
-    same_place = np.zeros(len(array), np.bool_)
-    same_place[1:] = (np.diff(array) == 0) & (np.diff(start, axis=0) == 0).all(axis=1)
-    previous_stop = np.concatenate(([0], flat_stop[:-1]))
-    overlaps = same_place & (flat_start < previous_stop)
-    bad = np.bincount(array, ~same_box | overlaps, minlength=arrays) > 0
-    covered = np.bincount(array, (flat_stop - flat_start).astype(np.float64), minlength=arrays).astype(
-        np.int64
+def _pieces(table: ChunkTable) -> Rectangles:
+    """Return the chunks as rectangles; flat ranges that together fill a box become that box.
+
+    Such ranges are what a sharded optimizer declares. Cut one by one each would be up to 2 n - 1 rectangles.
+    """
+    numel = table.shape.prod(axis=1)
+    is_flat = table.flat_stop - table.flat_start < numel
+    whole, flat = np.flatnonzero(~is_flat), np.flatnonzero(is_flat)
+    ranges = table.take(flat)
+    order = np.lexsort((ranges.flat_start, ranges.places()))
+    joined, loose = _joined_ranges(ranges.take(order), numel[flat][order])
+    boxes, loose = np.concatenate((whole, flat[order[joined]])), flat[order[loose]]
+    cut = rectangles_of(table.shape[loose], table.flat_start[loose], table.flat_stop[loose])
+    cut_row = loose[cut.row]
+    cut_start = table.start[cut_row] + cut.start
+    return Rectangles(
+        np.concatenate((table.array[boxes], table.array[cut_row])),
+        np.concatenate((table.start[boxes], cut_start)),
+        np.concatenate((table.start[boxes] + table.shape[boxes], cut_start + cut.shape)),
     )
-    return np.flatnonzero(bad | (covered != numel))
 
 
-def _faults_of(mains: DeclaredChunks, array: int) -> list[Fault]:
-    """Examine one array in full: cut it along every edge that occurs and count who covers each cell."""
-    spec = mains.table.arrays[array]
-    if not spec.numel:
-        return []
-    rows = np.flatnonzero(mains.table.array == array)
-    table = mains.table.take(rows)
+def _joined_ranges(table: ChunkTable, numel: Ints) -> tuple[Ints, Ints]:
+    """Of flat ranges sorted by place: one row for each box they fill exactly once, and all other rows."""
+    if not len(table):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    begins = np.ones(len(table), np.bool_)
+    begins[1:] = np.diff(table.array) != 0
+    begins[1:] |= (table.start[1:] != table.start[:-1]).any(axis=1)
+    first = np.flatnonzero(begins)
+    follows = np.ones(len(table), np.bool_)
+    follows[1:] = (table.flat_start[1:] == table.flat_stop[:-1]) & (table.shape[1:] == table.shape[:-1]).all(
+        axis=1
+    )
+    follows[first] = table.flat_start[first] == 0
+    last = np.append(first[1:], len(table)) - 1
+    follows[last] &= table.flat_stop[last] == numel[last]
+    fills = np.logical_and.reduceat(follows, first)
+    return first[fills], np.flatnonzero(np.repeat(~fills, np.diff(np.append(first, len(table)))))
+
+
+def _coverage_error(declared: DeclaredChunks, regions: Sequence[Regions]) -> CoverageError:
+    """Describe the faults, kind by kind: elements, then objects; saved by no rank, then by several."""
+    is_object = np.array([spec.dtype == OBJECT for spec in declared.table.arrays])
+    found: list[list[Fault]] = []
+    sections: list[str] = []
+    for of_objects in (False, True):
+        mine = [r for r in regions if is_object[r.array] == of_objects]
+        for title, several in (("Saved by no rank", False), ("Saved more than once", True)):
+            faults, total = _first_faults(declared, mine, several=several, one_by_one=of_objects)
+            if total:
+                found.append(faults)
+                sections.append(f"{title}:\n{truncated_list([str(f) for f in faults], total=total)}")
+    first = min((faults[0] for faults in found), key=lambda f: (f.spec.key, f.start))
+    return CoverageError(
+        "The ranks' declarations do not cover everything exactly once.\n" + "\n".join(sections) + "\n"
+        "Check global_offset and replica_id in the sharded_state_dict() of these keys, and the spelling of "
+        "keys that some ranks lack: exactly one rank's chunk of each element, and exactly one copy of each "
+        "object, must have replica_id 0 (or all zeros).",
+        key=first.spec.key,
+        rank=min(first.savers, default=None),
+    )
+
+
+def _first_faults(
+    declared: DeclaredChunks, regions: Sequence[Regions], *, several: bool, one_by_one: bool
+) -> tuple[list[Fault], int]:
+    """Return the first faults of a kind and how many there are of it; objects are counted one by one."""
+    faults: list[Fault] = []
+    total = 0
+    for of_array in regions:
+        rows = np.flatnonzero((of_array.count > 1) == several)
+        extents = of_array.stop[rows] - of_array.start[rows]
+        total += int(extents.prod(axis=1).sum()) if one_by_one else len(rows)
+        for row in rows[: SHOWN - len(faults)].tolist():
+            start, stop = of_array.start[row], of_array.stop[row]
+            count = int(of_array.count[row])
+            singly = one_by_one and count >= 0
+            places = _elements(start, stop, SHOWN - len(faults)) if singly else [(start, stop)]
+            faults += [_fault(declared, of_array.array, low, high, count) for low, high in places]
+    return faults, total
+
+
+def _elements(start: Ints, stop: Ints, limit: int) -> list[tuple[Ints, Ints]]:
+    """The first boxes of one element each of a box, in row-major order."""
+    shape = (stop - start).tolist()
+    count = min(limit, int(np.prod(shape)))
+    places = start + np.column_stack(np.unravel_index(np.arange(count), shape))
+    return [(place, place + 1) for place in places]
+
+
+def _fault(declared: DeclaredChunks, array: int, start: Ints, stop: Ints, count: int) -> Fault:
+    spec = declared.table.arrays[array]
+    rows = np.flatnonzero(declared.table.array == array)
+    mine = declared.take(rows)
+    meets = _meets(mine.table, start, stop)
+    dims = len(spec.global_shape)
+    return Fault(
+        spec,
+        tuple(start[:dims].tolist()),
+        tuple(stop[:dims].tolist()),
+        count,
+        savers=_distinct(mine.rank[meets & mine.main]),
+        copies=_distinct(mine.rank[meets & ~mine.main]),
+        declarers=_distinct(mine.rank),
+    )
+
+
+def _meets(table: ChunkTable, start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
+    """Which chunks have elements in a box."""
     cut = rectangles_of(table.shape, table.flat_start, table.flat_stop)
-    start = cut.start + table.start[cut.row]
-    stop = start + cut.shape
-    whole = mains.table.padded_global_shape()[array]
-    edges = [np.unique(np.concatenate(([0, whole[d]], start[:, d], stop[:, d]))) for d in range(table.dims)]
-    low = [np.searchsorted(edges[d], start[:, d]) for d in range(table.dims)]
-    high = [np.searchsorted(edges[d], stop[:, d]) for d in range(table.dims)]
-    count = np.zeros([len(e) - 1 for e in edges], np.int32)
-    for i in range(len(start)):
-        count[tuple(slice(a[i], b[i]) for a, b in zip(low, high, strict=True))] += 1
-    ranks = mains.rank[rows][cut.row]
-    faults = []
-    for region in _regions(count):
-        low_edge = [edges[d][s.start] for d, s in enumerate(region)]
-        high_edge = [edges[d][s.stop] for d, s in enumerate(region)]
-        inside = np.all((start < high_edge) & (stop > low_edge), axis=1)
-        holders = tuple(sorted(set(ranks[inside].tolist())))
-        dims = len(spec.global_shape)
-        text = ", ".join(f"{a}:{b}" for a, b in zip(low_edge[:dims], high_edge[:dims], strict=True))
-        faults.append(Fault(spec.key, f"[{text}]", holders))
-    return faults
+    low = table.start[cut.row] + cut.start
+    inside = ((low < stop) & (low + cut.shape > start)).all(axis=1)
+    meets = np.zeros(len(table), np.bool_)
+    meets[cut.row[inside]] = True
+    return meets
 
 
-def _regions(count: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> list[tuple[slice, ...]]:
-    """Group the cells whose count is not 1 into boxes of equal count, greedily, in row-major order."""
-    left = count != 1
-    regions = []
-    while left.any():
-        corner = np.unravel_index(int(left.argmax()), left.shape)
-        region = [slice(int(c), int(c) + 1) for c in corner]
-        for dim in reversed(range(count.ndim)):
-            while region[dim].stop < count.shape[dim]:
-                grown = [*region]
-                grown[dim] = slice(region[dim].stop, region[dim].stop + 1)
-                slab = tuple(grown)
-                if not (left[slab].all() and (count[slab] == count[corner]).all()):
-                    break
-                region[dim] = slice(region[dim].start, region[dim].stop + 1)
-        left[tuple(region)] = False
-        regions.append(tuple(region))
-    return regions
+def _distinct(ranks: Ints) -> tuple[int, ...]:
+    return tuple(np.unique(ranks).tolist())

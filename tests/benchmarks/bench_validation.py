@@ -1,0 +1,260 @@
+"""How long it takes to prove and plan a save of a million chunks, beside what others do with fewer.
+
+Run by hand: `python tests/benchmarks/bench_validation.py [--chunks N] [--peer-chunks N]`. CPU time of one
+core, median of 3 runs. Each run is a process of its own; for megackpt its peak memory is that of the messages
+of all ranks and the work on them, interpreter and numpy included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+REPEATS = 3
+Chunk = tuple[tuple[int, ...], tuple[int, ...], int, int, bool]  # start, shape, flat start, flat stop, main
+Rank = dict[str, tuple[tuple[int, ...], list[Chunk]]]  # key -> (global shape, chunks)
+
+
+# --- worlds: what each rank declares, as plain tuples
+
+
+def megatron_world(chunks: int) -> list[Rank]:
+    """TP 8 x PP 8 x DP 8: a quarter of the arrays is replicated over DP, the others are flat over it."""
+    tp = pp = dp = 8
+    arrays = max(4, chunks // (tp * pp * dp))
+    ranks: list[Rank] = []
+    for p, t, d in np.ndindex(pp, tp, dp):
+        mine: Rank = {}
+        for a in range(arrays):
+            box = (3, 128 + a % 7, 64)  # layers, rows, columns on one rank
+            start = (p * box[0], t * box[1], 0)
+            whole = (pp * box[0], tp * box[1], box[2])
+            numel = math.prod(box)
+            if a % 4 == 0:
+                mine[f"decoder.layers.p{a:05d}"] = (whole, [(start, box, 0, numel, d == 0)])
+            else:  # ranges as a distributed optimizer cuts them: not at rows
+                ends = [numel * i // dp + (37 if 0 < i < dp else 0) for i in (d, d + 1)]
+                mine[f"optimizer.p{a:05d}"] = (whole, [(start, box, ends[0], ends[1], True)])
+        ranks.append(mine)
+    return ranks
+
+
+def grid_world(chunks: int) -> list[Rank]:
+    """Equal fragments, each on one rank."""
+    return _grids(chunks, lambda n, parts: [n * i for i in range(parts + 1)])
+
+
+def irregular_world(chunks: int) -> list[Rank]:
+    """Uneven fragments along two axes, each on one rank."""
+    rng = np.random.default_rng(0)
+    return _grids(chunks, lambda n, parts: [0, *np.cumsum(rng.integers(1, 2 * n, parts)).tolist()])
+
+
+def _grids(chunks: int, edges_of: Callable[[int, int], list[int]]) -> list[Rank]:
+    side, size = 22, 22 * 22
+    ranks: list[Rank] = [{} for _ in range(size)]
+    for a in range(max(1, chunks // side**2)):
+        rows, cols = edges_of(16, side), edges_of(64, side)
+        whole = (rows[-1], cols[-1])
+        cells = ((r, c) for r in pairwise(rows) for c in pairwise(cols))
+        for i, ((top, bottom), (left, right)) in enumerate(cells):
+            shape = (bottom - top, right - left)
+            chunk = ((top, left), shape, 0, math.prod(shape), True)
+            ranks[(a + i) % size].setdefault(f"p{a:05d}", (whole, []))[1].append(chunk)
+    return ranks
+
+
+WORLDS = {"megatron": megatron_world, "grid": grid_world, "irregular": irregular_world}
+
+
+# --- ours
+
+
+def _messages(ranks: list[Rank]) -> list[bytes]:
+    """What each rank would send to the others."""
+    from megackpt.metadata import ArraySpec, ChunkTable, DeclaredChunks, pack_columns
+
+    def of(rank: int) -> bytes:
+        mine = ranks[rank]
+        keys = sorted(mine)
+        rows = [(i, *chunk) for i, key in enumerate(keys) for chunk in mine[key][1]]
+        array, start, shape, low, high, main = (np.array(c) for c in zip(*rows, strict=True))
+        table = ChunkTable(
+            tuple(ArraySpec(key, "float32", mine[key][0]) for key in keys),
+            array, start, shape, low, high, (high - low) * 4,
+        )  # fmt: skip
+        none = np.zeros(len(rows), np.bool_)
+        slots = np.arange(len(rows))
+        return pack_columns(DeclaredChunks(table, main, none, np.full(len(rows), rank), slots).to_columns())
+
+    return [of(rank) for rank in range(len(ranks))]
+
+
+def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
+    """Decode, merge, prove and plan what came from all ranks."""
+    from megackpt.metadata import decode_declarations, merge_declarations, unpack_columns
+    from megackpt.planning import plan_save
+    from megackpt.validation import check_coverage
+
+    clock = _Clock()
+    declared = decode_declarations([unpack_columns(m, where="message") for m in messages])
+    yield "decode", clock.lap()
+    merged = merge_declarations(declared)
+    yield "merge", clock.lap()
+    check_coverage(merged)
+    yield "coverage", clock.lap()
+    plan_save(merged, ranks=len(messages))
+    yield "plan", clock.lap()
+
+
+# --- others
+
+
+def bench_dcp(ranks: list[Rank]) -> Iterator[tuple[str, float]]:
+    """`DefaultSavePlanner.create_global_plan`: remove duplicates, make metadata, validate."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    def item(key: str, whole: tuple[int, ...], chunk: Chunk) -> WriteItem:
+        start, shape = torch.Size(chunk[0]), torch.Size(chunk[1])
+        data = TensorWriteData(
+            ChunkStorageMetadata(start, shape), TensorProperties(dtype=torch.float32), torch.Size(whole)
+        )
+        return WriteItem(MetadataIndex(key, start), WriteItemType.SHARD, tensor_data=data)
+
+    plans = [
+        SavePlan([item(key, whole, c) for key, (whole, chunks) in rank.items() for c in chunks])
+        for rank in ranks
+    ]
+    clock = _Clock()
+    DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    yield "coverage", clock.lap()
+
+
+def bench_megatron(ranks: list[Rank]) -> Iterator[tuple[str, float]]:
+    """`validate_sharding_integrity` on what its all_gather_object returns."""
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=1)
+
+    def sharded(key: str, whole: tuple[int, ...], chunk: Chunk, is_grid: bool) -> ShardedTensor:
+        start, shape = chunk[0], chunk[1]
+        fragments = tuple(g // n for g, n in zip(whole, shape, strict=True)) if is_grid else None
+        return ShardedTensor(key, None, torch.float32, shape, whole, start, fragments, 0 if chunk[4] else 1)
+
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for rank in ranks:
+        for key, (_, chunks) in rank.items():
+            shapes.setdefault(key, set()).update(c[1] for c in chunks)
+    gathered = [
+        [sharded(k, w, c, len(shapes[k]) == 1) for k, (w, chunks) in rank.items() for c in chunks]
+        for rank in ranks
+    ]
+    clock = _Clock()
+    validate_sharding_integrity(gathered)
+    yield "coverage", clock.lap()
+
+
+# --- measuring
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._at = time.process_time()
+
+    def lap(self) -> float:
+        before, self._at = self._at, time.process_time()
+        return self._at - before
+
+
+PEERS = {"torch DCP": bench_dcp, "Megatron-Core": bench_megatron}
+
+
+def _measure(who: str, world: str, chunks: int) -> None:
+    """Print the result of one run; called in a process of its own."""
+    if who == "megackpt":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory does not count
+            rows, arrays, messages = pool.apply(_built, (world, chunks))
+        laps = dict(bench_ours(messages))
+    else:
+        ranks = WORLDS[world](chunks)
+        rows, arrays = _size_of(ranks)
+        laps = dict(PEERS[who](ranks))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"rows": rows, "arrays": arrays, "peak_mib": peak, **laps}))
+
+
+def _built(world: str, chunks: int) -> tuple[int, int, list[bytes]]:
+    ranks = WORLDS[world](chunks)
+    return (*_size_of(ranks), _messages(ranks))
+
+
+def _size_of(ranks: list[Rank]) -> tuple[int, int]:
+    return sum(len(c) for rank in ranks for _, c in rank.values()), len(
+        {key for rank in ranks for key in rank}
+    )
+
+
+def _medians(who: str, world: str, chunks: int) -> dict[str, float] | str:
+    runs: list[dict[str, float]] = []
+    for _ in range(REPEATS):
+        command = [sys.executable, "-W", "ignore", __file__, "--measure", who, world, str(chunks)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr.strip().splitlines()[-1]
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--peer-chunks", type=int, default=100_000)
+    parser.add_argument("--measure", nargs=3, metavar=("WHO", "WORLD", "CHUNKS"))
+    args = parser.parse_args()
+    if args.measure:
+        _measure(args.measure[0], args.measure[1], int(args.measure[2]))
+        return
+    todo = [("megackpt", world, args.chunks) for world in WORLDS]
+    # The megatron world is left out for the others: neither of them has flat ranges any more.
+    todo += [
+        (who, world, args.peer_chunks) for world in ("grid", "irregular") for who in ("megackpt", *PEERS)
+    ]
+    head = ("", "world", "chunks", "arrays", "decode s", "merge s", "coverage s", "plan s", "peak MiB")
+    print("{:14} {:10} {:>9} {:>7} {:>9} {:>8} {:>11} {:>7} {:>9}".format(*head))
+    for who, world, chunks in todo:
+        found = _medians(who, world, chunks)
+        if isinstance(found, str):
+            print(f"{who:14} {world:10} {found}")
+            continue
+        laps = [
+            f"{found[name]:.2f}" if name in found else "-" for name in ("decode", "merge", "coverage", "plan")
+        ]
+        print(
+            f"{who:14} {world:10} {found['rows']:9,.0f} {found['arrays']:7,.0f} {laps[0]:>9} {laps[1]:>8} "
+            f"{laps[2]:>11} {laps[3]:>7} {found['peak_mib']:9,.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
