@@ -23,7 +23,7 @@ from megackpt.mapping import (
     ShardedTensorFactory,
 )
 from megackpt.mapping.foreign import adopt
-from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge
+from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge, without_positions
 
 Dropped = Set[str]
 """Keys for which nothing was loaded."""
@@ -90,7 +90,7 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
         tuple(expansion.objects),
         expansion.per_rank,
         frozenset(expansion.replicated),
-        {} if common is ABSENT else common,
+        {} if common is ABSENT else without_positions(common),
         finish,
     )
 
@@ -163,9 +163,11 @@ class _Expansion:
         finishes = map_leaves(finish_of, adopt(factory.build()), path)
 
         def finish(dropped: Dropped) -> Any:
-            is_partial = any(leaf(dropped) is ABSENT for _, leaf in iter_leaves([finishes]))
-            built = map_leaves(lambda _, leaf: leaf(dropped), finishes)
-            return ABSENT if is_partial else factory.merge_fn(built)
+            # Each leaf is finished once: it may be a factory whose merge_fn works in place.
+            loaded = {id(leaf): leaf(dropped) for _, leaf in iter_leaves([finishes])}
+            if any(value is ABSENT for value in loaded.values()):
+                return ABSENT
+            return factory.merge_fn(map_leaves(lambda _, leaf: loaded[id(leaf)], finishes))
 
         return finish
 

@@ -12,8 +12,8 @@ from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.keys import add_prefix_for_sharding
 from megackpt.mapping.layout import Layout
 from megackpt.mapping.local import LocalNonpersistentObject
-from megackpt.mapping.sharded_layout import Part, ShardedLayout
 from megackpt.mapping.plain import PerRank, Replicated
+from megackpt.mapping.sharded_layout import Part, ShardedLayout
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 

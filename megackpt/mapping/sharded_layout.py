@@ -25,7 +25,7 @@ from megackpt.mapping.checks import (
 )
 from megackpt.mapping.layout import Layout
 from megackpt.mapping.sharded_tensor import ShardedTensor, piece_of, place_on_grid
-from megackpt.mapping.views import flat_pieces, whole_view
+from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class ShardedLayout(ShardedBase):
         return [
             piece_of(self._block(part), piece)
             for part in self.parts
-            for piece in flat_pieces(part.view, self.data, self.flattened_range)
+            for piece in self._pieces(part.view, self.flattened_range)
         ]
 
     def without_data(self) -> ShardedLayout:
@@ -295,6 +295,13 @@ class ShardedLayout(ShardedBase):
         """Lay another tensor out in the same way; see `ShardedBase.retarget`."""
         replica = self.replica_id if replica_id is None else replica_id
         return replace(self, key=key, data=data, replica_id=replica, flattened_range=flattened_range)
+
+    def _pieces(self, view: View, held: slice) -> list[FlatPiece]:
+        if view.numel:
+            return flat_pieces(view, self.data, held)
+        # A part without elements lies in no flat range, yet its key has to be in the checkpoint.
+        data = None if self.data is None else self.data.detach()[:0].reshape(view.shape)
+        return [FlatPiece((0,) * len(view.axes), view.shape, None, data)]
 
     def _block(self, part: Part) -> ShardedTensor:
         """Declare the whole local block of a part, without data."""

@@ -15,6 +15,10 @@ ABSENT = object()
 """What a mapping function returns to leave a leaf out."""
 
 
+class Positions(dict[int, Any]):
+    """What is left of a list that lost leaves, by position, until `merge` puts the others in their places."""
+
+
 def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `(path, leaf)`, dicts and lists in order. Anything but a dict or a list is a leaf."""
     for key, child in _children(tree).items():
@@ -30,9 +34,8 @@ def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
 
     A container whose leaves all stay what they are is returned itself, so its type stays (an OrderedDict).
 
-    A dict loses the leaves for which fn returns ABSENT. A list that loses any becomes a dict of what is left,
-    keyed by position, so that `merge` can put the others back in their places. A container that loses all it
-    had is ABSENT itself; one that was empty stays.
+    A dict loses the leaves for which fn returns ABSENT. A list that loses any becomes the Positions of what
+    is left. A container that loses all it had is ABSENT itself; one that was empty stays.
     """
     if not isinstance(tree, (dict, list)):
         return fn(path, tree)
@@ -48,7 +51,20 @@ def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
         return tree
     if isinstance(tree, list) and len(mapped) == len(tree):
         return list(mapped.values())
-    return mapped
+    return Positions(mapped) if isinstance(tree, (list, Positions)) else mapped
+
+
+def without_positions(tree: Any) -> Any:
+    """Return the tree with plain dicts in place of Positions, for storage; the rest stays what it is."""
+    if not isinstance(tree, (dict, list)):
+        return tree
+    children = _children(tree)
+    plain = {key: without_positions(child) for key, child in children.items()}
+    if isinstance(tree, Positions):
+        return plain
+    if all(plain[key] is child for key, child in children.items()):
+        return tree
+    return plain if isinstance(tree, dict) else list(plain.values())
 
 
 def without_empty(tree: Any) -> Any:
@@ -63,8 +79,11 @@ def without_empty(tree: Any) -> Any:
 def merge(base: Any, other: Any, path: str = "") -> Any:
     """Return the union of two trees split by `map_leaves`; where both have a leaf, `other`'s stands.
 
+    Positions become a list again where the two make it whole, else a plain dict. base may have plain dicts
+    for them (see `without_positions`): that one side knows of a list is enough.
+
     Raises:
-        DeclarationError: one has a leaf where the other has a dict or list.
+        DeclarationError: one has a leaf where the other has a dict or list, or a list has gaps.
     """
     if isinstance(base, (dict, list)) and isinstance(other, (dict, list)):
         if not other:
@@ -99,13 +118,16 @@ def _merge_containers(base: dict[Any, Any] | list[Any], other: dict[Any, Any] | 
     left = _children(base)
     merged = dict(left)
     for key, value in _children(other).items():
-        merged[key] = merge(left[key], value, join(path, key)) if key in left else value
+        step = join(path, key)
+        merged[key] = merge(left[key], value, step) if key in left else without_positions(value)
+    is_whole = sorted(merged, key=repr) == sorted(range(len(merged)), key=repr)
     if isinstance(base, list) or isinstance(other, list):
-        if sorted(merged, key=repr) != sorted(range(len(merged)), key=repr):
+        if not is_whole:
             raise DeclarationError(
                 f"The list at {path!r} has positions {sorted(merged, key=repr)}, which is not a whole list. "
                 f"The checkpoint holds another number of elements than the state dict asks for.",
                 path=path,
             )
-        return [merged[i] for i in range(len(merged))]
-    return merged
+    elif not (is_whole and isinstance(other, Positions)):
+        return merged
+    return [merged[i] for i in range(len(merged))]

@@ -37,7 +37,7 @@ def viewed(draw: st.DrawFn) -> tuple[View, torch.Tensor]:
     return view, block
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)
 @given(viewed())
 def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor]) -> None:
     view, block = pair
@@ -48,7 +48,7 @@ def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor
     assert torch.equal(whole_view(view, turned), block)  # type: ignore[arg-type]
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)
 @given(viewed(), st.data())
 def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_place(
     pair: tuple[View, torch.Tensor], data: st.DataObject
