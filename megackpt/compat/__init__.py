@@ -1,0 +1,1 @@
+"""Faces that other libraries' users know: their module names and signatures over our core."""

@@ -1,0 +1,160 @@
+"""Our formats as strategies of Megatron-Core's kind.
+
+Owns the translation of a strategy, a `(backend, version)` pair or None into what `megackpt.save` takes. A
+strategy of Megatron-Core's kind moves the sharded part of a state dict; in megackpt a format moves bytes and
+the engine does the rest, so these stand for a choice of format, and what they do by themselves is a whole
+save or load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, NoReturn
+
+from megackpt import api
+from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import refuse_async
+from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from megackpt.compat.megatron.refusal import refuse
+from megackpt.errors import DeclarationError
+from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
+from megackpt.mapping import ShardedStateDict, StateDict
+
+logger = logging.getLogger(__name__)
+
+NATIVE = (DEFAULT_BACKEND, 1)
+
+
+class FormatSaveStrategy(AsyncSaveShardedStrategy):
+    """Saves in one of our formats.
+
+    Attributes:
+        choice: what `megackpt.save` takes as its strategy.
+    """
+
+    def __init__(self, backend: str, version: int) -> None:
+        super().__init__(backend, version)
+        self.choice: SaveChoice = (backend, version)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Save a whole checkpoint: what is not sharded becomes its common state. Collective."""
+        api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=self.choice)
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> Any:
+        """Refuse, until this library saves asynchronously.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        refuse_async("async_save")
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True: every format of ours stores objects."""
+        return True
+
+
+class DetectingLoadStrategy(LoadShardedStrategy):
+    """Loads a checkpoint of any format that can be read here, as its metadata.json says."""
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+        """Return the loaded state dict, common state included. Collective."""
+        loaded: StateDict = api.load(sharded_state_dict, checkpoint_dir)
+        return loaded
+
+    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+        """Return the global arrays without data, by key. Local."""
+        return dict(api.load_tensors_metadata(checkpoint_dir))
+
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+        """Return global arrays and objects without data. Local."""
+        return dict(api.load_sharded_metadata(checkpoint_dir))
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+        """Take every array and object whose key begins with key_prefix out of a checkpoint. Local."""
+        api.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Do nothing: a format that cannot be read is refused when it is opened."""
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Do nothing: a version that cannot be read is refused when it is opened."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True: every format of ours stores objects."""
+        return True
+
+
+def default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
+    """Return the strategy for a format by name.
+
+    `torch_dist` is what Megatron-Core calls its default, so programs ask for it that do not care: while this
+    library cannot write it they get the native format, and a warning.
+
+    Raises:
+        DeclarationError: there is no such format.
+    """
+    if backend == "torch_dist" and not is_writable(backend, version):
+        logger.warning(
+            "Format torch_dist cannot be written by this version of megackpt; checkpoints are saved in "
+            "the native "
+            "format megackpt, which load() detects."
+        )
+        return FormatSaveStrategy(*NATIVE)
+    save_strategy((backend, version))
+    return FormatSaveStrategy(backend, version)
+
+
+def is_writable(backend: str, version: int) -> bool:
+    """Say whether this library writes a format."""
+    try:
+        save_strategy((backend, version))
+    except DeclarationError:
+        return False
+    return True
+
+
+def save_choice(strategy: Any) -> SaveChoice:
+    """Return what `megackpt.save` takes for what Megatron-Core's `save` is given.
+
+    Raises:
+        UnsupportedError: a strategy of someone else's.
+        DeclarationError: no such format.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    if strategy is None or hasattr(strategy, "write_chunks"):  # a strategy of our own core is taken as it is
+        return strategy  # type: ignore[no-any-return]
+    if not hasattr(strategy, "choice"):
+        refuse_strangers(strategy, "megackpt.formats.strategy.SaveStrategy")
+    choice: SaveChoice = strategy.choice
+    return choice
+
+
+def check_load_strategy(strategy: Any) -> None:
+    """Check that a strategy given to `load` leaves the work to us.
+
+    Raises:
+        UnsupportedError: a strategy of someone else's.
+        DeclarationError: no such format.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
+    inner = getattr(strategy, "base_strategy", strategy)
+    if inner is not None and not isinstance(inner, DetectingLoadStrategy):
+        refuse_strangers(inner, "megackpt.formats.strategy.LoadStrategy")
+
+
+def refuse_strangers(strategy: object, protocol: str) -> NoReturn:
+    """Refuse a strategy that someone else wrote against Megatron-Core's base classes."""
+    refuse(
+        f"A strategy of another kind ({type(strategy).__name__})",
+        because="here a strategy only moves bytes, and the engine decides who writes and reads what.",
+        instead=f"Implement {protocol}.",
+    )

@@ -1,0 +1,249 @@
+"""Models of the real Megatron-Core on CPU ranks: built, run and saved, for the tests in this folder.
+
+Every function runs in a worker of a RankPool, and no part of Megatron-Core is replaced. `_without_gpu` says
+what it takes to run it where torch has no CUDA.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megackpt
+from megackpt.compat import megatron
+from megackpt.engine.expand import expand
+
+VOCAB, SEQUENCE, BATCH, HIDDEN = 64, 16, 2, 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture.
+
+    Attributes:
+        name: shown in test ids.
+        norm: `LayerNorm` or `RMSNorm`.
+        tied: share the embedding with the output layer.
+        rope: rotary positions; otherwise learned ones.
+        experts: number of experts of each layer; 0 for a dense MLP.
+    """
+
+    name: str
+    norm: str = "RMSNorm"
+    tied: bool = False
+    rope: bool = True
+    swiglu: bool = True
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are divided; dp is what remains of the world."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    world: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.world or self.tp * self.pp * self.ep
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}pp{self.pp}ep{self.ep}x{self.ranks}"
+
+
+def build(case: Case, layout: Layout, *, seed: int, installed: bool) -> torch.nn.Module:
+    """Return this rank's part of a GPTModel with random weights; collective.
+
+    With `installed` Megatron-Core is imported after `megatron.install()`, without it before: a worker can do
+    one of both.
+    """
+    if installed:
+        megatron.install()
+    _without_gpu()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
+    initialize_rng_tracker(inference_rng_tracker=True)
+    torch.manual_seed(seed * 1000 + dist.get_rank())
+    moe = (
+        {
+            "num_moe_experts": case.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_aux_loss_coeff": 0.0,
+        }
+        if case.experts
+        else {}
+    )
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=48,
+        use_cpu_initialization=True,
+        gated_linear_unit=case.swiglu,
+        activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=not case.swiglu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        normalization=case.norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        pipeline_dtype=torch.float32,
+        **moe,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.norm),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope" if case.rope else "learned_absolute",
+        share_embeddings_and_output_weights=case.tied,
+        parallel_output=False,
+    )
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, layout: Layout) -> torch.Tensor | None:
+    """Return the logits of fixed tokens on ranks of the last stage, None on others; collective."""
+    from megatron.core import parallel_state
+
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
+    if not first:
+        received = torch.empty(SEQUENCE, BATCH, HIDDEN)
+        dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(received)
+    output = model(tokens, positions, mask)
+    if not last:
+        dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return output if last else None
+
+
+def _without_gpu() -> None:
+    """Answer for the GPU that this torch does not have.
+
+    Megatron-Core 0.16.1 puts tensors on `torch.cuda.current_device()` and calls `Tensor.cuda()` even where
+    everything else is on CPU: torch, not Megatron-Core, is told that this device is the CPU. And where
+    Transformer Engine is absent its `moe_utils` never defines a name that it then compares with None.
+    """
+    if torch.cuda.is_available():
+        return
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def oracle(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the whole global array that a key stands for: the same at every layout."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
+    values = 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values + 1 if "norm" in key and key.endswith("weight") else values
+
+
+@torch.no_grad()
+def fill(sharded_state_dict: dict[str, Any]) -> None:
+    """Write this rank's part of the oracle into every tensor of a sharded state dict."""
+    for entity in expand(sharded_state_dict, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors:
+        entity.data.copy_(oracle(entity.key, entity.global_shape)[entity.global_slice()])
+
+
+def save_filled(case: Case, layout: Layout, path: str, installed: bool) -> torch.Tensor | None:
+    """Build, fill from the oracle, save; return the logits on the last stage."""
+    model: Any = build(case, layout, seed=1, installed=installed)
+    state = model.sharded_state_dict()
+    fill(state)
+    _faces(installed).save(state, path)
+    return logits_of(model, layout)
+
+
+def load_and_save(
+    case: Case, layout: Layout, path: str, copy: str, installed: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Load into a model with other weights and save it again; return its logits and those of the oracle."""
+    model: Any = build(case, layout, seed=2, installed=installed)
+    face = _faces(installed)
+    model.load_state_dict(face.load(model.sharded_state_dict(), path))
+    face.save(model.sharded_state_dict(), copy)
+    loaded = logits_of(model, layout)
+    fill(model.sharded_state_dict())
+    return loaded, logits_of(model, layout)
+
+
+def kinds(case: Case, layout: Layout, installed: bool) -> set[tuple[str, str]]:
+    """Return module and name of the class of every leaf of a model's sharded state dict."""
+    model: Any = build(case, layout, seed=1, installed=installed)
+    return {(type(v).__module__, type(v).__name__) for v in model.sharded_state_dict().values()}
+
+
+def save_adam(case: Case, layout: Layout, path: str) -> None:
+    """Save a model and its Adam states after a step whose gradients are the oracle's, with install()."""
+    _, state = _adam_state(case, layout)
+    _faces(True).save(state, path)
+
+
+def load_adam(case: Case, layout: Layout, path: str, copy: str) -> None:
+    """Load model and Adam states, wiped before, and save them again, with install()."""
+    optimizer, state = _adam_state(case, layout)
+    for entity in expand(state, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors:
+        entity.data.detach().zero_()
+    face = _faces(True)
+    loaded = face.load(state, path)
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert all(s["step"] == 1 for s in optimizer.state.values())
+    face.save(state, copy)
+
+
+def _adam_state(case: Case, layout: Layout) -> tuple[Any, dict[str, Any]]:
+    model: Any = build(case, layout, seed=1, installed=True)
+    from megatron.core.dist_checkpointing import optimizer as helpers
+
+    declared = model.sharded_state_dict()
+    fill(declared)
+    params = list(model.parameters())
+    optimizer = torch.optim.Adam(params)
+    by_id = helpers.get_param_id_to_sharded_param_map(declared, params)
+    for number, param in enumerate(params):
+        param.grad = torch.empty_like(param)
+        fill({"grad": helpers.make_sharded_optimizer_tensor(by_id[number], param.grad, "grad")})
+    optimizer.step()
+    states = optimizer.state_dict()
+    helpers.optim_state_to_sharding_state(states, by_id)
+    return optimizer, {"model": declared, "optimizer": states}
+
+
+def _faces(installed: bool) -> Any:
+    """Return what saves and loads: Megatron-Core's module path, or megackpt itself."""
+    if not installed:
+        return megackpt
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing
