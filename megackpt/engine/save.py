@@ -7,7 +7,7 @@ meeting of all, where a failure becomes the same error everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
 from megackpt.metadata import DeclaredChunks, merge_declarations, pack_columns, unpack_columns
 from megackpt.options import SaveOptions
-from megackpt.planning import SavePlan, plan_save
+from megackpt.planning import SavePlan, plan_own, plan_save
 from megackpt.storage import Store, digest_of
 from megackpt.validation import check_coverage
 from megackpt.validation.common import check_common_equal, check_replicated_equal
@@ -65,6 +65,21 @@ class _Local:
         return pieces_of(data, piece_bytes=piece_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What ranks have agreed on before they write.
+
+    Attributes:
+        attempt: the id of this attempt.
+        plan: the plan; at least this rank's own rows of it.
+        complete: collective; returns the plan of all ranks on rank 0, and whatever there is on the others.
+    """
+
+    attempt: str
+    plan: SavePlan
+    complete: Callable[[], SavePlan]
+
+
 def save_state(
     request: SaveRequest, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
 ) -> None:
@@ -74,41 +89,62 @@ def save_state(
         CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
             this one if only the last meeting, after the commit, failed.
     """
-    local, plan, attempt = _describe_and_plan(request, store, group)
-    try:
-        _write_and_commit(request, local, plan, attempt, store, strategy, group, options)
-    except Exception:
-        if group.rank == 0:
-            manifest.discard(store, attempt=attempt, strategy=strategy)
-        raise
-
-
-def _describe_and_plan(request: SaveRequest, store: Store, group: Group) -> tuple[_Local, SavePlan, str]:
     prepared: list[_Local] = []
 
     def prepare() -> bytes:
         if group.rank == 0:
             store.create()
-        local = _prepare(request, group)
-        prepared.append(local)
-        return _message(request, local, group.rank)
+        prepared.append(_prepare(request, group))
+        return _message(request, prepared[0], group.rank)
 
     messages = together(group, prepare, doing="preparing the save")
+    (local,) = prepared
+    agreed = (
+        _agree_on_all(request, local, messages, group) if request.validate else _agree(local, messages, group)
+    )
+    try:
+        _write_and_commit(request, local, agreed, store, strategy, group, options)
+    except Exception:
+        if group.rank == 0:
+            manifest.discard(store, attempt=agreed.attempt, strategy=strategy)
+        raise
+
+
+def _agree_on_all(request: SaveRequest, local: _Local, messages: list[bytes], group: Group) -> _Agreed:
+    """Plan from the declarations of all ranks, after proving them right.
+
+    Every rank computes the same from the same, so errors are common by themselves.
+    """
     headers, declared = zip(*(_parse(m, rank) for rank, m in enumerate(messages)), strict=True)
-    # From here to the end of planning every rank computes the same from the same, so errors are common by
-    # themselves.
     replicated = [header["replicated"] for header in headers]
     merged = _with_one_main_each(merge_declarations(declared), {key for held in replicated for key in held})
-    if request.validate:
-        check_replicated_equal(replicated)
-        check_coverage(merged)
-        if len({h["common"] for h in headers}) > 1:
-            _name_common_difference(request, prepared[0], group)
-    return prepared[0], plan_save(merged, ranks=group.size), headers[0]["attempt"]
+    check_replicated_equal(replicated)
+    check_coverage(merged)
+    if len({h["common"] for h in headers}) > 1:
+        _name_common_difference(request, local, group)
+    plan = plan_save(merged, ranks=group.size)
+    return _Agreed(headers[0]["attempt"], plan, lambda: plan)
+
+
+def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
+    """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
+    attempt: str = json.loads(messages[0])["attempt"]
+    # Nobody knows who else holds a replicated value: every holder stores it.
+    mine = _with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
+
+    def complete() -> SavePlan:
+        parts = together_at_root(
+            group, lambda: pack_columns(mine.to_columns()), doing="collecting declarations"
+        )
+        unpacked = [unpack_columns(part, where=f"declarations of rank {r}") for r, part in enumerate(parts)]
+        declared = [DeclaredChunks.from_columns(columns, rank=rank) for rank, columns in enumerate(unpacked)]
+        return plan_own(merge_declarations(declared))
+
+    return _Agreed(attempt, plan_own(mine), complete)
 
 
 def _with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:
-    """Make the lowest rank that holds a replicated value its main replica."""
+    """Make the lowest rank that holds a replicated value its main replica, and no other."""
     chosen = np.array([a.key in replicated for a in declared.table.arrays], np.bool_)
     rows = np.flatnonzero(chosen[declared.table.array])
     first = np.unique(declared.table.array[rows], return_index=True)[1]  # rows are in the order of ranks
@@ -132,14 +168,19 @@ def _prepare(request: SaveRequest, group: Group) -> _Local:
     return _Local(expanded, tuple(blobs))
 
 
+def _declare(local: _Local, rank: int) -> DeclaredChunks:
+    return describe(local.expanded.entities, rank=rank, object_nbytes=[len(b) for b in local.blobs])
+
+
 def _message(request: SaveRequest, local: _Local, rank: int) -> bytes:
-    """What the other ranks have to know: an attempt id, a digest of the common state, the declarations."""
-    declared = describe(local.expanded.entities, rank=rank, object_nbytes=[len(b) for b in local.blobs])
-    common = digest_of(_common_leaves(request, local)) if request.validate else ""
+    """What the others have to know: an attempt id and, to be proved, declarations and digests."""
+    header: dict[str, Any] = {"attempt": new_attempt()}
+    if not request.validate:
+        return json.dumps(header).encode()
     values = {o.key: o.data for o in local.expanded.objects if o.key in local.expanded.replicated}
-    replicated = {key: digest_of(_leaves(value)) for key, value in values.items()}
-    header = {"attempt": new_attempt(), "common": common, "replicated": replicated}
-    columns = declared.to_columns()
+    header["replicated"] = {key: digest_of(_leaves(value)) for key, value in values.items()}
+    header["common"] = digest_of(_common_leaves(request, local))
+    columns = _declare(local, rank).to_columns()
     return pack_columns({**columns, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
 
 
@@ -170,26 +211,25 @@ def _name_common_difference(request: SaveRequest, local: _Local, group: Group) -
 def _write_and_commit(
     request: SaveRequest,
     local: _Local,
-    plan: SavePlan,
-    attempt: str,
+    agreed: _Agreed,
     store: Store,
     strategy: SaveStrategy,
     group: Group,
     options: SaveOptions,
 ) -> None:
-    rows = plan.rows_of(group.rank)
+    rows = agreed.plan.rows_of(group.rank)
 
     def write() -> bytes:
-        slots = plan.slot[rows].tolist()
+        slots = agreed.plan.slot[rows].tolist()
         return strategy.write_chunks(
             store,
-            attempt=attempt,
+            attempt=agreed.attempt,
             rank=group.rank,
-            chunks=plan.table.take(rows),
+            chunks=agreed.plan.table.take(rows),
             pieces=lambda row: local.pieces(slots[row], options.piece_bytes),
         )
 
-    def finish(receipts: list[bytes]) -> bytes:
+    def finish(receipts: list[bytes], plan: SavePlan) -> bytes:
         if group.rank == 0:
             common = {"state_dict": local.expanded.common, "content_metadata": request.content_metadata}
             said = {
@@ -197,14 +237,15 @@ def _write_and_commit(
                 "sharded_backend_version": strategy.version,
                 "common_backend": strategy.backend,
                 "common_backend_version": strategy.version,
-                "attempt": attempt,
+                "attempt": agreed.attempt,
                 "world_size": group.size,
-                **strategy.write_common(store, attempt=attempt, common=common),
-                **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
+                **strategy.write_common(store, attempt=agreed.attempt, common=common),
+                **strategy.write_index(store, attempt=agreed.attempt, plan=plan, receipts=receipts),
             }
             store.sync()
-            manifest.commit(store, said, attempt=attempt, strategy=strategy)
+            manifest.commit(store, said, attempt=agreed.attempt, strategy=strategy)
         return b""
 
     receipts = together_at_root(group, write, doing="writing its chunks")
-    together(group, lambda: finish(receipts), doing="writing the index")
+    plan = agreed.complete()
+    together(group, lambda: finish(receipts, plan), doing="writing the index")

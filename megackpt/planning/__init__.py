@@ -3,7 +3,7 @@
 from megackpt.planning.assign import assign_writers
 from megackpt.planning.load_plan import Copies, plan_load
 from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
-from megackpt.planning.save_plan import SavePlan, plan_save
+from megackpt.planning.save_plan import SavePlan, plan_own, plan_save
 
 __all__ = [
     "BlockCopy",
@@ -12,6 +12,7 @@ __all__ = [
     "SavePlan",
     "assign_writers",
     "plan_load",
+    "plan_own",
     "plan_reads",
     "plan_save",
 ]

@@ -58,6 +58,17 @@ def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
     return SavePlan(table, writer, held.slot[choice], _offsets(table, writer))
 
 
+def plan_own(declared: DeclaredChunks) -> SavePlan:
+    """Let every rank write its own main replicas: its part of the plan follows from its own declarations.
+
+    For ranks that do not exchange them before they write. Nothing is spread, and a chunk with two main
+    replicas is written twice.
+    """
+    mains = declared.take(declared.main & (declared.table.nbytes > 0))
+    mains = mains.take(_index_order(mains.table))
+    return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
+
+
 def _index_order(table: ChunkTable) -> Ints:
     """Sort by array, start, shape and flat range; copies keep the order of merged rows, that of ranks."""
     return np.lexsort((table.flat_stop, table.flat_start, table.extents(), table.places()))

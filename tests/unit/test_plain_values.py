@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megackpt import (
+    FormatError,
     MismatchError,
     PerRank,
     Replicated,
+    ShardedTensor,
     load,
     load_common_state_dict,
     load_sharded_metadata,
@@ -72,3 +74,45 @@ def test_replicated_values_that_differ_are_named_with_the_ranks(tmp_path: Path) 
         assert "'v': ranks 0, 1 and ranks 2 hold different values" in str(error)
         assert "same" not in str(error)
         assert error.key == "v"
+
+
+def test_without_validation_all_kinds_are_stored_too(tmp_path: Path) -> None:
+    def state(rank: int, value: float) -> dict[str, Any]:
+        shard = ShardedTensor.from_rank_offsets("w", torch.full((3,), value * (rank + 1)), (0, rank, 3))
+        shared = ShardedTensor.from_rank_offsets("s", torch.full((2,), value), replica_id=rank)
+        many = [
+            ShardedTensor.from_rank_offsets(f"many{i}", torch.full((2,), value), (0, rank, 3))
+            for i in range(200)
+        ]
+        return {
+            "w": shard,
+            "s": shared,
+            "many": many,
+            "r": Replicated("r", 5),
+            "p": PerRank("p", rank),
+            "c": 1,
+        }
+
+    for validate in (True, False):
+        directory = tmp_path / str(validate)
+
+        def save_rank(group: Group, directory: Path = directory, validate: bool = validate) -> None:
+            save(state(group.rank, 1.0), directory, validate_access_integrity=validate, group=group)
+
+        def load_rank(group: Group, directory: Path = directory) -> Any:
+            return load(state(group.rank, 0.0), directory, group=group)
+
+        SimulatedWorld(3).run(save_rank)
+        for rank, loaded in enumerate(SimulatedWorld(3).run(load_rank)):
+            assert loaded["w"].tolist() == [rank + 1.0] * 3
+            assert loaded["s"].tolist() == [1.0, 1.0]
+            assert (loaded["r"], loaded["p"], loaded["c"]) == (5, rank, 1)
+            assert all(t.tolist() == [1.0, 1.0] for t in loaded["many"])
+
+
+def test_without_validation_nothing_is_proved(tmp_path: Path) -> None:
+    hole = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2))
+    save({"w": hole}, tmp_path / "c", validate_access_integrity=False)
+    assert load({"w": hole.without_data()}, tmp_path / "c")["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(FormatError, match="has no data for some elements"):
+        load({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c")

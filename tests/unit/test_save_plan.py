@@ -9,7 +9,7 @@ import torch
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks, itemsizes, merge_declarations
-from megackpt.planning import SavePlan, assign_writers, plan_save
+from megackpt.planning import SavePlan, assign_writers, plan_own, plan_save
 
 
 def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:
@@ -111,3 +111,21 @@ def test_giving_out_equal_chunks_at_once_ends_like_giving_them_out_one_by_one(
     assert (starts[:-1] <= chosen).all()
     assert (chosen < starts[1:]).all()
     assert flat[chosen].tolist() == writers_one_by_one(nbytes.tolist(), holders, ranks)
+
+
+def test_a_rank_plans_its_own_main_replicas_as_the_plan_of_all_ranks_says() -> None:
+    per_rank = []
+    for rank in range(3):
+        mine = torch.empty(5 + rank, dtype=torch.bfloat16)
+        entities = [
+            ShardedTensor.from_rank_offsets("a", torch.empty(4), (0, rank, 3)),
+            ShardedTensor.from_rank_offsets(f"own{rank}", mine),
+            ShardedTensor.from_rank_offsets("shared", torch.empty(2), replica_id=rank),
+        ]
+        per_rank.append(describe(entities, rank=rank))
+    whole = plan_own(merge_declarations(per_rank))
+    for rank, declared in enumerate(per_rank):
+        alone = plan_own(declared)
+        rows = whole.rows_of(rank)
+        assert alone.slot[alone.rows_of(rank)].tolist() == whole.slot[rows].tolist()
+        assert alone.offset_bytes[alone.rows_of(rank)].tolist() == whole.offset_bytes[rows].tolist()
