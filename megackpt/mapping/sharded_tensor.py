@@ -46,7 +46,7 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: how many leading global axes, of local size 1, the local tensor lacks (stacked
             layers).
         allow_shape_mismatch: the global shape may differ between checkpoint and request (vocabulary
-            padding); the overlap is loaded and the rest of the request keeps its values.
+            padding); the overlap is loaded and the rest of the request becomes zeros.
         flattened_range: `slice(start, stop)` of the row-major flattening of the local block that data holds.
 
     Raises:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megackpt.geometry import View
 from megackpt.mapping.views import flat_pieces, whole_view
+from megackpt.testing.layout_programs import LayoutProgram, layout_programs
 
 
 @st.composite
@@ -75,3 +76,14 @@ def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_p
     held = (block >= start) & (block < stop)
     assert torch.equal(found, torch.where(held, block * stride, -1))
     assert len(pieces) <= max(1, 2 * len(view.axes) - 1)
+
+
+@settings(max_examples=500, deadline=None)
+@given(layout_programs(), st.sampled_from([1, 2, 3, 6]))
+def test_a_layout_has_the_parts_that_torch_makes_by_the_same_steps(program: LayoutProgram, held: int) -> None:
+    local = torch.arange(math.prod(program.local_shape(held))).reshape(program.local_shape(held))
+    expected = program.views(local, held)
+    views = program.layout(held, key="w").views
+    assert list(views) == list(expected)
+    assert all(torch.equal(whole_view(views[name], local), part) for name, part in expected.items())  # type: ignore[arg-type]
+    assert sum(view.numel for view in views.values()) == local.numel()

@@ -1,0 +1,220 @@
+"""ShardedLayout: what each constructor stores, under which key and where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megackpt import load, save
+from megackpt.errors import DeclarationError
+from megackpt.geometry import View
+from megackpt.mapping import Layout, Part, ShardedLayout, ShardedTensor
+
+
+def stored(layout: ShardedLayout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {t.key: (t.global_shape, t.global_offset) for t in layout.tensors()}
+
+
+def test_split_stores_each_part_under_a_key_of_its_own() -> None:
+    w = torch.arange(12.0).reshape(6, 2)
+    layout = ShardedLayout.split("fc1", w, 0, {"gate": 2, "up": 4}, (0, 3, 8), (1, 1, 2), prepend_axis_num=1)
+    assert stored(layout) == {"fc1.gate": ((8, 4, 2), (3, 2, 0)), "fc1.up": ((8, 8, 2), (3, 4, 0))}
+
+
+def test_interleaved_query_groups_are_stored_apart_with_the_groups_as_an_axis() -> None:
+    qkv = torch.arange(8 * 3.0).reshape(8, 3)  # 2 groups of q q k v, head dim 1
+    layout = ShardedLayout.interleave("qkv", qkv, 0, {"q": 2, "k": 1, "v": 1}, (0, 1, 2))
+    assert stored(layout) == {
+        "qkv.q": ((4, 2, 3), (2, 0, 0)),
+        "qkv.k": ((4, 1, 3), (2, 0, 0)),
+        "qkv.v": ((4, 1, 3), (2, 0, 0)),
+    }
+    q, k, v = (t.data for t in layout.tensors())
+    assert torch.equal(q, qkv[[0, 1, 4, 5]].view(2, 2, 3))  # type: ignore[arg-type]
+    assert torch.equal(k, qkv[[2, 6]].view(2, 1, 3))  # type: ignore[arg-type]
+    assert torch.equal(v, qkv[[3, 7]].view(2, 1, 3))  # type: ignore[arg-type]
+
+
+def test_stacked_slabs_get_an_axis_after_the_prepended_ones() -> None:
+    experts = torch.arange(2 * 6.0).reshape(2, 6)  # [h, 3 experts of width 2]
+    layout = ShardedLayout.stack("experts", experts, 1, 3, (0, 1, 2), (1, 2, 4), prepend_axis_num=1)
+    assert stored(layout) == {"experts": ((2, 12, 2, 2), (1, 6, 0, 0))}
+    (tensor,) = layout.tensors()
+    assert torch.equal(tensor.data, torch.stack(experts.split(2, dim=1)))  # type: ignore[arg-type]
+
+
+def test_a_transposed_tensor_is_stored_with_its_dims_in_the_given_order() -> None:
+    w = torch.arange(24.0).reshape(2, 3, 4)
+    layout = ShardedLayout.transpose("w", w, (2, 0, 1), (0, 1, 2))
+    assert stored(layout) == {"w": ((8, 2, 3), (4, 0, 0))}
+    assert torch.equal(layout.tensors()[0].data, w.permute(2, 0, 1))  # type: ignore[arg-type]
+
+
+def test_compositions_name_parts_of_parts_and_count_axes_as_they_stand() -> None:
+    layout = (
+        Layout.of((4, 6))
+        .split(0, {"a": 1, "b": 3})
+        .transpose((1, 0))
+        .unflatten(0, (2, -1))
+        .split(1, {"x": 1, "y": 2})
+    )
+    assert {name: view.shape for name, view in layout.views.items()} == {
+        "a.x": (2, 1, 1),
+        "a.y": (2, 2, 1),
+        "b.x": (2, 1, 3),
+        "b.y": (2, 2, 3),
+    }
+
+
+WHOLE: dict[str, Callable[[torch.Tensor], ShardedLayout]] = {
+    "split": lambda t: ShardedLayout.split("w", t, 1, {"a": 1, "b": 5}),
+    "interleave": lambda t: ShardedLayout.interleave("w", t, 0, {"a": 1, "b": 2}),
+    "stack": lambda t: ShardedLayout.stack("w", t, 1, 3),
+    "transpose": lambda t: ShardedLayout.transpose("w", t, (1, 0)),
+}
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_every_layout_saved_whole_loads_in_place_into_flat_shards_and_back(
+    make: Callable[[torch.Tensor], ShardedLayout], tmp_path: Path
+) -> None:
+    w = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    save({"w": make(w)}, tmp_path / "whole")
+    shards = [torch.zeros(13), torch.zeros(0), torch.zeros(23)]
+    ranges = [slice(0, 13), slice(13, 13), slice(13, 36)]
+    flat = [
+        make(torch.empty(6, 6)).retarget(key="w", data=data, flattened_range=r)
+        for data, r in zip(shards, ranges, strict=True)
+    ]
+    loaded = load({"w": flat}, tmp_path / "whole")["w"]
+    assert all(got is given for got, given in zip(loaded, shards, strict=True))
+    assert torch.equal(torch.cat(shards), w.reshape(-1))
+    save({"w": flat}, tmp_path / "flat")
+    again = torch.zeros(6, 6)
+    load({"w": make(again)}, tmp_path / "flat")
+    assert torch.equal(again, w)
+
+
+def test_what_a_layout_stores_loads_as_plain_tensors(tmp_path: Path) -> None:
+    w = torch.arange(24.0).reshape(6, 4)
+    save({"w": ShardedLayout.interleave("w", w, 0, {"a": 1, "b": 2})}, tmp_path / "c")
+    rows = ShardedTensor.from_rank_offsets("w.b", torch.zeros(2, 2, 4))
+    assert torch.equal(load({"b": rows}, tmp_path / "c")["b"], w.view(2, 3, 4)[:, 1:])
+
+
+def test_a_padded_layout_loads_the_overlap_of_each_part_and_has_zeros_elsewhere(tmp_path: Path) -> None:
+    save({"w": ShardedLayout.split("w", torch.ones(4, 3), 0, {"a": 2, "b": 2})}, tmp_path / "c")
+    wider = torch.full((4, 5), 7.0)
+    layout = ShardedLayout.split("w", wider, 0, {"a": 2, "b": 2}, allow_shape_mismatch=True)
+    assert all(t.allow_shape_mismatch for t in layout.tensors())
+    load({"w": layout}, tmp_path / "c")
+    assert wider.tolist() == [[1, 1, 1, 0, 0]] * 4
+
+
+def test_a_part_without_elements_is_declared_by_flat_shards_too() -> None:
+    layout = ShardedLayout.split("w", torch.zeros(4, 2), 0, {"none": 0, "all": 4})
+    flat = layout.retarget(key="w", data=torch.zeros(3), flattened_range=slice(2, 5))
+    assert [(t.key, t.local_shape, t.global_shape) for t in flat.tensors()] == [
+        ("w.none", (0, 2), (0, 2)),
+        ("w.all", (4, 2), (4, 2)),
+    ]
+
+
+def test_a_layout_without_data_declares_the_same_places() -> None:
+    layout = ShardedLayout.stack("w", torch.zeros(2, 6), 1, 3, (0, 1, 4), replica_id=(0, 0, 1))
+    bare = layout.without_data()
+    assert stored(bare) == stored(layout)
+    assert [(t.data, t.replica_id) for t in bare.tensors()] == [(None, (0, 0, 1))]
+
+
+def test_data_of_any_strides_is_viewed_in_place() -> None:
+    w = torch.zeros(4, 6).t()  # [6, 4], column major
+    for tensor in ShardedLayout.interleave("w", w, 0, {"a": 1, "b": 2}).tensors():
+        assert tensor.data is not None
+        tensor.data.fill_(1.0)
+    assert bool((w == 1).all())
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
+    "sizes": (
+        lambda t: ShardedLayout.split("w", t, 0, {"a": 1, "b": 2}),
+        "'w': parts {'a': 1, 'b': 2} do not add up to axis 0 of the shape (6, 4). Give the local size of",
+    ),
+    "negative size": (lambda t: ShardedLayout.split("w", t, 0, {"a": -1, "b": 7}), "do not add up to axis 0"),
+    "axis": (
+        lambda t: ShardedLayout.split("w", t, 2, {"a": 6}),
+        "do not add up to axis 2 of the shape (6, 4)",
+    ),
+    "name": (lambda t: ShardedLayout.split("w", t, 0, {"": 6}), "need non-empty names: each is stored under"),
+    "pattern": (
+        lambda t: ShardedLayout.interleave("w", t, 0, {"a": 1, "b": 3}),
+        "'w': the pattern {'a': 1, 'b': 3} does not repeat along axis 0 of (6, 4)",
+    ),
+    "empty pattern": (lambda t: ShardedLayout.interleave("w", t, 0, {}), "the pattern {} does not repeat"),
+    "pattern axis": (
+        lambda t: ShardedLayout.interleave("w", t, 2, {"a": 5}),
+        "There is no axis 2 among the 2 of shape (6, 4)",
+    ),
+    "count": (
+        lambda t: ShardedLayout.stack("w", t, 0, 4),
+        "'w': Axis 0 of extent 6 does not split into (4, 1). Give sizes that multiply to the extent",
+    ),
+    "stack axis": (
+        lambda t: ShardedLayout.stack("w", t, 5, 2),
+        "There is no axis 5 among the 2 of shape (6, 4)",
+    ),
+    "order": (
+        lambda t: ShardedLayout.transpose("w", t, (0, 0)),
+        "(0, 0) does not name each of the 2 axes once",
+    ),
+    "rank offset": (
+        lambda t: ShardedLayout.stack("w", t, 0, 2, (3, 0, 2)),
+        "'w': invalid rank offset (axis=3",
+    ),
+    "key": (
+        lambda t: ShardedLayout.split("", t, 0, {"a": 6}),
+        "the key of a ShardedLayout must be a non-empty",
+    ),
+    "replica": (
+        lambda t: ShardedLayout.split("w", t, 0, {"a": 6}, replica_id=None),  # type: ignore[arg-type]
+        "replica_id None must be an int or a tuple of ints",
+    ),
+    "other tensor": (
+        lambda t: ShardedLayout.of("w", t, Layout.of((4, 6))),
+        "'w': data has shape (6, 4) but local_shape means (4, 6)",
+    ),
+    "no tensor": (
+        lambda t: ShardedLayout.of("w", t.numpy(), Layout.of((6, 4))),  # type: ignore[arg-type]
+        "data must be a torch.Tensor or None, not ndarray",
+    ),
+    "flat range": (
+        lambda t: ShardedLayout.transpose("w", t, (1, 0)).retarget(
+            key="w", data=t.reshape(-1), flattened_range=slice(1, 25)
+        ),
+        "flattened_range slice(1, 25, None) must be slice(start, stop) without a step, inside the 24",
+    ),
+    "hole": (
+        lambda t: ShardedLayout(
+            "w", t, (6, 4), (Part("a", View.of((6, 4)).narrow(0, 0, 5), (5, 4), (0, 0), (1, 1)),)
+        ),
+        "'w': the parts ['a'] do not cover local_shape (6, 4). Build them with a Layout",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), REFUSED.values(), ids=REFUSED)
+def test_a_layout_that_does_not_fit_its_tensor_is_refused(
+    make: Callable[[torch.Tensor], ShardedLayout], text: str
+) -> None:
+    with pytest.raises(DeclarationError, match=re.escape(text)):
+        make(torch.zeros(6, 4))
+
+
+def test_a_layout_without_data_or_dtype_cannot_be_declared() -> None:
+    bare = ShardedLayout("w", None, (2,), (Part("", View.of((2,)), (2,), (0,), (1,)),))
+    with pytest.raises(DeclarationError, match="'w': a layout needs data or a dtype"):
+        bare.tensors()
