@@ -8,34 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megackpt.errors import MismatchError, truncated_list
+from megackpt.errors import MismatchError, rank_list, truncated_list
 
 
 def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     """Compare the digests of the leaves of every rank's common state with those of rank 0.
 
     Raises:
-        MismatchError: naming each path that differs or is missing, and the ranks where it is.
+        MismatchError: naming each path that differs, is missing or is extra, and the ranks where it is so.
     """
     first = per_rank[0]
-    differing: dict[str, list[int]] = {}
+    found: dict[tuple[str, str], list[int]] = {}  # (path, what about it) -> ranks
     for rank, leaves in enumerate(per_rank[1:], start=1):
+        if leaves == first:
+            continue
         for path in first.keys() | leaves.keys():
-            if first.get(path) != leaves.get(path):
-                differing.setdefault(path, []).append(rank)
-    if not differing:
+            if path not in leaves:
+                found.setdefault((path, " (missing there)"), []).append(rank)
+            elif path not in first:
+                found.setdefault((path, " (missing on rank 0)"), []).append(rank)
+            elif first[path] != leaves[path]:
+                found.setdefault((path, ""), []).append(rank)
+    if not found:
         return
-    lines = [
-        f"{path!r} on rank(s) {', '.join(map(str, ranks[:8]))}" for path, ranks in sorted(differing.items())
-    ]
+    lines = [f"{path!r} on rank(s) {rank_list(ranks)}{what}" for (path, what), ranks in sorted(found.items())]
     raise MismatchError(
         f"Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored. It "
-        f"differs from "
-        f"rank 0's at:\n{truncated_list(lines)}\n"
+        f"differs from rank 0's at:\n{truncated_list(lines)}\n"
         f"Wrap what belongs to one rank in a ShardedObject (stored for each) or a "
-        f"LocalNonpersistentObject (not stored), "
-        f"or remove it.",
-        path=min(differing),
+        f"LocalNonpersistentObject (not stored), or remove it.",
+        path=min(path for path, _ in found),
+        rank=min(min(ranks) for ranks in found.values()),
     )
 
 
@@ -52,7 +55,7 @@ def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     lines = []
     for key, versions in sorted(holders.items()):
         if len(versions) > 1:
-            groups = " and ".join(f"ranks {', '.join(map(str, ranks[:8]))}" for ranks in versions.values())
+            groups = " and ".join(f"ranks {rank_list(ranks)}" for ranks in versions.values())
             lines.append(f"{key!r}: {groups} hold different values")
     if lines:
         raise MismatchError(

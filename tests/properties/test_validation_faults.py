@@ -1,0 +1,715 @@
+"""Spoil a valid world in every way we can think of: a save must find it, and say key, place and ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from megackpt import (
+    CheckpointError,
+    CoverageError,
+    DeclarationError,
+    MismatchError,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    load,
+    save,
+)
+from megackpt.comm import Group
+from megackpt.mapping import ShardedBase
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+
+PP, TP, DP = 2, 2, 2
+RANKS = PP * TP * DP
+
+
+def rank_of(pp: int, tp: int, dp: int) -> int:
+    return (pp * TP + tp) * DP + dp
+
+
+@dataclass
+class World:
+    """What each rank saves: entities by key, and common state.
+
+    Sizes differ from seed to seed. Boxes of `uneven` and `flat` are counted by `block = pp * TP + tp`.
+    """
+
+    rng: np.random.Generator
+    entities: list[dict[str, ShardedBase]]
+    common: list[dict[str, object]]
+    rows: int
+    cols: int
+    edges: list[int]
+    cut: list[int]
+
+    def tensor(self, rank: int, key: str) -> ShardedTensor:
+        entity = self.entities[rank][key]
+        assert isinstance(entity, ShardedTensor)
+        return entity
+
+    def spoil(self, rank: int, key: str, **fields: object) -> None:
+        """Declare something else on one rank, with data that fits it."""
+        changed = replace(self.tensor(rank, key), data=None, **fields)
+        changed.init_data()
+        self.entities[rank][key] = changed
+
+    def mains_of(self, key: str) -> list[int]:
+        return [rank for rank, mine in enumerate(self.entities) if key in mine and _is_main(mine[key])]
+
+    def any_main(self, key: str) -> int:
+        return int(self.rng.choice(self.mains_of(key)))
+
+
+def _is_main(entity: ShardedBase) -> bool:
+    return entity.replica_id in (0, (0, 0, 0))
+
+
+def valid_world(seed: int) -> World:
+    rng = np.random.default_rng(seed)
+    rows, cols = int(rng.integers(2, 6)), int(rng.integers(2, 6))
+    edges = [0, *np.cumsum(rng.integers(2, 6, PP * TP)).tolist()]
+    cut = [int(rng.integers(1, rows * cols)) for _ in range(PP * TP)]
+    world = World(rng, [{} for _ in range(RANKS)], [], rows, cols, edges, cut)
+    for pp, tp, dp in np.ndindex(PP, TP, DP):
+        block, rank = pp * TP + tp, rank_of(pp, tp, dp)
+        flat = slice(0, cut[block]) if dp == 0 else slice(cut[block], rows * cols)
+        uneven = torch.zeros(edges[block + 1] - edges[block], cols)
+        mine: dict[str, ShardedBase] = {
+            "regular": ShardedTensor.from_rank_offsets(
+                "regular", torch.zeros(rows, cols), (0, pp, PP), (1, tp, TP), replica_id=(0, 0, dp),
+                prepend_axis_num=1,
+            ),
+            "uneven": ShardedTensor(
+                "uneven", uneven, torch.float32, tuple(uneven.shape), (edges[-1], cols), (edges[block], 0),
+                replica_id=(0, 0, dp),
+            ),
+            "flat": ShardedTensor.from_rank_offsets_flat(
+                "flat", torch.zeros(flat.stop - flat.start), (rows, cols), (0, block, PP * TP),
+                flattened_range=flat,
+            ),
+            "tied": ShardedTensor.from_rank_offsets(
+                "tied", torch.zeros(rows, cols), (0, tp, TP), replica_id=(pp, 0, dp)
+            ),
+            "rng": ShardedObject("rng", {"seed": rank}, (RANKS,), (rank,)),
+            "grid": ShardedObject("grid", [1], (PP, TP), (pp, tp), replica_id=(0, 0, dp)),
+        }  # fmt: skip
+        if pp == 0:
+            mine["norm"] = ShardedTensor.from_rank_offsets("norm", torch.zeros(cols), replica_id=(0, tp, dp))
+        if rank < 5:
+            mine["pinwheel"] = pinwheel(rank)
+        world.entities[rank] = mine
+        world.common.append({"lr": 0.5, "step": 3, "names": ["a", "b"], "nan": math.nan, "none": None})
+    return world
+
+
+def pinwheel(piece: int) -> ShardedTensor:
+    """One of the five boxes that tile a 5 x 5 square in the way that no cuts from edge to edge can."""
+    starts, shapes = [(0, 0), (0, 3), (3, 2), (2, 0), (2, 2)], [(2, 3), (3, 2), (2, 3), (3, 2), (1, 1)]
+    shape = shapes[piece]
+    return ShardedTensor("pinwheel", torch.zeros(shape), torch.float32, shape, (5, 5), starts[piece])
+
+
+def outcomes_of(world: World, store: MemoryStore) -> list[object]:
+    def save_rank(group: Group) -> None:
+        state = {"shards": world.entities[group.rank], "args": world.common[group.rank]}
+        save(state, store, group=group)
+
+    return SimulatedWorld(RANKS).outcomes(save_rank)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an error has to be and say."""
+
+    error: type[CheckpointError]
+    said: tuple[str, ...]
+
+
+Fault = Callable[[World], Found]
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(fn: Fault) -> Fault:
+    FAULTS[fn.__name__] = fn
+    return fn
+
+
+def not_covered(*said: str) -> Found:
+    return Found(CoverageError, said)
+
+
+def differs(*said: str) -> Found:
+    return Found(MismatchError, said)
+
+
+# --- boxes
+
+
+@fault
+def a_box_begins_one_row_early(w: World) -> Found:
+    block = int(w.rng.integers(1, PP * TP))
+    rank, at = block * DP, w.edges[block]
+    shape = (w.edges[block + 1] - at + 1, w.cols)
+    w.spoil(rank, "uneven", global_offset=(at - 1, 0), local_shape=shape)
+    both = f"(ranks {rank - DP}, {rank})"
+    return not_covered(f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by more than one", both)
+
+
+@fault
+def a_box_ends_one_row_early(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    rank, at = block * DP, w.edges[block + 1]
+    w.spoil(rank, "uneven", local_shape=(at - w.edges[block] - 1, w.cols))
+    return not_covered(
+        f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by no rank",
+        f"ranks {rank + 1} hold copies, none of which is the main one",
+    )
+
+
+@fault
+def a_box_lacks_its_last_column(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    low, high = w.edges[block : block + 2]
+    w.spoil(block * DP, "uneven", local_shape=(high - low, w.cols - 1))
+    return not_covered(f"'uneven': elements [{low}:{high}, {w.cols - 1}:{w.cols}] are saved by no rank")
+
+
+@fault
+def a_box_is_declared_by_nobody(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    for dp in range(DP):
+        del w.entities[block * DP + dp]["uneven"]
+    others = ", ".join(str(r) for r in range(RANKS) if r // DP != block)
+    low, high = w.edges[block : block + 2]
+    return not_covered(
+        f"'uneven': elements [{low}:{high}, 0:{w.cols}] are saved by no rank (global shape "
+        f"({w.edges[-1]}, {w.cols})); ",
+        f"ranks {others} declare other parts",
+    )
+
+
+@fault
+def a_box_has_no_main_replica(w: World) -> Found:
+    rank = w.any_main("regular")
+    w.spoil(rank, "regular", replica_id=(0, 0, 5))
+    return not_covered(
+        "'regular': elements [", "are saved by no rank", f"ranks {rank}, {rank + 1} hold copies"
+    )
+
+
+@fault
+def a_box_has_two_main_replicas(w: World) -> Found:
+    rank = w.any_main("regular")
+    w.spoil(rank + 1, "regular", replica_id=0)
+    return not_covered("'regular': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
+
+
+@fault
+def every_replica_is_a_main_one(w: World) -> Found:
+    for rank in range(PP * TP):
+        w.spoil(rank, "norm", replica_id=(0, 0, 0))
+    return not_covered(
+        f"'norm': elements [0:{w.cols}] are saved by more than one main replica (ranks 0, 1, 2, 3)"
+    )
+
+
+@fault
+def the_tied_copy_is_a_main_replica_too(w: World) -> Found:
+    tp = int(w.rng.integers(0, TP))
+    first, last = rank_of(0, tp, 0), rank_of(1, tp, 0)
+    w.spoil(last, "tied", replica_id=(0, 0, 0))
+    return not_covered("'tied': elements [", f"more than one main replica (ranks {first}, {last})")
+
+
+@fault
+def a_rank_declares_a_box_twice(w: World) -> Found:
+    rank = w.any_main("regular")
+    w.entities[rank]["again"] = replace(w.tensor(rank, "regular"))
+    return not_covered("'regular': elements [", f"more than one main replica (all of rank {rank})")
+
+
+@fault
+def a_box_stands_at_the_place_of_another(w: World) -> Found:
+    tp = int(w.rng.integers(0, TP))
+    here, there = rank_of(0, tp, 0), rank_of(0, 1 - tp, 0)
+    w.spoil(there, "regular", global_offset=w.tensor(here, "regular").global_offset)
+    low, high = (1 - tp) * w.rows, (2 - tp) * w.rows
+    return not_covered(
+        f"more than one main replica (ranks {min(here, there)}, {max(here, there)})",
+        f"'regular': elements [0:1, {low}:{high}, 0:{w.cols}] are saved by no rank",
+    )
+
+
+@fault
+def a_prepended_offset_is_wrong(w: World) -> Found:
+    tp = int(w.rng.integers(0, TP))
+    here, there = rank_of(0, tp, 0), rank_of(1, tp, 0)
+    w.spoil(there, "regular", global_offset=(0, tp * w.rows, 0))
+    rest = f"{tp * w.rows}:{(tp + 1) * w.rows}, 0:{w.cols}]"
+    return not_covered(
+        f"'regular': elements [0:1, {rest} are saved by more than one main replica (ranks {here}, {there})",
+        f"'regular': elements [1:2, {rest} are saved by no rank",
+    )
+
+
+@fault
+def the_middle_of_a_pinwheel_is_missing(w: World) -> Found:
+    del w.entities[4]["pinwheel"]
+    return not_covered(
+        "'pinwheel': elements [2:3, 2:3] are saved by no rank", "ranks 0, 1, 2, 3 declare other parts"
+    )
+
+
+@fault
+def a_wing_of_a_pinwheel_is_a_row_too_long(w: World) -> Found:
+    w.spoil(0, "pinwheel", local_shape=(3, 3))
+    return not_covered("'pinwheel': elements [2:3, 0:3] are saved by more than one", "(ranks 0, 3, 4)")
+
+
+@fault
+def a_box_of_as_many_elements_lies_crosswise(w: World) -> Found:
+    w.spoil(0, "pinwheel", local_shape=(3, 2))  # 6 elements as before: the volumes still add up
+    return not_covered(
+        "'pinwheel': elements [0:2, 2:3] are saved by no rank",
+        "'pinwheel': elements [2:3, 0:2] are saved by more than one main replica (ranks 0, 3)",
+    )
+
+
+# --- flat ranges
+
+
+def element_of_flat(w: World, block: int, position: int) -> str:
+    row, col = divmod(position, w.cols)
+    return f"'flat': elements [{block * w.rows + row}:{block * w.rows + row + 1}, {col}:{col + 1}]"
+
+
+@fault
+def flat_ranges_leave_a_gap(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    w.spoil(block * DP, "flat", flattened_range=slice(0, w.cut[block] - 1))
+    return not_covered(f"{element_of_flat(w, block, w.cut[block] - 1)} are saved by no rank")
+
+
+@fault
+def flat_ranges_overlap(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    rank = block * DP
+    w.spoil(rank + 1, "flat", flattened_range=slice(w.cut[block] - 1, w.rows * w.cols))
+    element = element_of_flat(w, block, w.cut[block] - 1)
+    return not_covered(f"{element} are saved by more than one main replica (ranks {rank}, {rank + 1})")
+
+
+@fault
+def a_flat_range_is_shifted(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    rank, cut = block * DP, w.cut[block]
+    w.spoil(rank, "flat", flattened_range=slice(1, cut + 1))
+    twice = f"{element_of_flat(w, block, cut)} are saved by more than one main replica"
+    return not_covered(
+        f"{element_of_flat(w, block, 0)} are saved by no rank",
+        f"{twice} (ranks {rank}, {rank + 1})",
+    )
+
+
+@fault
+def the_last_flat_range_is_short(w: World) -> Found:
+    block, numel = int(w.rng.integers(0, PP * TP)), w.rows * w.cols
+    if w.cut[block] == numel - 1:
+        w.spoil(block * DP + 1, "flat", flattened_range=slice(numel, numel))
+    else:
+        w.spoil(block * DP + 1, "flat", flattened_range=slice(w.cut[block], numel - 1))
+    return not_covered(f"{element_of_flat(w, block, numel - 1)} are saved by no rank")
+
+
+@fault
+def a_flat_range_is_empty(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    w.spoil(block * DP, "flat", flattened_range=slice(0, 0))
+    return not_covered("'flat': elements [", "are saved by no rank")
+
+
+@fault
+def a_rank_declares_the_block_instead_of_its_range(w: World) -> Found:
+    block = int(w.rng.integers(0, PP * TP))
+    rank = block * DP
+    w.spoil(rank, "flat", flattened_range=None)
+    return not_covered("'flat': elements [", f"more than one main replica (ranks {rank}, {rank + 1})")
+
+
+@fault
+def flat_ranges_belong_to_the_wrong_block(w: World) -> Found:
+    low, high = w.tensor(0, "flat").global_offset, w.tensor(6, "flat").global_offset
+    w.spoil(0, "flat", global_offset=high)
+    assert low != high
+    return not_covered(
+        "'flat': elements [0:",
+        "are saved by no rank",
+        "more than one main replica (ranks 0, 6",
+    )
+
+
+# --- whole ranks and keys
+
+
+@fault
+def a_rank_declares_nothing(w: World) -> Found:
+    rank = rank_of(1, int(w.rng.integers(0, TP)), 0)
+    key = f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank"
+    w.entities[rank] = {}
+    return not_covered("'regular': elements [", "'uneven': elements [", f"ranks {rank + 1} hold copies", key)
+
+
+@fault
+def a_key_is_misspelt_on_one_rank(w: World) -> Found:
+    rank = w.any_main("uneven")
+    w.entities[rank]["uneven"] = replace(w.tensor(rank, "uneven"), key="unevn")
+    return not_covered(
+        "'unevn': elements [", f"ranks {rank} declare other parts", f"ranks {rank + 1} hold copies"
+    )
+
+
+@fault
+def a_rank_gives_another_global_shape(w: World) -> Found:
+    rank = w.any_main("uneven")
+    shape = (w.edges[-1] + 1, w.cols)
+    others = ", ".join(str(r) for r in range(RANKS) if r != rank)
+    w.spoil(rank, "uneven", global_shape=shape)
+    return differs("'uneven': ", f"float32 {shape} on ranks {rank}", f"on ranks {others}")
+
+
+@fault
+def a_rank_gives_another_number_of_axes(w: World) -> Found:
+    rank = int(w.rng.integers(0, PP * TP))
+    w.spoil(rank, "norm", global_shape=(w.cols, 1), global_offset=(0, 0), local_shape=(w.cols, 1),
+            axis_fragmentations=None)  # fmt: skip
+    return differs(f"float32 ({w.cols}, 1) on ranks {rank}", f"float32 ({w.cols},) on ranks")
+
+
+@fault
+def a_rank_thinks_that_there_are_more_fragments(w: World) -> Found:
+    rank = int(w.rng.integers(0, RANKS))
+    data = torch.zeros(w.rows, w.cols)
+    w.entities[rank]["tied"] = ShardedTensor.from_rank_offsets("tied", data, (0, 0, TP + 1))
+    return differs("'tied': ", f"float32 ({w.rows * (TP + 1)}, {w.cols}) on ranks {rank}")
+
+
+@fault
+def a_rank_gives_another_dtype(w: World) -> Found:
+    rank = w.any_main("flat")
+    w.spoil(rank, "flat", dtype=torch.bfloat16)
+    return differs("'flat': ", f"bfloat16 ({w.rows * PP * TP}, {w.cols}) on ranks {rank}")
+
+
+@fault
+def one_key_is_a_tensor_here_and_an_object_there(w: World) -> Found:
+    rank = int(w.rng.integers(0, PP * TP))
+    w.entities[rank]["norm"] = ShardedObject("norm", 1, (w.cols,), (0,))
+    return differs("'norm': ", f"object ({w.cols},) on ranks {rank}")
+
+
+# --- objects
+
+
+@fault
+def an_object_is_missing(w: World) -> Found:
+    rank = int(w.rng.integers(0, RANKS))
+    del w.entities[rank]["rng"]
+    return not_covered(f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank", "declare other parts")
+
+
+@fault
+def an_object_is_given_twice(w: World) -> Found:
+    here, there = sorted(w.rng.choice(RANKS, 2, replace=False).tolist())
+    w.entities[there]["rng"] = ShardedObject("rng", 0, (RANKS,), (here,))
+    return not_covered(
+        f"object 'rng/shard_{here}_{RANKS}' is saved by more than one main replica (ranks {here}, {there})",
+        f"object 'rng/shard_{there}_{RANKS}' is saved by no rank",
+    )
+
+
+@fault
+def an_object_has_two_main_replicas(w: World) -> Found:
+    rank = w.any_main("grid")
+    w.entities[rank + 1]["grid"] = replace(w.entities[rank + 1]["grid"], replica_id=0)
+    pp, tp = divmod(rank // DP, TP)
+    name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
+    return not_covered(f"{name} is saved by more than one main replica (ranks {rank}, {rank + 1})")
+
+
+@fault
+def an_object_has_no_main_replica(w: World) -> Found:
+    rank = w.any_main("grid")
+    w.entities[rank]["grid"] = replace(w.entities[rank]["grid"], replica_id=(0, 1, 0))
+    pp, tp = divmod(rank // DP, TP)
+    name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
+    return not_covered(f"{name} is saved by no rank; ranks {rank}, {rank + 1} hold copies")
+
+
+@fault
+def an_array_of_objects_has_another_shape_on_one_rank(w: World) -> Found:
+    rank = int(w.rng.integers(0, RANKS))
+    w.entities[rank]["rng"] = ShardedObject("rng", 0, (RANKS + 1,), (rank,))
+    return differs("'rng': ", f"object ({RANKS + 1},) on ranks {rank}")
+
+
+# --- declarations that contradict themselves, made inside the save
+
+
+def built(w: World, rank: int, key: str, build: Callable[[], ShardedBase]) -> Found:
+    w.entities[rank][key] = ShardedTensorFactory(
+        key, torch.zeros(1), lambda *_: [build()], lambda parts: parts[0]
+    )
+    return Found(DeclarationError, (repr(key), f"ank {rank}"))
+
+
+@fault
+def an_object_lies_outside_of_its_array(w: World) -> Found:
+    rank = int(w.rng.integers(0, RANKS))
+    return built(w, rank, "rng", lambda: ShardedObject("rng", 0, (RANKS,), (RANKS,)))
+
+
+@fault
+def a_fragment_lies_outside_of_its_grid(w: World) -> Found:
+    rank = int(w.rng.integers(0, RANKS))
+    return built(
+        w, rank, "tied", lambda: ShardedTensor.from_rank_offsets("tied", torch.zeros(2), (0, TP, TP))
+    )
+
+
+@fault
+def a_box_lies_outside_of_its_array(w: World) -> Found:
+    rank, tensor = 0, w.tensor(0, "uneven")
+    return built(w, rank, "uneven", lambda: replace(tensor, global_offset=(w.edges[-1] - 1, 0)))
+
+
+@fault
+def a_flat_range_lies_outside_of_its_block(w: World) -> Found:
+    rank, tensor = int(w.rng.integers(0, RANKS)), w.tensor(0, "flat")
+    beyond = slice(0, w.rows * w.cols + 1)
+    return built(w, rank, "flat", lambda: replace(tensor, data=None, flattened_range=beyond))
+
+
+# --- common state
+
+
+@fault
+def a_common_value_differs(w: World) -> Found:
+    rank = int(w.rng.integers(1, RANKS))
+    w.common[rank]["lr"] = math.nextafter(0.5, 1)
+    return differs(f"'args.lr' on rank(s) {rank}\n")
+
+
+@fault
+def common_values_differ_on_the_first_rank(w: World) -> Found:
+    w.common[0]["lr"] = 0.25
+    return differs("'args.lr' on rank(s) 1, 2, 3, 4, 5, 6, 7\n")
+
+
+@fault
+def a_common_value_has_another_type(w: World) -> Found:
+    rank = int(w.rng.integers(1, RANKS))
+    w.common[rank]["step"] = 3.0
+    return differs(f"'args.step' on rank(s) {rank}\n")
+
+
+@fault
+def a_common_list_is_a_tuple(w: World) -> Found:
+    rank = int(w.rng.integers(1, RANKS))
+    w.common[rank]["names"] = ("a", "b")
+    return differs(
+        f"'args.names[0]' on rank(s) {rank} (missing there)", f"'args.names' on rank(s) {rank} (missing on"
+    )
+
+
+@fault
+def a_common_value_is_missing(w: World) -> Found:
+    rank = int(w.rng.integers(1, RANKS))
+    del w.common[rank]["none"]
+    return differs(f"'args.none' on rank(s) {rank} (missing there)")
+
+
+@fault
+def a_common_value_is_extra(w: World) -> Found:
+    rank = int(w.rng.integers(1, RANKS))
+    w.common[rank]["more"] = None
+    return differs(f"'args.more' on rank(s) {rank} (missing on rank 0)")
+
+
+@fault
+def a_common_value_is_a_number_where_others_have_nan(w: World) -> Found:
+    rank = int(w.rng.integers(1, RANKS))
+    w.common[rank]["nan"] = 0.0
+    return differs(f"'args.nan' on rank(s) {rank}\n")
+
+
+@fault
+def a_common_zero_is_negative(w: World) -> Found:
+    for rank in range(RANKS):
+        w.common[rank]["lr"] = -0.0 if rank == 5 else 0.0
+    return differs("'args.lr' on rank(s) 5\n")
+
+
+# --- tests
+
+
+def test_there_are_many_kinds_of_faults() -> None:
+    assert len(FAULTS) >= 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_on_every_rank_and_named_before_anything_is_written(name: str, seed: int) -> None:
+    world, store = valid_world(seed), MemoryStore()
+    expected = FAULTS[name](world)
+    outcomes = outcomes_of(world, store)
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointError), f"{name} was not found"
+    found = [o for o in outcomes if isinstance(o, expected.error)]
+    assert found, f"found as {outcomes[0]!r}"
+    for text in expected.said:
+        assert any(text in str(error) for error in found), f"{text!r} is not in {found[0]}"
+    assert len({type(o) for o in outcomes}) == 1
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        load({}, store)
+
+
+# Changes after which everything is still saved exactly once. They must pass.
+
+
+def nothing_changes(w: World) -> None:
+    pass
+
+
+def ranks_swap_their_boxes(w: World) -> None:
+    first, second = w.tensor(0, "regular"), w.tensor(6, "regular")
+    w.entities[0]["regular"], w.entities[6]["regular"] = (
+        replace(first, global_offset=second.global_offset),
+        replace(second, global_offset=first.global_offset),
+    )
+
+
+def ranks_swap_their_flat_ranges(w: World) -> None:
+    w.entities[0]["flat"], w.entities[1]["flat"] = w.entities[1]["flat"], w.entities[0]["flat"]
+
+
+def another_replica_is_the_main_one(w: World) -> None:
+    for rank, dp in ((0, 1), (1, 0)):
+        w.spoil(rank, "uneven", replica_id=(0, 0, dp))
+
+
+def a_rank_cuts_its_box_in_two(w: World) -> None:
+    rows = w.edges[1]
+    w.spoil(0, "uneven", local_shape=(1, w.cols))
+    rest = replace(w.tensor(0, "uneven"), data=None, local_shape=(rows - 1, w.cols), global_offset=(1, 0))
+    rest.init_data()
+    w.entities[0]["rest"] = rest
+
+
+def a_copy_that_is_not_main_is_cut_otherwise(w: World) -> None:
+    w.spoil(1, "regular", local_shape=(1, w.cols), axis_fragmentations=None)
+
+
+def a_flat_range_is_declared_as_the_whole_block_by_one_rank(w: World) -> None:
+    w.spoil(0, "flat", flattened_range=None)
+    w.spoil(1, "flat", flattened_range=slice(0, 0))
+
+
+def a_replica_lacks_a_key(w: World) -> None:
+    del w.entities[1]["regular"]
+
+
+def a_rank_with_copies_only_declares_nothing_else(w: World) -> None:
+    w.entities[3] = {key: e for key, e in w.entities[3].items() if _is_main(e)}
+
+
+def an_array_without_elements_is_declared_by_one_rank(w: World) -> None:
+    w.entities[2]["empty"] = ShardedTensor.from_rank_offsets("empty", torch.zeros(0, 3))
+
+
+def keys_of_common_state_come_in_another_order(w: World) -> None:
+    w.common[4] = dict(reversed(w.common[4].items()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "change",
+    [
+        nothing_changes,
+        ranks_swap_their_boxes,
+        ranks_swap_their_flat_ranges,
+        another_replica_is_the_main_one,
+        a_rank_cuts_its_box_in_two,
+        a_copy_that_is_not_main_is_cut_otherwise,
+        a_flat_range_is_declared_as_the_whole_block_by_one_rank,
+        a_replica_lacks_a_key,
+        a_rank_with_copies_only_declares_nothing_else,
+        an_array_without_elements_is_declared_by_one_rank,
+        keys_of_common_state_come_in_another_order,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_what_is_still_saved_exactly_once_is_not_refused(change: Callable[[World], None], seed: int) -> None:
+    world, store = valid_world(seed), MemoryStore()
+    change(world)
+    assert outcomes_of(world, store) == [None] * RANKS
+    wanted = copy.copy(valid_world(seed).entities[0])
+    assert load({"shards": wanted}, store)["shards"]["regular"] is not None
+
+
+def test_many_faults_of_each_kind_are_listed_by_their_first_ten_and_a_count() -> None:
+    ranks, arrays = 2, 15
+
+    def save_rank(group: Group) -> None:
+        def half(key: str, mains: bool) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
+                key, torch.zeros(2), (0, 0, 2), replica_id=0 if mains else 1
+            )
+
+        state = {
+            **{f"a{i:02d}": half(f"a{i:02d}", mains=True) for i in range(arrays)},
+            "objects": ShardedObject("objects", 0, (30,), (0,)),
+        }
+        save(state, MemoryStore(), group=group)
+
+    for error in SimulatedWorld(ranks).outcomes(save_rank):
+        assert isinstance(error, CoverageError)
+        assert error.key == "a00"
+        assert error.rank == 0
+        missing, twice, objects, objects_twice = str(error).split("Saved ")[1:]
+        assert missing.startswith("by no rank")
+        assert [line for line in missing.splitlines() if "elements" in line] == [
+            f"  'a{i:02d}': elements [2:4] are saved by no rank (global shape (4,)); "
+            "ranks 0, 1 declare other parts"
+            for i in range(10)
+        ]
+        assert "... and 5 more (15 in all)" in missing
+        assert twice.startswith("more than once")
+        assert "'a09': elements [0:2] are saved by more than one main replica (ranks 0, 1)" in twice
+        assert "... and 5 more (15 in all)" in twice
+        assert "object 'objects/shard_10_30'" in objects
+        assert "... and 19 more (29 in all)" in objects
+        assert (
+            "object 'objects/shard_0_30' is saved by more than one main replica (ranks 0, 1)" in objects_twice
+        )
+
+
+def test_conflicts_between_ranks_are_listed_all_together() -> None:
+    def save_rank(group: Group) -> None:
+        state = {
+            f"a{i:02d}": ShardedTensor.from_rank_offsets(f"a{i:02d}", torch.zeros(2 + group.rank))
+            for i in range(12)
+        }
+        save(state, MemoryStore(), group=group)
+
+    for error in SimulatedWorld(2).outcomes(save_rank):
+        assert isinstance(error, MismatchError)
+        assert "'a09': float32 (2,) on ranks 0; float32 (3,) on ranks 1" in str(error)
+        assert "... and 2 more (12 in all)" in str(error)
