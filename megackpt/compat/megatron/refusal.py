@@ -47,3 +47,8 @@ def refused(name: str, *, because: str, instead: str) -> Any:
         "refused_instead": instead,
     }
     return _Refusing(name, (), fields)
+
+
+def is_refused(found: object) -> bool:
+    """Say whether this stands for a name that is not offered."""
+    return isinstance(found, _Refusing)

@@ -6,6 +6,7 @@ Source: Megatron-Core 0.16.1, `megatron/core/dist_checkpointing/__init__.py`, fo
 from megackpt.compat.megatron.dist_checkpointing.core import check_is_distributed_checkpoint
 from megackpt.compat.megatron.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
+    LocalNonpersitentObject,
     ShardedObject,
     ShardedTensor,
 )
@@ -21,6 +22,7 @@ from megackpt.compat.megatron.dist_checkpointing.serialization import (
 
 __all__ = [
     "LocalNonpersistentObject",
+    "LocalNonpersitentObject",
     "ShardedObject",
     "ShardedTensor",
     "check_is_distributed_checkpoint",

@@ -6,6 +6,7 @@ _RECTANGLES = {
     "because": "a flat shard is cut into rectangles, which any other layout can read.",
     "instead": "Declare the shard with flattened_range; nothing has to be reformulated.",
 }
+ReformulationRestoreMetadata = refused("ReformulationRestoreMetadata", **_RECTANGLES)
 TensorReformulationMetadata = refused("TensorReformulationMetadata", **_RECTANGLES)
 apply_nd_flattened_tensors_reformulation = refused("apply_nd_flattened_tensors_reformulation", **_RECTANGLES)
 is_nd_flattened_tensor = refused("is_nd_flattened_tensor", **_RECTANGLES)

@@ -1,0 +1,113 @@
+"""What docs/megatron-compat.md says of single names; page_head.md is what it says before the table."""
+
+# Names that are not here, and what does their work.
+RENAMED: dict[str, str] = {
+    "validation.StrictHandling.requires_explicit_ckpt_mismatch_check": (
+        "A load always compares its request with the index; what follows is `StrictHandling.on_unexpected`."
+    ),
+    "validation.StrictHandling.requires_global_app_metadata": "`StrictHandling.looks_for_missing_keys`.",
+    "validation.StrictHandling.requires_returning_mismatch_keys": "`StrictHandling.returns_keys`.",
+    "mapping.ShardedObject.validate_metadata_integrity": "Checked when the object is made, by "
+    "`__post_init__`.",
+    "strategies.zarr.numpy_to_torch_dtype_dict": "`megackpt.metadata.DTYPES`.",
+    "strategies.zarr.torch_to_numpy_dtype_dict": "`megackpt.metadata.DTYPES`.",
+}
+
+# Names that are not here, and why.
+ABSENT: dict[str, str] = {
+    "exchange_utils.HAVE_TE_FLOAT8TENSOR": (
+        "Says whether an import worked; `is_float8tensor` looks at the class and imports nothing."
+    ),
+    "mapping.ShardedBase.validate_metadata_integrity": "Nothing holds for all entities; a ShardedTensor "
+    "has it.",
+    "mapping.ShardedTensorFactory.validate_metadata_integrity": "It does nothing there.",
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects": (
+        "Nothing is deferred: every rank reads what it needs."
+    ),
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors": (
+        "Nothing is deferred: every rank reads what it needs."
+    ),
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_broadcast": (
+        "Nothing is exchanged: every rank reads what it needs."
+    ),
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_object": (
+        "Nothing is exchanged: every rank reads what it needs."
+    ),
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_rounds": (
+        "Nothing is exchanged: every rank reads what it needs."
+    ),
+    "strategies.two_stage.timers": "The timings of the two-stage load, which is not offered.",
+}
+
+_PROPERTY = "A property, as in its base class; there the decorator is missing."
+_BACKEND = "It is given a backend, and is named so in its base class too."
+
+# What to know of names that are here. Every signature that differs needs one.
+NOTES: dict[str, str] = {
+    "core.check_is_distributed_checkpoint": "Takes a path, or a Store of megackpt.",
+    "core.maybe_load_config": "Fields of metadata.json that Megatron-Core does not know are left out.",
+    "core.save_config": "Raises UnsupportedError: metadata.json is the commit, and `save` writes it.",
+    "mapping.ShardedTensor.from_rank_offsets": (
+        "`allow_shape_mismatch` is all that was left to give in `init_kwargs`; flat shards have "
+        "`from_rank_offsets_flat`. An axis given twice is an error."
+    ),
+    "mapping.ShardedTensor.from_rank_offsets_flat": "The same arguments, spelled out.",
+    "mapping.apply_factory_merges": "Errors are DeclarationErrors, which are ValueErrors.",
+    "optimizer.get_param_id_to_sharded_param_map": "Entities that hold detached copies are an error.",
+    "optimizer.optim_state_to_sharding_state": "Takes 0-dim states, such as Adam's `step`, too.",
+    "serialization.load": (
+        "Keys by `strict`, see `StrictHandling`; `validate_access_integrity` has no effect, as a load is not "
+        "harmed by what other ranks leave out. Errors are raised on every rank. Another dtype or shape than "
+        "stored is an error."
+    ),
+    "serialization.save": (
+        "Makes the directory, changes neither the state dict nor its entities, and writes format "
+        "`megackpt` if "
+        "no strategy is given. Common state that differs between ranks is an error, and so is a value "
+        "without "
+        "a codec (nothing is pickled). Errors are raised on every rank. `async_sharded_save=True` is refused."
+    ),
+    "serialization.get_default_save_sharded_strategy": (
+        "`torch_dist` gives the strategy of format `megackpt` and a warning, until that format can be "
+        "written."
+    ),
+    "serialization.load_common_state_dict": "Has the content metadata under `content_metadata`, as there.",
+    "serialization.remove_sharded_tensors": "Atomic; one process calls it.",
+    "state_dict_utils.save_preprocess": "The given state dict is not changed.",
+    "strategies.async_utils.AsyncCallsQueue.schedule_async_request": "Raises UnsupportedError.",
+    "strategies.async_utils.AsyncRequest": "Later versions put three fields before `is_frozen`.",
+    "strategies.base.LoadStrategyBase.check_backend_compatibility": _BACKEND,
+    "strategies.base.get_default_strategy": "To load, any format gives the strategy that detects the format.",
+    "strategies.common.TorchCommonLoadStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.common.TorchCommonSaveStrategy.can_handle_sharded_objects": _PROPERTY,
+    "strategies.common.TorchCommonSaveStrategy.save_common": "Raises UnsupportedError: `save` commits it "
+    "with the rest.",
+    "strategies.common.TorchCommonSaveStrategy.save_sharded_objects": (
+        "Raises UnsupportedError: `save` commits them with the rest."
+    ),
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
+        "Gives the same tensors; bytes that several ranks need are read by each of them."
+    ),
+    "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility": _BACKEND,
+    "strategies.fully_parallel.FullyParallelSaveStrategyWrapper": (
+        "Adds nothing: every save spreads replicas over all ranks that hold them, whatever the group."
+    ),
+    "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.async_save": "Raises UnsupportedError.",
+    "strategies.torch.TorchDistLoadShardedStrategy": "Detects the format, and reads those that megackpt "
+    "reads.",
+    "strategies.torch.TorchDistLoadShardedStrategy.can_handle_sharded_objects": _PROPERTY,
+    "strategies.torch.TorchDistLoadShardedStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.torch.TorchDistLoadShardedStrategy.load_tensors_metadata": (
+        "`metadata` is that of torch.distributed.checkpoint, which is not read here."
+    ),
+    "strategies.torch.TorchDistSaveShardedStrategy": "Raises UnsupportedError until that format can be "
+    "written.",
+    "strategies.torch.TorchDistSaveShardedStrategy.async_save": "Raises UnsupportedError.",
+    "strategies.torch.TorchDistSaveShardedStrategy.can_handle_sharded_objects": _PROPERTY,
+    "utils.logger_stack": "Nested per thread.",
+    "validation.StrictHandling": "The same modes and values.",
+    "validation.validate_sharding_integrity": (
+        "Raises on every rank, also where common state differs; there rank 0 raises, and a difference is "
+        "logged."
+    ),
+}

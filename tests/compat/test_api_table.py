@@ -1,0 +1,113 @@
+"""docs/megatron-compat.md covers every public name of Megatron-Core's dist_checkpointing, and is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import api_table
+import pytest
+from api_notes import ABSENT, NOTES, RENAMED
+from api_table import VERSIONS, Parameter, accepts, judge, load_facts, parse_signature, render
+
+from megackpt.compat.megatron.dist_checkpointing import serialization
+
+HOW = "run python tests/compat/api_table.py page"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_name_of_a_version_is_accounted_for(version: str) -> None:
+    facts = load_facts(version)
+    gaps = [name for name, fact in facts.items() if judge(name, fact).status == "gap"]
+    assert not gaps, f"say in api_notes.py why {version} has and we lack {gaps}"
+    assert len(facts) > 200, "the facts are not those of a whole package"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_signature_that_differs_says_why(version: str) -> None:
+    unexplained = [
+        name
+        for name, fact in load_facts(version).items()
+        if judge(name, fact).status == "differs" and name not in NOTES
+    ]
+    assert not unexplained, f"explain in api_notes.py: {unexplained}"
+
+
+def test_the_committed_page_is_what_the_script_writes() -> None:
+    assert api_table.PAGE.read_text() == api_table.write_page(), HOW
+
+
+def test_the_page_has_a_row_for_every_name_of_every_version() -> None:
+    page = api_table.PAGE.read_text()
+    for version in VERSIONS:
+        for name in load_facts(version):
+            assert f"`{'.'.join(name.split('.')[-2:])}`" in page or f"`{name.split('.')[-1]}`" in page, name
+
+
+def test_what_is_offered_with_a_signature_is_the_function_that_a_program_imports() -> None:
+    """The page's "same" is about what one gets by name, not about a source that is nowhere used."""
+    for name, fact in load_facts("0.16.1").items():
+        if fact["kind"] != "function" or judge(name, fact).status != "same":
+            continue
+        found = inspect.signature(api_table.find_ours(name))
+        assert list(found.parameters) == [p.name for p in parse_signature(fact["signature"])], name
+
+
+def test_notes_are_about_names_that_exist() -> None:
+    known = {name for version in VERSIONS for name in load_facts(version)}
+    assert set(NOTES) | set(RENAMED) | set(ABSENT) <= known
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
+)
+def test_the_stored_facts_are_those_of_the_installed_megatron_core() -> None:
+    from importlib.metadata import distribution
+
+    package = distribution("megatron-core")
+    assert package.version == "0.16.1"
+    root = Path(str(package.locate_file("megatron/core/dist_checkpointing")))
+    assert api_table.facts_of(root) == load_facts("0.16.1")
+
+
+def test_a_name_that_is_missing_here_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fact = load_facts("0.16.1")["serialization.load"]
+    assert judge("serialization.load", fact).status == "same"
+    monkeypatch.setattr(serialization, "load", serialization.load_plain_tensors)
+    assert judge("serialization.load", fact).status == "differs"
+    monkeypatch.delattr(serialization, "load")
+    assert judge("serialization.load", fact).status == "gap"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ("(a, b=1)", "(a, b=1)", True),
+        ("(a, b=1)", "(a, b=1, c=2)", True),
+        ("(a, b)", "(a, b=0)", True),
+        ("(a, b=1)", "(a, b=2)", False),
+        ("(a, b=1)", "(b=1, a=None)", False),
+        ("(a, *args, b=1)", "(a, *rest, b=1)", True),
+        ("(a, **more)", "(a)", False),
+        ("(a)", "(a, b)", False),
+        ("(a, *, b=1)", "(a, b=1)", True),
+        ("(a, b=1)", "(a, *, b=1)", False),
+    ],
+)
+def test_a_signature_is_wider_if_every_call_fits_and_means_the_same(
+    theirs: str, ours: str, expected: bool
+) -> None:
+    assert accepts(parse_signature(theirs), parse_signature(ours)) == expected
+
+
+def test_signatures_survive_being_written_down() -> None:
+    signature = (
+        Parameter("a", ""),
+        Parameter("b", "", "1"),
+        Parameter("c", "kw", "'x'"),
+        Parameter("d", "**"),
+    )
+    assert render(signature) == "(a, b=1, *, c='x', **d)"
+    assert parse_signature(render(signature)) == signature
