@@ -46,8 +46,8 @@ TORCH_DTYPES = [
         torch.float8_e5m2,
         torch.float8_e4m3fnuz,
         torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
     ),
+    *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),  # from torch 2.7 on
 ]
 NUMPY_DTYPES = [
     "?",
