@@ -1,0 +1,132 @@
+"""Megatron-Core's entities are recognised by class and fields, without Megatron-Core.
+
+The classes here have the names, module and fields of Megatron-Core's up to 0.15, which had flat shards;
+those of 0.16 are tested with its models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt.mapping.foreign import FOREIGN_MODULE, adopt
+
+
+def _theirs(cls: type) -> type:
+    cls.__module__ = FOREIGN_MODULE
+    return cls
+
+
+@_theirs
+@dataclass
+class ShardedTensor:
+    key: str
+    data: Any
+    dtype: Any
+    local_shape: Any
+    global_shape: Any
+    global_offset: Any
+    axis_fragmentations: Any
+    replica_id: Any = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: Any = None
+
+
+@_theirs
+@dataclass
+class ShardedObject:
+    key: str
+    data: Any
+    global_shape: Any
+    global_offset: Any
+    replica_id: Any = 0
+
+
+@_theirs
+@dataclass
+class ShardedTensorFactory:
+    key: str
+    data: Any
+    build_fn: Any
+    merge_fn: Any
+    replica_id: Any = 0
+    flattened_range: Any = None
+
+
+@_theirs
+@dataclass
+class LocalNonpersistentObject:
+    obj: Any
+
+
+class Derived(ShardedTensor):
+    """A user's own class."""
+
+
+def _flat(key: str, data: torch.Tensor, start: int, kind: type = ShardedTensor) -> Any:
+    return kind(
+        key, data, data.dtype, (2, 3), (4, 3), (2, 0), (2, 1), (0, 0, 1), 0, False, slice(start, start + 2)
+    )
+
+
+def test_every_field_is_taken_over_and_tensors_are_shared() -> None:
+    data = torch.zeros(2)
+    theirs = {"a": [_flat("w", data, 3, Derived)], "b": 1}
+    ours = adopt(theirs)
+    entity = ours["a"][0]
+    assert type(entity) is megackpt.ShardedTensor
+    assert entity.data is data
+    assert (entity.global_shape, entity.global_offset) == ((4, 3), (2, 0))
+    assert (entity.replica_id, entity.flattened_range) == ((0, 0, 1), slice(3, 5))
+    assert isinstance(theirs["a"][0], Derived), "the given tree must stay as it was"
+
+
+def test_they_are_saved_and_loaded_like_ours(tmp_path: Path) -> None:
+    def state(fill: float) -> dict[str, Any]:
+        whole = torch.full((4,), fill)
+
+        def build(key: str, data: Any, replica_id: Any, flattened_range: Any) -> list[Any]:
+            return [
+                ShardedTensor(f"{key}.{i}", half, half.dtype, (2,), (2,), (0,), (1,), replica_id)
+                for i, half in enumerate(data.chunk(2))
+            ]
+
+        return {
+            "factory": ShardedTensorFactory("f", whole, build, torch.cat),
+            "object": ShardedObject("o", {"v": fill}, (1,), (0,)),
+            "local": LocalNonpersistentObject("mine"),
+            "common": 3,
+        }
+
+    megackpt.save(state(2.0), tmp_path / "c")
+    loaded = megackpt.load(state(0.0), tmp_path / "c")
+    assert loaded["factory"].tolist() == [2.0] * 4
+    assert (loaded["object"], loaded["local"], loaded["common"]) == ({"v": 2.0}, "mine", 3)
+    assert set(megackpt.load_plain_tensors(tmp_path / "c")) == {"f.0", "f.1"}
+
+
+def test_an_entity_that_lacks_a_field_is_refused_by_its_path() -> None:
+    broken = _flat("w", torch.zeros(2), 0)
+    del broken.global_offset
+    with pytest.raises(
+        megackpt.DeclarationError, match=r"model\.w: this ShardedTensor .* no 'global_offset'"
+    ) as caught:
+        adopt({"model": {"w": broken}})
+    assert (caught.value.key, caught.value.path) == ("w", "model.w")
+
+
+def test_what_only_looks_alike_is_left_alone() -> None:
+    stranger = SimpleNamespace(key="k", data=None, global_shape=(1,), global_offset=(0,))
+    assert adopt({"a": stranger})["a"] is stranger
+
+
+def test_an_entity_inside_of_a_tuple_is_refused_at_save(tmp_path: Path) -> None:
+    with pytest.raises(megackpt.UnserializableError, match="ShardedObject"):
+        megackpt.save({"a": (ShardedObject("o", 1, (1,), (0,)),)}, tmp_path / "c")
