@@ -34,6 +34,7 @@ from megackpt.errors import (
     UnserializableError,
 )
 from megackpt.mapping import (
+    Layout,
     LocalNonpersistentObject,
     PerRank,
     Replicated,
@@ -58,6 +59,7 @@ __all__ = [
     "GeometryError",
     "IntegrityError",
     "KeyRule",
+    "Layout",
     "LoadOptions",
     "LoadReport",
     "LocalNonpersistentObject",

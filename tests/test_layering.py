@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"parallel", "mapping", "geometry", "comm", "errors"},
     # Other libraries' names over our core: at the rim, imported by nobody.
     "compat": {
-        "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage", "errors",
+        "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage",
+        "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}

@@ -19,9 +19,17 @@ from megackpt.mapping.tree import map_leaves
 
 FOREIGN_MODULE = "megatron.core.dist_checkpointing.mapping"
 _TENSOR_FIELDS = (
-    "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
-    "prepend_axis_num", "allow_shape_mismatch",
-)  # fmt: skip
+    "key",
+    "data",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+)
 _OBJECT_FIELDS = ("key", "data", "global_shape", "global_offset", "replica_id")
 _FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
@@ -75,8 +83,8 @@ def _fields(path: str, leaf: Any, names: tuple[str, ...]) -> dict[str, Any]:
     absent = [name for name in names if not hasattr(leaf, name)]
     if absent:
         raise DeclarationError(
-            f"{path}: this {type(leaf).__name__} of Megatron-Core has no {absent[0]!r}, which it has in every "
-            f"version from 0.6 to 0.16. Declare it with megackpt.{type(leaf).__name__} instead.",
+            f"{path}: this {type(leaf).__name__} of Megatron-Core has no {absent[0]!r}, which it has in "
+            f"every version from 0.6 to 0.16. Declare it with megackpt.{type(leaf).__name__} instead.",
             key=str(getattr(leaf, "key", "")) or None,
             path=path,
         )
