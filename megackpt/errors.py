@@ -21,6 +21,7 @@ Owns the error tree and nothing else; each layer raises from here.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 
 class CheckpointError(Exception):
@@ -114,11 +115,15 @@ def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = Non
 
 
 def rank_list(ranks: Iterable[int], *, limit: int = 8) -> str:
-    """Join ranks, ascending, and say how many were left out.
+    """Join ranks, ascending; many of them as ranges, so that the few that are missing can be seen.
 
-    >>> rank_list(range(11))
-    '0, 1, 2, 3, 4, 5, 6, 7, ... (11 in all)'
+    >>> rank_list([4, 2]), rank_list(rank for rank in range(64) if rank != 17)
+    ('2, 4', '0-16, 18-63 (63 in all)')
     """
     found = sorted(set(ranks))
-    text = ", ".join(map(str, found[:limit]))
-    return f"{text}, ... ({len(found)} in all)" if len(found) > limit else text
+    if len(found) <= limit:
+        return ", ".join(map(str, found))
+    starts = [at for at, rank in enumerate(found) if at == 0 or found[at - 1] != rank - 1]
+    runs = [found[a:b] for a, b in pairwise([*starts, len(found)])]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:limit]]
+    return f"{', '.join(shown)}{', ...' if len(runs) > limit else ''} ({len(found)} in all)"

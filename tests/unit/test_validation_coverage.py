@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import permutations
 
 import numpy as np
 import pytest
 
 from megackpt import CoverageError, FormatError, MismatchError
+from megackpt.errors import rank_list
 from megackpt.metadata import (
     ArraySpec,
     ChunkTable,
@@ -149,8 +151,23 @@ def test_conflicts_name_all_versions_with_their_ranks_and_stay_readable_for_many
     per_rank = [declared({"w": (3 if rank == 17 else 2,)}, rank=rank) for rank in range(20)]
     with pytest.raises(MismatchError) as caught:
         merge_declarations(per_rank)
-    said = "'w': uint8 (2,) on ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (19 in all); uint8 (3,) on ranks 17\n"
+    said = "'w': uint8 (2,) on ranks 0-16, 18-19 (19 in all); uint8 (3,) on ranks 17\n"
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (range(8), "0, 1, 2, 3, 4, 5, 6, 7"),
+        (range(1, 10), "1-9 (9 in all)"),
+        (range(0, 16, 2), "0, 2, 4, 6, 8, 10, 12, 14"),
+        (range(0, 18, 2), "0, 2, 4, 6, 8, 10, 12, 14, ... (9 in all)"),
+        ([9, *range(5), *range(12, 30), 12], "0-4, 9, 12-29 (24 in all)"),
+        ([], ""),
+    ],
+)
+def test_a_list_of_ranks_is_short_and_shows_which_are_missing(ranks: Iterable[int], text: str) -> None:
+    assert rank_list(ranks) == text
 
 
 def test_common_state_is_compared_by_path_and_each_difference_is_of_one_kind() -> None:
