@@ -23,10 +23,10 @@ from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import Store, open_store
 from megackpt.validation import LoadReport, StrictHandling
 
-_ReturnsKeys: TypeAlias = Literal[
+ReturnsKeys: TypeAlias = Literal[
     StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
 ]
-_ReturnsState: TypeAlias = Literal[
+ReturnsState: TypeAlias = Literal[
     StrictHandling.ASSUME_OK_UNEXPECTED,
     StrictHandling.LOG_UNEXPECTED,
     StrictHandling.LOG_ALL,
@@ -102,7 +102,7 @@ def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
     *,
-    strict: _ReturnsKeys,
+    strict: ReturnsKeys,
     options: LoadOptions | None = ...,
     group: Group | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
@@ -113,7 +113,7 @@ def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
     *,
-    strict: _ReturnsState = ...,
+    strict: ReturnsState = ...,
     options: LoadOptions | None = ...,
     group: Group | None = ...,
 ) -> StateDict: ...

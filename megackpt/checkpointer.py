@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.api import load, load_content_metadata, save
+from megackpt.api import ReturnsState, load, load_content_metadata, save
 from megackpt.comm import Group, together, world_group
 from megackpt.engine.manifest import FILE as COMMIT_FILE
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
+from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,13 @@ class Checkpointer:
         )
         together(group, lambda: self._on_root(group, lambda: self._clean(step)), doing="removing old steps")
 
-    def load(self, state: ShardedStateDict, *, step: int | None = None) -> StateDict:
+    def load(
+        self,
+        state: ShardedStateDict,
+        *,
+        step: int | None = None,
+        strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED,
+    ) -> StateDict:
         """Load a step, by default the newest committed one that rank 0 finds. Collective.
 
         Raises:
@@ -156,6 +163,7 @@ class Checkpointer:
         return load(
             state,
             self.directory(found),
+            strict=strict,
             options=self._load_options,
             group=self._ranks(self._load_options.timeout_s),
         )

@@ -35,6 +35,7 @@ class KeyRule:
             `allow_shape_mismatch`; otherwise what is not stored becomes 0.
         cut: the stored array is larger along some axis. Default: as `padded`; otherwise what lies outside is
             left out.
+        resharded: a chunk of this rank is not exactly a stored one. Default: ignore.
     """
 
     keys: str
@@ -43,6 +44,7 @@ class KeyRule:
     cast: Policy | None = None
     padded: Policy | None = None
     cut: Policy | None = None
+    resharded: Policy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from megackpt.validation import (
     report_arrays,
     settle_differences,
     settle_missing,
+    settle_resharded,
     settle_unexpected,
 )
 
@@ -136,8 +137,10 @@ class _Prepared:
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
         self.object_rows = _object_rows(self.objects, self.chunks, where)
         self.common = read_common(self.contents, where=where)[0]
+        reports = report_arrays(tensors, arrays, self.chunks.table, self.copies)
+        settle_resharded(reports, rules, where=where)
         self.report = LoadReport(
-            arrays=report_arrays(tensors, arrays, self.chunks.table, self.copies),
+            arrays=reports,
             objects=tuple(o.unique_key for o in self.objects),
             unexpected=self.unexpected,
             excluded=frozenset(excluded),

@@ -9,6 +9,7 @@ from megackpt.validation.request import (
     report_arrays,
     settle_differences,
     settle_missing,
+    settle_resharded,
     settle_unexpected,
 )
 from megackpt.validation.strictness import StrictHandling
@@ -24,5 +25,6 @@ __all__ = [
     "report_arrays",
     "settle_differences",
     "settle_missing",
+    "settle_resharded",
     "settle_unexpected",
 ]

@@ -152,6 +152,27 @@ def settle_differences(
     return frozenset(resized)
 
 
+def settle_resharded(arrays: Iterable[ArrayReport], rules: Rules, *, where: str) -> None:
+    """Do what the rules say about arrays that were stored in other chunks than this rank asks for.
+
+    Raises:
+        MismatchError: for all of them that a rule makes an error.
+    """
+
+    def error(keys: list[str]) -> MismatchError:
+        return MismatchError(
+            f"{where} was saved at another layout: this rank's chunks of {len(keys)} arrays are not the "
+            f"stored ones:\n"
+            f"{truncated_list([repr(k) for k in keys])}\n"
+            f"Load at the layout it was saved at, or without a KeyRule that makes this an error.",
+            key=keys[0],
+            path=where,
+        )
+
+    resharded = sorted(a.key for a in arrays if a.resharded)
+    _settle(resharded, lambda key: rules.policy("resharded", key, default=Policy.IGNORE), error)
+
+
 def report_arrays(
     requested: DeclaredChunks, stored: Mapping[str, ArraySpec], chunks: ChunkTable, copies: Copies
 ) -> tuple[ArrayReport, ...]:

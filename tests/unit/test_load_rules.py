@@ -178,6 +178,21 @@ def test_shapes_may_differ_by_flag_or_by_rule_padded_with_zeros_or_cut_per_axis(
     assert torch.equal(flat, expected.reshape(-1)[4:11])
 
 
+def test_resharding_can_be_made_an_error_or_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"w": whole("w", torch.ones(4))}, tmp_path / "c")
+    part = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))}
+    rules = (KeyRule(keys="*", resharded=Policy.ERROR),)
+    load({"w": whole("w", torch.zeros(4))}, tmp_path / "c", options=LoadOptions(rules=rules))
+    with pytest.raises(MismatchError, match=r"saved at another layout(.|\n)*'w'(.|\n)*Load at the layout"):
+        load(part, tmp_path / "c", options=LoadOptions(rules=rules))
+    warn = LoadOptions(rules=(KeyRule(keys="*", resharded=Policy.WARN),))
+    with caplog.at_level(logging.WARNING):
+        assert load(part, tmp_path / "c", options=warn)["w"].sum() == 2
+    assert "saved at another layout" in caplog.text
+
+
 def test_stored_keys_can_be_asked_for_by_other_names(tmp_path: Path) -> None:
     save(
         {"w": whole("old.layer.weight", torch.ones(2)), "o": ShardedObject("old.rng", "r", (1,), (0,))},
