@@ -7,7 +7,7 @@ meeting of all, where a failure becomes the same error everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,18 @@ from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
-from megackpt.metadata import DeclaredChunks, merge_declarations, pack_columns, unpack_columns
+from megackpt.metadata import (
+    Column,
+    DeclaredChunks,
+    decode_declarations,
+    merge_declarations,
+    pack_columns,
+    unpack_columns,
+)
 from megackpt.options import SaveOptions
 from megackpt.planning import SavePlan, plan_own, plan_save
 from megackpt.storage import Store, digest_of
-from megackpt.validation import check_coverage
-from megackpt.validation.common import check_common_equal, check_replicated_equal
+from megackpt.validation import check_common_equal, check_coverage, check_replicated_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,9 @@ def _agree_on_all(request: SaveRequest, local: _Local, messages: list[bytes], gr
 
     Every rank computes the same from the same, so errors are common by themselves.
     """
-    headers, declared = zip(*(_parse(m, rank) for rank, m in enumerate(messages)), strict=True)
+    columns = _unpack(messages)
+    headers = [json.loads(c["header"].tobytes()) for c in columns]
+    declared = decode_declarations(columns)
     replicated = [header["replicated"] for header in headers]
     merged = _with_one_main_each(merge_declarations(declared), {key for held in replicated for key in held})
     check_replicated_equal(replicated)
@@ -136,9 +144,7 @@ def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
         parts = together_at_root(
             group, lambda: pack_columns(mine.to_columns()), doing="collecting declarations"
         )
-        unpacked = [unpack_columns(part, where=f"declarations of rank {r}") for r, part in enumerate(parts)]
-        declared = [DeclaredChunks.from_columns(columns, rank=rank) for rank, columns in enumerate(unpacked)]
-        return plan_own(merge_declarations(declared))
+        return plan_own(merge_declarations(decode_declarations(_unpack(parts))))
 
     return _Agreed(attempt, plan_own(mine), complete)
 
@@ -184,10 +190,8 @@ def _message(request: SaveRequest, local: _Local, rank: int) -> bytes:
     return pack_columns({**columns, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
 
 
-def _parse(message: bytes, rank: int) -> tuple[dict[str, Any], DeclaredChunks]:
-    columns = unpack_columns(message, where=f"declarations of rank {rank}")
-    header: dict[str, Any] = json.loads(columns.pop("header").tobytes())
-    return header, DeclaredChunks.from_columns(columns, rank=rank)
+def _unpack(messages: Sequence[bytes]) -> list[dict[str, Column]]:
+    return [unpack_columns(m, where=f"declarations of rank {rank}") for rank, m in enumerate(messages)]
 
 
 def _common_leaves(request: SaveRequest, local: _Local) -> bytes:

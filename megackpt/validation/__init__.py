@@ -1,6 +1,6 @@
 """Proofs over declarations: pure, over columns."""
 
-from megackpt.validation.common import check_common_equal
+from megackpt.validation.common import check_common_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage
 from megackpt.validation.renaming import rename_keys
 from megackpt.validation.report import ArrayReport, LoadReport
@@ -21,6 +21,7 @@ __all__ = [
     "StrictHandling",
     "check_common_equal",
     "check_coverage",
+    "check_replicated_equal",
     "rename_keys",
     "report_arrays",
     "settle_differences",
