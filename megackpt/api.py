@@ -275,7 +275,8 @@ def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
     """
     with _Opened(checkpoint_dir) as store:
         manifest = read_manifest(store)
-        strategy = save_strategy((manifest["sharded_backend"], manifest["sharded_backend_version"]))
+        found = (str(manifest.get("sharded_backend")), int(manifest.get("sharded_backend_version", 0)))
+        strategy = save_strategy(found)
         remove_arrays(store, key_prefix=key_prefix, strategy=strategy)
 
 

@@ -20,10 +20,12 @@ from typing import Any
 from megackpt.api import ReturnsState, load, load_content_metadata, save
 from megackpt.comm import Group, together, world_group
 from megackpt.engine.manifest import FILE as COMMIT_FILE
+from megackpt.engine.manifest import is_leftover
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
+from megackpt.storage import LocalStore
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ class StepList:
 
     Attributes:
         committed: steps that can be loaded.
-        torn: steps whose save did not finish, or whose removal did not.
+        torn: steps whose save did not finish, or whose removal did not; directories that hold anything but
+            what a save of ours writes are not among them.
     """
 
     committed: tuple[int, ...]
@@ -73,7 +76,7 @@ class Checkpointer:
             raise DeclarationError(
                 f"keep_last is {keep_last}; keep at least 1 step, or give None to keep all."
             )
-        self.root = Path(root)
+        self.root = Path(os.path.abspath(root))  # what is meant now, also after a chdir
         self.keep_last = keep_last
         self._save_options = save_options or SaveOptions()
         self._load_options = load_options or LoadOptions()
@@ -95,8 +98,12 @@ class Checkpointer:
         torn: list[int] = []
         for entry in self.root.iterdir() if self.root.is_dir() else ():
             match = _STEP_DIRECTORY.fullmatch(entry.name)
-            if match and entry.is_dir():
-                (committed if (entry / COMMIT_FILE).is_file() else torn).append(int(match.group(1)))
+            if not match or not entry.is_dir() or entry != self.directory(int(match.group(1))):
+                continue
+            if (entry / COMMIT_FILE).is_file():
+                committed.append(int(match.group(1)))
+            elif not entry.is_symlink() and is_leftover(LocalStore(entry)):
+                torn.append(int(match.group(1)))
         return StepList(tuple(sorted(committed)), tuple(sorted(torn)))
 
     def steps(self) -> tuple[int, ...]:
@@ -130,7 +137,17 @@ class Checkpointer:
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched.
         """
+        if step < 0:
+            raise DeclarationError(f"step is {step}; steps are counted from 0.")
         group = self._ranks(self._save_options.timeout_s)
+        newest = max(self.steps(), default=step) if group.rank == 0 else step
+        if newest > step:
+            log.warning(
+                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
+                "newest.",
+                step,
+                newest,
+            )
         save(
             state,
             self.directory(step),
@@ -197,15 +214,23 @@ class Checkpointer:
         return b""
 
     def _clean(self, saved: int) -> None:
-        """Remove torn steps and those beyond `keep_last`; what cannot be removed stays for the next time."""
+        """Remove torn steps up to this one and those beyond `keep_last`.
+
+        A newer torn step may be a save of another job that is under way. What cannot be removed stays for
+        the next time.
+        """
         found = self.scan()
         surplus = found.committed[: -self.keep_last] if self.keep_last else ()
-        for step in (*(s for s in surplus if s != saved), *found.torn):
+        for step in (*(s for s in surplus if s != saved), *(s for s in found.torn if s <= saved)):
             with contextlib.suppress(OSError):
                 self._remove(step)
+                log.info("removed %s", self.directory(step))
 
     def _remove(self, step: int) -> None:
         """Remove a step: first what makes it a checkpoint, so that it is never a loadable half."""
         directory = self.directory(step)
+        if directory.is_symlink():  # to a step of another run, which is not ours to remove
+            directory.unlink()
+            return
         (directory / COMMIT_FILE).unlink(missing_ok=True)
         shutil.rmtree(directory)

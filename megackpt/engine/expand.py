@@ -6,11 +6,12 @@ expanded beside them, and entities are copied before anything fills them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megackpt.errors import DeclarationError
+from megackpt.errors import DeclarationError, UnserializableError
 from megackpt.mapping import (
     LocalNonpersistentObject,
     PerRank,
@@ -69,7 +70,12 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
         raise DeclarationError(
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
-    state = adopt(sharded_state_dict)
+    try:
+        state = adopt(sharded_state_dict)
+    except RecursionError as error:
+        raise UnserializableError(
+            "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
+        ) from error
     expansion = _Expansion(rank, ranks)
 
     def finish_of(path: str, leaf: Any) -> Any:
@@ -82,8 +88,13 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
     common = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, _NOT_COMMON) else leaf, state)
 
     def finish(stored_common: Any, dropped: Dropped) -> Any:
-        loaded = ABSENT if finishes is ABSENT else map_leaves(lambda _, leaf: leaf(dropped), finishes)
-        return stored_common if loaded is ABSENT else merge(stored_common, loaded)
+        def finished(_: str, leaf: Finish) -> Any:
+            value = leaf(dropped)
+            return ABSENT if value is ABSENT else _Loaded(value)
+
+        loaded = ABSENT if finishes is ABSENT else map_leaves(finished, finishes)
+        merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
+        return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _Loaded) else leaf, merged)
 
     return Expanded(
         tuple(expansion.tensors),
@@ -96,6 +107,13 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
 
 
 _NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Holds a loaded leaf while trees are merged: a dict or list in it is not to be merged."""
+
+    value: Any
 
 
 class _Expansion:
@@ -121,9 +139,11 @@ class _Expansion:
             case ShardedObject():
                 return self._add_object(replace(leaf))
             case PerRank():
+                self._refuse_twice(path, leaf.key)
                 self.per_rank[leaf.key] = leaf
                 return self._add_object(leaf.on(self._rank, self._ranks))
             case Replicated():
+                self._refuse_twice(path, leaf.key)
                 self.replicated.add(leaf.key)
                 return self._add_object(leaf.on(self._rank))
             case ShardedTensorFactory():
@@ -132,10 +152,18 @@ class _Expansion:
             f"{path}: {type(leaf).__name__} is not an entity that can be saved.", path=path
         )
 
+    def _refuse_twice(self, path: str, key: str) -> None:
+        if key in self.per_rank or key in self.replicated:
+            raise DeclarationError(
+                f"{path}: a rank declares the plain value {key!r} twice. Give each value a key of its own.",
+                key=key,
+                path=path,
+            )
+
     def _add_tensor(self, tensor: ShardedTensor) -> Finish:
         held = replace(tensor)
         self.tensors.append(held)
-        return lambda dropped: ABSENT if held.key in dropped else held.data
+        return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
 
     def _add_layout(self, path: str, layout: ShardedLayout) -> Finish:
         if layout.data is None:
@@ -173,11 +201,17 @@ class _Expansion:
 
 
 def _refuse_hidden_entities(leaf: Any, path: str) -> None:
-    if isinstance(leaf, (tuple, set, frozenset)):
-        for _, inner in iter_leaves(list(leaf), path):
-            if isinstance(inner, _NOT_COMMON):
-                raise DeclarationError(
-                    f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
-                    f"or a dict for sharded entities.",
-                    path=path,
-                )
+    if not isinstance(leaf, (tuple, set, frozenset, deque)):
+        return
+    for inner in leaf:
+        if isinstance(inner, _NOT_COMMON):
+            raise DeclarationError(
+                f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
+                f"or a dict for "
+                f"sharded entities.",
+                path=path,
+            )
+        for _, deeper in iter_leaves([inner]):
+            _refuse_hidden_entities(deeper, path)
+            if deeper is not inner and isinstance(deeper, _NOT_COMMON):
+                _refuse_hidden_entities((deeper,), path)

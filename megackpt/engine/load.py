@@ -20,6 +20,7 @@ from megackpt.comm import Group, together
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.read import read_chunk, read_tensors
+from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Contents
@@ -93,16 +94,23 @@ def load_state(
 
     def prepare() -> bytes:
         prepared.append(_Prepared(state, store, options, rules, group))
-        return json.dumps(prepared[0].asked).encode() if rules.look_for_missing_keys else b""
+        asked = prepared[0].asked if rules.look_for_missing_keys else []
+        return json.dumps({"attempt": prepared[0].attempt, "asked": asked}).encode()
 
     def read() -> bytes:
         loaded.append(prepared[0].read(options))
         return b""
 
-    answers = together(group, prepare, doing="preparing the load")
+    answers = [json.loads(a) for a in together(group, prepare, doing="preparing the load")]
+    if any(answer["attempt"] != answers[0]["attempt"] for answer in answers):
+        raise MismatchError(
+            f"{store.location} was saved anew while it was being opened: ranks see different checkpoints. "
+            f"Load again.",
+            path=store.location,
+        )
     missing: frozenset[str] = frozenset()
     if rules.look_for_missing_keys:
-        asked = {key for answer in answers for key in json.loads(answer)}
+        asked = {key for answer in answers for key in answer["asked"]}
         missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=store.location)
     together(group, read, doing="reading")
     return Loaded(loaded[0], replace(prepared[0].report, missing=missing))
@@ -116,10 +124,10 @@ class _Prepared:
     ) -> None:
         where = store.location
         self.store = store
-        self.contents = _renamed(open_checkpoint(store), options.rename)
+        manifest = read_manifest(store)
+        self.attempt = manifest.get("attempt")
+        self.contents = _renamed(load_strategy(manifest, where=where).open(store, manifest), options.rename)
         self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size)
-        for tensor in self.expanded.tensors:
-            tensor.init_data()
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         arrays = self.contents.arrays
@@ -127,6 +135,9 @@ class _Prepared:
         self.unexpected = settle_unexpected(set(self.asked) - excluded, arrays, rules, where=where)
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
+        for tensor in self.tensors:
+            tensor.init_data()
+            check_target(tensor)
         self.objects = [o for o in self.expanded.objects if o.key not in left_out]
         requested = describe([*self.tensors, *self.objects], rank=group.rank)
         resized = settle_differences(requested, arrays, rules, where=where)

@@ -13,6 +13,7 @@ import re
 import secrets
 
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
+from megackpt.formats.registry import save_strategies
 from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.storage import Store
 
@@ -52,16 +53,42 @@ def read_manifest(store: Store) -> Json:
     return manifest
 
 
-def commit(store: Store, manifest: Json, *, attempt: str, strategy: SaveStrategy) -> None:
+def attempts_in(store: Store, strategy: SaveStrategy) -> frozenset[str]:
+    """Return the attempts that have files in a store: the committed one, and what failed ones left."""
+    return frozenset(a for a in map(strategy.attempt_of, store.names()) if a is not None)
+
+
+def is_leftover(store: Store) -> bool:
+    """Say whether there is no commit, and nothing but what a save of a known format has written."""
+    known = [strategy.attempt_of for strategy in save_strategies()]
+    ours = (_HALF_REPLACED.fullmatch(n) or any(attempt_of(n) for attempt_of in known) for n in store.names())
+    return not is_committed(store) and all(ours)
+
+
+def commit(
+    store: Store, manifest: Json, *, attempt: str, earlier: frozenset[str], strategy: SaveStrategy
+) -> None:
     """Make an attempt the checkpoint, all at once, then remove what earlier attempts left.
 
-    Every file of the attempt must be durable before. Rank 0 only.
+    Every file of the attempt must be durable before. earlier are the attempts that had files when this save
+    began; any other belongs to a save that began later. Rank 0 only.
+
+    Raises:
+        StorageError: files of this attempt are gone, as when another job has saved to the same place
+            meanwhile.
     """
+    if not set(strategy.files_of(manifest)) <= set(store.names()):
+        raise StorageError(
+            f"{store.location}: files that this save has written are gone. Another job saves to the same "
+            f"directory, "
+            f"or something cleans it up; give each its own.",
+            path=store.location,
+        )
     store.replace(FILE, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. What cannot be removed now is removed by the next save.
     with contextlib.suppress(StorageError):
         names = store.names()
-        stale = [n for n in names if strategy.attempt_of(n) not in (None, attempt)]
+        stale = [n for n in names if strategy.attempt_of(n) in earlier - {attempt}]
         stale += [n for n in names if _HALF_REPLACED.fullmatch(n)]
         store.delete(stale)
         store.sync()

@@ -18,7 +18,7 @@ from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
-from megackpt.engine.tensor_bytes import pieces_of
+from megackpt.engine.tensor_bytes import check_source, pieces_of
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, is_main_replica
@@ -78,12 +78,14 @@ class _Agreed:
     Attributes:
         attempt: the id of this attempt.
         plan: the plan; at least this rank's own rows of it.
-        complete: collective; returns the plan of all ranks on rank 0, and whatever there is on the others.
+        collect: collective, after all have written; returns on rank 0 what `complete` needs.
+        complete: makes the plan of all ranks from it; rank 0 only.
     """
 
     attempt: str
     plan: SavePlan
-    complete: Callable[[], SavePlan]
+    collect: Callable[[], list[bytes]]
+    complete: Callable[[list[bytes]], SavePlan]
 
 
 def save_state(
@@ -96,10 +98,12 @@ def save_state(
             this one if only the last meeting, after the commit, failed.
     """
     prepared: list[_Local] = []
+    earlier: list[frozenset[str]] = []
 
     def prepare() -> bytes:
         if group.rank == 0:
             store.create()
+            earlier.append(manifest.attempts_in(store, strategy))
         prepared.append(_prepare(request, group))
         return _message(request, prepared[0], group.rank)
 
@@ -109,7 +113,16 @@ def save_state(
         _agree_on_all(request, local, messages, group) if request.validate else _agree(local, messages, group)
     )
     try:
-        _write_and_commit(request, local, agreed, store, strategy, group, options)
+        receipts = _write(local, agreed, store, strategy, group, options)
+        parts = agreed.collect()
+
+        def finish() -> bytes:
+            if group.rank == 0:
+                plan = agreed.complete(parts)
+                _commit(request, local, agreed.attempt, plan, receipts, earlier[0], store, strategy, group)
+            return b""
+
+        together(group, finish, doing="writing the index")
     except Exception:
         if group.rank == 0:
             manifest.discard(store, attempt=agreed.attempt, strategy=strategy)
@@ -131,7 +144,7 @@ def _agree_on_all(request: SaveRequest, local: _Local, messages: list[bytes], gr
     if len({h["common"] for h in headers}) > 1:
         _name_common_difference(request, local, group)
     plan = plan_save(merged, ranks=group.size)
-    return _Agreed(headers[0]["attempt"], plan, lambda: plan)
+    return _Agreed(headers[0]["attempt"], plan, lambda: [], lambda _: plan)
 
 
 def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
@@ -140,13 +153,15 @@ def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
     # Nobody knows who else holds a replicated value: every holder stores it.
     mine = _with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
 
-    def complete() -> SavePlan:
-        parts = together_at_root(
+    def collect() -> list[bytes]:
+        return together_at_root(
             group, lambda: pack_columns(mine.to_columns()), doing="collecting declarations"
         )
+
+    def complete(parts: list[bytes]) -> SavePlan:
         return plan_own(merge_declarations(decode_declarations(_unpack(parts))))
 
-    return _Agreed(attempt, plan_own(mine), complete)
+    return _Agreed(attempt, plan_own(mine), collect, complete)
 
 
 def _with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:
@@ -167,6 +182,8 @@ def _prepare(request: SaveRequest, group: Group) -> _Local:
             f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
             key=empty[0],
         )
+    for tensor in expanded.tensors:
+        check_source(tensor)
     blobs = [
         pack(o.data, path=o.key) if is_main_replica(o.replica_id) or o.key in expanded.replicated else b""
         for o in expanded.objects
@@ -212,19 +229,14 @@ def _name_common_difference(request: SaveRequest, local: _Local, group: Group) -
     check_common_equal([json.loads(text) for text in leaves])
 
 
-def _write_and_commit(
-    request: SaveRequest,
-    local: _Local,
-    agreed: _Agreed,
-    store: Store,
-    strategy: SaveStrategy,
-    group: Group,
-    options: SaveOptions,
-) -> None:
+def _write(
+    local: _Local, agreed: _Agreed, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
+) -> list[bytes]:
+    """Write this rank's chunks; return all ranks' receipts on rank 0."""
     rows = agreed.plan.rows_of(group.rank)
+    slots = agreed.plan.slot[rows].tolist()
 
     def write() -> bytes:
-        slots = agreed.plan.slot[rows].tolist()
         return strategy.write_chunks(
             store,
             attempt=agreed.attempt,
@@ -233,23 +245,30 @@ def _write_and_commit(
             pieces=lambda row: local.pieces(slots[row], options.piece_bytes),
         )
 
-    def finish(receipts: list[bytes], plan: SavePlan) -> bytes:
-        if group.rank == 0:
-            common = {"state_dict": local.expanded.common, "content_metadata": request.content_metadata}
-            said = {
-                "sharded_backend": strategy.backend,
-                "sharded_backend_version": strategy.version,
-                "common_backend": strategy.backend,
-                "common_backend_version": strategy.version,
-                "attempt": agreed.attempt,
-                "world_size": group.size,
-                **strategy.write_common(store, attempt=agreed.attempt, common=common),
-                **strategy.write_index(store, attempt=agreed.attempt, plan=plan, receipts=receipts),
-            }
-            store.sync()
-            manifest.commit(store, said, attempt=agreed.attempt, strategy=strategy)
-        return b""
+    return together_at_root(group, write, doing="writing its chunks")
 
-    receipts = together_at_root(group, write, doing="writing its chunks")
-    plan = agreed.complete()
-    together(group, lambda: finish(receipts, plan), doing="writing the index")
+
+def _commit(
+    request: SaveRequest,
+    local: _Local,
+    attempt: str,
+    plan: SavePlan,
+    receipts: list[bytes],
+    earlier: frozenset[str],
+    store: Store,
+    strategy: SaveStrategy,
+    group: Group,
+) -> None:
+    common = {"state_dict": local.expanded.common, "content_metadata": request.content_metadata}
+    said = {
+        "sharded_backend": strategy.backend,
+        "sharded_backend_version": strategy.version,
+        "common_backend": strategy.backend,
+        "common_backend_version": strategy.version,
+        "attempt": attempt,
+        "world_size": group.size,
+        **strategy.write_common(store, attempt=attempt, common=common),
+        **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
+    }
+    store.sync()
+    manifest.commit(store, said, attempt=attempt, earlier=earlier, strategy=strategy)

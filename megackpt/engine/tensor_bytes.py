@@ -10,9 +10,63 @@ from collections.abc import Iterator
 
 import torch
 
+from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedTensor
 from megackpt.planning import BlockCopy
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_source(tensor: ShardedTensor) -> None:
+    """Refuse a tensor whose elements cannot be read.
+
+    Raises:
+        DeclarationError: it is sparse, quantized, or on the meta device.
+    """
+    data = tensor.data
+    assert data is not None
+    if data.is_meta or data.layout != torch.strided or data.is_quantized:
+        kind = (
+            "on the meta device"
+            if data.is_meta
+            else f"{data.layout}{', quantized' if data.is_quantized else ''}"
+        )
+        raise DeclarationError(
+            f"{tensor.key!r}: the tensor is {kind} and has no elements in memory that could be moved. "
+            f"Materialise it "
+            f"(to_empty, to_dense, dequantize) first.",
+            key=tensor.key,
+        )
+
+
+def check_target(tensor: ShardedTensor) -> None:
+    """Refuse a tensor whose elements cannot be written one by one.
+
+    Raises:
+        DeclarationError: as `check_source`; or two of its elements share memory, or it is a lazy conjugate
+            or negative.
+    """
+    check_source(tensor)
+    data = tensor.data
+    assert data is not None
+    if data.is_conj() or data.is_neg() or _overlaps_itself(data):
+        raise DeclarationError(
+            f"{tensor.key!r}: the tensor is an expanded, overlapping, conjugate or negative view (strides "
+            f"{data.stride()}), which cannot be filled in place. Load into a tensor of its own (clone()).",
+            key=tensor.key,
+        )
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place: a stride is shorter than all smaller ones reach."""
+    if data.numel() < 2:
+        return False
+    reach = 0
+    for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
 
 
 def pieces_of(tensor: torch.Tensor, *, piece_bytes: int) -> Iterator[memoryview]:

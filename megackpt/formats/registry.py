@@ -29,12 +29,19 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
         choice = DEFAULT_BACKEND
     if isinstance(choice, str):
         versions = [version for backend, version in _SAVE if backend == choice]
-        choice = (choice, max(versions, default=0))
+        if not versions:
+            raise DeclarationError(f"No strategy saves format {choice!r}. Known are {_known(_SAVE)}.")
+        choice = (choice, max(versions))
     if isinstance(choice, tuple):
         if choice not in _SAVE:
             raise DeclarationError(f"No strategy saves format {choice}. Known are {_known(_SAVE)}.")
         return _SAVE[choice]()
     return choice
+
+
+def save_strategies() -> list[SaveStrategy]:
+    """Return a strategy of every known format."""
+    return [strategy() for strategy in _SAVE.values()]
 
 
 def load_strategy(manifest: Json, *, where: str) -> LoadStrategy:

@@ -71,6 +71,9 @@ class SaveStrategy(Protocol):
         Return the new manifest, not yet committed, and the files that are not needed once it is.
         """
 
+    def files_of(self, manifest: Json) -> list[str]:
+        """Return the small files that a manifest names."""
+
     def attempt_of(self, name: str) -> str | None:
         """Return which attempt wrote a file; None for a file that is not of this format."""
 

@@ -58,6 +58,8 @@ def dtype_name(dtype: object) -> str:
 
 
 def _spec_of(entity: ShardedTensor | ShardedObject) -> ArraySpec:
+    if not entity.key.isascii():
+        _check_unicode(entity.key)
     if isinstance(entity, ShardedObject):
         return ArraySpec(entity.key, OBJECT, entity.global_shape)
     name = dtype_name(entity.dtype)
@@ -67,6 +69,16 @@ def _spec_of(entity: ShardedTensor | ShardedObject) -> ArraySpec:
             key=entity.key,
         )
     return ArraySpec(entity.key, name, entity.global_shape)
+
+
+def _check_unicode(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise DeclarationError(
+            f"{key!r}: a key must be valid Unicode, without lone surrogates, to be written to a file.",
+            key=key,
+        ) from error
 
 
 def _table(

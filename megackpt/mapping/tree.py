@@ -77,19 +77,19 @@ def without_empty(tree: Any) -> Any:
 
 
 def merge(base: Any, other: Any, path: str = "") -> Any:
-    """Return the union of two trees split by `map_leaves`; where both have a leaf, `other`'s stands.
+    """Return the union of two trees split by `map_leaves`; where other has a leaf, that stands.
 
     Positions become a list again where the two make it whole, else a plain dict. base may have plain dicts
     for them (see `without_positions`): that one side knows of a list is enough.
 
     Raises:
-        DeclarationError: one has a leaf where the other has a dict or list, or a list has gaps.
+        DeclarationError: base has a leaf where other has a dict or list, or a list has gaps.
     """
     if isinstance(base, (dict, list)) and isinstance(other, (dict, list)):
         if not other:
             return base  # as it is: it may be of a type of its own, an OrderedDict
         return _merge_containers(base, other, path)
-    if isinstance(base, (dict, list)) or isinstance(other, (dict, list)):
+    if isinstance(other, (dict, list)):
         raise DeclarationError(
             f"The state dict and the checkpoint differ in structure at {path or 'the top'!r}: one has "
             f"{type(base).__name__}, the other {type(other).__name__}. Ask for the structure that was saved.",

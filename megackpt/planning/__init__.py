@@ -3,7 +3,7 @@
 from megackpt.planning.assign import assign_writers
 from megackpt.planning.load_plan import Copies, plan_load
 from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
-from megackpt.planning.save_plan import SavePlan, plan_own, plan_save
+from megackpt.planning.save_plan import SavePlan, first_of_equal_chunks, plan_own, plan_save
 
 __all__ = [
     "BlockCopy",
@@ -11,6 +11,7 @@ __all__ = [
     "Read",
     "SavePlan",
     "assign_writers",
+    "first_of_equal_chunks",
     "plan_load",
     "plan_own",
     "plan_reads",

@@ -58,7 +58,7 @@ def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> C
     want, have = _padded(requested.table, dims), _padded(stored, dims)
     asked, found = _overlapping_boxes(want, have)
     copies = _intersect(want, have, asked, found, requested.slot)
-    _check_complete(requested, copies, where)
+    _check_complete(requested, _stored_numel(requested, want, have), copies, where)
     return copies
 
 
@@ -144,13 +144,27 @@ def _rectangles(table: ChunkTable, rows: Ints) -> tuple[Ints, Ints, Ints]:
     return cut.row, start, start + cut.shape
 
 
-def _check_complete(requested: DeclaredChunks, copies: Copies, where: str) -> None:
+def _stored_numel(requested: DeclaredChunks, want: ChunkTable, have: ChunkTable) -> Ints:
+    """How many elements of each wanted chunk the stored array has: all, unless it may be resized."""
+    numel = want.flat_stop - want.flat_start
+    rows = np.flatnonzero(requested.resizable)
+    if rows.size:
+        number = {spec.key: i for i, spec in enumerate(have.arrays)}
+        array = np.array([number[want.arrays[a].key] for a in want.array[rows].tolist()], np.int64)
+        row, start, stop = _rectangles(want, rows)
+        inside = np.minimum(stop, have.padded_global_shape()[array][row]) - start
+        counts = np.maximum(inside, 0).prod(axis=1)
+        numel[rows] = np.bincount(row, counts.astype(np.float64), minlength=len(rows)).astype(np.int64)
+    return numel
+
+
+def _check_complete(requested: DeclaredChunks, expected: Ints, copies: Copies, where: str) -> None:
     table = requested.table
     slots = int(requested.slot.max(initial=-1)) + 1
     filled = np.bincount(copies.slot, copies.shape.prod(axis=1).astype(np.float64), minlength=slots).astype(
         np.int64
     )
-    short = (filled[requested.slot] < table.flat_stop - table.flat_start) & ~requested.resizable
+    short = filled[requested.slot] < expected
     if short.any():
         rows = np.flatnonzero(short).tolist()
         lines = [f"{table.arrays[int(table.array[r])].key!r}: {table.describe(r)}" for r in rows]

@@ -89,18 +89,17 @@ def plan_reads(copies: Copies, stored: StoredChunks) -> list[Read]:
             start = piece.source * width // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
             stop = min(-(-piece.source_stop * width // DIGEST_BLOCK_BYTES) * DIGEST_BLOCK_BYTES, nbytes)
             last = reads[-1] if reads else None
+            joined = (min(start, last.start), max(stop, last.stop)) if last and last.stored == row else None
+            # Copies of one chunk are sorted by their first elements, but a cut one may reach far beyond the
+            # next.
             if (
                 last
-                and last.stored == row
+                and joined
                 and start < last.stop
-                and max(stop, last.stop) - last.start <= READ_BYTES
+                and last.start < stop
+                and joined[1] - joined[0] <= READ_BYTES
             ):
-                reads[-1] = replace(
-                    last,
-                    start=min(start, last.start),
-                    stop=max(stop, last.stop),
-                    copies=(*last.copies, piece),
-                )
+                reads[-1] = Read(row, *joined, (*last.copies, piece))
             else:
                 reads.append(Read(row, start, stop, (piece,)))
     return reads

@@ -49,7 +49,7 @@ def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
         candidates &= declared.main | ~is_object[declared.table.array]
     held = declared.take(candidates)
     held = held.take(_index_order(held.table))
-    first = _first_of_equal_chunks(held.table)
+    first = first_of_equal_chunks(held.table)
     has_main = np.logical_or.reduceat(held.main, first) if len(held) else np.zeros(0, np.bool_)
     starts = np.append(first, len(held))
     choice = assign_writers(held.table.nbytes[first], starts, held.rank, ranks=ranks)[has_main]
@@ -74,7 +74,7 @@ def _index_order(table: ChunkTable) -> Ints:
     return np.lexsort((table.flat_stop, table.flat_start, table.extents(), table.places()))
 
 
-def _first_of_equal_chunks(table: ChunkTable) -> Ints:
+def first_of_equal_chunks(table: ChunkTable) -> Ints:
     """Rows, in index order, at which a new chunk begins; the rows up to the next hold copies of it."""
     differs = np.ones(len(table), np.bool_)
     if len(table):

@@ -143,9 +143,8 @@ def settle_differences(
         raise MismatchError(
             f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
             f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
-            f"whose global "
-            f"shape may differ (a padded vocabulary); to convert dtypes, load with KeyRule(keys=..., "
-            f"cast=Policy.WARN).",
+            f"whose global shape may differ (a padded vocabulary); to convert dtypes, load with "
+            f"KeyRule(keys=..., cast=Policy.WARN).",
             key=faults[0],
             path=where,
         )

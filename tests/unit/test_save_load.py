@@ -413,7 +413,9 @@ def test_an_unknown_format_or_version_is_refused_with_what_is_known(tmp_path: Pa
     )
     with pytest.raises(FormatError, match=r"version 99 cannot be read here. Known are megackpt version 1"):
         load({}, tmp_path / "c")
-    with pytest.raises(DeclarationError, match=r"No strategy saves format \('parquet', 0\)"):
+    with pytest.raises(
+        DeclarationError, match=r"No strategy saves format 'parquet'. Known are megackpt version 1"
+    ):
         save({}, tmp_path / "d", "parquet")
 
 

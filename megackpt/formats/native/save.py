@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.torch
 
 from megackpt.codec import encode
+from megackpt.errors import StorageError
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.native.load import read_index
@@ -23,7 +24,7 @@ from megackpt.metadata import (
     pack_strings,
     unpack_columns,
 )
-from megackpt.planning import SavePlan
+from megackpt.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import BlockDigester, Store, digest_of
 
 
@@ -79,7 +80,17 @@ class NativeSaveStrategy:
             digests=digests,
             files=tuple(names.data_file(attempt, rank) for rank in writers),
         )
-        return {"index": _write_index(store, names.index_file(attempt), stored)}
+        gone = set(stored.files) - set(store.names("data/"))
+        if gone:
+            raise StorageError(
+                f"{store.location}: {min(gone)!r}, which this save has written, is gone. Another job "
+                f"saves to the same "
+                f"directory, or something cleans it up; give each its own.",
+                path=store.location,
+            )
+        # Of a chunk that several ranks have written, which happens without validation, the first is enough.
+        once = stored.take(first_of_equal_chunks(stored.table))
+        return {"index": _write_index(store, names.index_file(attempt), _compact(once))}
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Write the index again without some arrays; data files that hold nothing else become stale."""
@@ -94,18 +105,7 @@ class NativeSaveStrategy:
             arrays=tuple(index.table.arrays[i] for i in kept),
             array=new_number[remaining.table.array],
         )
-        used = np.unique(remaining.file)
-        blocks = block_counts(table.nbytes)
-        start = np.cumsum(blocks) - blocks
-        block = np.arange(int(blocks.sum())) - np.repeat(start, blocks)
-        stored = StoredChunks(
-            table=table,
-            file=np.searchsorted(used, remaining.file),
-            offset_bytes=remaining.offset_bytes,
-            digest_start=start,
-            digests=index.digests[np.repeat(remaining.digest_start, blocks) + block],
-            files=tuple(index.files[i] for i in used.tolist()),
-        )
+        stored = _compact(replace(remaining, table=table))
         old = manifest["index"]["file"]
         new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
         stale = [old, *(name for name in index.files if name not in stored.files)]
@@ -122,6 +122,11 @@ class NativeSaveStrategy:
             said["common_tensors"] = _write(store, names.common_tensors_file(attempt), blob)
         return said
 
+    def files_of(self, manifest: Json) -> list[str]:
+        """Return the index and the files of the common state."""
+        entries = ("index", "common", "common_tensors")
+        return [manifest[entry]["file"] for entry in entries if entry in manifest]
+
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of this format."""
         return names.attempt_of(name)
@@ -130,6 +135,21 @@ class NativeSaveStrategy:
 def _receipt(data_start: int, digests: list[np.ndarray[Any, np.dtype[np.uint64]]]) -> bytes:
     every = np.concatenate([np.zeros(0, np.uint64), *digests])
     return pack_columns({"data_start": np.array([data_start], np.int64), "digests": every})
+
+
+def _compact(stored: StoredChunks) -> StoredChunks:
+    """Leave out digests and files that no row refers to, as an index has those of its rows in their order."""
+    used = np.unique(stored.file)
+    blocks = block_counts(stored.table.nbytes)
+    start = np.cumsum(blocks) - blocks
+    block = np.arange(int(blocks.sum())) - np.repeat(start, blocks)
+    return replace(
+        stored,
+        file=np.searchsorted(used, stored.file),
+        digest_start=start,
+        digests=stored.digests[np.repeat(stored.digest_start, blocks) + block],
+        files=tuple(stored.files[i] for i in used.tolist()),
+    )
 
 
 def _write_index(store: Store, name: str, stored: StoredChunks) -> Json:
