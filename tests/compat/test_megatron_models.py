@@ -56,6 +56,10 @@ PAIRS = [
     (MOE, PP2EP2, TP2PP2),
     (MOE, PP2EP2, Layout(ep=2)),
     (MOE, PP2EP2, Layout()),
+    (MOE, TP2PP2, Layout(ep=2)),
+    (MOE, TP2PP2, Layout(pp=4)),
+    (MOE, TP2PP2, Layout(tp=4)),
+    (MOE, TP2PP2, Layout()),
 ]
 
 
