@@ -1,7 +1,7 @@
 """Models of the real Megatron-Core on CPU ranks: built, run and saved, for the tests in this folder.
 
-Every function runs in a worker of a RankPool, and no part of Megatron-Core is replaced. `_without_gpu` says
-what it takes to run it where torch has no CUDA.
+Every function runs in a worker of a RankPool. Of Megatron-Core nothing is replaced but what stands for a GPU;
+`_without_gpu` says what it takes to run it where torch has no CUDA.
 """
 
 from __future__ import annotations
