@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec import leaf_digests, pack
+from megackpt.codec import encode, leaf_digests, pack
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.expand import Expanded, expand
@@ -184,6 +184,9 @@ def _prepare(request: SaveRequest, group: Group) -> _Local:
         )
     for tensor in expanded.tensors:
         check_source(tensor)
+    if group.rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
+        encode(expanded.common)
+        encode(request.content_metadata, path="content_metadata")
     blobs = [
         pack(o.data, path=o.key) if is_main_replica(o.replica_id) or o.key in expanded.replicated else b""
         for o in expanded.objects

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,17 @@ def test_a_state_dict_that_contains_itself_is_refused(tmp_path: Path) -> None:
     cycle["again"] = cycle
     with pytest.raises(UnserializableError, match="contains itself"):
         save(cycle, tmp_path / "c")
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("value", [defaultdict(lambda: 1), "lone \udc80", {1, (2, frozenset({object()}))}])
+def test_what_has_no_codec_is_refused_before_anything_is_written(
+    tmp_path: Path, value: Any, validate: bool
+) -> None:
+    state = {"w": whole("w", torch.ones(2)), "args": {"x": [value]}}
+    with pytest.raises(UnserializableError, match=r"^args\.x\[0\]"):
+        save(state, tmp_path / "c", validate_access_integrity=validate)
+    assert not (tmp_path / "c" / "data").exists()
 
 
 def test_a_key_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
