@@ -67,7 +67,8 @@ def save(
         sharded_strategy: the format: a strategy, `(backend, version)` or a backend name; None for the native
             one.
         validate_access_integrity: prove before writing that every element has exactly one main replica and
-            that common state is equal on all ranks.
+            that common state is equal on all ranks. False proves nothing and exchanges no declarations before
+            writing: each rank then writes its own main replicas.
         preprocess_common_before_consistancy_check: takes the common state and returns what of it must be
             equal.
         content_metadata: any value that describes the content; see `load_content_metadata`.

@@ -51,7 +51,7 @@ class Checkpointer:
     """Saves and loads numbered steps under a root directory, `iter_0000100` for step 100.
 
     Saving, loading and finding are collective over the group. A step that is not committed is never loaded;
-    the next save removes what torn saves left.
+    what a torn save left is removed once a step as new as it is committed.
 
     Attributes:
         root: the directory.
@@ -132,7 +132,7 @@ class Checkpointer:
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
     ) -> None:
-        """Save a step, then remove what is older than `keep_last` and what torn saves left. Collective.
+        """Save a step, then remove steps beyond `keep_last` and what older torn saves left. Collective.
 
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched.

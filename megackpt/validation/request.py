@@ -140,8 +140,14 @@ def settle_differences(
     if faults:
         asked_by_key = {a.key: a for a in requested.table.arrays}
         lines = [_said(asked_by_key[key], stored[key]) for key in faults]
+        objects = any(OBJECT in (asked_by_key[key].dtype, stored[key].dtype) for key in faults)
+        advice = (
+            "Objects are never resharded: ask for them as they were saved, or leave their keys out. "
+            if objects
+            else ""
+        )
         raise MismatchError(
-            f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n"
+            f"{where} holds other shapes or dtypes than asked for:\n{truncated_list(lines)}\n{advice}"
             f"Build the model with the sizes it was saved with; set allow_shape_mismatch=True on a tensor "
             f"whose global shape may differ (a padded vocabulary); to convert dtypes, load with "
             f"KeyRule(keys=..., cast=Policy.WARN).",

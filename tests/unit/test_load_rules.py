@@ -121,6 +121,13 @@ def test_a_factory_or_layout_with_an_unexpected_part_is_left_out_as_a_whole(chec
     assert set(loaded) == {"a"}
 
 
+def test_objects_saved_in_another_grid_are_named_with_advice_of_their_own(checkpoint: Path) -> None:
+    with pytest.raises(
+        MismatchError, match=r"'o': stored as object \(1,\)(.|\n)*Objects are never resharded"
+    ):
+        load({"o": ShardedObject("o", None, (2,), (0,))}, checkpoint)
+
+
 def test_rules_decide_per_key_before_the_mode(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = LoadOptions(
         rules=(KeyRule(keys="x*", unexpected=Policy.WARN), KeyRule(keys="b", missing=Policy.ERROR))
