@@ -194,25 +194,31 @@ def _load(
         return load_state(state, store, group, options, strict)
 
 
-def load_common_state_dict(checkpoint_dir: Location) -> StateDict:
+def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> StateDict:
     """Return the common state of a checkpoint. Local.
+
+    allow_unsafe_pickle as in `LoadOptions`.
 
     A list that also held sharded entities comes back as a dict by position.
 
     Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
     """
     with _Opened(checkpoint_dir) as store:
-        common: StateDict = read_common(open_checkpoint(store), where=store.location)[0]
+        contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
+        common: StateDict = read_common(contents, where=store.location)[0]
         return common
 
 
-def load_content_metadata(checkpoint_dir: Location) -> Any:
+def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> Any:
     """Return the `content_metadata` that `save` was given, None if it was given none. Local.
+
+    allow_unsafe_pickle as in `LoadOptions`.
 
     Source: Megatron-Core `dist_checkpointing.load_content_metadata`.
     """
     with _Opened(checkpoint_dir) as store:
-        return read_common(open_checkpoint(store), where=store.location)[1]
+        contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
+        return read_common(contents, where=store.location)[1]
 
 
 def load_sharded_metadata(checkpoint_dir: Location) -> dict[str, ShardedBase]:

@@ -19,10 +19,10 @@ from typing import Any
 
 from megackpt.api import ReturnsState, load, load_content_metadata, save
 from megackpt.comm import Group, together, world_group
-from megackpt.engine.manifest import FILE as COMMIT_FILE
 from megackpt.engine.manifest import is_leftover
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.registry import SaveChoice
+from megackpt.formats.strategy import MANIFEST
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import LocalStore
@@ -100,7 +100,7 @@ class Checkpointer:
             match = _STEP_DIRECTORY.fullmatch(entry.name)
             if not match or not entry.is_dir() or entry != self.directory(int(match.group(1))):
                 continue
-            if (entry / COMMIT_FILE).is_file():
+            if (entry / MANIFEST).is_file():
                 committed.append(int(match.group(1)))
             elif not entry.is_symlink() and is_leftover(LocalStore(entry)):
                 torn.append(int(match.group(1)))
@@ -232,5 +232,5 @@ class Checkpointer:
         if directory.is_symlink():  # to a step of another run, which is not ours to remove
             directory.unlink()
             return
-        (directory / COMMIT_FILE).unlink(missing_ok=True)
+        (directory / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(directory)

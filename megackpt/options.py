@@ -77,6 +77,8 @@ class LoadOptions:
         rename: stored keys by other names, `{"old.*": "new.*"}`: what is stored as `old.x` answers a request
             for `new.x`. Each `*` stands for any text, in order; the first pattern that fits counts.
         exclude: globs of requested keys that are not loaded: those entities keep the data they have.
+        allow_unsafe_pickle: in formats that hold pickles (never the native one), load any class they name.
+            Unpickling runs code that the file chooses: set it only for a checkpoint you trust.
     """
 
     timeout_s: float = 600.0
@@ -85,6 +87,7 @@ class LoadOptions:
     rules: tuple[KeyRule, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
+    allow_unsafe_pickle: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("timeout_s", self.timeout_s)

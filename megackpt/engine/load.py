@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec import unpack
 from megackpt.comm import Group, together
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
@@ -23,10 +22,10 @@ from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import Contents
+from megackpt.formats.strategy import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.metadata import ArraySpec, StoredChunks
+from megackpt.metadata import ArraySpec
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.storage import Store
@@ -45,14 +44,15 @@ from megackpt.validation import (
 log = logging.getLogger(__name__)
 
 
-def open_checkpoint(store: Store) -> Contents:
+def open_checkpoint(store: Store, *, allow_unsafe_pickle: bool = False) -> Contents:
     """Open a committed checkpoint of any known format. Local.
 
     Raises:
         NotACheckpointError, FormatError, IntegrityError: it is not one, or is damaged.
     """
     manifest = read_manifest(store)
-    return load_strategy(manifest, where=store.location).open(store, manifest)
+    strategy = load_strategy(manifest, where=store.location)
+    return strategy.open(store, manifest, allow_unsafe_pickle=allow_unsafe_pickle)
 
 
 def read_common(contents: Contents, *, where: str) -> tuple[Any, Any]:
@@ -95,14 +95,14 @@ def load_state(
     def prepare() -> bytes:
         prepared.append(_Prepared(state, store, options, rules, group))
         asked = prepared[0].asked if rules.look_for_missing_keys else []
-        return json.dumps({"attempt": prepared[0].attempt, "asked": asked}).encode()
+        return json.dumps({"opened": prepared[0].contents.identity, "asked": asked}).encode()
 
     def read() -> bytes:
         loaded.append(prepared[0].read(options))
         return b""
 
     answers = [json.loads(a) for a in together(group, prepare, doing="preparing the load")]
-    if any(answer["attempt"] != answers[0]["attempt"] for answer in answers):
+    if any(answer["opened"] != answers[0]["opened"] for answer in answers):
         raise MismatchError(
             f"{store.location} was saved anew while it was being opened: ranks see different checkpoints. "
             f"Load again.",
@@ -123,10 +123,9 @@ class _Prepared:
         self, state: ShardedStateDict, store: Store, options: LoadOptions, rules: Rules, group: Group
     ) -> None:
         where = store.location
-        self.store = store
-        manifest = read_manifest(store)
-        self.attempt = manifest.get("attempt")
-        self.contents = _renamed(load_strategy(manifest, where=where).open(store, manifest), options.rename)
+        self.where = where
+        opened = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
+        self.contents = _renamed(opened, options.rename)
         self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size)
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
@@ -143,7 +142,7 @@ class _Prepared:
         resized = settle_differences(requested, arrays, rules, where=where)
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
-        self.chunks: StoredChunks = self.contents.chunks([a.key for a in requested.table.arrays])
+        self.chunks: Chunks = self.contents.chunks([a.key for a in requested.table.arrays])
         tensors = requested.take(np.arange(len(self.tensors)))
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
         self.object_rows = _object_rows(self.objects, self.chunks, where)
@@ -163,10 +162,10 @@ class _Prepared:
         for tensor in self.tensors:
             if tensor.key in padded and tensor.data is not None:
                 tensor.data.detach().zero_()
-        read_tensors(self.store, self.chunks, self.copies, self.tensors, options)
+        read_tensors(self.chunks, self.copies, self.tensors, options)
         for entity, row in zip(self.objects, self.object_rows, strict=True):
-            where = f"{self.store.location}: object {entity.unique_key!r}"
-            entity.data = unpack(read_chunk(self.store, self.chunks, row), where=where)
+            where = f"{self.where}: object {entity.unique_key!r}"
+            entity.data = self.contents.decode_object(read_chunk(self.chunks, row), where)
         loaded: StateDict = self.expanded.finish(self.common, self.unexpected)
         return loaded
 
@@ -205,16 +204,24 @@ def _renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
     new_name = rename_keys(contents.arrays, patterns)
     old_name = {new: old for old, new in new_name.items()}
 
-    def chunks(keys: Iterable[str]) -> StoredChunks:
-        found = contents.chunks([old_name[key] for key in keys])
-        arrays = tuple(replace(a, key=new_name[a.key]) for a in found.table.arrays)
-        return replace(found, table=replace(found.table, arrays=arrays))
+    def chunks(keys: Iterable[str]) -> Chunks:
+        return _RenamedChunks(contents.chunks([old_name[key] for key in keys]), new_name)
 
     arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
-    return Contents(arrays, chunks, contents.common)
+    return replace(contents, arrays=arrays, chunks=chunks)
 
 
-def _object_rows(objects: Sequence[ShardedObject], chunks: StoredChunks, where: str) -> list[int]:
+class _RenamedChunks:
+    """The same chunks with their arrays under other names."""
+
+    def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
+        arrays = tuple(replace(a, key=new_name[a.key]) for a in chunks.table.arrays)
+        self.table = replace(chunks.table, arrays=arrays)
+        self.block_bytes, self.place = chunks.block_bytes, chunks.place
+        self.describe, self.read_into = chunks.describe, chunks.read_into
+
+
+def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -> list[int]:
     """Return the stored row of each object."""
     if not objects:
         return []
@@ -231,10 +238,10 @@ def _object_rows(objects: Sequence[ShardedObject], chunks: StoredChunks, where: 
     return [rows[o.key, o.global_offset] for o in objects]
 
 
-def _rows_by_place(chunks: StoredChunks) -> Mapping[tuple[str, tuple[int, ...]], int]:
+def _rows_by_place(chunks: Chunks) -> Mapping[tuple[str, tuple[int, ...]], int]:
     table = chunks.table
     places = {}
-    for row in range(len(chunks)):
+    for row in range(len(table)):
         spec = table.arrays[int(table.array[row])]
         places[spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())] = row
     return places

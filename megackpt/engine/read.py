@@ -1,4 +1,4 @@
-"""Reading: carries a read plan out, several reads at once, checking every block.
+"""Reading: carries a read plan out, several reads at once.
 
 Owns the buffers and threads. What is read for which tensor was decided by `planning`.
 """
@@ -14,19 +14,17 @@ import numpy as np
 import torch
 
 from megackpt.engine.tensor_bytes import as_bits, byte_view, copy_block, run_in
-from megackpt.errors import IntegrityError
+from megackpt.formats.strategy import Chunks
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
-from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, itemsizes
+from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, Read, plan_reads
 from megackpt.planning.read_plan import READ_BYTES
-from megackpt.storage import Store, block_digests
 
 
 def read_tensors(
-    store: Store,
-    stored: StoredChunks,
+    chunks: Chunks,
     copies: Copies,
     tensors: Sequence[ShardedTensor],
     options: LoadOptions,
@@ -37,10 +35,11 @@ def read_tensors(
         IntegrityError: a block does not have the digest it was stored with.
         StorageError, FormatError: a file cannot be read, or ends early.
     """
-    dtypes = {a.key: a.dtype for a in stored.table.arrays}
+    dtypes = {a.key: a.dtype for a in chunks.table.arrays}
     targets = [_Target.of(t, dtypes) for t in tensors]
-    reads = plan_reads(_placed(copies, tensors, [t.memory for t in targets]), stored)
-    reader = _Reader(store, stored, targets, verify=options.verify)
+    placed = _placed(copies, tensors, [t.memory for t in targets])
+    reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
+    reader = _Reader(chunks, targets, verify=options.verify)
     with ThreadPoolExecutor(max_workers=options.threads, thread_name_prefix="megackpt-read") as pool:
         futures = [pool.submit(reader.perform, read) for read in reads]
         done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
@@ -51,11 +50,10 @@ def read_tensors(
                 future.result()
 
 
-def read_chunk(store: Store, stored: StoredChunks, row: int) -> bytes:
+def read_chunk(chunks: Chunks, row: int) -> bytes:
     """Return the bytes of a whole (small) chunk, checked."""
-    data = bytearray(int(stored.table.nbytes[row]))
-    store.read_into(stored.files[int(stored.file[row])], int(stored.offset_bytes[row]), memoryview(data))
-    _verify(store, stored, row, 0, memoryview(data))
+    data = bytearray(int(chunks.table.nbytes[row]))
+    chunks.read_into(row, 0, memoryview(data), verify=True)
     return bytes(data)
 
 
@@ -105,30 +103,23 @@ def _placed(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[tor
 class _Reader:
     """Performs reads; each thread has one buffer, made when first needed."""
 
-    def __init__(
-        self, store: Store, stored: StoredChunks, targets: Sequence[_Target], *, verify: bool
-    ) -> None:
-        self._store = store
-        self._stored = stored
+    def __init__(self, chunks: Chunks, targets: Sequence[_Target], *, verify: bool) -> None:
+        self._chunks = chunks
         self._targets = targets
         self._verify = verify
-        self._itemsize = (
-            itemsizes(stored.table.arrays)[stored.table.array] if len(stored) else np.zeros(0, np.int64)
-        )
+        table = chunks.table
+        self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
         self._local = threading.local()
 
     def perform(self, read: Read) -> None:
-        """Read a range of a chunk, check its blocks, and copy out of it."""
+        """Read a range of a chunk, and copy out of it."""
         width = int(self._itemsize[read.stored])
         into = self._direct(read, width)
         buffer = None
         if into is None:
             buffer = self._buffer()[: read.stop - read.start]
             into = byte_view(buffer)
-        name = self._stored.files[int(self._stored.file[read.stored])]
-        self._store.read_into(name, int(self._stored.offset_bytes[read.stored]) + read.start, into)
-        if self._verify:
-            _verify(self._store, self._stored, read.stored, read.start, into)
+        self._chunks.read_into(read.stored, read.start, into, verify=self._verify)
         if buffer is not None:
             for copy in read.copies:
                 target = self._targets[copy.slot]
@@ -148,24 +139,3 @@ class _Reader:
             self._local.buffer = torch.empty(READ_BYTES, dtype=torch.uint8)
         buffer: torch.Tensor = self._local.buffer
         return buffer
-
-
-def _verify(store: Store, stored: StoredChunks, row: int, start: int, data: memoryview) -> None:
-    first = start // DIGEST_BLOCK_BYTES
-    found = block_digests(data, DIGEST_BLOCK_BYTES)
-    begin = int(stored.digest_start[row]) + first
-    wrong = np.flatnonzero(found != stored.digests[begin : begin + len(found)])
-    if not wrong.size:
-        return
-    block = first + int(wrong[0])
-    key = stored.table.arrays[int(stored.table.array[row])].key
-    name = f"{store.location}/{stored.files[int(stored.file[row])]}"
-    low = int(stored.offset_bytes[row]) + block * DIGEST_BLOCK_BYTES
-    high = min(low + DIGEST_BLOCK_BYTES, int(stored.offset_bytes[row] + stored.table.nbytes[row]))
-    raise IntegrityError(
-        f"{key!r} {stored.table.describe(row)}: the bytes {low}:{high} of {name} are not those that were "
-        f"saved (their "
-        f"digest differs). The file is damaged; load another checkpoint.",
-        key=key,
-        path=name,
-    )

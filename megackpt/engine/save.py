@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from megackpt.codec import encode, leaf_digests, pack
+from megackpt.codec import encode, leaf_digests
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.expand import Expanded, expand
@@ -21,6 +22,7 @@ from megackpt.engine.manifest import new_attempt
 from megackpt.engine.tensor_bytes import check_source, pieces_of
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy
+from megackpt.geometry import Ints
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
@@ -101,10 +103,15 @@ def save_state(
     earlier: list[frozenset[str]] = []
 
     def prepare() -> bytes:
+        if strategy.writes_in_place and not request.validate:
+            raise DeclarationError(
+                f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
+                f"ranks have to know of each other what they write, to keep out of each other's way."
+            )
         if group.rank == 0:
             store.create()
             earlier.append(manifest.attempts_in(store, strategy))
-        prepared.append(_prepare(request, group))
+        prepared.append(_prepare(request, strategy, group))
         return _message(request, prepared[0], group.rank)
 
     messages = together(group, prepare, doing="preparing the save")
@@ -174,7 +181,7 @@ def _with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> Decla
     return replace(declared, main=main)
 
 
-def _prepare(request: SaveRequest, group: Group) -> _Local:
+def _prepare(request: SaveRequest, strategy: SaveStrategy, group: Group) -> _Local:
     expanded = expand(request.state, rank=group.rank, ranks=group.size)
     empty = [t.key for t in expanded.tensors if t.data is None]
     if empty:
@@ -188,7 +195,9 @@ def _prepare(request: SaveRequest, group: Group) -> _Local:
         encode(expanded.common)
         encode(request.content_metadata, path="content_metadata")
     blobs = [
-        pack(o.data, path=o.key) if is_main_replica(o.replica_id) or o.key in expanded.replicated else b""
+        strategy.encode_object(o.data, path=o.key)
+        if is_main_replica(o.replica_id) or o.key in expanded.replicated
+        else b""
         for o in expanded.objects
     ]
     return _Local(expanded, tuple(blobs))
@@ -234,21 +243,32 @@ def _name_common_difference(request: SaveRequest, local: _Local, group: Group) -
 
 def _write(
     local: _Local, agreed: _Agreed, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
-) -> list[bytes]:
-    """Write this rank's chunks; return all ranks' receipts on rank 0."""
-    rows = agreed.plan.rows_of(group.rank)
-    slots = agreed.plan.slot[rows].tolist()
+) -> list[list[bytes]]:
+    """Write this rank's chunks, round by round; return receipts by rank and round on rank 0."""
+    slots = agreed.plan.slot
 
-    def write() -> bytes:
+    def begin() -> bytes:
+        if group.rank == 0:
+            strategy.begin(store, attempt=agreed.attempt)
+        return b""
+
+    def write(rows: Ints) -> bytes:
         return strategy.write_chunks(
             store,
             attempt=agreed.attempt,
             rank=group.rank,
-            chunks=agreed.plan.table.take(rows),
-            pieces=lambda row: local.pieces(slots[row], options.piece_bytes),
+            plan=agreed.plan,
+            rows=rows,
+            pieces=lambda row: local.pieces(int(slots[row]), options.piece_bytes),
         )
 
-    return together_at_root(group, write, doing="writing its chunks")
+    if strategy.writes_in_place:
+        together(group, begin, doing="clearing the place")
+    receipts = [
+        together_at_root(group, partial(write, rows), doing="writing its chunks")
+        for rows in strategy.rounds(agreed.plan, group.rank)
+    ]
+    return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
 
 
 def _commit(
@@ -256,7 +276,7 @@ def _commit(
     local: _Local,
     attempt: str,
     plan: SavePlan,
-    receipts: list[bytes],
+    receipts: list[list[bytes]],
     earlier: frozenset[str],
     store: Store,
     strategy: SaveStrategy,

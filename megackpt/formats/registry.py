@@ -1,68 +1,144 @@
 """Which strategy serves which format.
 
-Owns the choice from a name, a `(backend, version)` pair or a manifest.
+Owns the choice from a name, a `(backend, version)` pair, a manifest or the look of a directory. Formats are
+imported when they are asked for; those of other packages are found through the entry-point group
+`megackpt.strategies`, each of whose entry points names a `Format`.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TypeAlias
 
 from megackpt.errors import DeclarationError, FormatError
-from megackpt.formats.native import NativeLoadStrategy, NativeSaveStrategy
-from megackpt.formats.strategy import Json, LoadStrategy, SaveStrategy
+from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
+from megackpt.storage import Store
+
+log = logging.getLogger(__name__)
 
 DEFAULT_BACKEND = "megackpt"
+ENTRY_POINTS = "megackpt.strategies"
 
 SaveChoice: TypeAlias = "SaveStrategy | tuple[str, int] | str | None"
+Name: TypeAlias = tuple[str, int]
 
-_SAVE: dict[tuple[str, int], type[SaveStrategy]] = {("megackpt", 1): NativeSaveStrategy}
-_LOAD: dict[tuple[str, int], type[LoadStrategy]] = {("megackpt", 1): NativeLoadStrategy}
+_BUILT_IN: dict[Name, str] = {
+    ("megackpt", 1): "megackpt.formats.native",
+}
+"""Modules that hold a format as FORMAT."""
 
 
 def save_strategy(choice: SaveChoice) -> SaveStrategy:
     """Return the strategy for a strategy, a `(backend, version)` pair, a backend name or None (native).
 
+    A name stands for its newest version.
+
     Raises:
-        DeclarationError: no such backend or version.
+        DeclarationError: no such backend or version, or it is only read.
     """
     if choice is None:
         choice = DEFAULT_BACKEND
-    if isinstance(choice, str):
-        versions = [version for backend, version in _SAVE if backend == choice]
-        if not versions:
-            raise DeclarationError(f"No strategy saves format {choice!r}. Known are {_known(_SAVE)}.")
-        choice = (choice, max(versions))
-    if isinstance(choice, tuple):
-        if choice not in _SAVE:
-            raise DeclarationError(f"No strategy saves format {choice}. Known are {_known(_SAVE)}.")
-        return _SAVE[choice]()
-    return choice
+    if not isinstance(choice, (str, tuple)):
+        return choice
+    known = [name for name in _names() if choice in (name, name[0])]
+    for name in sorted(known, reverse=True):
+        save = _format(name).save
+        if save is not None:
+            return save()
+    said = " (it is only read)" if known else ""
+    raise DeclarationError(f"No strategy saves format {choice!r}{said}. Known are {_list(_names())}.")
 
 
-def save_strategies() -> list[SaveStrategy]:
-    """Return a strategy of every known format."""
-    return [strategy() for strategy in _SAVE.values()]
+def save_strategies() -> Iterator[SaveStrategy]:
+    """Return a strategy of every format that can be saved with what is installed."""
+    for name in _names():
+        try:
+            save = _format(name).save
+        except ImportError:
+            continue
+        if save is not None:
+            yield save()
 
 
 def load_strategy(manifest: Json, *, where: str) -> LoadStrategy:
     """Return the strategy that reads the format a manifest names.
 
     Raises:
-        FormatError: the format or its version is not known.
+        FormatError: the format or its version is not known, or only written.
     """
     found = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
-    for known, strategy in _LOAD.items():
-        if known == found:
-            return strategy()
+    for name in _names():
+        if name == found:
+            load = _format(name).load
+            if load is not None:
+                return load()
+    known = [name[1] for name in _names() if name[0] == found[0]]
+    is_older = isinstance(found[1], int) and known and found[1] < min(known)
+    advice = (
+        "it is too old: convert it with `megackpt convert` of a version that reads it"
+        if is_older
+        else "a newer megackpt, or a package that adds the format, may know it"
+    )
     raise FormatError(
         f"{where}: format {found[0]!r} version {found[1]!r} cannot be read here. Known are "
-        f"{_known(_LOAD)}; a newer "
-        f"megackpt may know it.",
+        f"{_list(_names())}; {advice}.",
         path=where,
     )
 
 
-def _known(
-    registry: dict[tuple[str, int], type[SaveStrategy]] | dict[tuple[str, int], type[LoadStrategy]],
-) -> str:
-    return ", ".join(f"{backend} version {version}" for backend, version in registry)
+def detect(store: Store) -> Json | None:
+    """Return a manifest for a checkpoint without metadata.json, as other libraries write them.
+
+    None if no format recognises its own.
+    """
+    for name in _names():
+        try:
+            load = _format(name).load
+        except ImportError:
+            continue
+        found = load().detect(store) if load is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _names() -> Iterable[Name]:
+    return [*_BUILT_IN, *(name for name in _third_parties() if name not in _BUILT_IN)]
+
+
+@cache
+def _format(name: Name) -> Format:
+    if name in _BUILT_IN:
+        found: Format = importlib.import_module(_BUILT_IN[name]).FORMAT
+        return found
+    return _third_parties()[name]
+
+
+@cache
+def _third_parties() -> dict[Name, Format]:
+    """Formats of other installed packages. One that cannot be imported is left out, with a warning."""
+    found: dict[Name, Format] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            added = point.load()
+        except Exception as error:  # noqa: BLE001 - another package's fault must not stop our own formats
+            log.warning("Format %s (%s) cannot be used: %s", point.name, point.value, error)
+            continue
+        if not isinstance(added, Format):
+            log.warning(
+                "Format %s (%s) cannot be used: it is a %s, not a megackpt.formats.strategy.Format.",
+                point.name,
+                point.value,
+                type(added).__name__,
+            )
+            continue
+        found[added.backend, added.version] = added
+    return found
+
+
+def _list(names: Iterable[Name]) -> str:
+    return ", ".join(f"{backend} version {version}" for backend, version in names)

@@ -10,13 +10,49 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks
+from megackpt.geometry import Ints
+from megackpt.metadata import ArraySpec, ChunkTable
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
 
+MANIFEST = "metadata.json"
+"""The file whose presence, in every format, says that a save has finished. Source: Megatron-Core."""
+
+MANIFEST_MAX_BYTES = 16 * 1024 * 1024
+"""What a manifest may take; a larger file under its name is none."""
+
 Json: TypeAlias = dict[str, Any]  # plain JSON values
 Pieces: TypeAlias = Callable[[int], Iterator[memoryview]]
-"""The bytes of a chunk, given its row: C-contiguous pieces, in order, each valid until the next is taken."""
+"""The bytes of a row of the plan: C-contiguous pieces, in order, each valid until the next is taken."""
+
+
+class Chunks(Protocol):
+    """Chunks of an opened checkpoint, and the way to their bytes."""
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks, sorted by array, start and flat range."""
+
+    @property
+    def block_bytes(self) -> int:
+        """A read begins at a multiple of it in a chunk, and ends at one or at the end; 1: anywhere."""
+
+    @property
+    def place(self) -> Ints:
+        """A number for each chunk, `[n]`: reading in their order runs through files from front to back."""
+
+    def describe(self, row: int) -> str:
+        """Say where the bytes of a chunk lie, for messages."""
+
+    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
+        """Fill out with the bytes `[start, start + len(out))` of a chunk in row-major order.
+
+        Several threads may call it at once.
+
+        Raises:
+            IntegrityError: verify is set, and a block does not have the digest it was stored with.
+            StorageError, FormatError: the bytes cannot be read, or are not there.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,43 +63,83 @@ class Contents:
         arrays: every global array and array of objects, by key.
         chunks: returns the stored chunks of the given keys.
         common: returns the value that `SaveStrategy.write_common` was given.
+        decode_object: returns the value of an object from the bytes of its chunk; the second argument says
+            where they come from, for messages.
+        identity: the same on all ranks that have opened the same commit.
     """
 
     arrays: Mapping[str, ArraySpec]
-    chunks: Callable[[Iterable[str]], StoredChunks]
+    chunks: Callable[[Iterable[str]], Chunks]
     common: Callable[[], Any]  # whatever the user saved
+    decode_object: Callable[[bytes, str], Any]  # likewise
+    identity: str
 
 
 class SaveStrategy(Protocol):
     """Writes checkpoints of one format. Nothing it writes is part of a checkpoint before the commit.
 
-    Attributes:
-        backend: name of the format, `sharded_backend` in metadata.json.
-        version: version of the format.
+    A save calls, in this order: `encode_object` on every rank; `begin` on rank 0, if it writes in place;
+    `write_chunks` once a round on every rank; `write_common`, `write_index` and `publish` on rank 0. The
+    commit follows.
     """
 
     @property
     def backend(self) -> str:
-        """Name of the format."""
+        """Name of the format, `sharded_backend` in metadata.json."""
 
     @property
     def version(self) -> int:
         """Version of the format."""
 
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether names of files are fixed by what they hold, and not by who writes them and when.
+
+        Then ranks must know each other's rows to keep out of each other's way, and so cannot save without
+        exchanging declarations; and `begin` is called.
+        """
+
+    def begin(self, store: Store, *, attempt: str) -> None:
+        """Clear the place for an attempt. Rank 0, after planning and before any rank writes."""
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        """Return the bytes that stand for an object.
+
+        Raises:
+            UnserializableError: the format cannot hold it; path, its place in the state dict, is named.
+        """
+
+    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+        """Return the rows that a rank writes, round by round, each in the order of its file.
+
+        All ranks meet between rounds: what two ranks must not write at the same time stands in different
+        ones. The number of rounds is the same on every rank.
+        """
+
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, chunks: ChunkTable, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
     ) -> bytes:
-        """Write this rank's chunks, durably, in the order of the rows; return a receipt for `write_index`.
+        """Write the rows of one round, durably; return a receipt for `write_index`.
 
         Raises:
             StorageError: the store refused.
         """
 
-    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[bytes]) -> Json:
-        """Write the index, durably; return what metadata.json must say of it. Rank 0 only."""
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
+        """Write the index, durably; return what is to be known of it. Rank 0; `receipts[rank][round]`."""
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
-        """Write common state, durably; return what metadata.json must say of it. Rank 0 only."""
+        """Write common state, durably; return what is to be known of it. Rank 0."""
+
+    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+        """Put files whose names are fixed in place, and return what metadata.json holds. Rank 0.
+
+        said is everything known: what `write_common` and `write_index` returned, `attempt` and `world_size`.
+        Everything of the attempt is durable before.
+        """
+
+    def committed_attempt(self, store: Store) -> str | None:
+        """Return the attempt that a reader would get now; None if there is none, or it is not known."""
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Write an index without the arrays whose keys begin with key_prefix, durably.
@@ -89,10 +165,32 @@ class LoadStrategy(Protocol):
     def version(self) -> int:
         """Version of the format."""
 
-    def open(self, store: Store, manifest: Json) -> Contents:
+    def detect(self, store: Store) -> Json | None:
+        """Return a manifest for a checkpoint of this format that has no metadata.json; None if it is none."""
+
+    def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Open what a metadata.json stands for.
+
+        allow_unsafe_pickle lets a format that holds pickles load any class they name, which may run code.
 
         Raises:
             FormatError: the manifest or a file it names is not what the format says.
             IntegrityError: a file does not have the digest it was stored with.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One version of a format, as the registry and the entry points of third parties name it.
+
+    Attributes:
+        backend: its name.
+        version: its version.
+        save: makes the strategy that writes it; None if it is only read.
+        load: makes the strategy that reads it; None if it is only written.
+    """
+
+    backend: str
+    version: int
+    save: Callable[[], SaveStrategy] | None = None
+    load: Callable[[], LoadStrategy] | None = None

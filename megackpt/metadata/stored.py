@@ -28,7 +28,8 @@ class StoredChunks:
         file: index into `files`, `[n]`.
         offset_bytes: where the chunk begins in its file, `[n]`.
         digest_start: where its block digests begin in `digests`, `[n]`.
-        digests: xxh3-64 of each block of `DIGEST_BLOCK_BYTES` of each chunk, the last block shorter.
+        digests: xxh3-64 of each block of `DIGEST_BLOCK_BYTES` of each chunk, the last block shorter; None
+            where none were stored.
         files: names in the checkpoint.
     """
 
@@ -36,7 +37,7 @@ class StoredChunks:
     file: Ints
     offset_bytes: Ints
     digest_start: Ints
-    digests: npt.NDArray[np.uint64]
+    digests: npt.NDArray[np.uint64] | None
     files: tuple[str, ...]
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The read plan: copies grouped into reads of bounded size.
 
-Pure. Digests cover fixed blocks of a chunk, so a read is a whole number of blocks: every byte that is copied
-is checked. Copies that reach far are cut first, at block ends where both sides are contiguous.
+Pure. Where digests cover fixed blocks of a chunk, a read is a whole number of blocks: every byte that is
+copied is checked. Copies that reach far are cut first, at block ends where both sides are contiguous.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, itemsizes
+from megackpt.geometry import Ints
+from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
 from megackpt.planning.load_plan import Copies
 
 READ_BYTES = 8 * 1024 * 1024
@@ -66,7 +67,7 @@ class Read:
 
     Attributes:
         stored: row of the chunk.
-        start: first byte in the chunk; a multiple of DIGEST_BLOCK_BYTES.
+        start: first byte in the chunk; a multiple of the block.
         stop: one past the last; such a multiple too, or the chunk's end.
         copies: what to copy, sources counted from the chunk's first element.
     """
@@ -77,17 +78,21 @@ class Read:
     copies: tuple[BlockCopy, ...]
 
 
-def plan_reads(copies: Copies, stored: StoredChunks) -> list[Read]:
-    """Group copies into reads, sorted by file and place."""
-    itemsize = itemsizes(stored.table.arrays)[stored.table.array] if len(stored) else np.zeros(0, np.int64)
-    order = np.lexsort((copies.source_first, stored.offset_bytes[copies.stored], stored.file[copies.stored]))
+def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: int) -> list[Read]:
+    """Group copies into reads, sorted by place.
+
+    table holds the stored chunks and place one number for each, in whose order they are best read. A read
+    begins and ends at multiples of block_bytes in its chunk, or at the chunk's end.
+    """
+    itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
+    order = np.lexsort((copies.source_first, place[copies.stored]))
     reads: list[Read] = []
     for i in order.tolist():
         row = int(copies.stored[i])
-        width, nbytes = int(itemsize[row]), int(stored.table.nbytes[row])
-        for piece in _bounded(_simplified(copies, i), width):
-            start = piece.source * width // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
-            stop = min(-(-piece.source_stop * width // DIGEST_BLOCK_BYTES) * DIGEST_BLOCK_BYTES, nbytes)
+        width, nbytes = int(itemsize[row]), int(table.nbytes[row])
+        for piece in _bounded(_simplified(copies, i), width, block_bytes):
+            start = piece.source * width // block_bytes * block_bytes
+            stop = min(-(-piece.source_stop * width // block_bytes) * block_bytes, nbytes)
             last = reads[-1] if reads else None
             joined = (min(start, last.start), max(stop, last.stop)) if last and last.stored == row else None
             # Copies of one chunk are sorted by their first elements, but a cut one may reach far beyond the
@@ -131,7 +136,7 @@ def _simplified(copies: Copies, i: int) -> BlockCopy:
     )
 
 
-def _bounded(copy: BlockCopy, width: int) -> Iterator[BlockCopy]:
+def _bounded(copy: BlockCopy, width: int, block_bytes: int) -> Iterator[BlockCopy]:
     """Cut a copy until what it spans in the file fits into one read and has no far gaps."""
     span = (copy.source_stop - copy.source) * width
     if not copy.shape:
@@ -141,7 +146,7 @@ def _bounded(copy: BlockCopy, width: int) -> Iterator[BlockCopy]:
     inner = (span - (copy.shape[0] - 1) * stride * width) if len(copy.shape) > 1 else width
     far = len(copy.shape) > 1 and stride * width - inner >= FAR_BYTES
     # Both ends are rounded to whole blocks, so a span may grow by nearly two blocks before it is read.
-    room = READ_BYTES - 2 * DIGEST_BLOCK_BYTES
+    room = READ_BYTES - 2 * block_bytes
     if span <= room and not far:
         yield copy
         return
@@ -150,7 +155,7 @@ def _bounded(copy: BlockCopy, width: int) -> Iterator[BlockCopy]:
     while at < copy.shape[0]:
         stop = at + rows
         if copy.is_run:  # end at the end of a block, so that no block is read twice
-            per_block = DIGEST_BLOCK_BYTES // width
+            per_block = max(1, block_bytes // width)
             stop = (copy.source + at + rows) // per_block * per_block - copy.source
         taken = min(stop, copy.shape[0]) - at
         piece = replace(
@@ -161,5 +166,5 @@ def _bounded(copy: BlockCopy, width: int) -> Iterator[BlockCopy]:
             target=copy.target + at * copy.target_stride[0],
             target_stride=copy.target_stride if taken > 1 else copy.target_stride[1:],
         )
-        yield from _bounded(piece, width)
+        yield from _bounded(piece, width, block_bytes)
         at += taken

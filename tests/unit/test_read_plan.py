@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -39,7 +40,8 @@ def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.Data
         target = torch.empty(shape, dtype=dtype, device="meta")
         asked.append(ShardedTensor("w", target, dtype, shape, (rows, columns), (top, left)))
     copies = plan_load(describe(asked, rank=0), stored.table, where="here")
-    reads = plan_reads(_placed(copies, asked, [t.data for t in asked if t.data is not None]), stored)
+    placed = _placed(copies, asked, [t.data for t in asked if t.data is not None])
+    reads = plan_reads(placed, stored.table, place=np.arange(len(stored)), block_bytes=DIGEST_BLOCK_BYTES)
     nbytes = int(stored.table.nbytes[0])
     copied = 0
     for read in reads:

@@ -2,5 +2,8 @@
 
 from megackpt.formats.native.load import NativeLoadStrategy
 from megackpt.formats.native.save import NativeSaveStrategy
+from megackpt.formats.strategy import Format
 
-__all__ = ["NativeLoadStrategy", "NativeSaveStrategy"]
+FORMAT = Format(backend="megackpt", version=1, save=NativeSaveStrategy, load=NativeLoadStrategy)
+
+__all__ = ["FORMAT", "NativeLoadStrategy", "NativeSaveStrategy"]

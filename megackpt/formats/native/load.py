@@ -9,8 +9,9 @@ import numpy as np
 import safetensors.torch
 from safetensors import SafetensorError
 
-from megackpt.codec import Encoded, decode, load_tree
+from megackpt.codec import Encoded, decode, load_tree, unpack
 from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.native import names
 from megackpt.formats.strategy import Contents, Json
 from megackpt.metadata import ChunkTable, StoredChunks, block_counts, column, unpack_columns, unpack_strings
@@ -23,17 +24,26 @@ class NativeLoadStrategy:
     backend = names.BACKEND
     version = names.VERSION
 
-    def open(self, store: Store, manifest: Json) -> Contents:
-        """Read and check the index; the common state is read when asked for."""
+    def detect(self, store: Store) -> Json | None:
+        """Return None: without metadata.json nothing was committed."""
+        return None
+
+    def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
+        """Read and check the index; the common state is read when asked for. There are no pickles."""
         index = read_index(store, manifest)
 
-        def chunks(keys: Iterable[str]) -> StoredChunks:
+        def chunks(keys: Iterable[str]) -> FileChunks:
             wanted = set(keys)
             chosen = np.array([a.key in wanted for a in index.table.arrays], np.bool_)
-            return index.take(np.flatnonzero(chosen[index.table.array]))
+            return FileChunks(store, index.take(np.flatnonzero(chosen[index.table.array])))
 
-        arrays = {a.key: a for a in index.table.arrays}
-        return Contents(arrays, chunks, lambda: _read_common(store, manifest))
+        return Contents(
+            arrays={a.key: a for a in index.table.arrays},
+            chunks=chunks,
+            common=lambda: _read_common(store, manifest),
+            decode_object=lambda data, where: unpack(data, where=where),
+            identity=str(manifest.get("attempt")),
+        )
 
 
 def read_index(store: Store, manifest: Json) -> StoredChunks:

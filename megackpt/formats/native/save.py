@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 
-from megackpt.codec import encode
+from megackpt.codec import encode, pack
 from megackpt.errors import StorageError
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.native.load import read_index
-from megackpt.formats.strategy import Json, Pieces
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, Pieces
+from megackpt.geometry import Ints
 from megackpt.metadata import (
     DIGEST_BLOCK_BYTES,
-    ChunkTable,
     StoredChunks,
     block_counts,
     pack_columns,
@@ -33,13 +33,26 @@ class NativeSaveStrategy:
 
     backend = names.BACKEND
     version = names.VERSION
+    writes_in_place = False
+
+    def begin(self, store: Store, *, attempt: str) -> None:
+        """Do nothing: files of an attempt carry its name."""
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        """Return a value as one blob; see `megackpt.codec`."""
+        return pack(value, path=path)
+
+    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+        """Return all rows of a rank: every rank writes a file of its own."""
+        return [plan.rows_of(rank)]
 
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, chunks: ChunkTable, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
     ) -> bytes:
         """Write one data file and return where its data begins and the digests of its blocks."""
-        if not len(chunks):
+        if not len(rows):
             return _receipt(0, [])
+        chunks = plan.table.take(rows)
         header = header_of(chunks)
         digests = []
         with store.open_writer(
@@ -48,14 +61,14 @@ class NativeSaveStrategy:
             writer.write(memoryview(header))
             for row in range(len(chunks)):
                 digester = BlockDigester(DIGEST_BLOCK_BYTES)
-                for piece in pieces(row):
+                for piece in pieces(int(rows[row])):
                     digester.update(piece)
                     writer.write(piece)
                 digests.append(digester.result())
         store.sync()
         return _receipt(len(header), digests)
 
-    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[bytes]) -> Json:
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Put the ranks' digests and file positions into the chunk table and write it."""
         writers = sorted(set(plan.writer.tolist()))
         file_of = np.zeros(len(receipts), np.int64)
@@ -65,7 +78,7 @@ class NativeSaveStrategy:
         digest_start = np.cumsum(blocks) - blocks
         digests = np.zeros(int(blocks.sum()), np.uint64)
         for rank in writers:
-            receipt = unpack_columns(receipts[rank], where=f"receipt of rank {rank}")
+            receipt = unpack_columns(receipts[rank][0], where=f"receipt of rank {rank}")
             data_start[rank] = receipt["data_start"][0]
             rows = plan.rows_of(rank)
             # The receipt has the digests in the order of the file, the index in the order of its rows.
@@ -91,6 +104,17 @@ class NativeSaveStrategy:
         # Of a chunk that several ranks have written, which happens without validation, the first is enough.
         once = stored.take(first_of_equal_chunks(stored.table))
         return {"index": _write_index(store, names.index_file(attempt), _compact(once))}
+
+    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+        """Return all that is known: metadata.json is the one file with a fixed name."""
+        return said
+
+    def committed_attempt(self, store: Store) -> str | None:
+        """Return the attempt that metadata.json names."""
+        if not store.exists(MANIFEST):
+            return None
+        attempt = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)).get("attempt")
+        return attempt if isinstance(attempt, str) else None
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Write the index again without some arrays; data files that hold nothing else become stale."""
@@ -139,6 +163,7 @@ def _receipt(data_start: int, digests: list[np.ndarray[Any, np.dtype[np.uint64]]
 
 def _compact(stored: StoredChunks) -> StoredChunks:
     """Leave out digests and files that no row refers to, as an index has those of its rows in their order."""
+    assert stored.digests is not None  # every native index has them
     used = np.unique(stored.file)
     blocks = block_counts(stored.table.nbytes)
     start = np.cumsum(blocks) - blocks
@@ -153,6 +178,7 @@ def _compact(stored: StoredChunks) -> StoredChunks:
 
 
 def _write_index(store: Store, name: str, stored: StoredChunks) -> Json:
+    assert stored.digests is not None
     columns = {
         **stored.table.to_columns(),
         **pack_strings("file_name", stored.files),
