@@ -1,0 +1,328 @@
+# ruff: noqa: D102 - the name of a test is its claim
+"""What every format must do, as tests: subclass `FormatConformance` and give it a `format` fixture.
+
+Owns the claims that hold for all formats: the law, all or nothing, and errors instead of wrong values. What
+only one format promises (how bytes lie, who else reads them) is tested where that format is.
+
+    class TestMyFormat(FormatConformance):
+        @pytest.fixture
+        def format(self) -> Format:
+            return my_package.FORMAT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megackpt.api import (
+    load,
+    load_content_metadata,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+    save,
+)
+from megackpt.comm import Group
+from megackpt.engine.load import open_checkpoint
+from megackpt.engine.manifest import is_committed
+from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.errors import CheckpointError, DeclarationError, UnserializableError
+from megackpt.formats.strategy import Format, SaveStrategy
+from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megackpt.metadata import DTYPES
+from megackpt.storage import LocalStore, Store
+from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.identical import difference
+from megackpt.testing.layouts import arrays, held_chunks
+from megackpt.testing.world import SimulatedWorld
+
+RANKS = 2
+_numbers = itertools.count()
+
+
+class FormatConformance:
+    """The tests. The fixture `format` gives a format that is both saved and loaded."""
+
+    @pytest.fixture
+    def format(self) -> Format:
+        """Return the format under test."""
+        raise NotImplementedError("A subclass of FormatConformance gives the fixture `format`.")
+
+    @pytest.fixture
+    def new_store(self, tmp_path: Path) -> Callable[[], Store]:
+        """Return what makes an empty store; a format that needs another kind gives its own."""
+        return lambda: LocalStore(tmp_path / f"store-{next(_numbers)}")
+
+    @pytest.fixture
+    def strategy(self, format: Format) -> SaveStrategy:
+        """Return the strategy that saves."""
+        assert format.save is not None
+        return format.save()
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data(), array=arrays(), source_ranks=st.integers(1, 3), target_ranks=st.integers(1, 3))
+    def test_any_layout_loads_what_any_other_saved(
+        self,
+        strategy: SaveStrategy,
+        new_store: Callable[[], Store],
+        data: st.DataObject,
+        array: torch.Tensor,
+        source_ranks: int,
+        target_ranks: int,
+    ) -> None:
+        source = data.draw(held_chunks(tuple(array.shape), ranks=source_ranks), label="source")
+        target = data.draw(held_chunks(tuple(array.shape), ranks=target_ranks), label="target")
+        store = new_store()
+
+        def declared(held: list[Any], rank: int) -> list[ShardedTensor]:
+            return [chunk.declare("array", array) for chunk in held if chunk.rank == rank]
+
+        def load_rank(group: Group) -> list[ShardedTensor]:
+            wanted = declared(target, group.rank)
+            for tensor in wanted:
+                as_bits(_data(tensor)).fill_(1)  # something that is not the answer
+            load({"shards": wanted}, store, group=group)
+            return wanted
+
+        SimulatedWorld(source_ranks).run(
+            lambda group: save({"shards": declared(source, group.rank)}, store, strategy, group=group)
+        )
+        for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
+            for got, expected in zip(loaded, declared(target, rank), strict=True):
+                assert _bytes_of(got) == _bytes_of(expected)
+        store.close()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_dtype_keeps_its_bits(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], dtype: str
+    ) -> None:
+        kind: torch.dtype = getattr(torch, dtype)
+        noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 24 * kind.itemsize, np.uint8))
+        values = torch.rand(4, 6) < 0.5 if kind == torch.bool else noise.view(kind).reshape(4, 6)
+        store = new_store()
+        save({"w": whole("w", values)}, store, strategy)
+        loaded = load({"w": whole("w", torch.zeros_like(values))}, store)
+        assert difference(loaded["w"], values) is None
+
+    @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1, 1, 1, 1), (2, 3, 4, 5)])
+    def test_every_shape_comes_back(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], shape: tuple[int, ...]
+    ) -> None:
+        store = new_store()
+        values = torch.rand(shape)
+        save({"w": whole("w", values)}, store, strategy)
+        loaded = load({"w": whole("w", torch.zeros(shape))}, store)
+        assert difference(loaded["w"], values) is None
+        assert load_tensors_metadata(store)["w"].global_shape == shape
+
+    def test_objects_and_common_state_come_back(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        store = new_store()
+        common = {"step": 7, "lr": [1e-3, -0.0], "name": "a", "nothing": None, "rng": torch.arange(3)}
+
+        def state(group: Group, filled: bool) -> ShardedStateDict:
+            value = {"rank": group.rank, "list": [1, "two", 3.0]} if filled else None
+            here = ShardedObject("loader/state", value, (RANKS,), (group.rank,))
+            return {"loader": here, **(common if filled else {})}
+
+        world = SimulatedWorld(RANKS)
+        world.run(lambda g: save(state(g, True), store, strategy, content_metadata={"v": 1}, group=g))
+        for rank, loaded in enumerate(world.run(lambda g: load(state(g, False), store, group=g))):
+            assert loaded.pop("loader") == {"rank": rank, "list": [1, "two", 3.0]}
+            assert set(loaded) == set(common)
+            assert all(difference(loaded[k], common[k], path=k) is None for k in common)
+        assert load_content_metadata(store) == {"v": 1}
+
+    def test_an_object_it_cannot_hold_is_refused_with_its_path(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        store = new_store()
+        with pytest.raises(UnserializableError, match="handle"):
+            save({"o": ShardedObject("handle", lambda: 0, (1,), (0,))}, store, strategy)
+        assert not is_committed(store)
+
+    @pytest.mark.parametrize("key", ["a/b", "a.b-c_d", "with space", "ключ", "a" * 150, "metadata.json", "0"])
+    def test_a_key_is_kept_or_refused(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], key: str
+    ) -> None:
+        store = new_store()
+        values = torch.arange(6.0)
+        refusal = None
+        try:
+            save({"w": whole(key, values), "x": whole("other", values + 1)}, store, strategy)
+        except (DeclarationError, UnserializableError) as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert key in refusal
+            assert not is_committed(store)
+            return
+        loaded = load({"w": whole(key, torch.zeros(6)), "x": whole("other", torch.zeros(6))}, store)
+        assert torch.equal(loaded["w"], values)
+        assert torch.equal(loaded["x"], values + 1)
+
+    def test_a_second_save_replaces_the_first(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        store = new_store()
+        save(_state(1), store, strategy)
+        first = set(store.names())
+        save(_state(2), store, strategy)
+        assert _loaded(store) == 2
+        save(_state(3), store, strategy)
+        assert _loaded(store) == 3
+        assert len(store.names()) <= len(first) + 1, "files of earlier saves were left behind"
+
+    def test_a_save_that_fails_anywhere_leaves_the_old_checkpoint_or_none_or_the_new(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        counting = FaultyStore(new_store())
+        save(_state(1), counting, strategy)
+        before = len(counting.operations)
+        save(_state(2), counting, strategy)
+        for failing in range(len(counting.operations) - before):
+            inner = new_store()
+            save(_state(1), inner, strategy)
+            faulty = FaultyStore(inner, fail_at=failing)
+            with contextlib.suppress(CheckpointError):
+                save(_state(2), faulty, strategy)
+            if not is_committed(inner):
+                assert strategy.writes_in_place, "the old checkpoint is gone"
+                continue
+            assert _loaded(inner) in (1, 2)
+            save(_state(3), inner, strategy)
+            assert _loaded(inner) == 3
+
+    def test_missing_and_cut_files_are_errors_and_never_wrong_values(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        names = self._saved(strategy, new_store()).names()
+        assert names
+        for damage in (_cut, _remove):
+            for position in range(len(names)):
+                store = self._saved(strategy, new_store())
+                damage(store, store.names()[position])
+                store.close()
+                try:
+                    value = _loaded(store)
+                except CheckpointError:
+                    continue
+                assert value == 1
+
+    def test_any_range_of_a_chunk_can_be_read(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        store = new_store()
+        values = torch.arange(300_000, dtype=torch.int32).reshape(300, 1000)
+        save({"w": whole("w", values)}, store, strategy)
+        chunks = open_checkpoint(store).chunks(["w"])
+        table, block = chunks.table, chunks.block_bytes
+        assert sorted(chunks.place.tolist()) == sorted(set(chunks.place.tolist()))
+        for row in range(min(len(table), 4)):
+            nbytes = int(table.nbytes[row])
+            box = tuple(
+                slice(a, a + n)
+                for a, n in zip(table.start[row].tolist(), table.shape[row].tolist(), strict=True)
+            )
+            expected = bytes(byte_view(values[box].contiguous()))
+            for start, stop in ((0, nbytes), (0, min(block, nbytes)), (nbytes // 2 // block * block, nbytes)):
+                out = bytearray(stop - start)
+                chunks.read_into(row, start, memoryview(out), verify=True)
+                assert bytes(out) == expected[start:stop]
+            assert store.location in chunks.describe(row) or chunks.describe(row)
+
+    def test_arrays_can_be_taken_out(self, strategy: SaveStrategy, new_store: Callable[[], Store]) -> None:
+        store = new_store()
+        save(
+            {"a": whole("model.a", torch.ones(3)), "b": whole("opt.b", torch.full((3,), 2.0))},
+            store,
+            strategy,
+        )
+        self.remove(store, "opt.")
+        assert set(load_sharded_metadata(store)) == {"model.a"}
+        assert torch.equal(load({"a": whole("model.a", torch.zeros(3))}, store)["a"], torch.ones(3))
+
+    def test_all_ranks_agree_on_the_number_of_rounds(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store]
+    ) -> None:
+        seen: list[int] = []
+        rounds = strategy.rounds
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(strategy, name)
+
+            def rounds(self, plan: Any, rank: int) -> Any:
+                answer = rounds(plan, rank)
+                rows = np.concatenate(answer) if answer else np.zeros(0)
+                assert sorted(rows.tolist()) == sorted(plan.rows_of(rank).tolist())
+                seen.append(len(answer))
+                return answer
+
+        def part(rank: int) -> ShardedTensor:
+            data = torch.full((5,), float(rank))
+            return ShardedTensor.from_rank_offsets("w", data, (0, rank, 3))
+
+        store = new_store()
+        SimulatedWorld(3).run(lambda g: save({"w": part(g.rank)}, store, Watched(), group=g))
+        assert len(set(seen)) == 1
+
+    def remove(self, store: Store, prefix: str) -> None:
+        """Take arrays out of the checkpoint in a store."""
+        remove_sharded_tensors(store, prefix)
+
+    def _saved(self, strategy: SaveStrategy, store: Store) -> Store:
+        save(_state(1), store, strategy)
+        return store
+
+
+def whole(key: str, data: torch.Tensor) -> ShardedTensor:
+    """Declare a tensor as a whole array."""
+    return ShardedTensor.from_rank_offsets(key, data)
+
+
+def _state(number: int) -> ShardedStateDict:
+    return {
+        "w": whole("w", torch.full((40, 50), float(number))),
+        "o": ShardedObject("o", number, (1,), (0,)),
+        "number": number,
+    }
+
+
+def _loaded(store: Store) -> int:
+    """Load what `_state` saved and return its number; everything must be of one save."""
+    loaded = load({"w": whole("w", torch.zeros(40, 50)), "o": ShardedObject("o", None, (1,), (0,))}, store)
+    number = loaded["number"]
+    assert isinstance(number, int)
+    assert loaded["o"] == number
+    assert torch.equal(loaded["w"], torch.full((40, 50), float(number)))
+    return number
+
+
+def _cut(store: Store, name: str) -> None:
+    data = store.read(name, max_bytes=1 << 30)
+    store.write(name, data[: len(data) // 2])
+
+
+def _remove(store: Store, name: str) -> None:
+    store.delete([name])
+    store.sync()
+
+
+def _data(tensor: ShardedTensor) -> torch.Tensor:
+    assert tensor.data is not None
+    return tensor.data
+
+
+def _bytes_of(tensor: ShardedTensor) -> bytes:
+    return bytes(byte_view(as_bits(_data(tensor)).contiguous()))

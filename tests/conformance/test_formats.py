@@ -1,0 +1,28 @@
+"""Every format of ours passes the suite that a third party's has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megackpt.formats import native
+from megackpt.formats.strategy import Format
+from megackpt.storage import MemoryStore, Store
+from megackpt.testing.format_suite import FormatConformance
+
+
+class TestNative(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return native.FORMAT
+
+
+class TestNativeInMemory(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return native.FORMAT
+
+    @pytest.fixture
+    def new_store(self) -> Callable[[], Store]:
+        return MemoryStore
