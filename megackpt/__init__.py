@@ -17,6 +17,7 @@ from megackpt.api import (
 )
 from megackpt.checkpointer import Checkpointer
 from megackpt.codec import register_codec
+from megackpt.engine.plan_cache import PlanCache
 from megackpt.errors import (
     CheckpointError,
     CheckpointingException,
@@ -68,6 +69,7 @@ __all__ = [
     "NotACheckpointError",
     "OptimizerError",
     "PerRank",
+    "PlanCache",
     "Policy",
     "RankFailedError",
     "Replicated",

@@ -15,6 +15,7 @@ import torch
 from megackpt.comm import Group, SingleProcess, world_group
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
+from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -53,6 +54,7 @@ def save(
     content_metadata: Any = None,
     options: SaveOptions | None = None,
     group: Group | None = None,
+    plans: PlanCache | None = None,
 ) -> None:
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
@@ -74,6 +76,8 @@ def save(
         content_metadata: any value that describes the content; see `load_content_metadata`.
         options: tunables.
         group: who takes part; None for all ranks of torch.distributed, or this process alone without it.
+        plans: keeps the plans of earlier saves: ranks then exchange digests, and declarations only where the
+            structure is new. Give all ranks one of their own, and the same ranks each time.
 
     Raises:
         CoverageError: an element has no main replica, or more than one.
@@ -92,6 +96,8 @@ def save(
         content_metadata=content_metadata,
         validate=validate_access_integrity,
         common_to_compare=preprocess_common_before_consistancy_check,
+        plans=plans,
+        assume_constant_structure=options.assume_constant_structure,
     )
     group = group or world_group(timeout_s=options.timeout_s)
     with _Opened(checkpoint_dir) as store:

@@ -20,6 +20,7 @@ from typing import Any
 from megackpt.api import ReturnsState, load, load_content_metadata, save
 from megackpt.comm import Group, together, world_group
 from megackpt.engine.manifest import is_leftover
+from megackpt.engine.plan_cache import PlanCache
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.registry import SaveChoice
 from megackpt.formats.strategy import MANIFEST
@@ -81,6 +82,7 @@ class Checkpointer:
         self._save_options = save_options or SaveOptions()
         self._load_options = load_options or LoadOptions()
         self._group = group
+        self._plans = PlanCache()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -155,6 +157,7 @@ class Checkpointer:
             content_metadata=content_metadata,
             options=self._save_options,
             group=group,
+            plans=self._plans,
         )
         together(group, lambda: self._on_root(group, lambda: self._clean(step)), doing="removing old steps")
 

@@ -54,10 +54,13 @@ class SaveOptions:
     Attributes:
         timeout_s: how long a rank waits for the others at each meeting point, in seconds.
         piece_bytes: how much of a tensor that is not contiguous in host memory is copied at a time.
+        assume_constant_structure: with a plan cache, take the plan of the last save without comparing
+            declarations and common state between ranks. What this rank holds is still compared with the plan.
     """
 
     timeout_s: float = 600.0
     piece_bytes: int = 4 * 1024 * 1024
+    assume_constant_structure: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("timeout_s", self.timeout_s)

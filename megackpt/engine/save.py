@@ -7,7 +7,7 @@ meeting of all, where a failure becomes the same error everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
+from megackpt.engine.plan_cache import PlanCache, name_of
 from megackpt.engine.tensor_bytes import check_source, pieces_of
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy
@@ -35,7 +36,7 @@ from megackpt.metadata import (
     unpack_columns,
 )
 from megackpt.options import SaveOptions
-from megackpt.planning import SavePlan, plan_own, plan_save
+from megackpt.planning import SavePlan, plan_own, plan_save, with_object_sizes
 from megackpt.storage import Store, digest_of
 from megackpt.validation import check_common_equal, check_coverage, check_replicated_equal
 
@@ -49,12 +50,16 @@ class SaveRequest:
         content_metadata: a value stored beside the common state; that of rank 0 counts.
         validate: prove coverage and equality of common state before anything is written.
         common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
+        plans: where plans of earlier saves are; None to plan anew.
+        assume_constant_structure: take the last plan, if there is one, without comparing declarations.
     """
 
     state: ShardedStateDict
     content_metadata: Any = None
     validate: bool = True
     common_to_compare: Any = None
+    plans: PlanCache | None = None
+    assume_constant_structure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +117,16 @@ def save_state(
             store.create()
             earlier.append(manifest.attempts_in(store, strategy))
         prepared.append(_prepare(request, strategy, group))
-        return _message(request, prepared[0], group.rank)
+        return _message(request, prepared[0], group)
 
     messages = together(group, prepare, doing="preparing the save")
     (local,) = prepared
-    agreed = (
-        _agree_on_all(request, local, messages, group) if request.validate else _agree(local, messages, group)
-    )
+    if not request.validate:
+        agreed = _agree(local, messages, group)
+    elif request.plans is None:
+        agreed = _agree_on_all(request, local, _unpack(messages), group)
+    else:
+        agreed = _agree_again(request, local, [json.loads(m) for m in messages], request.plans, group)
     try:
         receipts = _write(local, agreed, store, strategy, group, options)
         parts = agreed.collect()
@@ -136,22 +144,53 @@ def save_state(
         raise
 
 
-def _agree_on_all(request: SaveRequest, local: _Local, messages: list[bytes], group: Group) -> _Agreed:
+def _agree_on_all(
+    request: SaveRequest, local: _Local, columns: Sequence[Mapping[str, Column]], group: Group
+) -> _Agreed:
     """Plan from the declarations of all ranks, after proving them right.
 
     Every rank computes the same from the same, so errors are common by themselves.
     """
-    columns = _unpack(messages)
     headers = [json.loads(c["header"].tobytes()) for c in columns]
     declared = decode_declarations(columns)
-    replicated = [header["replicated"] for header in headers]
-    merged = _with_one_main_each(merge_declarations(declared), {key for held in replicated for key in held})
-    check_replicated_equal(replicated)
+    replicated = {key for header in headers for key in header["replicated"]}
+    merged = _with_one_main_each(merge_declarations(declared), replicated)
     check_coverage(merged)
-    if len({h["common"] for h in headers}) > 1:
-        _name_common_difference(request, local, group)
+    _compare_values(request, local, headers, group)
     plan = plan_save(merged, ranks=group.size)
     return _Agreed(headers[0]["attempt"], plan, lambda: [], lambda _: plan)
+
+
+def _agree_again(
+    request: SaveRequest, local: _Local, headers: list[dict[str, Any]], plans: PlanCache, group: Group
+) -> _Agreed:
+    """Take the plan of an earlier save of the same structure; where a rank has none, plan and keep it."""
+    name = headers[0]["assumed"]
+    if name is None or any(header["assumed"] != name for header in headers):
+        name = name_of([header["declared"] or "" for header in headers])
+    if any(name not in header["kept"] for header in headers):
+        columns = _unpack(
+            together(group, lambda: _declarations(request, local, group), doing="exchanging declarations")
+        )
+        agreed = _agree_on_all(request, local, columns, group)
+        name = name_of([json.loads(c["header"].tobytes())["declared"] for c in columns])
+        plans.keep(name, agreed.plan)
+        return agreed
+    if headers[0]["assumed"] is None:
+        _compare_values(request, local, headers, group)
+    plan = with_object_sizes(
+        plans.find(name),
+        first_slots=[header["tensors"] for header in headers],
+        sizes=[header["object_nbytes"] for header in headers],
+    )
+    return _Agreed(headers[0]["attempt"], plan, lambda: [], lambda _: plan)
+
+
+def _compare_values(request: SaveRequest, local: _Local, headers: list[dict[str, Any]], group: Group) -> None:
+    """Refuse replicated values and common state that differ between ranks."""
+    check_replicated_equal([header["replicated"] for header in headers])
+    if len({h["common"] for h in headers}) > 1:
+        _name_common_difference(request, local, group)
 
 
 def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
@@ -207,16 +246,69 @@ def _declare(local: _Local, rank: int) -> DeclaredChunks:
     return describe(local.expanded.entities, rank=rank, object_nbytes=[len(b) for b in local.blobs])
 
 
-def _message(request: SaveRequest, local: _Local, rank: int) -> bytes:
-    """What the others have to know: an attempt id and, to be proved, declarations and digests."""
-    header: dict[str, Any] = {"attempt": new_attempt()}
+def _message(request: SaveRequest, local: _Local, group: Group) -> bytes:
+    """What the others have to know first: an attempt id and, to be proved, declarations and digests."""
     if not request.validate:
-        return json.dumps(header).encode()
+        return json.dumps({"attempt": new_attempt()}).encode()
+    if request.plans is None:
+        return _declarations(request, local, group)
+    assumed = request.plans.last if request.assume_constant_structure else None
+    if assumed is not None:
+        _check_unchanged(request.plans.peek(assumed), local, group.rank)
+    return json.dumps(_header(request, local, group, assumed=assumed)).encode()
+
+
+def _declarations(request: SaveRequest, local: _Local, group: Group) -> bytes:
+    header = json.dumps(_header(request, local, group, assumed=None)).encode()
+    columns = _declare(local, group.rank).to_columns()
+    return pack_columns({**columns, "header": np.frombuffer(header, np.uint8)})
+
+
+def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str | None) -> dict[str, Any]:
+    """What is compared between ranks, and what a plan of an earlier save does not know.
+
+    Where the structure is assumed to be that of the last save, nothing is compared.
+    """
     values = {o.key: o.data for o in local.expanded.objects if o.key in local.expanded.replicated}
-    header["replicated"] = {key: digest_of(_leaves(value)) for key, value in values.items()}
-    header["common"] = digest_of(_common_leaves(request, local))
-    columns = _declare(local, rank).to_columns()
-    return pack_columns({**columns, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+    header: dict[str, Any] = {"attempt": new_attempt(), "assumed": assumed}
+    header["tensors"] = len(local.expanded.tensors)
+    header["object_nbytes"] = [len(blob) for blob in local.blobs]
+    header["kept"] = request.plans.names if request.plans is not None else []
+    compared = assumed is None
+    header["replicated"] = {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {}
+    header["common"] = digest_of(_common_leaves(request, local)) if compared else ""
+    header["declared"] = None
+    if compared and request.plans is not None:
+        structure = describe(
+            local.expanded.entities, rank=group.rank, object_nbytes=[bool(blob) for blob in local.blobs]
+        )
+        replicated = ",".join(sorted(local.expanded.replicated)).encode()
+        header["declared"] = digest_of(pack_columns(structure.to_columns()) + replicated)
+    return header
+
+
+def _check_unchanged(plan: SavePlan, local: _Local, rank: int) -> None:
+    """Refuse a state that is visibly not the one that was planned for.
+
+    Raises:
+        DeclarationError: the plan wants an entity of another size, or one that is not there.
+    """
+    tensors = local.expanded.tensors
+    for row in plan.rows_of(rank).tolist():
+        slot, spec = int(plan.slot[row]), plan.table.arrays[int(plan.table.array[row])]
+        found = local.expanded.entities[slot] if slot < len(local.expanded.entities) else None
+        same = found is not None and found.key == spec.key
+        if same and slot < len(tensors):
+            data = tensors[slot].data
+            assert data is not None
+            same = data.numel() * data.element_size() == int(plan.table.nbytes[row])
+        if not same:
+            raise DeclarationError(
+                f"{spec.key!r}: the structure of the state dict has changed since the last save, which "
+                f"assume_constant_structure rules out. Save without it once, or leave it out.",
+                key=spec.key,
+                rank=rank,
+            )
 
 
 def _unpack(messages: Sequence[bytes]) -> list[dict[str, Column]]:

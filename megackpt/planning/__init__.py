@@ -3,7 +3,13 @@
 from megackpt.planning.assign import assign_writers
 from megackpt.planning.load_plan import Copies, plan_load
 from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
-from megackpt.planning.save_plan import SavePlan, first_of_equal_chunks, plan_own, plan_save
+from megackpt.planning.save_plan import (
+    SavePlan,
+    first_of_equal_chunks,
+    plan_own,
+    plan_save,
+    with_object_sizes,
+)
 
 __all__ = [
     "BlockCopy",
@@ -16,4 +22,5 @@ __all__ = [
     "plan_own",
     "plan_reads",
     "plan_save",
+    "with_object_sizes",
 ]

@@ -5,7 +5,8 @@ Pure: the merged declarations of all ranks in, the same plan on every rank out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +68,24 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
     mains = mains.take(_index_order(mains.table))
     return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
+
+
+def with_object_sizes(
+    plan: SavePlan, *, first_slots: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> SavePlan:
+    """Return the plan for objects of other sizes. Who writes what stays: only places in files move.
+
+    first_slots gives the slot of each rank's first object, and sizes those of its objects, in bytes.
+    """
+    is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
+    rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
+    if not len(rows):
+        return plan
+    nbytes = plan.table.nbytes.copy()
+    pairs = zip(plan.writer[rows].tolist(), plan.slot[rows].tolist(), strict=True)
+    nbytes[rows] = [sizes[rank][slot - first_slots[rank]] for rank, slot in pairs]
+    table = replace(plan.table, nbytes=nbytes)
+    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
 
 
 def _index_order(table: ChunkTable) -> Ints:
