@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedBase, ShardedTensor
+from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor
 from megackpt.optim.collectives import all_gather_slices, reduce_scatter_mean
+from megackpt.optim.gathering import FlatPart, gather_parts, join_parts
 from megackpt.optim.master_optimizer import MasterOptimizer
 from megackpt.optim.owned import Slot
 from megackpt.optim.ranges import BufferLayout, Span
 from megackpt.optim.sharded_state import (
     ParamEntity,
+    find_param_entities,
     make_flat_optimizer_tensor,
     make_sharded_scalar,
     replica_of,
@@ -58,6 +60,38 @@ class DistributedOptimizer(MasterOptimizer):
     Raises:
         OptimizerError: the inner optimizer is not elementwise, or keeps state that cannot be declared.
     """
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: ShardedStateDict, is_loading: bool = False, *, gathered: bool = False
+    ) -> ShardedStateDict:
+        """Declare this rank's optimizer state; see `MasterOptimizer.sharded_state_dict`.
+
+        Local, unless gathered is set: then the shards of each parameter are brought together on the first
+        data-parallel rank, in host memory, and only that one declares them (collective over dp). The
+        checkpoint has the same arrays, in fewer files and larger chunks; it costs exchange, and memory on
+        that rank. To load, declare without it.
+        """
+        declared = super().sharded_state_dict(model_sharded_state_dict, is_loading)
+        if not gathered or self.groups.dp.size == 1:
+            return declared
+        mine = [
+            FlatPart(slot.position, name, slot.owned, value)
+            for slot in self._slots
+            for name, value in self._inner.states(slot)
+            if self._is_elementwise(slot, name, value)
+        ]
+        for part in mine:
+            del declared["state"][part.position][part.state]
+        parts = gather_parts(mine, self.groups.dp)
+        entities = find_param_entities(model_sharded_state_dict, self._params)
+        for (position, name), data in join_parts(parts, [p.numel() for p in self._params]).items():
+            entity = entities[position]
+            declared["state"].setdefault(position, {})[name] = entity.retarget(
+                key=f"optimizer.state.{name}.{entity.key}",
+                data=data.view(self._params[position].shape),
+                replica_id=(*self._model_replica(entity), 0),
+            )
+        return declared
 
     def _ownership(self, layout: BufferLayout) -> tuple[Sequence[Span], Sequence[Span]]:
         rank = self.groups.dp.rank

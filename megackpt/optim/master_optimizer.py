@@ -260,9 +260,14 @@ class MasterOptimizer(ABC):
 
     def _declare(self, slot: Slot, entity: ParamEntity, name: str, value: Any) -> ShardedBase:
         prefix = f"optimizer.state.{name}"
-        if name in slot.scalars or not isinstance(value, Tensor) or value.shape != slot.master.shape:
-            return self._declare_scalar(slot, entity, prefix, _as_scalar(value))
-        return self._declare_tensor(slot, entity, prefix, value)
+        if self._is_elementwise(slot, name, value):
+            return self._declare_tensor(slot, entity, prefix, value)
+        return self._declare_scalar(slot, entity, prefix, _as_scalar(value))
+
+    def _is_elementwise(self, slot: Slot, name: str, value: Any) -> bool:
+        """Whether a state has a value for each element of the slot's master, not one for all."""
+        of_one_shape = isinstance(value, Tensor) and value.shape == slot.master.shape
+        return of_one_shape and name not in slot.scalars
 
     def _check_params_are_rounded_masters(self) -> None:
         wrong = [slot for slot in self._slots if slot.has_copy and not _rounds_to(slot.master, slot.data)]
