@@ -1,7 +1,7 @@
-"""A save, as a recipe: describe, exchange, plan, write, commit.
+"""A save, as a recipe: describe, exchange, plan; then `write_out` writes and commits.
 
-Owns the order of the steps and what each rank does in them. Each step that can fail on one rank ends in a
-meeting of all, where a failure becomes the same error everywhere.
+Owns what happens before the first byte is written. Each step that can fail on one rank ends in a meeting of
+all, where a failure becomes the same error everywhere.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.plan_cache import PlanCache, name_of
 from megackpt.engine.tensor_bytes import check_source, pieces_of
+from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy
-from megackpt.geometry import Ints
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
@@ -78,23 +77,6 @@ class _Local:
         return pieces_of(data, piece_bytes=piece_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What ranks have agreed on before they write.
-
-    Attributes:
-        attempt: the id of this attempt.
-        plan: the plan; at least this rank's own rows of it.
-        collect: collective, after all have written; returns on rank 0 what `complete` needs.
-        complete: makes the plan of all ranks from it; rank 0 only.
-    """
-
-    attempt: str
-    plan: SavePlan
-    collect: Callable[[], list[bytes]]
-    complete: Callable[[list[bytes]], SavePlan]
-
-
 def save_state(
     request: SaveRequest, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
 ) -> None:
@@ -104,8 +86,19 @@ def save_state(
         CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
             this one if only the last meeting, after the commit, failed.
     """
+    write_out(plan_state(request, store, strategy, group, options), store, strategy, group)
+
+
+def plan_state(
+    request: SaveRequest, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
+) -> Planned:
+    """Prove the ranks' declarations right and decide who writes what. Collective over the group.
+
+    Raises:
+        CheckpointError: the same on every rank; nothing was written.
+    """
     prepared: list[_Local] = []
-    earlier: list[frozenset[str]] = []
+    earlier: list[frozenset[str]] = [frozenset()]
 
     def prepare() -> bytes:
         if strategy.writes_in_place and not request.validate:
@@ -115,7 +108,7 @@ def save_state(
             )
         if group.rank == 0:
             store.create()
-            earlier.append(manifest.attempts_in(store, strategy))
+            earlier[0] = manifest.attempts_in(store, strategy)
         prepared.append(_prepare(request, strategy, group))
         return _message(request, prepared[0], group)
 
@@ -127,21 +120,26 @@ def save_state(
         agreed = _agree_on_all(request, local, _unpack(messages), group)
     else:
         agreed = _agree_again(request, local, [json.loads(m) for m in messages], request.plans, group)
-    try:
-        receipts = _write(local, agreed, store, strategy, group, options)
-        parts = agreed.collect()
+    slots = agreed.plan.slot
+    return Planned(
+        attempt=agreed.attempt,
+        plan=agreed.plan,
+        pieces=lambda row: local.pieces(int(slots[row]), options.piece_bytes),
+        common={"state_dict": local.expanded.common, "content_metadata": request.content_metadata},
+        earlier=earlier[0],
+        collect=agreed.collect,
+        complete=agreed.complete,
+    )
 
-        def finish() -> bytes:
-            if group.rank == 0:
-                plan = agreed.complete(parts)
-                _commit(request, local, agreed.attempt, plan, receipts, earlier[0], store, strategy, group)
-            return b""
 
-        together(group, finish, doing="writing the index")
-    except Exception:
-        if group.rank == 0:
-            manifest.discard(store, attempt=agreed.attempt, strategy=strategy)
-        raise
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What ranks have agreed on; see `Planned`."""
+
+    attempt: str
+    plan: SavePlan
+    collect: Callable[[], list[bytes]] = list
+    complete: Callable[[list[bytes]], SavePlan] | None = None
 
 
 def _agree_on_all(
@@ -158,7 +156,7 @@ def _agree_on_all(
     check_coverage(merged)
     _compare_values(request, local, headers, group)
     plan = plan_save(merged, ranks=group.size)
-    return _Agreed(headers[0]["attempt"], plan, lambda: [], lambda _: plan)
+    return _Agreed(headers[0]["attempt"], plan)
 
 
 def _agree_again(
@@ -183,7 +181,7 @@ def _agree_again(
         first_slots=[header["tensors"] for header in headers],
         sizes=[header["object_nbytes"] for header in headers],
     )
-    return _Agreed(headers[0]["attempt"], plan, lambda: [], lambda _: plan)
+    return _Agreed(headers[0]["attempt"], plan)
 
 
 def _compare_values(request: SaveRequest, local: _Local, headers: list[dict[str, Any]], group: Group) -> None:
@@ -331,59 +329,3 @@ def _leaves(value: Any) -> bytes:
 def _name_common_difference(request: SaveRequest, local: _Local, group: Group) -> None:
     leaves = together(group, lambda: _common_leaves(request, local), doing="comparing common state")
     check_common_equal([json.loads(text) for text in leaves])
-
-
-def _write(
-    local: _Local, agreed: _Agreed, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
-) -> list[list[bytes]]:
-    """Write this rank's chunks, round by round; return receipts by rank and round on rank 0."""
-    slots = agreed.plan.slot
-
-    def begin() -> bytes:
-        if group.rank == 0:
-            strategy.begin(store, attempt=agreed.attempt)
-        return b""
-
-    def write(rows: Ints) -> bytes:
-        return strategy.write_chunks(
-            store,
-            attempt=agreed.attempt,
-            rank=group.rank,
-            plan=agreed.plan,
-            rows=rows,
-            pieces=lambda row: local.pieces(int(slots[row]), options.piece_bytes),
-        )
-
-    if strategy.writes_in_place:
-        together(group, begin, doing="clearing the place")
-    receipts = [
-        together_at_root(group, partial(write, rows), doing="writing its chunks")
-        for rows in strategy.rounds(agreed.plan, group.rank)
-    ]
-    return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
-
-
-def _commit(
-    request: SaveRequest,
-    local: _Local,
-    attempt: str,
-    plan: SavePlan,
-    receipts: list[list[bytes]],
-    earlier: frozenset[str],
-    store: Store,
-    strategy: SaveStrategy,
-    group: Group,
-) -> None:
-    common = {"state_dict": local.expanded.common, "content_metadata": request.content_metadata}
-    said = {
-        "sharded_backend": strategy.backend,
-        "sharded_backend_version": strategy.version,
-        "common_backend": strategy.backend,
-        "common_backend_version": strategy.version,
-        "attempt": attempt,
-        "world_size": group.size,
-        **strategy.write_common(store, attempt=attempt, common=common),
-        **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
-    }
-    store.sync()
-    manifest.commit(store, said, attempt=attempt, earlier=earlier, strategy=strategy)

@@ -1,0 +1,116 @@
+"""Carrying out a save that was planned: write, collect receipts, write the index, commit.
+
+Owns the order of these steps. Each that can fail on one rank ends in a meeting of all, where a failure
+becomes the same error everywhere; then what was written is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megackpt.comm import Group, together, together_at_root
+from megackpt.engine import manifest
+from megackpt.formats.strategy import Pieces, SaveStrategy
+from megackpt.geometry import Ints
+from megackpt.planning import SavePlan
+from megackpt.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A save that all ranks have agreed on; nothing is written yet.
+
+    Attributes:
+        attempt: the id of this attempt.
+        plan: the plan; at least this rank's own rows of it.
+        pieces: the bytes of one of this rank's rows.
+        common: what is stored as common state; that of rank 0 counts.
+        earlier: attempts that had files before; known to rank 0.
+        collect: collective, after all have written; returns on rank 0 what `complete` needs.
+        complete: makes the plan of all ranks from it, on rank 0; None where `plan` is that already.
+    """
+
+    attempt: str
+    plan: SavePlan
+    pieces: Pieces
+    common: Any  # whatever the user saves
+    earlier: frozenset[str] = frozenset()
+    collect: Callable[[], list[bytes]] = list
+    complete: Callable[[list[bytes]], SavePlan] | None = None
+
+
+def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> None:
+    """Write this rank's part; when all have, commit. Collective over the group.
+
+    Raises:
+        CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
+            this one if only the last meeting, after the commit, failed.
+    """
+    try:
+        receipts = _write(planned, store, strategy, group)
+        parts = planned.collect()
+
+        def finish() -> bytes:
+            if group.rank == 0:
+                plan = planned.complete(parts) if planned.complete is not None else planned.plan
+                _commit(planned, plan, receipts, store, strategy, group.size)
+            return b""
+
+        together(group, finish, doing="writing the index")
+    except Exception:
+        if group.rank == 0:
+            manifest.discard(store, attempt=planned.attempt, strategy=strategy)
+        raise
+
+
+def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> list[list[bytes]]:
+    """Write this rank's chunks, round by round; return receipts by rank and round on rank 0."""
+
+    def begin() -> bytes:
+        if group.rank == 0:
+            strategy.begin(store, attempt=planned.attempt)
+        return b""
+
+    def write(rows: Ints) -> bytes:
+        return strategy.write_chunks(
+            store,
+            attempt=planned.attempt,
+            rank=group.rank,
+            plan=planned.plan,
+            rows=rows,
+            pieces=planned.pieces,
+        )
+
+    if strategy.writes_in_place:
+        together(group, begin, doing="clearing the place")
+    receipts = [
+        together_at_root(group, partial(write, rows), doing="writing its chunks")
+        for rows in strategy.rounds(planned.plan, group.rank)
+    ]
+    return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
+
+
+def _commit(
+    planned: Planned,
+    plan: SavePlan,
+    receipts: list[list[bytes]],
+    store: Store,
+    strategy: SaveStrategy,
+    world_size: int,
+) -> None:
+    attempt = planned.attempt
+    said = {
+        "sharded_backend": strategy.backend,
+        "sharded_backend_version": strategy.version,
+        "common_backend": strategy.backend,
+        "common_backend_version": strategy.version,
+        "attempt": attempt,
+        "world_size": world_size,
+        **strategy.write_common(store, attempt=attempt, common=planned.common),
+        **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
+    }
+    store.sync()
+    manifest.commit(store, said, attempt=attempt, earlier=planned.earlier, strategy=strategy)
