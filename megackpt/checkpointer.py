@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.api import ReturnsState, load, load_content_metadata, save
-from megackpt.comm import Group, together, world_group
+from megackpt.api import ReturnsState, load, load_content_metadata
+from megackpt.comm import Group, independent_group, together, world_group
+from megackpt.engine.background import Background, Staging
 from megackpt.engine.manifest import is_leftover
 from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError, NotACheckpointError
-from megackpt.formats.registry import SaveChoice
-from megackpt.formats.strategy import MANIFEST
+from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.formats.strategy import MANIFEST, SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import LocalStore
@@ -54,10 +57,15 @@ class Checkpointer:
     Saving, loading and finding are collective over the group. A step that is not committed is never loaded;
     what a torn save left is removed once a step as new as it is committed.
 
+    With async_save, `save` returns as soon as the state is copied to host memory, and a thread writes and
+    commits; the next `save`, `wait` or `close` waits for it and raises its error. The memory for the copies
+    is kept.
+
     Attributes:
         root: the directory.
         keep_last: how many committed steps stay; None for all. Older ones are removed once a newer is
             committed.
+        async_save: whether `save` returns before the step is committed.
 
     >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
@@ -69,6 +77,7 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
+        async_save: bool = False,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: Group | None = None,
@@ -79,10 +88,14 @@ class Checkpointer:
             )
         self.root = Path(os.path.abspath(root))  # what is meant now, also after a chdir
         self.keep_last = keep_last
+        self.async_save = async_save
         self._save_options = save_options or SaveOptions()
         self._load_options = load_options or LoadOptions()
         self._group = group
         self._plans = PlanCache()
+        self._staging = Staging()
+        self._background = Background()
+        self._behind: Group | None = None  # what the thread speaks through
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -141,6 +154,7 @@ class Checkpointer:
         """
         if step < 0:
             raise DeclarationError(f"step is {step}; steps are counted from 0.")
+        self.wait()
         group = self._ranks(self._save_options.timeout_s)
         newest = max(self.steps(), default=step) if group.rank == 0 else step
         if newest > step:
@@ -150,16 +164,40 @@ class Checkpointer:
                 step,
                 newest,
             )
-        save(
-            state,
-            self.directory(step),
-            sharded_strategy,
+        request = SaveRequest(
+            state=state,
             content_metadata=content_metadata,
-            options=self._save_options,
-            group=group,
             plans=self._plans,
+            assume_constant_structure=self._save_options.assume_constant_structure,
         )
-        together(group, lambda: self._on_root(group, lambda: self._clean(step)), doing="removing old steps")
+        store, strategy = LocalStore(self.directory(step)), save_strategy(sharded_strategy)
+        planned = plan_state(request, store, strategy, group, self._save_options)
+        if not self.async_save:
+            self._finish(step, planned, store, strategy, group)
+            return
+        staged: list[Planned] = []
+
+        def stage() -> bytes:
+            staged.append(self._staging.stage(planned, rank=group.rank))
+            return b""
+
+        together(group, stage, doing="copying its state to host memory")
+        behind = self._behind or independent_group(group, timeout_s=self._save_options.timeout_s)
+        self._behind = behind
+        self._background.start(lambda: self._finish(step, staged[0], store, strategy, behind))
+
+    def wait(self) -> None:
+        """Return when the save that is under way, if any, is committed. Every rank calls it.
+
+        Raises:
+            CheckpointError: it failed; older steps are untouched.
+        """
+        self._background.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is under way on this rank. Local."""
+        return self._background.is_busy
 
     def load(
         self,
@@ -206,7 +244,18 @@ class Checkpointer:
         return load_content_metadata(self.directory(step))
 
     def close(self) -> None:
-        """Let go of everything. Saves are complete when `save` returns, so there is nothing to wait for."""
+        """Wait for the save that is under way, raise its error if it failed, and let go of everything."""
+        self._background.close()
+
+    def _finish(
+        self, step: int, planned: Planned, store: LocalStore, strategy: SaveStrategy, group: Group
+    ) -> None:
+        """Write and commit a step, then remove what is not kept. Collective over the group."""
+        try:
+            write_out(planned, store, strategy, group)
+        finally:
+            store.close()
+        together(group, lambda: self._on_root(group, lambda: self._clean(step)), doing="removing old steps")
 
     def _ranks(self, timeout_s: float) -> Group:
         return self._group or world_group(timeout_s=timeout_s)

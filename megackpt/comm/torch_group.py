@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.comm.group import Group, SingleProcess, describe_ranks
-from megackpt.errors import RankFailedError
+from megackpt.errors import DeclarationError, RankFailedError
 
 T = TypeVar("T")
 
@@ -41,6 +41,11 @@ class TorchGroup:
         self._messages = itertools.count()
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of the ranks in torch.distributed."""
+        return list(self._ranks)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
@@ -106,6 +111,24 @@ class TorchGroup:
         except RuntimeError:  # the store went down with its host rank: nobody can be asked
             return []
         return absent
+
+
+def independent_group(group: Group, *, timeout_s: float) -> Group:
+    """Return a group of the same ranks that another thread may use at the same time.
+
+    Collective over the world.
+
+    Raises:
+        DeclarationError: the group is of a kind that knows no second channel between its ranks.
+    """
+    if isinstance(group, SingleProcess):
+        return group
+    if isinstance(group, TorchGroup):
+        return TorchGroup(ranks=group.ranks, timeout_s=timeout_s)
+    raise DeclarationError(
+        f"Saving asynchronously needs a second channel between ranks, which a {type(group).__name__} does "
+        f"not give. Save synchronously, or leave the group to torch.distributed."
+    )
 
 
 def world_group(*, timeout_s: float) -> Group:
