@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def _rank(rank: int, module: str, jobs: str, first: int, flags: list[str], folde
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     peer = importlib.import_module(module)
@@ -126,6 +128,13 @@ def _rank(rank: int, module: str, jobs: str, first: int, flags: list[str], folde
         except RuntimeError:
             break  # the others wait for this rank somewhere in the job
     os._exit(0)  # gloo threads of groups that a failed job left behind do not always end
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _outcome(run: Callable[[Job], str], job: Job) -> dict[str, str]:
