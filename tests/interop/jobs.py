@@ -41,7 +41,8 @@ class Job:
         same_layout: the checkpoint was written at this layout (reading).
         has_common: the checkpoint has the oracle's common state.
         has_objects: the checkpoint has an object of each rank.
-        fully_parallel: spread the writing over data-parallel ranks.
+        version: version of the backend.
+        naming: whose names the arrays have: `megatron` or `dcp`.
     """
 
     op: str
@@ -54,7 +55,12 @@ class Job:
     same_layout: bool = False
     has_common: bool = True
     has_objects: bool = True
-    fully_parallel: bool = False
+    version: int = 1
+    naming: str = "megatron"
+
+    def dp(self, ranks: int) -> int:
+        """Return the size of data parallelism."""
+        return ranks // (self.tp * self.pp)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -68,18 +74,19 @@ def main(start: Callable[[list[str]], None], run: Callable[[Job], str]) -> None:
     on with the next job.
     """
     jobs_file, results_file, *flags = sys.argv[1:]
+    ranks = next((int(f.removeprefix("--ranks=")) for f in flags if f.startswith("--ranks=")), RANKS)
     count = len(json.loads(Path(jobs_file).read_text()))
     results: list[dict[str, str]] = []
     while len(results) < count:
         with tempfile.TemporaryDirectory(prefix="interop-") as folder:
-            _run_ranks((Path(sys.argv[0]).stem, jobs_file, len(results), flags, folder))
-            results += _collect(Path(folder), count - len(results))
+            _run_ranks(ranks, (Path(sys.argv[0]).stem, jobs_file, len(results), flags, folder))
+            results += _collect(Path(folder), ranks, count - len(results))
         Path(results_file).write_text(json.dumps(results))
 
 
-def _run_ranks(args: tuple[Any, ...]) -> None:
+def _run_ranks(count: int, args: tuple[Any, ...]) -> None:
     context = get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(RANKS)]
+    ranks = [context.Process(target=_rank, args=(rank, count, *args)) for rank in range(count)]
     for process in ranks:
         process.start()
     wait([process.sentinel for process in ranks])
@@ -90,14 +97,14 @@ def _run_ranks(args: tuple[Any, ...]) -> None:
         process.join()
 
 
-def _collect(folder: Path, most: int) -> list[dict[str, str]]:
+def _collect(folder: Path, ranks: int, most: int) -> list[dict[str, str]]:
     """Return the outcomes of the jobs that were begun: of each job the first error, or what rank 0 said."""
-    said = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(RANKS)]
+    said = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(ranks)]
     begun = min(max(1, *map(len, said)), most)
     if not any(said):
         sys.exit("no rank began a job: see above")
     missing = {"remark": "", "error": "a rank ended, or waited for the others, without a word"}
-    of_jobs = [[(ranks[n] if n < len(ranks) else missing) for ranks in said] for n in range(begun)]
+    of_jobs = [[(lines[n] if n < len(lines) else missing) for lines in said] for n in range(begun)]
     return [
         next((o for o in outcomes if o["error"] and o is not missing), max(outcomes, key=lambda o: o is missing))
         for outcomes in of_jobs
@@ -108,14 +115,14 @@ def _lines(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def _rank(rank: int, module: str, jobs: str, first: int, flags: list[str], folder: str) -> None:
+def _rank(rank: int, ranks: int, module: str, jobs: str, first: int, flags: list[str], folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     peer = importlib.import_module(module)
     peer.start(flags)
     for number, job in enumerate(json.loads(Path(jobs).read_text())[first:]):
@@ -124,7 +131,7 @@ def _rank(rank: int, module: str, jobs: str, first: int, flags: list[str], folde
             file.write(json.dumps(outcome) + "\n")
         store.set(f"{number}/{rank}", b"done")
         try:
-            store.wait([f"{number}/{other}" for other in range(RANKS)], timedelta(seconds=PATIENCE_S))
+            store.wait([f"{number}/{other}" for other in range(ranks)], timedelta(seconds=PATIENCE_S))
         except RuntimeError:
             break  # the others wait for this rank somewhere in the job
     os._exit(0)  # gloo threads of groups that a failed job left behind do not always end

@@ -72,10 +72,7 @@ class World:
         if dist.get_rank() == 0:
             os.makedirs(self.job.path, exist_ok=True)
         dist.barrier()
-        if self.job.fully_parallel:
-            strategy: Any = parallel_save_strategy(self.job.backend)
-        else:
-            strategy = (self.job.backend, 1)
+        strategy = (self.job.backend, self.job.version)
         kwargs = {"content_metadata": self.content_metadata()} if takes_content_metadata() else {}
         dist_checkpointing.save(state, self.job.path, strategy, **kwargs)
         return ""
@@ -261,16 +258,6 @@ def takes_content_metadata() -> bool:
     from megatron.core import dist_checkpointing
 
     return "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
-
-
-def parallel_save_strategy(backend: str) -> Any:
-    """Return the strategy that spreads the writing over data-parallel ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(backend, 1), group)
 
 
 def entities_of(declared: Any) -> list[Any]:
