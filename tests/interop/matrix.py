@@ -26,7 +26,7 @@ from jobs import Job
 from plan import READERS, TORCH_DIST, ZARR_1, ZARR_3, Backend, Program, Read, Written, checkpoints, reads, unread, unwritten
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 900
+TIMEOUT_S = 400
 KINDS = {"model": "model", "adam": "plain Adam", "distopt": "distributed optimizer"}
 
 
@@ -50,11 +50,14 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
         asked.write_text(json.dumps([job.to_json() for job in jobs]))
         command = [python, program.script, str(asked), str(told), *program.flags, f"--ranks={ranks}"]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=HERE, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
-        )
+        try:
+            said = subprocess.run(
+                command, cwd=HERE, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+            ).stderr[-2000:]
+        except subprocess.TimeoutExpired:
+            said = f"it did not end in {TIMEOUT_S} s"
         results = json.loads(told.read_text()) if told.exists() else []
-    lost = {"error": f"the peer's process ended: {done.stderr[-2000:]}", "remark": ""}
+    lost = {"error": f"the peer's process ended: {said}", "remark": ""}
     results += [lost] * (len(jobs) - len(results))
     return [Outcome(r["error"], r["remark"]) for r in results]
 
