@@ -25,7 +25,7 @@ MEGACKPT, DCP, NEW, OLD, TENSORSTORE, ZARR2, ZARR3 = (
 )
 
 SOURCES: tuple[Layout, ...] = ((2, 2, 4), (2, 1, 4))
-TARGETS: tuple[Layout, ...] = ((2, 2, 4), (2, 1, 4), (4, 1, 4), (1, 4, 4), (1, 1, 4))
+TARGETS: tuple[Layout, ...] = ((2, 2, 4), (4, 1, 4), (1, 1, 4), (1, 4, 4))
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def _of_megatron(backend: Backend, kind: str) -> Iterator[Written]:
             continue  # 0.16 has no zarr
         for form in FORMS[models_of(program)] if kind == "distopt" else ("",):
             for layout in SOURCES:
-                if form in ONLY_DP and layout == SOURCES[0] and program in (OURS_OLD, OURS_NEW):
-                    continue  # one layout says as much
+                if layout != SOURCES[bool(form in ONLY_DP)] and program in (OURS_OLD, OURS_NEW):
+                    continue  # one layout says as much of our own
                 yield Written(program, kind, layout, form, backend)
 
 
@@ -215,7 +215,7 @@ def _targets(written: Written, program: Program, *, few: bool) -> tuple[Layout, 
         return (written.layout,) if few or ranks == tp * pp else (written.layout, (tp, pp, tp * pp))
     if few:
         return TARGETS[2:3]
-    return TARGETS if program.peer == MEGACKPT else TARGETS[:4]
+    return TARGETS if written.kind == "distopt" and program.peer == MEGACKPT else TARGETS[:2]
 
 
 def refusal(written: Written, reader: Program) -> tuple[str, str]:
