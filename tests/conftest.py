@@ -19,6 +19,7 @@ def rank_pool() -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="test all 49 pairs of layouts, not a sample")
+    parser.addoption("--interop", action="store_true", help="run the whole interop matrix (minutes)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

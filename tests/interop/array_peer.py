@@ -1,4 +1,4 @@
-"""Peers that write and read the arrays of a checkpoint by their keys: megackpt itself, DCP, tensorstore, zarr.
+"""Peers that write and read the arrays of a checkpoint by key: megackpt, DCP, tensorstore, zarr.
 
     python array_peer.py JOBS.json RESULTS.json --as=megackpt|dcp|tensorstore|zarr [--ranks=4]
 
@@ -123,7 +123,7 @@ def read_megackpt(job: Job, arrays: list[Array]) -> str:
 
 
 def as_dtensor(job: Job, array: Array, value: torch.Tensor) -> Any:
-    """Return a DTensor over (pp, dp, tp); what a distributed optimizer cuts is cut over dp along its last dim."""
+    """Return a DTensor over (pp, dp, tp); what dp cuts, it cuts along the last dim."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -199,7 +199,9 @@ def dcp_state(job: Job, arrays: list[Array], *, zero: bool = False) -> tuple[Any
         states["step"].fill_(0 if zero else STEP)
         for k in ("exp_avg", "exp_avg_sq"):
             array = by_key[f"optim.state.{name}.{k}"]
-            states[k].copy_(as_dtensor(job, array, torch.zeros_like(array.value()) if zero else array.value()))
+            states[k].copy_(
+                as_dtensor(job, array, torch.zeros_like(array.value()) if zero else array.value())
+            )
     return module, optimizer, state
 
 
@@ -281,7 +283,12 @@ def create(job: Job, array: Array) -> None:
         import zarr
 
         zarr.create(
-            array.shape, chunks=chunks, dtype=np.dtype(dtype), compressor=None, fill_value=None, store=str(folder(job, array))
+            array.shape,
+            chunks=chunks,
+            dtype=np.dtype(dtype),
+            compressor=None,
+            fill_value=None,
+            store=str(folder(job, array)),
         )
 
 

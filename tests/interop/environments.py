@@ -1,6 +1,7 @@
 """Where the peers live: this environment, and one beside it for what conflicts with it.
 
-`python tests/interop/environments.py` makes that one, in build/peers (or MEGACKPT_PEERS): a virtual environment with
+`python tests/interop/environments.py` makes that one, in build/peers (or MEGACKPT_PEERS): a virtual
+environment with
 Megatron-Core 0.12, zarr 2 and what they need, which finds torch in this environment.
 """
 
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 HERE = "here"
 OLD = "megatron-core-0.12"
 
-# numpy 1: Megatron-Core 0.12 calls numpy.product. Installed without dependencies: torch is that of this environment.
+# numpy 1: Megatron-Core 0.12 calls numpy.product. Installed without dependencies: torch is that of this
+# environment.
 OLD_PACKAGES = [
     "megatron-core==0.12.3",
     "zarr==2.18.7",

@@ -1,7 +1,9 @@
 """What a peer is asked to do, and the process that does it on its ranks.
 
-A peer is a program: `python peer.py JOBS.json RESULTS.json [flags]`. It starts its ranks once, does every job on
-all of them and writes one result for each job. Imported by every peer in its own environment, so it knows torch only.
+A peer is a program: `python peer.py JOBS.json RESULTS.json [flags]`. It starts its ranks once, does every
+job on
+all of them and writes one result for each job. Imported by every peer in its own environment, so it knows
+torch only.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class Job:
 def main(start: Callable[[list[str]], None], run: Callable[[Job], str]) -> None:
     """Do the jobs of a file on four ranks, as the command line of a peer says.
 
-    Where ranks fail differently, some wait for others that will never come: then all are ended, and new ones go
+    Where ranks fail differently, some wait for others that will never come: then all are ended, and new
+    ones go
     on with the next job.
     """
     jobs_file, results_file, *flags = sys.argv[1:]
@@ -106,7 +109,10 @@ def _collect(folder: Path, ranks: int, most: int) -> list[dict[str, str]]:
     missing = {"remark": "", "error": "a rank ended, or waited for the others, without a word"}
     of_jobs = [[(lines[n] if n < len(lines) else missing) for lines in said] for n in range(begun)]
     return [
-        next((o for o in outcomes if o["error"] and o is not missing), max(outcomes, key=lambda o: o is missing))
+        next(
+            (o for o in outcomes if o["error"] and o is not missing),
+            max(outcomes, key=lambda o: o is missing),
+        )
         for outcomes in of_jobs
     ]
 

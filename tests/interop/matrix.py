@@ -2,7 +2,8 @@
 
     python tests/interop/matrix.py [torch_dist] [zarr] [--few] [--page]
 
-prints the tables; `--page` puts them into docs/interop.md. Peers of another environment are left out, visibly, until
+prints the tables; `--page` puts them into docs/interop.md. Peers of another environment are left out,
+visibly, until
 environments.py has made it.
 """
 
@@ -26,7 +27,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from environments import ROOT, lacks, python_of
 from jobs import Job
-from plan import READERS, TORCH_DIST, ZARR_1, ZARR_3, Backend, Program, Read, Written, checkpoints, reads, unread, unwritten
+from plan import (
+    READERS,
+    TORCH_DIST,
+    ZARR_1,
+    ZARR_3,
+    Backend,
+    Program,
+    Read,
+    Written,
+    checkpoints,
+    reads,
+    unread,
+    unwritten,
+)
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400
@@ -69,7 +83,10 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
             log.flush()
             said = Path(log.name).read_text()[-2000:]
         seconds = time.monotonic() - began
-        print(f"{seconds:4.0f} s: {len(jobs)} jobs of {program.peer} {program.flags} {program.env}", file=sys.stderr)
+        print(
+            f"{seconds:4.0f} s: {len(jobs)} jobs of {program.peer} {program.flags} {program.env}",
+            file=sys.stderr,
+        )
         results = json.loads(told.read_text()) if told.exists() else []
     lost = {"error": f"the peer's process ended: {said}", "remark": ""}
     results += [lost] * (len(jobs) - len(results))
@@ -83,7 +100,9 @@ def write_all(written: Iterable[Written], root: Path) -> dict[Written, Outcome]:
         groups[one.program, one.layout[2]].append(one)
     outcomes: dict[Written, Outcome] = {}
     for (program, ranks), ones in groups.items():
-        outcomes |= zip(ones, run_jobs(program, ranks, [job_of(w, w.layout, "write", root) for w in ones]), strict=True)
+        outcomes |= zip(
+            ones, run_jobs(program, ranks, [job_of(w, w.layout, "write", root) for w in ones]), strict=True
+        )
     return outcomes
 
 
@@ -169,16 +188,25 @@ def table_of(backend: Backend, root: Path, *, few: bool) -> Table:
     for one in planned:
         row = rows.setdefault((KINDS[one.kind], form_of(one), one.program.peer), defaultdict(list))
         for reader in READERS[backend]:
-            row[reader] += judge(one, written[one], reader, [(r, found[r]) for r in asked if r.written == one])
-    return Table(backend, {row: {reader: cell_of(cells[reader]) for reader in READERS[backend]} for row, cells in rows.items()})
+            row[reader] += judge(
+                one, written[one], reader, [(r, found[r]) for r in asked if r.written == one]
+            )
+    return Table(
+        backend,
+        {row: {reader: cell_of(cells[reader]) for reader in READERS[backend]} for row, cells in rows.items()},
+    )
 
 
 def form_of(written: Written) -> str:
     """Return what a row says of the form."""
-    return written.form + (" (DCP's names)" if written.naming == "dcp" and written.program.peer != "DCP" else "")
+    return written.form + (
+        " (DCP's names)" if written.naming == "dcp" and written.program.peer != "DCP" else ""
+    )
 
 
-def judge(written: Written, outcome: Outcome, reader: str, readings: list[tuple[Read, Outcome]]) -> list[tuple[str, str]]:
+def judge(
+    written: Written, outcome: Outcome, reader: str, readings: list[tuple[Read, Outcome]]
+) -> list[tuple[str, str]]:
     """Return what one checkpoint adds to a cell: ("pass" | "cannot" | "wrong", text)."""
     if outcome.error:
         reason, says = unwritten(written)
@@ -199,10 +227,15 @@ def judge_one(read: Read, result: Outcome) -> tuple[str, str]:
         return ("cannot", result.error)
     if read.refused:
         ok = read.says in result.error and result.error
-        return ("cannot", read.refused) if ok else ("wrong", f"expected {read.says!r}: {last_line(result.error) or 'passed'}")
+        return (
+            ("cannot", read.refused)
+            if ok
+            else ("wrong", f"expected {read.says!r}: {last_line(result.error) or 'passed'}")
+        )
     if result.error:
         source = f"{' '.join(read.written.program.flags)} {read.written.program.env} {read.written.layout}"
-        return ("wrong", f"{source} at {read.layout} ({' '.join(read.program.flags)} {read.program.env}): {last_line(result.error)}")
+        where = f"at {read.layout} ({' '.join(read.program.flags)} {read.program.env})"
+        return ("wrong", f"{source} {where}: {last_line(result.error)}")
     return ("pass", "")
 
 

@@ -4,7 +4,8 @@ Run with the Python of an environment that has a Megatron-Core (see environments
 
     python megatron_peer.py JOBS.json RESULTS.json [--megackpt]
 
-With `--megackpt` Megatron-Core's models and optimizers are the same, but `megatron.core.dist_checkpointing` is
+With `--megackpt` Megatron-Core's models and optimizers are the same, but
+`megatron.core.dist_checkpointing` is
 megackpt (`megackpt.compat.megatron.install()`).
 """
 
@@ -184,7 +185,7 @@ BUCKET_SIZE = 6000  # elements: a few buckets on each stage
 
 
 class Unwrapping:
-    """A model in DistributedDataParallel whose state dicts are those of the model inside, as scripts save it."""
+    """A model in DistributedDataParallel with the state dicts of the model inside."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
@@ -296,7 +297,7 @@ def fill_model(declared: dict[str, Any], *, check: bool) -> int:
 
 @torch.no_grad()
 def fill_optimizer(optimizer: Any, declared: dict[str, Any], *, check: bool) -> int:
-    """Fill, or compare, main parameters and both moments of every parameter; return the number of elements."""
+    """Fill, or compare, main parameters and moments; return the number of elements."""
     leaves = [e for e in all_leaves(declared) if getattr(e, "data", None) is not None]
     by_param = {id(e.data): e for e in leaves}
     count = 0

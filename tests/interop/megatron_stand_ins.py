@@ -1,6 +1,7 @@
 """What stands for a GPU when Megatron-Core runs on CPU ranks; imported inside a peer's own environment.
 
-Nothing of Megatron-Core's checkpoint code is replaced. torch, not Megatron-Core, is told that the device "cuda"
+Nothing of Megatron-Core's checkpoint code is replaced. torch, not Megatron-Core, is told that the device
+"cuda"
 is the CPU:
 
 * a tensor made on, or moved to, "cuda" stays on the CPU (loss scales, flags, buffers of the distributed
@@ -8,11 +9,14 @@ is the CPU:
 * `Tensor.type()`, which its optimizers compare with "torch.cuda.FloatTensor" and the like, gives those names;
 * `torch.cuda.current_device`, `synchronize` and the current stream exist.
 
-`FusedAdam` stands for Apex's optimizer of that name, which needs a GPU and is what Megatron-Core is used with: it
-keeps `step` in its groups, not in each parameter's state. With torch's AdamW in its place neither 0.12 nor 0.16.1
+`FusedAdam` stands for Apex's optimizer of that name, which needs a GPU and is what Megatron-Core is used
+with: it
+keeps `step` in its groups, not in each parameter's state. With torch's AdamW in its place neither 0.12 nor
+0.16.1
 can store all formats of its distributed optimizer, or load what it stored (KeyError: 'step').
 
-And Megatron-Core 0.12 calls a private function of torch, `_write_item`, that from torch 2.7 on wants to be told how
+And Megatron-Core 0.12 calls a private function of torch, `_write_item`, that from torch 2.7 on wants to be
+told how
 to serialize; it is told what 0.13 and later tell it.
 """
 

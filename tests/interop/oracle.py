@@ -18,7 +18,9 @@ ITERATION = 40
 def oracle(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the whole global array that a key stands for: the same in every process and at every layout."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
-    values = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.5 + 0.01  # > 0: exp_avg_sq too
+    values = (
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.5 + 0.01
+    )  # > 0: exp_avg_sq too
     return values.to(dtype)
 
 
@@ -105,9 +107,15 @@ PARAMETERS: list[tuple[str, tuple[int, ...], int | None, bool]] = [
 
 
 def arrays_of(kind: str, *, naming: str, optimizer_format: str) -> list[Array]:
-    """Return the arrays that a checkpoint of a kind has, by the names that Megatron-Core or DCP gives them."""
-    dtype = torch.bfloat16 if kind == "model" or (kind == "distopt" and naming == "megatron") else torch.float32
-    states = {"model": [], "adam": ["exp_avg", "exp_avg_sq"], "distopt": ["exp_avg", "exp_avg_sq", "fp32_param"]}[kind]
+    """Return the arrays that a checkpoint of a kind has, by Megatron-Core's or DCP's names."""
+    dtype = (
+        torch.bfloat16 if kind == "model" or (kind == "distopt" and naming == "megatron") else torch.float32
+    )
+    states = {
+        "model": [],
+        "adam": ["exp_avg", "exp_avg_sq"],
+        "distopt": ["exp_avg", "exp_avg_sq", "fp32_param"],
+    }[kind]
     found = []
     for name, shape, tp_dim, layers in PARAMETERS:
         key = f"model.{name}" if naming == "dcp" else name
@@ -119,7 +127,9 @@ def arrays_of(kind: str, *, naming: str, optimizer_format: str) -> list[Array]:
                     continue  # its optimizers have no copies of parameters
                 key = f"optim.state.{name}.{state}"
             else:
-                stored = "param" if state == "fp32_param" and optimizer_format == "fully_reshardable" else state
+                stored = (
+                    "param" if state == "fp32_param" and optimizer_format == "fully_reshardable" else state
+                )
                 key = f"optimizer.state.{stored}.{name}"
             found.append(Array(key, value_key, shape, torch.float32, tp_dim, layers, flat=kind == "distopt"))
     return found

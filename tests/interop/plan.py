@@ -53,7 +53,9 @@ OURS_OLD = Program(MEGACKPT, "megatron_peer.py", ("--megackpt",), OLD_ENVIRONMEN
 STOCK_DCP = Program(DCP, "array_peer.py", ("--as=dcp",))
 STOCK_NEW = Program(NEW, "megatron_peer.py", modules=("megatron", "psutil"))
 STOCK_OLD = Program(OLD, "megatron_peer.py", env=OLD_ENVIRONMENT)
-STOCK_TENSORSTORE = Program(TENSORSTORE, "array_peer.py", ("--as=tensorstore",), modules=("tensorstore", "ml_dtypes"))
+STOCK_TENSORSTORE = Program(
+    TENSORSTORE, "array_peer.py", ("--as=tensorstore",), modules=("tensorstore", "ml_dtypes")
+)
 STOCK_ZARR2 = Program(ZARR2, "array_peer.py", ("--as=zarr",), OLD_ENVIRONMENT)
 STOCK_ZARR3 = Program(ZARR3, "array_peer.py", ("--as=zarr",), modules=("zarr", "ml_dtypes"))
 
@@ -81,9 +83,9 @@ class Written:
     @property
     def name(self) -> str:
         """A folder's name."""
-        tp, pp, ranks = self.layout
-        flags = "".join(self.program.flags).replace("--", "-").replace("=", "")
-        return f"{self.program.env}-{self.program.script[:5]}{flags}-{self.backend[0]}{self.backend[1]}-{self.kind}-{self.form}-{tp}x{pp}x{ranks}-{self.naming}"
+        program, backend = self.program, "".join(map(str, self.backend))
+        parts = [program.env, program.script[:5], *program.flags, backend, self.kind, self.form, self.naming]
+        return "-".join([*parts, "x".join(map(str, self.layout))]).replace("--", "").replace("=", "")
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,11 @@ class Read:
 # Formats of Megatron-Core's distributed optimizer, and along which axes each can be resharded by its nature.
 FORMS = {
     "megatron-core 0.16.1": ("dp_zero_gather_scatter", "dp_reshardable", "fully_reshardable"),
-    "megatron-core 0.12.3": ("dp_zero_gather_scatter", "fully_sharded_model_space", "fully_sharded_bucket_space"),
+    "megatron-core 0.12.3": (
+        "dp_zero_gather_scatter",
+        "fully_sharded_model_space",
+        "fully_sharded_bucket_space",
+    ),
 }
 ONLY_DP = ("dp_zero_gather_scatter", "dp_reshardable")
 FIXED = ("fully_sharded_bucket_space",)
@@ -145,7 +151,9 @@ def _of_kind(backend: Backend, kind: str) -> Iterator[Written]:
     if backend == TORCH_DIST:
         yield Written(ARRAYS, kind, SOURCES[0], form, backend, naming="dcp")
         for layout in SOURCES[:1]:
-            yield Written(STOCK_DCP, kind, layout, DTENSORS if kind == "distopt" else "", backend, naming="dcp")
+            yield Written(
+                STOCK_DCP, kind, layout, DTENSORS if kind == "distopt" else "", backend, naming="dcp"
+            )
     elif backend == ZARR_1:
         for program in (STOCK_TENSORSTORE, STOCK_ZARR2):
             yield Written(program, kind, SOURCES[0], form, backend)
@@ -192,9 +200,7 @@ def _readers(written: Written) -> Iterator[Program]:
         if program is STOCK_NEW and written.backend != TORCH_DIST:
             continue
         knows = not written.form or written.form in FORMS[models_of(program)]
-        if by_megatron and knows:
-            yield program
-        elif program in (STOCK_NEW, STOCK_OLD) and written.program is STOCK_DCP:
+        if (by_megatron and knows) or (program in (STOCK_NEW, STOCK_OLD) and written.program is STOCK_DCP):
             yield program
     if written.form == "fully_sharded_model_space" and written.backend == TORCH_DIST:
         yield STOCK_NEW
@@ -224,11 +230,17 @@ def _targets(written: Written, program: Program, *, few: bool) -> tuple[Layout, 
 def refusal(written: Written, reader: Program) -> tuple[str, str]:
     """Return why a peer cannot read a checkpoint, and what its error says; "" and "" if it can."""
     if written.program is STOCK_DCP and models_of(reader):
-        return "DCP writes no metadata.json, by which Megatron-Core knows a checkpoint", "not a distributed checkpoint"
+        return (
+            "DCP writes no metadata.json, by which Megatron-Core knows a checkpoint",
+            "not a distributed checkpoint",
+        )
     if written.form == "fully_sharded_model_space" and reader is STOCK_NEW:
         return "0.16 refuses every flattened_range", "flattened_range is not supported"
     if written.form == "fully_sharded_model_space" and reader is STOCK_DCP and written.program is STOCK_OLD:
-        return "0.12 stores flat slices under a global shape that DCP takes for the tensor's own", "Size mismatch"
+        return (
+            "0.12 stores flat slices under a global shape that DCP takes for the tensor's own",
+            "Size mismatch",
+        )
     return "", ""
 
 

@@ -9,7 +9,7 @@ import matrix
 import pytest
 from environments import lacks
 from page import PAGE
-from plan import TORCH_DIST, ZARR_1, ZARR_3, STOCK_NEW, STOCK_OLD, Backend, checkpoints, reads
+from plan import STOCK_NEW, STOCK_OLD, TORCH_DIST, ZARR_1, ZARR_3, Backend, checkpoints, reads
 
 pytestmark = pytest.mark.multiprocess
 
