@@ -23,6 +23,7 @@ from jobs import Job, main
 from oracle import STEP, Array, arrays_of, check_equal, common
 
 _peer: list[str] = []
+_meshes: dict[tuple[int, ...], Any] = {}  # making one is collective, and slow
 
 
 def start(flags: list[str]) -> None:
@@ -128,14 +129,16 @@ def as_dtensor(job: Job, array: Array, value: torch.Tensor) -> Any:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     _, dp, _ = place(job)
-    mesh = init_device_mesh("cpu", (job.pp, dp[1], job.tp), mesh_dim_names=("pp", "dp", "tp"))
+    shape = (job.pp, dp[1], job.tp)
+    if shape not in _meshes:
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
     last = len(array.shape) - 1
     placements = [
         Shard(0) if array.layers else Replicate(),
         Shard(last) if array.flat else Replicate(),
         Replicate() if array.tp_dim is None else Shard(array.tp_dim),
     ]
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    return distribute_tensor(value, _meshes[shape], placements, src_data_rank=None)
 
 
 def write_dcp(job: Job, arrays: list[Array]) -> str:

@@ -32,6 +32,7 @@ from plan import (
     TORCH_DIST,
     ZARR_1,
     ZARR_3,
+    asked_form,
     Backend,
     Program,
     Read,

@@ -75,12 +75,16 @@ def load(
     mode: Any = StrictHandling.of(strict)
     loaded: StateDict | tuple[StateDict, set[str], set[str]]
     loaded = api.load(sharded_state_dict, checkpoint_dir, strict=mode)
+    state = loaded[0] if isinstance(loaded, tuple) else loaded
+    _describe(state, checkpoint_dir)
     return loaded
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     """Return the common state of a checkpoint, content metadata under its key. Local."""
-    return api.load_common_state_dict(checkpoint_dir)
+    state = api.load_common_state_dict(checkpoint_dir)
+    _describe(state, checkpoint_dir)
+    return state
 
 
 def load_tensors_metadata(
@@ -143,8 +147,8 @@ def save(
 ) -> AsyncRequest | None:
     """Save with `megackpt.save`, which see; without a strategy in the native format. Collective.
 
-    The directory need not exist, and the state dict is not changed. Content metadata is also put into the
-    common state, where programs that have loaded a state dict look for it.
+    The directory need not exist, and the state dict is not changed. `load` puts content metadata into what it
+    returns, where programs look for it.
 
     Raises:
         UnsupportedError: async_sharded_save, or a strategy of someone else's.
@@ -154,7 +158,6 @@ def save(
         refuse_async("save(async_sharded_save=True)")
     _check_common(common_strategy, TorchCommonSaveStrategy, StrategyAction.SAVE_COMMON)
     described = _clean_metadata_for_serialization(content_metadata)
-    state = sharded_state_dict if described is None else {**sharded_state_dict, _CONTENT_METADATA: described}
     api.save(
         state,
         checkpoint_dir,
@@ -196,3 +199,10 @@ def _check_common(strategy: Any, ours: type, action: StrategyAction) -> None:
         strategy = get_default_strategy(action, *strategy)
     if strategy is not None and not isinstance(strategy, ours):
         refuse_strangers(strategy, "megackpt.formats.strategy, whose strategies store common state too")
+
+
+def _describe(state: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Put the content metadata of a checkpoint where Megatron-Core stores it: into the state."""
+    described = api.load_content_metadata(checkpoint_dir)
+    if described is not None:
+        state.setdefault(_CONTENT_METADATA, described)
