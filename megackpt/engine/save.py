@@ -34,7 +34,7 @@ from megackpt.metadata import (
     pack_columns,
     unpack_columns,
 )
-from megackpt.options import SaveOptions
+from megackpt.options import SaveOptions, Spread
 from megackpt.planning import SavePlan, plan_own, plan_save, with_object_sizes
 from megackpt.storage import Store, digest_of
 from megackpt.validation import check_common_equal, check_coverage, check_replicated_equal
@@ -51,6 +51,8 @@ class SaveRequest:
         common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
         plans: where plans of earlier saves are; None to plan anew.
         assume_constant_structure: take the last plan, if there is one, without comparing declarations.
+        spread: who may write a chunk that several ranks hold; see `SaveOptions`.
+        spread_label: a number that is equal on the ranks of this one's `spread_group`; 0 where there is none.
     """
 
     state: ShardedStateDict
@@ -59,6 +61,8 @@ class SaveRequest:
     common_to_compare: Any = None
     plans: PlanCache | None = None
     assume_constant_structure: bool = False
+    spread: Spread = "world"
+    spread_label: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,8 @@ def _agree_on_all(
     merged = _with_one_main_each(merge_declarations(declared), replicated)
     check_coverage(merged)
     _compare_values(request, local, headers, group)
-    plan = plan_save(merged, ranks=group.size)
+    labels = np.array([header["spread_label"] for header in headers], np.int64)
+    plan = plan_save(merged, ranks=group.size, spread=request.spread, labels=labels)
     return _Agreed(headers[0]["attempt"], plan)
 
 
@@ -275,13 +280,15 @@ def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str |
     compared = assumed is None
     header["replicated"] = {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {}
     header["common"] = digest_of(_common_leaves(request, local)) if compared else ""
+    header["spread_label"] = request.spread_label
     header["declared"] = None
     if compared and request.plans is not None:
         structure = describe(
             local.expanded.entities, rank=group.rank, object_nbytes=[bool(blob) for blob in local.blobs]
         )
-        replicated = ",".join(sorted(local.expanded.replicated)).encode()
-        header["declared"] = digest_of(pack_columns(structure.to_columns()) + replicated)
+        replicated = ",".join(sorted(local.expanded.replicated))
+        besides = f"{request.spread} {request.spread_label} {replicated}".encode()
+        header["declared"] = digest_of(pack_columns(structure.to_columns()) + besides)
     return header
 
 

@@ -1,8 +1,9 @@
 """Plans: declarations in, who writes or reads what out. Pure, over columns."""
 
 from megackpt.planning.assign import assign_writers
+from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
-from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
+from megackpt.planning.read_plan import BlockCopy, Read, block_copy, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
     SavePlan,
     first_of_equal_chunks,
@@ -14,10 +15,14 @@ from megackpt.planning.save_plan import (
 __all__ = [
     "BlockCopy",
     "Copies",
+    "ExchangePlan",
     "Read",
     "SavePlan",
     "assign_writers",
+    "block_copy",
     "first_of_equal_chunks",
+    "needed_ranges",
+    "plan_exchange",
     "plan_load",
     "plan_own",
     "plan_reads",

@@ -2,6 +2,7 @@
 
 from megackpt.validation.common import check_common_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage
+from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
 from megackpt.validation.renaming import rename_keys
 from megackpt.validation.report import ArrayReport, LoadReport
 from megackpt.validation.request import (
@@ -17,6 +18,9 @@ from megackpt.validation.strictness import StrictHandling
 __all__ = [
     "ArrayReport",
     "LoadReport",
+    "LoadTimes",
+    "OverRanks",
+    "PhaseTimes",
     "Rules",
     "StrictHandling",
     "check_common_equal",
