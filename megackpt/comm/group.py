@@ -123,7 +123,12 @@ def _run(step: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
 def _settle(group: Group, result: bytes, error: Exception | None, *, doing: str) -> list[bytes]:
     if error is not None and group.size == 1:
         raise error
-    answers = group.all_gather(b"\x00" + result if error is None else b"\x01" + _encode(error))
+    try:
+        answers = group.all_gather(b"\x00" + result if error is None else b"\x01" + _encode(error))
+    except RankFailedError as lost:
+        if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
+            raise error from lost
+        raise lost from error
     failures = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] != b"\x00"}
     if failures:
         raise _common_error(failures, doing) from error

@@ -6,7 +6,6 @@ the training's collectives nor hangs with them, and names the ranks that did not
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections import Counter
@@ -45,7 +44,7 @@ class TorchGroup:
             use_local_synchronization=ranks is not None,
         )
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        self._messages = itertools.count()
+        self._meetings = 0  # how often all have waited for each other
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
 
@@ -56,10 +55,12 @@ class TorchGroup:
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
+        self._meetings += 1
         return self._guarded(lambda: self._all_gather(data))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return on rank 0 what every rank gave; nothing on the others."""
+        self._meetings += 1
         return self._guarded(lambda: self._gather(data))
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
@@ -123,11 +124,10 @@ class TorchGroup:
         return [bytes(t[:n].numpy()) for t, n in zip(at_root or [], lengths, strict=False)]
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
-        message = next(self._messages)
         try:
             return exchange()
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
-            missing = self._missing(message)
+            missing = self._missing()
             who = f"rank(s) {describe_ranks(missing)}" if missing else "a rank that has answered since"
             raise RankFailedError(
                 f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
@@ -136,22 +136,28 @@ class TorchGroup:
                 rank=missing[0] if missing else None,
             ) from error
 
-    def _missing(self, message: int) -> list[int]:
-        """Ranks of torch.distributed that do not report to the rendezvous store that they lost this message."""
+    def _missing(self) -> list[int]:
+        """Ranks of torch.distributed that do not report to the rendezvous store that they lost it too."""
         try:
             store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"megackpt/{self._group.group_name}/{message}",
-                dist.distributed_c10d._get_default_store(),
+                f"megackpt/{self._group.group_name}", dist.distributed_c10d._get_default_store()
             )
-            store.set(str(self.rank), "here")
+            store.set(str(self.rank), str(self._meetings))
             deadline = time.monotonic() + ROLL_CALL_S
             absent = [r for r in range(self.size) if r != self.rank]
             while absent and time.monotonic() < deadline:
-                absent = [r for r in absent if not store.check([str(r)])]
+                absent = [r for r in absent if not self._has_reported(store, r)]
                 time.sleep(0.05)
         except RuntimeError:  # the store went down with its host rank: nobody can be asked
             return []
         return [self._ranks[r] for r in absent]
+
+    def _has_reported(self, store: Any, rank: int) -> bool:
+        """Say whether a rank has lost what this one has; `store` is a dist.Store.
+
+        Some get further than others before they notice, but none past the meeting behind the next one.
+        """
+        return store.check([str(rank)]) and abs(int(store.get(str(rank))) - self._meetings) <= 2
 
 
 def independent_group(group: Group, *, timeout_s: float) -> Group:

@@ -25,6 +25,9 @@ from megackpt.planning.rounds import Loads, schedule_rounds
 UNIT_BYTES = 4 * 1024 * 1024
 """Upper bound of a unit, unless a single block of the format is larger."""
 
+UNITS_PER_RANK = 20
+"""So many units, or more, that one of them is at most 5 % of what a rank reads; as blocks allow."""
+
 SMALL_BYTES = 64 * 1024
 """Lower bound of a unit where the format could read less, and of what is sent on its own: what is shorter
 goes into one parcel with all else that is."""
@@ -153,10 +156,10 @@ def plan_exchange(
     """
     size = len(requested)
     merged = _merged(requested, stored)
-    bounds = _bounds(merged, stored, mode, buffer_bytes, size)
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
     dims = max(merged.table.dims, stored.dims)
     found = np.unique(overlapping_chunks(padded_to(merged.table, dims), padded_to(stored, dims))[1])
+    bounds = _bounds(merged, stored.nbytes[found], mode, buffer_bytes, size)
     table, chunk, start = _cut(stored, found, width, bounds.unit_bytes, block_bytes)
     numbered = replace(merged, slot=np.arange(len(merged), dtype=np.int64))
     copies = plan_load(numbered, table, where=where)
@@ -178,22 +181,25 @@ class _Bounds:
     take: int
 
 
-def _bounds(
-    merged: DeclaredChunks, stored: ChunkTable, mode: Exchange, buffer_bytes: int, size: int
-) -> _Bounds:
+def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: int, size: int) -> _Bounds:
     """Share the buffers: while a round is sent and another received, the next one is read.
 
-    So a rank holds twice what it gives in a round and once what it takes.
+    So a rank holds twice what it gives in a round and once what it takes. nbytes are those of the chunks in
+    question.
     """
     give, take = buffer_bytes // 4, buffer_bytes // 2
     if mode == "gather_object":
         give = take = 2**62
     elif mode == "two_stage":  # who gives, and only the first rank does, takes nothing
-        largest = max(1, min(int(stored.nbytes.max(initial=1)), int(merged.table.nbytes.max(initial=1))))
+        largest = max(1, min(int(nbytes.max(initial=1)), int(merged.table.nbytes.max(initial=1))))
         give = take = min(buffer_bytes // 2, largest)
     elif mode == "gather_rounds":  # shorter ones are padded to the longest
         give = min(give, take // size)
-    unit_bytes = min(UNIT_BYTES, give, take // max(1, size - 1) if mode != "two_stage" else take)
+    unit_bytes = min(UNIT_BYTES, give, take // max(1, size - 1))
+    if mode == "two_stage":
+        unit_bytes = min(UNIT_BYTES, give)
+    else:  # small enough to be given out evenly
+        unit_bytes = min(unit_bytes, int(nbytes.sum()) // (UNITS_PER_RANK * size))
     return _Bounds(max(unit_bytes, SMALL_BYTES), give, take)
 
 
