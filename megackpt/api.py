@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -98,12 +97,7 @@ def save(
     Source: Megatron-Core `dist_checkpointing.save`.
     """
     options = options or SaveOptions()
-    if (spread_group is not None) != (options.spread == "group"):
-        raise DeclarationError(
-            f"spread_group is {'given' if spread_group is not None else 'not given'}, and "
-            f"SaveOptions.spread is "
-            f"{options.spread!r}. Give both, a group and spread='group', or neither."
-        )
+    group = group or world_group(timeout_s=options.timeout_s)
     request = SaveRequest(
         state=sharded_state_dict,
         content_metadata=content_metadata,
@@ -112,12 +106,27 @@ def save(
         plans=plans,
         assume_constant_structure=options.assume_constant_structure,
         spread=options.spread,
+        spread_label=label_to_spread(options, spread_group, rank=group.rank),
     )
-    group = group or world_group(timeout_s=options.timeout_s)
-    if spread_group is not None:
-        request = replace(request, spread_label=subgroup_label(spread_group, rank=group.rank))
     with _Opened(checkpoint_dir) as store:
         save_state(request, store, save_strategy(sharded_strategy), group, options)
+
+
+def label_to_spread(options: SaveOptions, spread_group: GivenGroup | None, *, rank: int) -> int:
+    """Return what tells a rank's spread group from others, 0 without one.
+
+    Collective over the group, unless it is one of torch's.
+
+    Raises:
+        DeclarationError: the options and the group do not fit each other.
+    """
+    if (spread_group is not None) != (options.spread == "group"):
+        given = "given" if spread_group is not None else "not given"
+        raise DeclarationError(
+            f"spread_group is {given}, and SaveOptions.spread is {options.spread!r}. Give both, a group and "
+            f"spread='group', or neither."
+        )
+    return 0 if spread_group is None else subgroup_label(spread_group, rank=rank)
 
 
 @overload
