@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Other libraries' names over our core: at the rim, imported by nobody.
     "compat": {
         "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage",
-        "errors",
+        "options", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from megackpt import api
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import refuse_async
@@ -24,10 +24,16 @@ from megackpt.compat.megatron.refusal import refuse
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.validation import StrictHandling
 
 logger = logging.getLogger(__name__)
 
 NATIVE = (DEFAULT_BACKEND, 1)
+
+SaveArguments: TypeAlias = dict[str, Any]
+"""Keyword arguments of `megackpt.save`."""
+LoadArguments: TypeAlias = dict[str, Any]
+"""Keyword arguments of `megackpt.load`."""
 
 
 class FormatSaveStrategy(AsyncSaveShardedStrategy):
@@ -43,7 +49,7 @@ class FormatSaveStrategy(AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save a whole checkpoint: what is not sharded becomes its common state. Collective."""
-        api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=self.choice)
+        save_by(self, sharded_state_dict, checkpoint_dir)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> Any:
         """Refuse, until this library saves asynchronously.
@@ -149,6 +155,44 @@ def check_load_strategy(strategy: Any) -> None:
     inner = getattr(strategy, "base_strategy", strategy)
     if inner is not None and not isinstance(inner, DetectingLoadStrategy):
         refuse_strangers(inner, "megackpt.formats.strategy.LoadStrategy")
+
+
+def save_by(
+    strategy: Any,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    **arguments: Any,
+) -> None:
+    """Save with `megackpt.save` as a strategy says: its format, and who writes what several ranks hold.
+
+    Collective.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    given = getattr(strategy, "save_arguments", {})
+    choice = save_choice(strategy)
+    api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **given, **arguments)
+
+
+def load_by(
+    strategy: Any,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Any:
+    """Load with `megackpt.load`, which see for what is returned, as a strategy says: who reads for whom.
+
+    Collective. The times of the load are kept in the strategy if it has a place for them.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
+    given = getattr(strategy, "load_arguments", {})
+    loaded, report = api.load_with_report(sharded_state_dict, checkpoint_dir, strict=strict, **given)
+    if hasattr(strategy, "times"):
+        strategy.times = report.times
+    if strict.returns_keys:
+        return loaded, set(report.missing), set(report.unexpected)
+    return loaded
 
 
 def refuse_strangers(strategy: object, protocol: str) -> NoReturn:
