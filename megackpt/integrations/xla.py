@@ -1,9 +1,9 @@
 """XLA SPMD: tensors of torch_xla in state dicts of ours and in `torch.distributed.checkpoint`.
 
-`megackpt.save` and `megackpt.load` take sharded tensors of torch_xla as they are; `declare_xla` gives one a key
-of its own. The planners here do the same for `torch.distributed.checkpoint`: each box that the devices of this
-host hold is one write item, a box that several devices hold is written once in the world, and a load puts a
-tensor onto the devices once all of its boxes have arrived. Nothing of torch_xla is imported.
+`megackpt.save` and `megackpt.load` take sharded tensors of torch_xla as they are; `declare_xla` gives one a
+key of its own. The planners here do the same for `torch.distributed.checkpoint`: each box that the devices of
+this host hold is one write item, a box that several devices hold is written once in the world, and a load
+puts a tensor onto the devices once all of its boxes have arrived. Nothing of torch_xla is imported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
-    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -71,7 +75,9 @@ class XlaLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Count what each tensor has to wait for."""
         plan = super().finish_plan(new_plan)
-        reads = [item for item in plan.items if isinstance(self.state_dict.get(item.dest_index.fqn), _Sharded)]
+        reads = [
+            item for item in plan.items if isinstance(self.state_dict.get(item.dest_index.fqn), _Sharded)
+        ]
         for key, count in Counter(item.dest_index.fqn for item in reads).items():
             self.state_dict[key].awaited = count
         elements = Counter[str]()
@@ -81,8 +87,8 @@ class XlaLoadPlanner(DefaultLoadPlanner):
         for key, leaf in self.state_dict.items():
             if isinstance(leaf, _Sharded) and key in stored and elements[key] < leaf.numel:
                 raise CoverageError(
-                    f"{key!r}: the checkpoint has {elements[key]} of the {leaf.numel} elements that this host's "
-                    f"devices need. The save lost the others; load another checkpoint.",
+                    f"{key!r}: the checkpoint has {elements[key]} of the {leaf.numel} elements that this "
+                    f"host's devices need. The save lost the others; load another checkpoint.",
                     key=key,
                 )
         return plan
@@ -132,8 +138,11 @@ class _Sharded:
         self._size, self._properties = tensor.shape, TensorProperties(dtype=tensor.dtype)
         held = HostShards.of(key, tensor)
         self.is_replicated = held.is_replicated
-        self._boxes = [(s.start, tuple(s.data.shape), s.replica_id) for s in held.shards if s.data.numel()]
-        self._data = {s.start: s.data for s in held.shards if s.data.numel()}
+        # Of an array with elements the boxes that have none are left out: they would share their start with
+        # others.
+        kept = [s for s in held.shards if s.data.numel() or 0 in tensor.shape]
+        self._boxes = [(s.start, tuple(s.data.shape), s.replica_id) for s in kept]
+        self._data = {s.start: s.data for s in kept}
         self._held: HostShards | None = held
 
     @property
@@ -153,7 +162,7 @@ class _Sharded:
             WriteItem(
                 MetadataIndex(fqn, torch.Size(start), i),
                 WriteItemType.SHARD,
-                TensorWriteData(_chunk(start, shape), self._properties, self._size),
+                tensor_data=TensorWriteData(_chunk(start, shape), self._properties, self._size),
             )
             for i, (start, shape) in enumerate(mine)
         ]

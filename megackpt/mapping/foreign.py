@@ -1,7 +1,7 @@
-"""Sharded entities of others, taken as ours: those of Megatron-Core, and tensors that XLA has sharded.
+"""Sharded entities of Megatron-Core, taken as ours.
 
-Owns recognising those of Megatron-Core, by the name and module of their class and by their fields: nothing of
-it is imported, and none of it needs to be installed. The tensors are shared, so loading fills them in place.
+Owns recognising them, by the name and module of their class and by their fields: nothing of Megatron-Core is
+imported, and none of it needs to be installed. The tensors are shared, so loading fills them in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import map_leaves
-from megackpt.mapping.xla import declare_xla, xla_tensor_of
 
 FOREIGN_MODULE = "megatron.core.dist_checkpointing.mapping"
 _TENSOR_FIELDS = (
@@ -36,7 +35,7 @@ _FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
 def adopt(sharded_state_dict: Any) -> Any:
-    """Return the tree with every foreign entity as one of ours; the given tree is not changed.
+    """Return the tree with every entity of Megatron-Core as one of ours; the given tree is not changed.
 
     Raises:
         DeclarationError: an entity lacks a field that it has in every version of Megatron-Core, or
@@ -49,7 +48,7 @@ def _adopt_leaf(path: str, leaf: Any) -> Any:
     for cls in type(leaf).__mro__:  # the class itself, or what a user's class derives from
         if cls.__module__ == FOREIGN_MODULE and cls.__name__ in _ADOPT:
             return _ADOPT[cls.__name__](path, leaf)
-    return leaf if xla_tensor_of(leaf) is None else declare_xla(path, leaf)
+    return leaf
 
 
 def _tensor(path: str, leaf: Any) -> ShardedTensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.tree import join_dotted, map_leaves
 
 XLA_CLASS = "XLAShardedTensor"
 XLA_PACKAGE = "torch_xla"
@@ -69,6 +70,19 @@ class XlaTensor(Protocol):
         """Put the data of shards, one of every device of this host, onto the devices."""
 
 
+def adopt_xla(state: Any) -> Any:
+    """Return the tree with every tensor that XLA has sharded as an entity; the given one is not changed.
+
+    Its key is its path, joined with dots. Call it before DTensors are looked for: from torch_xla 2.9 on
+    these tensors are of a class derived from theirs.
+    """
+    return map_leaves(_adopt_leaf, state, step=join_dotted)
+
+
+def _adopt_leaf(key: str, leaf: Any) -> Any:
+    return leaf if xla_tensor_of(leaf) is None else declare_xla(key, leaf)
+
+
 def xla_tensor_of(leaf: Any) -> XlaTensor | None:
     """Return the XLAShardedTensor that a leaf is, or that a tensor marked as sharded stands for, or None.
 
@@ -82,7 +96,7 @@ def xla_tensor_of(leaf: Any) -> XlaTensor | None:
     if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
         spmd = sys.modules.get(f"{XLA_PACKAGE}.distributed.spmd")
         wrapped = leaf if spmd is None else spmd.wrap_if_sharded(leaf)
-        return None if wrapped is leaf else wrapped
+        return None if wrapped is leaf else cast("XlaTensor", wrapped)
     return None
 
 
@@ -182,8 +196,8 @@ def _build(key: str, leaf: Any, replica_id: ReplicaId, flattened_range: slice | 
     tensor = xla_tensor_of(leaf)
     if tensor is None or flattened_range is not None:
         raise DeclarationError(
-            f"{key!r}: a {type(leaf).__name__} that XLA has not sharded, or a flat part of one, declared like "
-            f"one that it has. Shard it in the same way first.",
+            f"{key!r}: a {type(leaf).__name__} that XLA has not sharded, or a flat part of one, is declared "
+            f"like one that it has. Shard it in the same way first.",
             key=key,
         )
     shards = HostShards.of(key, tensor)

@@ -101,7 +101,7 @@ class XLAShardedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, array: torch.Tensor, devices: list[XlaShard]) -> XLAShardedTensor:
         """Wrap an array's shape and dtype; of its elements only those in devices are kept."""
-        made: XLAShardedTensor = torch.Tensor._make_wrapper_subclass(cls, array.shape, dtype=array.dtype)  # type: ignore[attr-defined]
+        made: XLAShardedTensor = torch.Tensor._make_wrapper_subclass(cls, array.shape, dtype=array.dtype)
         made.devices = devices
         made.copies_out = made.loads = 0
         made._whole = devices[0].data if devices[0].indices is Ellipsis else None
@@ -137,7 +137,9 @@ class XLAShardedTensor(torch.Tensor):
         return self._whole
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function there, not a method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse every operation on the elements of the whole array."""
         if func is torch.ops.aten.detach.default:
             return args[0]

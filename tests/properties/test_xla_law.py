@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from megackpt.api import load, save
 from megackpt.comm import Group
 from megackpt.engine.tensor_bytes import as_bits
+from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import Held, arrays, held_chunks
@@ -72,3 +75,45 @@ def test_spmd_worlds_and_ranks_load_what_the_other_saved(
 
     SimulatedWorld(ranks).run(through_ranks)
     assert_on_all_devices(spmd, load_spmd(wrong_values(array), spmd, back), array)
+
+
+def save_through_planners(state: list[XLAShardedTensor]) -> tuple[Any, dict[Any, torch.Tensor]]:
+    """Return the metadata and the stored boxes of a save by the hosts' DCP planners, without storage."""
+    planners = []
+    for host, tensor in enumerate(state):
+        planner = XlaSavePlanner()
+        planner.set_up_planner({"w": tensor}, is_coordinator=host == 0)
+        planners.append(planner)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    stored = {}
+    for planner, plan in zip(planners, plans, strict=True):
+        for item in planner.finish_plan(plan).items:
+            assert item.index not in stored
+            stored[item.index] = planner.resolve_data(item).clone()
+    return metadata, stored
+
+
+def load_through_planners(tensor: XLAShardedTensor, metadata: Any, stored: dict[Any, torch.Tensor]) -> None:
+    planner = XlaLoadPlanner()
+    planner.set_up_planner({"w": tensor}, metadata, True)
+    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    for i, item in enumerate(plan.items):
+        assert tensor.loads == 0, f"on the devices before read {i} of {len(plan.items)}"
+        source = stored[item.storage_index]
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            source = source.narrow(dim, start, length)
+        target = planner.resolve_tensor(item)
+        target.copy_(source)
+        planner.commit_tensor(item, target)
+
+
+@SETTINGS
+@given(data=st.data(), array=arrays(max_dims=3))
+def test_dcp_planners_keep_the_law_between_spmd_worlds(data: st.DataObject, array: torch.Tensor) -> None:
+    source = data.draw(spmd_layouts(array.ndim), label="source")
+    target = data.draw(spmd_layouts(array.ndim), label="target")
+    metadata, stored = save_through_planners([source.tensor(array, host) for host in range(source.hosts)])
+    loaded = [target.tensor(wrong_values(array), host) for host in range(target.hosts)]
+    for tensor in loaded:
+        load_through_planners(tensor, metadata, stored)
+    assert_on_all_devices(target, loaded, array)
