@@ -6,9 +6,11 @@ from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
 from megackpt.planning.save_plan import (
     SavePlan,
     first_of_equal_chunks,
+    plan_copy,
     plan_own,
     plan_save,
     with_object_sizes,
+    with_sizes,
 )
 
 __all__ = [
@@ -18,9 +20,11 @@ __all__ = [
     "SavePlan",
     "assign_writers",
     "first_of_equal_chunks",
+    "plan_copy",
     "plan_load",
     "plan_own",
     "plan_reads",
     "plan_save",
     "with_object_sizes",
+    "with_sizes",
 ]
