@@ -7,6 +7,7 @@ buffers of bounded size, and are committed all at once, as in a save.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -24,11 +25,11 @@ from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
-from megackpt.formats.strategy import Chunks, Contents, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, Chunks, Contents, SaveStrategy
 from megackpt.metadata import OBJECT, DeclaredChunks
 from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan, plan_copy, with_sizes
-from megackpt.storage import Store
+from megackpt.storage import LocalStore, Store
 from megackpt.validation import check_coverage
 
 
@@ -84,6 +85,7 @@ class _Opened:
         blobs: this rank's objects as the new format holds them, by row of plan.
         common: common state and content metadata; of rank 0, None elsewhere.
         earlier: attempts that have files at the new place; of rank 0.
+        others: files at the new place before; None if they are a checkpoint, and on other ranks than 0.
     """
 
     contents: Contents
@@ -92,6 +94,7 @@ class _Opened:
     blobs: Mapping[int, bytes]
     common: tuple[Any, Any]
     earlier: frozenset[str]
+    others: frozenset[str] | None
 
 
 def convert_checkpoint(
@@ -136,9 +139,13 @@ def convert_checkpoint(
             nbytes[row] = length
     planned = _planned(job, local, answers[0]["attempt"], with_sizes(local.plan, nbytes))
     progress.begin("writing", int(nbytes[planned.plan.writer == group.rank].sum()))
-    write_out(planned, target, strategy, group)
-    if options.verify:
-        _verify(job, local, planned)
+    try:
+        write_out(planned, target, strategy, group)
+        if options.verify:
+            _verify(job, local, planned)
+    except Exception:
+        _take_back(job, local, planned.attempt)
+        raise
     objects = sum(1 for row in local.plan.table.array.tolist() if _is_object(local.plan, row))
     return Converted(
         arrays=sum(1 for spec in local.contents.arrays.values() if spec.dtype != OBJECT),
@@ -160,7 +167,6 @@ def _open(job: _Job) -> _Opened:
     plan = plan_copy(chunks.table, chunks.place, ranks=job.group.size)
     check_coverage(_declared(plan))
     common: tuple[Any, Any] = (None, None)
-    earlier: frozenset[str] = frozenset()
     if job.group.rank == 0:
         _refuse_place(job)
         common = read_common(contents, where=job.source.location)
@@ -173,10 +179,12 @@ def _open(job: _Job) -> _Opened:
             data = read_chunk(chunks, int(plan.slot[row]))
             value = contents.decode_object(data, f"{job.source.location}: object {key!r}")
             blobs[row] = job.strategy.encode_object(value, path=key)
-    if job.group.rank == 0:
-        job.target.create()
-        earlier = manifest.attempts_in(job.target, job.strategy)
-    return _Opened(contents, chunks, plan, blobs, common, earlier)
+    if job.group.rank > 0:
+        return _Opened(contents, chunks, plan, blobs, common, frozenset(), None)
+    job.target.create()
+    earlier = manifest.attempts_in(job.target, job.strategy)
+    others = None if manifest.is_committed(job.target) else frozenset(job.target.names())
+    return _Opened(contents, chunks, plan, blobs, common, earlier, others)
 
 
 def _declared(plan: SavePlan) -> DeclaredChunks:
@@ -192,7 +200,7 @@ def _refuse_place(job: _Job) -> None:
         DeclarationError: there is one, and it may not, or cannot all at once, be replaced.
     """
     target, strategy = job.target, job.strategy
-    if target is job.source or os.path.realpath(target.location) == os.path.realpath(job.source.location):
+    if _is_same_place(target, job.source):
         raise DeclarationError(
             f"{target.location} is to be converted into itself. Name another directory.", path=target.location
         )
@@ -212,6 +220,12 @@ def _refuse_place(job: _Job) -> None:
             f"another format cannot take its place in one step. Name another directory, or remove it first.",
             path=target.location,
         )
+
+
+def _is_same_place(first: Store, second: Store) -> bool:
+    if isinstance(first, LocalStore) and isinstance(second, LocalStore):
+        return os.path.realpath(first.location) == os.path.realpath(second.location)
+    return first is second
 
 
 def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> Planned:
@@ -257,12 +271,26 @@ def _verify(job: _Job, local: _Opened, planned: Planned) -> None:
             )
         return b""
 
-    try:
-        together(job.group, compare, doing="verifying the new checkpoint")
-    except CheckpointError:
-        if job.group.rank == 0:
-            manifest.withdraw(job.target, attempt=planned.attempt, strategy=job.strategy)
-        raise
+    together(job.group, compare, doing="verifying the new checkpoint")
+
+
+def _take_back(job: _Job, local: _Opened, attempt: str) -> None:
+    """Remove what a failed conversion has left, as far as that is possible, the commit first.
+
+    Where there was no checkpoint before, that is every file that was not there either: not all formats put
+    an attempt into the names of their files.
+    """
+    if job.group.rank > 0:
+        return
+    if local.others is None:
+        manifest.withdraw(job.target, attempt=attempt, strategy=job.strategy)
+        return
+    with contextlib.suppress(CheckpointError):
+        if MANIFEST not in local.others:
+            job.target.delete([MANIFEST])
+            job.target.sync()
+        job.target.delete([name for name in job.target.names() if name not in local.others])
+        job.target.sync()
 
 
 def _compare_arrays(local: _Opened, written: Contents, where: str) -> None:

@@ -23,11 +23,12 @@ from megackpt.cli.progress import Bars
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.convert import convert_checkpoint
 from megackpt.engine.load import open_checkpoint
+from megackpt.engine.manifest import is_committed
 from megackpt.engine.tensor_bytes import as_bits
-from megackpt.errors import IntegrityError, StorageError, UnserializableError
+from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
-from megackpt.formats.registry import save_strategies
-from megackpt.formats.strategy import Pieces
+from megackpt.formats.registry import save_strategies, save_strategy
+from megackpt.formats.strategy import Pieces, SaveStrategy
 from megackpt.mapping import ShardedStateDict
 from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan
@@ -83,7 +84,7 @@ def saved(directory: Path, backend: str | None = None) -> Path:
     return directory
 
 
-def everything_in(directory: Path) -> dict[str, Any]:
+def everything_in(directory: Any) -> dict[str, Any]:
     tensors = megackpt.load_plain_tensors(directory)
     asked = {str(i): ShardedObject("object", None, (RANKS,), (i,)) for i in range(RANKS)}
     loaded = megackpt.load(dict(asked), directory)
@@ -96,9 +97,17 @@ def everything_in(directory: Path) -> dict[str, Any]:
     }
 
 
-def convert(source: Store, target: Store, strategy: NativeSaveStrategy | None = None, **options: Any) -> None:
+def convert(source: Store, target: Store, strategy: SaveStrategy | None = None, **options: Any) -> None:
     chosen = strategy or NativeSaveStrategy()
     convert_checkpoint(source, target, chosen, SingleProcess(), ConvertOptions(**options), Silent())
+
+
+def copy_of(store: Store, *, without: str) -> Store:
+    copy = MemoryStore()
+    for name in store.names():
+        if name != without:
+            copy.write(name, store.read(name, max_bytes=MIB))
+    return copy
 
 
 def files_in(directory: Path) -> list[str]:
@@ -145,19 +154,42 @@ def test_a_damaged_source_fails_the_check_and_leaves_nothing(
     assert files_in(target) == []
 
 
-def test_a_target_that_fails_on_any_write_is_left_without_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_target_that_fails_on_any_operation_is_left_without_a_checkpoint(tmp_path: Path, name: str) -> None:
     source = open_store(saved(tmp_path / "source"))
+    backend, version = name.split(":")
     failed = []
     for nth in itertools.count():
         faulty = FaultyStore(MemoryStore(), fail_at=nth)
         try:
-            convert(source, faulty)
+            convert(source, faulty, save_strategy((backend, int(version))))
         except StorageError:
+            assert not is_committed(faulty)
             assert faulty.names() == []
             failed.append(faulty.operations[nth].kind)
         if nth >= len(faulty.operations):
             break
-    assert {"create", "open_writer", "writer.write", "write", "sync", "replace"} <= set(failed)
+    assert {"create", "sync", "replace"} < set(failed)  # the commit too
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_source_that_lacks_a_file_gives_what_a_load_of_it_sees_or_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    backend, version = name.split(":")
+    whole = MemoryStore()
+    convert(open_store(saved(tmp_path / "native")), whole, save_strategy((backend, int(version))))
+    failed = 0
+    for lost in whole.names():
+        source, target = copy_of(whole, without=lost), MemoryStore()
+        try:
+            convert(source, target)
+        except CheckpointError:
+            assert target.names() == [], lost
+            failed += 1
+        else:  # a file may say again what another one says, or be all that an array is known by
+            assert difference(everything_in(source), everything_in(target)) is None, lost
+    assert failed == len(whole.names()) if name == NATIVE else failed
 
 
 class Flipping(NativeSaveStrategy):
