@@ -133,6 +133,29 @@ class LoadOptions:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How to convert a checkpoint.
+
+    Attributes:
+        timeout_s: how long a rank waits for the others at each meeting point, in seconds.
+        verify: read the new checkpoint again and compare every byte with the old one.
+        overwrite: replace a checkpoint that is at the new place already, if it is of the same format.
+        allow_unsafe_pickle: as for `LoadOptions`.
+        buffer_bytes: how much of a chunk is held at a time, where its format lets it be read in parts.
+    """
+
+    timeout_s: float = 600.0
+    verify: bool = True
+    overwrite: bool = False
+    allow_unsafe_pickle: bool = False
+    buffer_bytes: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _check_positive("timeout_s", self.timeout_s)
+        _check_positive("buffer_bytes", self.buffer_bytes)
+
+
 def _check_positive(name: str, value: float) -> None:
     if value <= 0:
         raise DeclarationError(f"{name} is {value}; give a number above 0.")

@@ -41,6 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage",
         "options", "errors",
     },
+    # Other libraries' tensors and interfaces, likewise.
+    "integrations": {"api", "mapping", "metadata", "geometry", "comm", "storage", "options", "errors"},
+    "cli": {
+        "api", "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options",
+        "errors",
+    },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}
 

@@ -25,6 +25,7 @@ from megackpt.mapping import (
 )
 from megackpt.mapping.foreign import adopt
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge, without_positions
+from megackpt.mapping.xla import adopt_xla
 
 Dropped = Set[str]
 """Keys for which nothing was loaded."""
@@ -71,7 +72,7 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
     try:
-        state = adopt(sharded_state_dict)
+        state = adopt_xla(adopt(sharded_state_dict))
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."

@@ -7,9 +7,11 @@ from megackpt.planning.read_plan import BlockCopy, Read, block_copy, needed_rang
 from megackpt.planning.save_plan import (
     SavePlan,
     first_of_equal_chunks,
+    plan_copy,
     plan_own,
     plan_save,
     with_object_sizes,
+    with_sizes,
 )
 
 __all__ = [
@@ -22,10 +24,12 @@ __all__ = [
     "block_copy",
     "first_of_equal_chunks",
     "needed_ranges",
+    "plan_copy",
     "plan_exchange",
     "plan_load",
     "plan_own",
     "plan_reads",
     "plan_save",
     "with_object_sizes",
+    "with_sizes",
 ]

@@ -87,6 +87,30 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
 
 
+def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int) -> SavePlan:
+    """Plan to write the chunks that a checkpoint has, as they are cut there; the slot of each is its row.
+
+    Each rank gets a run of them in the order of place, in which reading is cheap, of about equal bytes: no
+    rank has more than its share and one chunk. Of equal chunks one is written.
+    """
+    rows = _index_order(stored)
+    rows = rows[first_of_equal_chunks(stored.take(rows))]
+    rows = rows[stored.nbytes[rows] > 0]
+    table = stored.take(rows)
+    order = np.argsort(place[rows], kind="stable")
+    ends = np.cumsum(table.nbytes[order])
+    middle = ends - table.nbytes[order] / 2
+    writer = np.empty(len(rows), np.int64)
+    writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
+    return SavePlan(table, writer, rows, _offsets(table, writer))
+
+
+def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
+    """Return the plan with chunks of other lengths, `[n]`; who writes what stays."""
+    table = replace(plan.table, nbytes=nbytes)
+    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
+
+
 def with_object_sizes(
     plan: SavePlan, *, first_slots: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> SavePlan:
@@ -101,8 +125,7 @@ def with_object_sizes(
     nbytes = plan.table.nbytes.copy()
     pairs = zip(plan.writer[rows].tolist(), plan.slot[rows].tolist(), strict=True)
     nbytes[rows] = [sizes[rank][slot - first_slots[rank]] for rank, slot in pairs]
-    table = replace(plan.table, nbytes=nbytes)
-    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
+    return with_sizes(plan, nbytes)
 
 
 def _index_order(table: ChunkTable) -> Ints:
