@@ -154,9 +154,7 @@ def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) 
     count = len(records) + 1
     if start >= ZIP64_FROM:
         end = start + len(directory)
-        tail += struct.pack(
-            "<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start
-        )
+        tail += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
         tail += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
     return tail + struct.pack(
         "<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, len(directory), min(start, ZIP64_FROM), 0
