@@ -203,7 +203,7 @@ def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
     numel = math.prod(shape)
     how: list[Any] = [0, shape, row_major_strides(shape), False, OrderedDict()]
     if dtype in _STORAGE_CLASSES:
-        rebuild = torch._utils._rebuild_tensor_v2
+        rebuild: Any = torch._utils._rebuild_tensor_v2
         storage = _Placeholder(getattr(torch, _STORAGE_CLASSES[dtype]), numel)
     else:
         rebuild = torch._utils._rebuild_tensor_v3
@@ -264,7 +264,7 @@ def _size_of(head: bytes, start: int) -> int | None:
     """Find the end of a small record whose size and checksum stand behind it."""
     end = head.find(b"PK\7\10", start)
     while end >= 0 and end + 16 <= len(head):
-        crc, packed, size = struct.unpack_from("<III", head, end + 4)
+        crc, packed, size = map(int, struct.unpack_from("<III", head, end + 4))
         if packed == size == end - start and crc == zlib.crc32(head[start:end]):
             return size
         end = head.find(b"PK\7\10", end + 1)
