@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.formats.strategy import Pieces
-from megackpt.formats.torch_dist.item import ALIGNMENT, Frame, frame_of, stream
+from megackpt.formats.torch_dist.item import ALIGNMENT, frame_of, stream
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.metadata import DIGEST_BLOCK_BYTES, OBJECT, ChunkTable, itemsizes
 from megackpt.storage import BlockDigester, Store

@@ -36,6 +36,8 @@ HEAD_BYTES = 1024
 ZIP64_FROM = 0xFFFFFFFF
 """Sizes and positions from here on do not fit into the 32-bit fields of a zip file."""
 
+_SEE_ZIP64 = 0xFFFFFFFF
+
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _STREAMED = 0x0008  # flag: checksum and sizes follow the record
@@ -129,7 +131,7 @@ def _local(name: bytes, content: bytes | None, extra: bytes, *, is_zip64: bool =
     if content is not None:
         crc, size, flags = zlib.crc32(content), len(content), _UTF8
     elif is_zip64:
-        size = ZIP64_FROM
+        size = _SEE_ZIP64
     version = 45 if is_zip64 else 20
     return (
         _LOCAL.pack(b"PK\3\4", version, flags, 0, 0, 0x21, crc, size, size, len(name), len(extra))
@@ -157,7 +159,7 @@ def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) 
         tail += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
         tail += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
     return tail + struct.pack(
-        "<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, len(directory), min(start, ZIP64_FROM), 0
+        "<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, len(directory), start if start < ZIP64_FROM else _SEE_ZIP64, 0
     )
 
 
@@ -167,11 +169,11 @@ def _central(record: _Record, nbytes: int, crc: int) -> bytes:
         flags, size, crc = _UTF8, len(record.content), zlib.crc32(record.content)
     large = [v for v in (size, size, record.offset) if v >= ZIP64_FROM]
     extra = _zip64_extra(*large) if large else b""
-    shown = min(size, ZIP64_FROM)
+    shown = size if size < ZIP64_FROM else _SEE_ZIP64
     version = 45 if large else 20
     fixed = _CENTRAL.pack(
         b"PK\1\2", version, version, flags, 0, 0, 0x21, crc, shown, shown,
-        len(record.name), len(extra), 0, 0, 0, 0, min(record.offset, ZIP64_FROM),
+        len(record.name), len(extra), 0, 0, 0, 0, record.offset if record.offset < ZIP64_FROM else _SEE_ZIP64,
     )  # fmt: skip
     return fixed + record.name + extra
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.errors import DeclarationError, UnserializableError
+from megackpt.errors import DeclarationError, StorageError, UnserializableError
 from megackpt.formats.index_file import (
     check_files,
     compact,
@@ -143,11 +144,18 @@ class TorchDistSaveStrategy:
         note = {key: value for key, value in said.items() if key != "metadata"} | {"attempt": attempt}
         _write_note(store, attempt, digest_of(data), note)
         store.sync()
-        store.replace(names.METADATA, data)
         common = store.read(names.common_file(attempt), max_bytes=said["common"]["nbytes"])
-        store.replace(names.COMMON, common)
-        stale = [n for n in store.names(".") if _HALF_REPLACED.fullmatch(n)]
-        store.delete([said["metadata"]["file"], *stale])
+        before = read_metadata(store) if store.exists(names.METADATA) else None
+        store.replace(names.METADATA, data)
+        try:
+            store.replace(names.COMMON, common)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                _put_back(store, before)
+            raise
+        with contextlib.suppress(StorageError):
+            stale = [n for n in store.names(".") if _HALF_REPLACED.fullmatch(n)]
+            store.delete([said["metadata"]["file"], *stale])
         return dict(MANIFEST_CONTENT)
 
     def committed_attempt(self, store: Store) -> str | None:
@@ -194,6 +202,14 @@ class TorchDistSaveStrategy:
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of ours."""
         return names.attempt_of(name)
+
+
+def _put_back(store: Store, metadata: bytes | None) -> None:
+    if metadata is not None:
+        store.replace(names.METADATA, metadata)
+        return
+    store.delete([names.METADATA])
+    store.sync()
 
 
 def _write_note(store: Store, attempt: str, metadata_digest: str, note: Json) -> None:
