@@ -159,7 +159,15 @@ def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) 
         tail += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
         tail += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
     return tail + struct.pack(
-        "<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, len(directory), start if start < ZIP64_FROM else _SEE_ZIP64, 0
+        "<4sHHHHIIH",
+        b"PK\5\6",
+        0,
+        0,
+        count,
+        count,
+        len(directory),
+        start if start < ZIP64_FROM else _SEE_ZIP64,
+        0,
     )
 
 

@@ -11,11 +11,12 @@ import numpy as np
 from megackpt.errors import FormatError
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_index, read_small
+from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST_MAX_BYTES, Contents, Json
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.described import COMMON_STATE, Described
 from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
-from megackpt.formats.torch_dist.unpickling import load_metadata, load_value, warn_of_unsafe_pickle
+from megackpt.formats.torch_dist.unpickling import load_metadata
 from megackpt.storage import Store, digest_of
 
 METADATA_MAX_BYTES = 2 << 30

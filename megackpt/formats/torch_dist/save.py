@@ -21,6 +21,7 @@ from megackpt.formats.index_file import (
     write_index,
     write_small,
 )
+from megackpt.formats.safe_pickle import save_value
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, Pieces
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
@@ -33,7 +34,7 @@ from megackpt.formats.torch_dist.load import (
     find_note,
     read_metadata,
 )
-from megackpt.formats.torch_dist.unpickling import load_metadata, save_value
+from megackpt.formats.torch_dist.unpickling import load_metadata
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
