@@ -8,7 +8,6 @@ need it.
 from __future__ import annotations
 
 import argparse
-import collections
 import io
 import logging
 import pathlib
@@ -145,7 +144,8 @@ def _harmless() -> tuple[Any, ...]:
     path = type(pathlib.Path())
     paths = [(path, f"{module}.{path.__name__}") for module in ("pathlib", "pathlib._local")]
     plain = [np.ndarray, np.dtype, argparse.Namespace, types.SimpleNamespace, io.BytesIO, signal.Signals]
-    builtin = [frozenset, slice, complex, collections.defaultdict, list, dict, int, float]
+    # Not defaultdict or deque: torch's unpickler cannot fill them.
+    builtin = [frozenset, slice, complex]
     return (*named, *dict.fromkeys(dtypes), *paths, *plain, *builtin)
 
 
