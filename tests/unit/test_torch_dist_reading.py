@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +206,15 @@ def test_common_state_is_read_from_common_pt_or_from_its_object(tmp_path: Path) 
 def test_arrays_that_megatron_has_flattened_by_fragments_load_at_any_layout(
     tmp_path: Path, cuts: tuple[int, ...]
 ) -> None:
-    # Up to 0.15: an array [4, 6] in boxes [2, 3]... here with an axis of layers in front, cut into 2 x 2 boxes.
+    # Two layers, each cut into two halves of its rows: an array [2, 4, 6] is stored as [2, 2, 1, 12].
     whole = torch.arange(2 * 4 * 6, dtype=torch.float32).reshape(2, 4, 6)
     writer = Writer(tmp_path / "c")
-    writer.array("w", (2, 2, 1, 12))  # boxes [1, 2, 6]
+    writer.array("w", (2, 2, 1, 12))
     writer.metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (2, 4, 6)}, "other": {}}
     for layer in range(2):
         for half in range(2):
             flat = whole[layer, half * 2 : half * 2 + 2].reshape(-1)
-            for start, stop in zip(cuts, cuts[1:], strict=False):
+            for start, stop in pairwise(cuts):
                 chunk = flat[start:stop].reshape(1, 1, 1, -1).clone()
                 writer.chunk("w", (layer, half, 0, start), chunk)
     directory = writer.finish()

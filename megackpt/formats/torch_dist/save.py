@@ -28,6 +28,7 @@ from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, ite
 from megackpt.formats.torch_dist.described import Described
 from megackpt.formats.torch_dist.describing import Written, data_files_of, metadata_of, without_keys
 from megackpt.formats.torch_dist.load import (
+    COMMON_MAX_BYTES,
     CONTENT_METADATA,
     MANIFEST_CONTENT,
     METADATA_MAX_BYTES,
@@ -146,13 +147,15 @@ class TorchDistSaveStrategy:
         _write_note(store, attempt, digest_of(data), note)
         store.sync()
         common = store.read(names.common_file(attempt), max_bytes=said["common"]["nbytes"])
-        before = read_metadata(store) if store.exists(names.METADATA) else None
+        before = {name: _content(store, name) for name in (names.COMMON, names.METADATA)}
         store.replace(names.METADATA, data)
         try:
             store.replace(names.COMMON, common)
-        except BaseException:
+        except Exception:
+            # Old common state first: only beside it is the old metadata the old checkpoint for every reader.
             with contextlib.suppress(StorageError):
-                _put_back(store, before)
+                for name, content in before.items():
+                    _put_back(store, name, content)
             raise
         with contextlib.suppress(StorageError):
             stale = [n for n in store.names(".") if _HALF_REPLACED.fullmatch(n)]
@@ -191,7 +194,8 @@ class TorchDistSaveStrategy:
             file = names.index_file(attempt, revision=names.revision_of(old) + 1)
             said = said | {"index": write_index(store, file, index)}
             _write_note(store, attempt, digest_of(new), said)
-            stale += [old, name]
+            # Where nothing was removed, the new note has the name of the old one.
+            stale += [old] if digest_of(new) == digest_of(data) else [old, name]
         store.sync()
         store.replace(names.METADATA, new)
         return dict(MANIFEST_CONTENT), stale
@@ -205,11 +209,15 @@ class TorchDistSaveStrategy:
         return names.attempt_of(name)
 
 
-def _put_back(store: Store, metadata: bytes | None) -> None:
-    if metadata is not None:
-        store.replace(names.METADATA, metadata)
+def _content(store: Store, name: str) -> bytes | None:
+    return store.read(name, max_bytes=COMMON_MAX_BYTES) if store.exists(name) else None
+
+
+def _put_back(store: Store, name: str, content: bytes | None) -> None:
+    if content is not None:
+        store.replace(name, content)
         return
-    store.delete([names.METADATA])
+    store.delete([name])
     store.sync()
 
 
