@@ -28,6 +28,7 @@ Name: TypeAlias = tuple[str, int]
 
 _BUILT_IN: dict[Name, str] = {
     ("megackpt", 1): "megackpt.formats.native",
+    ("torch_dist", 1): "megackpt.formats.torch_dist",
 }
 """Modules that hold a format as FORMAT."""
 
