@@ -27,7 +27,7 @@ class GridRules:
         files_per_row: a grid may have so many files for each row of the plan.
     """
 
-    file_bytes: int = 64 * 1024 * 1024
+    file_bytes: int = 16 * 1024 * 1024
     inner_bytes: int = 0
     files_per_row: int = 4
 

@@ -125,8 +125,10 @@ def check_names(arrays: Iterable[ArraySpec]) -> None:
     faults = [f"{s.key!r} {fault}" for s in specs if (fault := _fault_of(s.key, tensors)) is not None]
     if faults:
         raise DeclarationError(
-            f"Format zarr version 1 stores every key in the directory of its name, so these cannot be saved:\n"
-            f"{truncated_list(faults)}\nRename them, or save in another format (zarr version 3 takes any key).",
+            f"Format zarr version 1 stores every key in the directory of its name, so these cannot be "
+            f"saved:\n"
+            f"{truncated_list(faults)}\nRename them, or save in another format (zarr version 3 takes any "
+            f"key).",
             key=next(s.key for s in specs if _fault_of(s.key, tensors) is not None),
         )
 
@@ -140,7 +142,8 @@ def check_lengths(arrays: Iterable[ArraySpec]) -> None:
     for spec in arrays:
         if not 0 < len(quoted(spec.key).encode(errors="replace")) < 256 or not _is_unicode(spec.key):
             raise DeclarationError(
-                f"{spec.key[:80]!r}: format zarr version 3 makes a directory name of the key, which is empty, longer "
+                f"{spec.key[:80]!r}: format zarr version 3 makes a directory name of the key, which is "
+                f"empty, longer "
                 f"than 255 bytes, or no valid Unicode. Use another key.",
                 key=spec.key,
             )

@@ -44,7 +44,8 @@ class Rounds:
     Attributes:
         count: number of rounds; at least 1.
         round: the round of each row of the plan, `[n]`.
-        first_round: the first round in which each touched file is written, by its number.
+        first_round: the first round of each file that is written in several, by its number. Not all of
+            these are shared: a rank's own rows stand in different rounds if one of them shares another file.
     """
 
     count: int
@@ -81,7 +82,7 @@ def find_touches(table: ChunkTable, grids: Sequence[Grid | None]) -> Touches:
 
 
 def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
-    """Expand ranges of cells `[low, high)`, `[m, dims]`: (range, row-major place in its grid) of each cell."""
+    """Expand ranges of cells `[low, high)`, `[m, dims]`: of each cell (range, row-major place)."""
     counts = high - low
     total = counts.prod(axis=1)
     which = np.repeat(np.arange(len(low)), total)
@@ -116,8 +117,19 @@ def plan_rounds(plan: SavePlan, touches: Touches) -> Rounds:
         rounds[row] = number
         for use in uses:
             use[number] = rank
-    first = {file: min(use) for file, use in taken.items()}
-    return Rounds(int(rounds.max(initial=0)) + 1, rounds, first)
+    return Rounds(int(rounds.max(initial=0)) + 1, rounds, _first_rounds(touches, rounds))
+
+
+def _first_rounds(touches: Touches, rounds: Ints) -> dict[int, int]:
+    """Return the first round of each file that is written in several."""
+    files, place = np.unique(touches.file, return_inverse=True)
+    of_touch = rounds[touches.row]
+    first = np.full(len(files), np.iinfo(np.int64).max)
+    last = np.zeros(len(files), np.int64)
+    np.minimum.at(first, place, of_touch)
+    np.maximum.at(last, place, of_touch)
+    several = first < last
+    return dict(zip(files[several].tolist(), first[several].tolist(), strict=True))
 
 
 def _shared_files(file: Ints, writer: Ints) -> Ints:
