@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megackpt.errors import FormatError
@@ -21,7 +21,7 @@ from megackpt.formats.zarr.grids import Grid
 from megackpt.metadata import DTYPES, ArraySpec
 from megackpt.metadata.chunk_table import MAX_NUMEL
 
-V2_FILE, V3_FILE = ".zarray", "zarr.json"
+V2_FILE, V2_ATTRIBUTES, V3_FILE = ".zarray", ".zattrs", "zarr.json"
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 OURS = "megackpt"
 """The attribute that holds what zarr v3 has no place for: the key, and the dtype where its bits are "
@@ -35,6 +35,8 @@ _V2_DTYPES = {
 }  # fmt: skip
 """Names of numpy, with the byte order. Others stand under their own names, as Megatron-Core has bfloat16."""
 _FROM_V2 = {text[1:]: name for name, text in _V2_DTYPES.items()}
+_BITS_IN_V2 = {"float8_e8m0fnu": "|u1"}
+"""Dtypes that not every supported tensorstore knows in zarr v2; the true one stands in the attributes."""
 
 _BITS_IN_V3 = {
     name: f"uint{8 * info.itemsize}"
@@ -57,6 +59,7 @@ class ZarrArray:
         document: its metadata document.
         separator: stands between the numbers in the names of chunks.
         prefix: stands before them ("c" in zarr v3).
+        attributes: what `.zattrs` holds; in zarr v3 attributes are a part of the document.
         is_raw: whether a file holds the elements as they are in memory, in row-major order.
     """
 
@@ -67,6 +70,7 @@ class ZarrArray:
     separator: str
     prefix: str
     is_raw: bool
+    attributes: Json = field(default_factory=dict)
 
     @property
     def zarr_format(self) -> int:
@@ -95,9 +99,12 @@ class ZarrArray:
             for i, c, n in zip(cell, self.grid.chunk, self.spec.global_shape, strict=True)
         )
 
-    def to_bytes(self) -> bytes:
-        """Return the document as it is stored."""
-        return json.dumps(self.document, indent=4).encode()
+    def documents(self) -> dict[str, bytes]:
+        """Return the files, by full name, that describe the array."""
+        if self.zarr_format == 3:
+            return {self.path + V3_FILE: _encoded(self.document)}
+        found = {self.path + V2_FILE: _encoded(self.document)}
+        return found | ({self.path + V2_ATTRIBUTES: _encoded(self.attributes)} if self.attributes else {})
 
 
 def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
@@ -108,16 +115,22 @@ def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
     document = {
         "chunks": list(grid.chunk),
         "compressor": None,
-        "dtype": _V2_DTYPES.get(spec.dtype, spec.dtype),
+        "dtype": _BITS_IN_V2.get(spec.dtype) or _V2_DTYPES.get(spec.dtype, spec.dtype),
         "fill_value": None,
         "filters": None,
         "order": "C",
         "shape": list(spec.global_shape),
         "zarr_format": 2,
     }
-    path = f"{directory}{spec.key}/"
     return ZarrArray(
-        spec=spec, path=path, grid=grid, document=document, separator=".", prefix="", is_raw=True
+        spec=spec,
+        path=f"{directory}{spec.key}/",
+        grid=grid,
+        document=document,
+        separator=".",
+        prefix="",
+        is_raw=True,
+        attributes={OURS: {"dtype": spec.dtype}} if spec.dtype in _BITS_IN_V2 else {},
     )
 
 
@@ -160,7 +173,11 @@ def _zero(data_type: str) -> Any:  # a JSON scalar, or two of them
 
 def group_v3() -> bytes:
     """Return the document of a zarr v3 group, so that stock readers can list the arrays in it."""
-    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=4).encode()
+    return _encoded({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def _encoded(document: Json) -> bytes:
+    return json.dumps(document, indent=4).encode()
 
 
 def parse_document(data: bytes, *, where: str) -> Json:
@@ -178,8 +195,8 @@ def parse_document(data: bytes, *, where: str) -> Json:
     return document
 
 
-def parse_v2(document: Json, *, key: str, path: str, where: str) -> ZarrArray:
-    """Return the array that a `.zarray` describes.
+def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: str) -> ZarrArray:
+    """Return the array that a `.zarray` describes; attributes are those of its `.zattrs`.
 
     Raises:
         FormatError: it describes none, or one of a dtype that no tensor has.
@@ -188,6 +205,10 @@ def parse_v2(document: Json, *, key: str, path: str, where: str) -> ZarrArray:
     if not isinstance(text, str):
         raise _refused(where, f"dtype {str(text)[:80]!r} is structured, and no tensor is")
     dtype = text if text in DTYPES and text not in _V2_DTYPES else _FROM_V2.get(text.lstrip("<>|="), "")
+    ours = attributes.get(OURS)
+    true = ours.get("dtype") if isinstance(ours, dict) else None
+    if isinstance(true, str) and _BITS_IN_V2.get(true) == text:
+        dtype = true
     spec = _spec(key, dtype, text, document.get("shape"), where)
     chunk = _extents(document.get("chunks"), spec, where)
     separator = document.get("dimension_separator", ".")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.errors import FormatError
-from megackpt.formats.strategy import Contents
+from megackpt.formats.strategy import Contents, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
 from megackpt.formats.zarr.described import (
     MAX_DOCUMENT_BYTES,
+    V2_ATTRIBUTES,
     V2_FILE,
     V3_FILE,
     ZarrArray,
@@ -49,13 +50,18 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
         FormatError: a document describes no array that could be loaded.
     """
     found = []
-    for name in listed:
+    files = set(listed)
+    for name in sorted(files):
         path = name.removesuffix(V2_FILE)
         if path == name or not path.endswith("/") or name.startswith(names.STAGING):
             continue
         where = f"{store.location}/{name}"
         document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
-        found.append(parse_v2(document, key=path.rstrip("/"), path=path, where=where))
+        attributes: Json = {}
+        if path + V2_ATTRIBUTES in files:
+            said = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)
+            attributes = parse_document(said, where=f"{store.location}/{path}{V2_ATTRIBUTES}")
+        found.append(parse_v2(document, attributes, key=path.rstrip("/"), path=path, where=where))
     return found
 
 

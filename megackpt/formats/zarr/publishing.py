@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.formats.zarr import names
-from megackpt.formats.zarr.described import V2_FILE
+from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE
 from megackpt.storage import Store
 
 MARKER_MAX_BYTES = 2**30
@@ -85,7 +85,7 @@ def _is_part(name: str, paths: set[str]) -> bool:
     if above is None:
         return False
     rest = parts[above:]
-    return rest in ([V2_FILE], [".zattrs"]) or all(names.is_chunk(part) for part in rest)
+    return rest in ([V2_FILE], [V2_ATTRIBUTES]) or all(names.is_chunk(part) for part in rest)
 
 
 def _marked(store: Store, listed: set[str]) -> set[str]:

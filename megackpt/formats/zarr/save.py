@@ -53,10 +53,6 @@ class ZarrSaveStrategy(ABC):
     def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
         """Return the file of an object while it is not published."""
 
-    @abstractmethod
-    def document_name(self, array: ZarrArray) -> str:
-        """Return the file of an array's metadata document."""
-
     def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
         """Return the rows of a rank by round: ranks that share a file write in different ones.
 
@@ -88,7 +84,7 @@ class ZarrSaveStrategy(ABC):
                 data = gathered(pieces(row), int(table.nbytes[row])).tobytes()
                 put_file(store, self.object_name(spec, offset, attempt), data)
             elif row == first_rows[number]:
-                put_file(store, self.document_name(array), array.to_bytes())
+                _put_documents(store, array)
         store.sync()
         return b""
 
@@ -98,7 +94,7 @@ class ZarrSaveStrategy(ABC):
         filled = set(plan.table.array.tolist())
         for number, array in enumerate(writing.arrays):
             if array is not None and number not in filled:
-                put_file(store, self.document_name(array), array.to_bytes())
+                _put_documents(store, array)
         return {}
 
     def _planned(self, plan: SavePlan, attempt: str) -> WritePlan:
@@ -119,6 +115,11 @@ class ZarrSaveStrategy(ABC):
         planned = WritePlan(plan, arrays, touches, rounds)
         self._last = (plan, attempt, planned)
         return planned
+
+
+def _put_documents(store: Store, array: ZarrArray) -> None:
+    for name, data in array.documents().items():
+        put_file(store, name, data)
 
 
 def common_parts(common: Any) -> tuple[Any, Any]:

@@ -68,10 +68,6 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
             f"{names.staged(attempt)}{spec.key}/{names.shard_file(offset, spec.global_shape, suffix=SUFFIX)}"
         )
 
-    def document_name(self, array: ZarrArray) -> str:
-        """Return the `.zarray` of an array."""
-        return array.path + V2_FILE
-
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return what torch.save makes of a value."""
         return save_value(value, path=path)

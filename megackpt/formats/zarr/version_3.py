@@ -57,10 +57,6 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         leaf = names.shard_file(offset, spec.global_shape, suffix=SUFFIX)
         return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
 
-    def document_name(self, array: ZarrArray) -> str:
-        """Return the `zarr.json` of an array."""
-        return array.path + V3_FILE
-
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return digest and blob of a value."""
         return with_digest(pack(value, path=path))
