@@ -129,6 +129,21 @@ def test_arrays_of_an_unfinished_save_by_others_are_refused_before_anything_is_w
     assert files_of(tmp_path) == before
 
 
+def test_checkpoints_of_other_formats_are_replaced_only_where_nothing_can_mix(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path / "native")
+    store = FaultyStore(LocalStore(tmp_path / "native"), fail_at=lambda op: op.name == "metadata.json")
+    with pytest.raises(StorageError):
+        save(state(2.0), store, sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "native") == 1.0
+    save(state(3.0), tmp_path / "native", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "native") == 3.0
+    save(state(1.0), tmp_path / "other")
+    (tmp_path / "other/common.pt").write_text("of the other format")
+    with pytest.raises(StorageError, match=r"checkpoint of another format"):
+        save(state(2.0), tmp_path / "other", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "other") == 1.0
+
+
 def test_a_checkpoint_that_megatron_core_wrote_is_replaced_whole(tmp_path: Path) -> None:
     save(state(1.0, names="az"), tmp_path, sharded_strategy=("zarr", 1))
     for marker in tmp_path.glob(".megackpt-*"):  # it has none of these

@@ -28,6 +28,10 @@ from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.storage import Store, digest_of
 
 
+_LOCKS = ".sync/"
+"""Ends of directories in which Megatron-Core kept empty lock files, named like the files that they lock."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One object in a file.
@@ -56,7 +60,10 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
         if path == name or not path.endswith("/") or name.startswith(names.STAGING):
             continue
         where = f"{store.location}/{name}"
-        document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
+        data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
+        if not data and path.endswith(_LOCKS):
+            continue
+        document = parse_document(data, where=where)
         attributes: Json = {}
         if path + V2_ATTRIBUTES in files:
             said = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)

@@ -44,7 +44,7 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
     """Return the files of the checkpoint at this place, or of one that was half replaced; none of others.
 
     Raises:
-        StorageError: there are arrays that belong to neither.
+        StorageError: there are arrays that belong to neither, or another format's checkpoint is in the way.
     """
     found = set(listed)
     marked = _marked(store, found)
@@ -60,7 +60,15 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
             )
         return marked & found
     if not is_committed(store):
-        return {names.COMMON} & found  # of another format, whose commit is about to be replaced
+        if names.COMMON in found - marked:
+            raise StorageError(
+                f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
+                f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "
+                f"save "
+                f"to another directory.",
+                path=store.location,
+            )
+        return marked & found
     paths = [name.removesuffix(V2_FILE) for name in arrays_in(found)]
     return {name for name in found if _is_part(name, set(paths))} | (marked & found)
 
@@ -124,7 +132,7 @@ def publish_files(store: Store, *, attempt: str) -> None:
     markers = [n for n in listed if names.attempt_of_marker(n) is not None]
     files = sorted(owned | set(target_of.values()))
     store.write(names.marker(attempt), json.dumps({"files": files}).encode())
-    if owned and store.exists(MANIFEST):
+    if is_committed(store):
         store.delete([MANIFEST])
     store.sync()
     store.delete(sorted(owned - set(target_of.values())))
