@@ -94,14 +94,12 @@ def load_all(directory: str, saved_ranks: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("target", [1, 3, 4])
-def test_ranks_that_share_files_write_the_right_bits(
-    tmp_path: Path, rank_pool: RankPool, target: int
-) -> None:
+def test_ranks_that_share_files_write_the_right_bits(tmp_path: Path, rank_pool: RankPool) -> None:
     counts = rank_pool.run(save_all, 4, str(tmp_path))
     assert counts == [counts[0]] * 4
     assert max(counts[0]) > 1  # files really are shared here
-    assert rank_pool.run(load_all, target, str(tmp_path), 4) == [[]] * target
+    for ranks in (1, 3, 4):
+        assert rank_pool.run(load_all, ranks, str(tmp_path), 4) == [[]] * ranks
 
 
 def save_bad_key(directory: str) -> str:

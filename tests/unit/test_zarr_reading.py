@@ -135,11 +135,12 @@ def test_what_tensorstore_wrote_in_shards_and_in_dtypes_that_zarr_lacks_is_read(
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_every_missing_file_is_an_error_that_names_key_and_chunk(tmp_path: Path, version: int) -> None:
-    files = chunk_files(saved(tmp_path, version))
+    array = saved(tmp_path, version)
+    files = chunk_files(array)
     assert len(files) > 3
     for file in files:
         hidden = file.rename(tmp_path / "hidden")
-        chunk = str(file.relative_to(tmp_path)).partition("a/")[2]
+        chunk = str(file.relative_to(array))
         with pytest.raises(FormatError, match=rf"'a': chunk '{chunk}' of .* is missing") as refused:
             loaded(tmp_path)
         assert refused.value.key == "a"
@@ -315,6 +316,14 @@ def test_a_save_of_megatron_core_that_did_not_finish_is_no_checkpoint(tmp_path: 
     (tmp_path / "metadata.json").unlink()  # common.pt and arrays stay, as of a save that died
     with pytest.raises(NotACheckpointError):
         loaded(tmp_path)
+
+
+def test_lock_files_of_megatron_core_are_no_arrays(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / "a.sync").mkdir()
+    for name in (".zarray", "0.0"):
+        (tmp_path / "a.sync" / name).touch()
+    assert set(load_plain_tensors(tmp_path)) == {"a"}
 
 
 def test_metadata_of_arrays_and_objects_is_listed(tmp_path: Path) -> None:

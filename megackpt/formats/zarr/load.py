@@ -27,7 +27,6 @@ from megackpt.formats.zarr.described import (
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.storage import Store, digest_of
 
-
 _LOCKS = ".sync/"
 """Ends of directories in which Megatron-Core kept empty lock files, named like the files that they lock."""
 
