@@ -147,7 +147,7 @@ class Assembler:
         return self._codecs[number]
 
 
-def put_file(store: Store, name: str, data: bytes) -> None:
+def put_file(store: Store, name: str, data: bytes | memoryview) -> None:
     """Write a file; its content is durable when this returns, its name after `store.sync()`."""
     with store.open_writer(name, len(data)) as writer:
         writer.write(memoryview(data))

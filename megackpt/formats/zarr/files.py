@@ -32,8 +32,13 @@ class ArrayCodec:
         self.handle = open_array(array, {"driver": "memory", "path": _DIRECTORY}, context=context)
         self.dtype: np.dtype[Any] = self.handle.dtype.numpy_dtype
 
-    def encode(self, cell: Sequence[int], elements: Elements) -> bytes:
-        """Return the file of a cell that holds elements, which have the shape of `array.region(cell)`."""
+    def encode(self, cell: Sequence[int], elements: Elements) -> bytes | memoryview:
+        """Return the file of a cell that holds elements, which have the shape of `array.region(cell)`.
+
+        Where that is the elements as they lie in memory, they are not copied.
+        """
+        if self.array.is_raw and elements.shape == self.array.grid.chunk and elements.flags.c_contiguous:
+            return elements.reshape(-1).view(np.uint8).data
         self.handle[self.array.region(cell)].write(
             elements, can_reference_source_data_indefinitely=True
         ).result()

@@ -145,13 +145,10 @@ def publish_files(store: Store, *, attempt: str) -> None:
 
 
 def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -> None:
-    above = {"/".join(parts[:n]) for f in foreign for parts in [f.split("/")] for n in range(1, len(parts))}
-    in_the_way = sorted(set(target_of.values()) & (foreign | above))
-    in_the_way += (
-        sorted(f for f in foreign if any(target.startswith(f"{f}/") for target in target_of.values()))
-        if any("/" not in f for f in foreign)
-        else []
-    )
+    """Refuse to overwrite files of others, and to make a directory of one or a file of their directory."""
+    targets = set(target_of.values())
+    in_the_way = sorted((targets | _directories_above(targets)) & foreign)
+    in_the_way += sorted(targets & _directories_above(foreign))
     if in_the_way:
         raise StorageError(
             f"{store.location}: these files are no part of a checkpoint and have the names of files to be "
@@ -159,6 +156,16 @@ def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -
             f"{truncated_list(in_the_way)}\nMove them away, or save to another directory.",
             path=store.location,
         )
+
+
+def _directories_above(files: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for name in files:
+        above = name.rpartition("/")[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found
 
 
 def move(store: Store, name: str, target: str) -> None:
