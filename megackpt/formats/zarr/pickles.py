@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import collections
 import io
-import pickle
 import signal
 from typing import Any
 
@@ -61,7 +60,7 @@ def load_value(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any:
         return _load_safely(data)
     except Exception as error:
         advice = "The file is damaged."
-        if isinstance(error, pickle.UnpicklingError):
+        if type(error).__name__ == "UnpicklingError":
             advice = "If you trust whoever wrote the file, load with allow_unsafe_pickle=True."
         raise FormatError(
             f"{where}: torch.load() refuses it ({type(error).__name__}: {str(error)[:500]}). {advice}",
