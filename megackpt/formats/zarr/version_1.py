@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from megackpt.errors import FormatError
+from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
@@ -18,7 +19,6 @@ from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents
-from megackpt.formats.zarr.pickles import load_value, save_value
 from megackpt.formats.zarr.publishing import arrays_in, is_committed, owned_files, prune, publish_files
 from megackpt.formats.zarr.save import ZarrSaveStrategy, common_parts
 from megackpt.metadata import ArraySpec
