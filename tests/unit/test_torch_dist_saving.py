@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megackpt import (
-    CheckpointError,
     DeclarationError,
     IntegrityError,
+    NotACheckpointError,
     ShardedObject,
     ShardedTensor,
+    StorageError,
     UnserializableError,
     load,
     load_common_state_dict,
@@ -30,7 +32,7 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.metadata import DTYPES
-from megackpt.storage import LocalStore
+from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 
@@ -247,22 +249,22 @@ def values(value: float) -> dict[str, Any]:
     return {"model": tensors, "value": value, "o": ShardedObject("o", value, (1,), (0,))}
 
 
-def value_of(directory: Path) -> float:
+def value_of(store: MemoryStore) -> float:
     """Load everything there is and return the one value that all of it has."""
-    found = {float(v) for t in load_plain_tensors(directory).values() for v in t.unique()}
-    loaded = load({"o": ShardedObject("o", None, (1,), (0,))}, directory)
+    found = {float(v) for t in load_plain_tensors(store).values() for v in t.unique()}
+    loaded = load({"o": ShardedObject("o", None, (1,), (0,))}, store)
     found |= {loaded["value"], loaded["o"]}
     assert len(found) == 1, f"a mixture: {found}"
     return found.pop()
 
 
-def save_foreign(directory: Path, value: float) -> None:
-    """What Megatron-Core leaves: no index of ours, other names of files."""
-    save(values(value), directory, "torch_dist")
-    for file in directory.glob("megackpt-*"):
-        file.unlink()
-    for file in directory.glob("common-*"):
-        file.unlink()
+def saved_in_memory(value: float, *, is_foreign: bool = False) -> MemoryStore:
+    """A checkpoint; a foreign one is what Megatron-Core leaves: without our index and copy of common.pt."""
+    store = MemoryStore()
+    save(values(value), store, "torch_dist")
+    if is_foreign:
+        store.delete([n for n in store.names() if n.startswith(("megackpt-", "common-"))])
+    return store
 
 
 class Killed(BaseException):
@@ -276,20 +278,17 @@ def kill(_: object) -> None:
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_kill_between_any_two_operations_leaves_the_old_checkpoint_or_the_new_one(
-    tmp_path: Path, is_foreign: bool, after: bool
+    is_foreign: bool, after: bool
 ) -> None:
     seen = []
     for kill_at in range(200):
-        directory = tmp_path / f"{kill_at}"
-        save_foreign(directory, 1.0) if is_foreign else save(values(1.0), directory, "torch_dist")
-        store = FaultyStore(LocalStore(directory), fail_at=kill_at, hook=kill, after=after)
-        try:
+        inner = saved_in_memory(1.0, is_foreign=is_foreign)
+        store = FaultyStore(inner, fail_at=kill_at, hook=kill, after=after)
+        with contextlib.suppress(Killed):
             save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
-        except Killed:
-            pass
-        seen.append(value_of(directory))
-        save(values(3.0), directory, "torch_dist")
-        assert value_of(directory) == 3.0
+        seen.append(value_of(inner))
+        save(values(3.0), inner, "torch_dist")
+        assert value_of(inner) == 3.0
         if len(store.operations) <= kill_at:
             break
     assert seen == sorted(seen)  # old until the one moment of the commit, new from then on
@@ -297,47 +296,47 @@ def test_a_kill_between_any_two_operations_leaves_the_old_checkpoint_or_the_new_
     assert seen.count(2.0) >= 3
 
 
-def test_a_kill_in_a_first_save_leaves_nothing_or_all_of_it(tmp_path: Path) -> None:
+def test_a_kill_in_a_first_save_leaves_nothing_or_all_of_it() -> None:
     outcomes = []
     for kill_at in range(200):
-        directory = tmp_path / f"{kill_at}"
-        store = FaultyStore(LocalStore(directory), fail_at=kill_at, hook=kill)
-        try:
+        inner = MemoryStore()
+        store = FaultyStore(inner, fail_at=kill_at, hook=kill)
+        with contextlib.suppress(Killed):
             save(values(2.0), store, TorchDistSaveStrategy(thread_count=1))
-        except Killed:
-            pass
         try:
-            outcomes.append(value_of(directory))
-        except CheckpointError as error:
-            assert "is not a checkpoint" in str(error)
+            outcomes.append(value_of(inner))
+        except NotACheckpointError:
             outcomes.append(0.0)
         if len(store.operations) <= kill_at:
             break
     assert outcomes == sorted(outcomes)
-    assert {0.0, 2.0} == set(outcomes)
+    assert set(outcomes) == {0.0, 2.0}
 
 
+@pytest.mark.parametrize("is_foreign", [False, True])
+@pytest.mark.parametrize("after", [False, True])
 def test_a_save_that_fails_at_any_operation_leaves_one_whole_checkpoint_and_no_rubbish(
-    tmp_path: Path,
+    is_foreign: bool, after: bool
 ) -> None:
     failed = 0
+    files = len(saved_in_memory(1.0).names())
     for fail_at in range(200):
-        directory = tmp_path / f"{fail_at}"
-        save(values(1.0), directory, "torch_dist")
-        count = len(list(directory.iterdir()))
-        store = FaultyStore(LocalStore(directory), fail_at=fail_at)
+        inner = saved_in_memory(1.0, is_foreign=is_foreign)
+        store = FaultyStore(inner, fail_at=fail_at, after=after)
         try:
             save(values(2.0), store, "torch_dist")
-        except CheckpointError:
+        except StorageError:
             failed += 1
             struck = store.operations[fail_at]
-            # What fails behind the commit, the replacement of .metadata, cannot undo it.
-            assert value_of(directory) == (2.0 if struck.name == "metadata.json" else 1.0), struck
+            # What fails behind the commit, the replacement of .metadata, or reports a failure of the commit
+            # that has happened, leaves the new checkpoint.
+            is_new = struck.name == "metadata.json" or (after and struck.name == ".metadata")
+            assert value_of(inner) == (2.0 if is_new else 1.0), struck
         else:
-            assert value_of(directory) == 2.0
-        save(values(3.0), directory, "torch_dist")
-        assert value_of(directory) == 3.0
-        assert len(list(directory.iterdir())) == count
+            assert value_of(inner) == 2.0
+        save(values(3.0), inner, "torch_dist")
+        assert value_of(inner) == 3.0
+        assert len(inner.names()) == files
         if len(store.operations) <= fail_at:
             break
     assert failed >= 10
