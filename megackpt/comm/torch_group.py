@@ -74,11 +74,14 @@ class TorchGroup:
             self._guarded(lambda: dist.broadcast(_tensor_over(data), source, group=self._group))
 
     def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
-        """Fill everyone with what each rank has in data, in rank order."""
-        if data.nbytes:
-            # The second is the first's name before torch 2.12 or so.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            self._guarded(lambda: gather(_tensor_over(everyone), _tensor_over(data), group=self._group))
+        """Fill everyone with what each rank has in data, in rank order.
+
+        By parcels: gloo's own all-gather makes copies of all of it in between.
+        """
+        parts = [everyone[r * data.nbytes : (r + 1) * data.nbytes] for r in range(self.size)]
+        others = [r for r in range(self.size) if r != self.rank]
+        parts[self.rank][:] = data
+        self.exchange([(r, data) for r in others], [(r, parts[r]) for r in others])
 
     def _exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         deadline = time.monotonic() + self._timeout_s

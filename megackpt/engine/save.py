@@ -159,6 +159,12 @@ def _agree_on_all(
     merged = _with_one_main_each(merge_declarations(declared), replicated)
     check_coverage(merged)
     _compare_values(request, local, headers, group)
+    ways = sorted({header["spread"] for header in headers})
+    if len(ways) > 1:
+        raise DeclarationError(
+            f"Ranks spread differently: {', '.join(map(repr, ways))}. Give all of them one "
+            f"SaveOptions.spread."
+        )
     labels = np.array([header["spread_label"] for header in headers], np.int64)
     plan = plan_save(merged, ranks=group.size, spread=request.spread, labels=labels)
     return _Agreed(headers[0]["attempt"], plan)
@@ -280,7 +286,7 @@ def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str |
     compared = assumed is None
     header["replicated"] = {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {}
     header["common"] = digest_of(_common_leaves(request, local)) if compared else ""
-    header["spread_label"] = request.spread_label
+    header["spread"], header["spread_label"] = request.spread, request.spread_label
     header["declared"] = None
     if compared and request.plans is not None:
         structure = describe(

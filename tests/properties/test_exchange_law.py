@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -50,7 +51,7 @@ def groups_of(ranks: int, parts: int) -> list[list[int]]:
 
 
 # Bounds on time are off: the machine that runs this may be busy. Nothing here is meant to be fast.
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     both=st.tuples(arrays(), arrays(max_extent=40)),
@@ -105,3 +106,59 @@ def test_any_way_loads_what_direct_reading_loads(
             assert bits_of(got) == bits_of(true)
     times = Counter((name, at) for name, low, high in store.reads for at in range(low, high))
     assert max(times.values(), default=0) <= parts
+
+
+@pytest.mark.parametrize("exchange_bytes", [1 << 17, 1 << 24])
+@pytest.mark.parametrize("alone", [None, "flat", "columns"])
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_that_begin_within_a_unit_and_have_gaps_arrive_right(
+    way: Any, alone: str | None, exchange_bytes: int
+) -> None:
+    big = torch.arange(700 * 512, dtype=torch.int32).reshape(700, 512)
+    small = torch.arange(64 * 96, dtype=torch.int16).reshape(64, 96)
+    store = CountingStore()
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in (("big", big), ("small", small))}, store)
+
+    def wanted(rank: int, fill: bool) -> dict[str, ShardedTensor]:
+        def box(array: torch.Tensor, start: tuple[int, int], shape: tuple[int, int]) -> ShardedTensor:
+            part = array[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
+            room = torch.zeros(shape[0], 2 * shape[1], dtype=array.dtype)
+            view = room[:, ::2] if rank % 2 else room[:, : shape[1]].contiguous()
+            if fill:
+                view.copy_(part)
+            key = "big" if array is big else "small"
+            return ShardedTensor(key, view, array.dtype, shape, tuple(array.shape), start, replica_id=rank)
+
+        def flat(array: torch.Tensor, start: int, stop: int) -> ShardedTensor:
+            data = (
+                array.reshape(-1)[start:stop].clone()
+                if fill
+                else torch.zeros(stop - start, dtype=array.dtype)
+            )
+            key, shape = ("big" if array is big else "small"), tuple(array.shape)
+            return ShardedTensor.from_rank_offsets_flat(
+                key, data, shape, replica_id=rank, flattened_range=slice(start, stop)
+            )
+
+        return {
+            "rows": box(big, (100 + rank, 0), (500, 512)),
+            "columns": box(big, (3, 17 * rank), (600, 300)),
+            "flat": flat(big, 30_001 * (rank + 1), 200_000),
+            "small rows": box(small, (rank, 0), (50, 96)),
+            "small columns": box(small, (0, 5 * rank), (64, 40)),
+            "small flat": flat(small, 700 * rank + 3, 6000),
+        }
+
+    def load_rank(group: SimulatedRank) -> dict[str, ShardedTensor]:
+        state = wanted(group.rank, fill=False)
+        if alone is not None:
+            state = {alone: state[alone]}
+        load(state, store, options=LoadOptions(exchange=way, exchange_bytes=exchange_bytes), group=group)
+        return state
+
+    store.reads.clear()
+    for rank, loaded in enumerate(SimulatedWorld(4).run(load_rank)):
+        true = wanted(rank, fill=True)
+        for name, got in loaded.items():
+            assert torch.equal(got.data, true[name].data), (rank, name)  # type: ignore[arg-type]
+    assert sum(high - low for _, low, high in store.reads) <= big.nbytes + small.nbytes
