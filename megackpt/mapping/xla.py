@@ -135,6 +135,7 @@ class HostShards:
         Raises:
             DeclarationError: a shard does not have the elements that its indices stand for.
         """
+        _wait_for_devices()
         on_devices = tuple(tensor.local_shards)
         positions: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         held: list[HostShard] = []
@@ -212,6 +213,13 @@ def _merge(loaded: dict[str, Any]) -> Any:
     leaf, shards = loaded["back"]
     shards.commit()
     return leaf
+
+
+def _wait_for_devices() -> None:
+    """Let what runs on the devices finish: torch_xla fails to copy shards that a step is still computing."""
+    model = sys.modules.get(f"{XLA_PACKAGE}.core.xla_model")
+    if model is not None:
+        model.wait_device_ops()
 
 
 def _declared(key: str, tensor: XlaTensor, shard: HostShard, replica_id: ReplicaId) -> ShardedTensor:

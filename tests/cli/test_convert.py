@@ -231,6 +231,24 @@ def test_an_object_that_the_format_cannot_hold_is_an_error_before_anything_is_wr
     assert target.names() == []
 
 
+class Longer(NativeSaveStrategy):
+    """A format in which the objects of each rank are longer than in the native one."""
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        return super().encode_object(value, path=path) + b" " * (1 + value["rank"])
+
+
+def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path) -> None:
+    source, target = open_store(saved(tmp_path / "source")), MemoryStore()
+
+    def convert_rank(group: Group) -> None:
+        convert_checkpoint(source, target, Longer(), group, ConvertOptions(), Silent())
+
+    SimulatedWorld(RANKS).run(convert_rank)
+    lengths = [open_checkpoint(s).chunks(["object"]).table.nbytes for s in (source, target)]
+    assert (lengths[1] - lengths[0]).tolist() == [1, 2]
+
+
 def test_a_checkpoint_at_the_target_is_replaced_only_if_that_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,15 @@ def test_a_shard_that_its_indices_do_not_describe_is_refused(tmp_path: Path) -> 
     tensor.devices[2].data = ARRAY.clone()  # the whole array where half of it is said to be
     with pytest.raises(DeclarationError, match=r"'w': a shard of shape \(4, 5\) at \(2, 0\).*sync"):
         megackpt.save({"w": tensor}, tmp_path)
+
+
+def test_shards_are_copied_when_nothing_runs_on_the_devices_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = HALVES_TWICE.tensor(ARRAY, 0)
+    copied_before: list[int] = []
+    torch_xla = SimpleNamespace(wait_device_ops=lambda: copied_before.append(tensor.copies_out))
+    monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", torch_xla)  # type: ignore[arg-type]
+    megackpt.save({"w": tensor}, MemoryStore())
+    assert copied_before == [0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
