@@ -60,7 +60,7 @@ def check(
 
 # Bounds on time are off: the machine that runs this may be busy.
 @pytest.mark.parametrize("strategy", [ZarrV2SaveStrategy, ZarrV3SaveStrategy])
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(), rules=st.sampled_from([*TINY, GridRules(inner_bytes=2**20)]))
 def test_any_layout_loads_what_any_other_saved_as_zarr(
     strategy: type[ZarrSaveStrategy], data: st.DataObject, array: torch.Tensor, rules: GridRules
@@ -71,7 +71,7 @@ def test_any_layout_loads_what_any_other_saved_as_zarr(
 
 
 @pytest.mark.parametrize("strategy", [ZarrV2SaveStrategy, ZarrV3SaveStrategy])
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays())
 def test_any_layout_loads_what_any_other_saved_as_zarr_in_a_directory(
     strategy: type[ZarrSaveStrategy], data: st.DataObject, array: torch.Tensor

@@ -138,12 +138,13 @@ class Assembler:
         self._written.add(file)
 
     def _codec(self, number: int) -> ArrayCodec:
+        """Return the codec of an array; kept are those of the current one and of unfinished files."""
         if number not in self._codecs:
             array = self._writing.arrays[number]
             assert array is not None  # rows of objects do not come here
-            self._codecs = {number: ArrayCodec(array)} | {
-                n: c for n, c in self._codecs.items() if any(f.array == n for f in self._open.values())
-            }
+            needed = {f.array for f in self._open.values()}
+            self._codecs = {n: codec for n, codec in self._codecs.items() if n in needed}
+            self._codecs[number] = ArrayCodec(array)
         return self._codecs[number]
 
 

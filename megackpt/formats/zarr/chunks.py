@@ -111,8 +111,7 @@ class ZarrChunks:
         if array.is_raw and nbytes != expected:
             raise FormatError(
                 f"{array.spec.key!r}: chunk file {self._store.location}/{name} has {nbytes:,} bytes instead "
-                f"of "
-                f"{expected:,}. It was cut short or replaced; restore it, or load another checkpoint.",
+                f"of {expected:,}. It was cut short or replaced; restore it, or load another checkpoint.",
                 key=array.spec.key,
                 path=f"{self._store.location}/{name}",
             )

@@ -75,8 +75,7 @@ def unreadable(array: ZarrArray, leaf: str, error: Exception) -> FormatError:
     reason = str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
     return FormatError(
         f"{array.spec.key!r}: chunk {leaf!r} in {array.path!r} cannot be read: {reason}. The file is damaged "
-        f"or "
-        f"cut short; restore it, or load another checkpoint.",
+        f"or cut short; restore it, or load another checkpoint.",
         key=array.spec.key,
         path=f"{array.path}{leaf}",
     )

@@ -64,8 +64,7 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
             raise StorageError(
                 f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
                 f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "
-                f"save "
-                f"to another directory.",
+                f"save to another directory.",
                 path=store.location,
             )
         return marked & found

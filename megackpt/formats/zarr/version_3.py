@@ -189,8 +189,7 @@ def without_digest(data: bytes, *, where: str) -> bytes:
     if digest_of(data[_DIGEST_BYTES:]).encode() != data[:_DIGEST_BYTES]:
         raise IntegrityError(
             f"{where}: the bytes are not those that were saved (their digest differs). The file is damaged; "
-            f"load "
-            f"another checkpoint.",
+            f"load another checkpoint.",
             path=where,
         )
     return data[_DIGEST_BYTES:]
