@@ -42,9 +42,20 @@ class ShardedBase(ABC):
     data: Any
     replica_id: ReplicaId
 
+    def __post_init__(self) -> None:  # noqa: B027 - an entity may have nothing to check
+        """Check the fields against each other; entities are dataclasses, which call it when they are made."""
+
     @abstractmethod
     def without_data(self) -> ShardedBase:
         """Return the same declaration with `data=None`."""
+
+    def validate_metadata_integrity(self) -> None:
+        """Check the fields against each other, as is done when an entity is made.
+
+        Raises:
+            DeclarationError: naming the key and the fields that disagree.
+        """
+        self.__post_init__()
 
     @abstractmethod
     def retarget(

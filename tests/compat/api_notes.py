@@ -7,8 +7,6 @@ RENAMED: dict[str, str] = {
     ),
     "validation.StrictHandling.requires_global_app_metadata": "`StrictHandling.looks_for_missing_keys`.",
     "validation.StrictHandling.requires_returning_mismatch_keys": "`StrictHandling.returns_keys`.",
-    "mapping.ShardedObject.validate_metadata_integrity": "Checked when the object is made, by "
-    "`__post_init__`.",
     "strategies.zarr.numpy_to_torch_dtype_dict": "`megackpt.metadata.DTYPES`.",
     "strategies.zarr.torch_to_numpy_dtype_dict": "`megackpt.metadata.DTYPES`.",
 }
@@ -18,9 +16,6 @@ ABSENT: dict[str, str] = {
     "exchange_utils.HAVE_TE_FLOAT8TENSOR": (
         "Says whether an import worked; `is_float8tensor` looks at the class and imports nothing."
     ),
-    "mapping.ShardedBase.validate_metadata_integrity": "Nothing holds for all entities; a ShardedTensor "
-    "has it.",
-    "mapping.ShardedTensorFactory.validate_metadata_integrity": "It does nothing there.",
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects": (
         "Nothing is deferred: what a rank needs arrives in its tensors."
     ),

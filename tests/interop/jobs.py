@@ -1,0 +1,151 @@
+"""What a peer is asked to do, and the process that does it on its ranks.
+
+A peer is a program: `python peer.py JOBS.json RESULTS.json [flags]`. It starts its ranks once, does every job on
+all of them and writes one result for each job. Imported by every peer in its own environment, so it knows torch only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+PATIENCE_S = 20  # between the first rank that is done with a job and the last
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to write or read.
+
+    Attributes:
+        op: `write` or `read`.
+        kind: `model`, `adam` (a plain optimizer) or `distopt` (one cut over data-parallel ranks).
+        path: the checkpoint's directory.
+        backend: `torch_dist` or `zarr`.
+        tp: size of tensor parallelism; what tp * pp leaves of four ranks is data parallelism.
+        pp: size of pipeline parallelism.
+        optimizer_format: what Megatron-Core calls the sharding type of its distributed optimizer.
+        same_layout: the checkpoint was written at this layout (reading).
+        has_common: the checkpoint has the oracle's common state.
+        has_objects: the checkpoint has an object of each rank.
+        version: version of the backend.
+        naming: whose names the arrays have: `megatron` or `dcp`.
+    """
+
+    op: str
+    kind: str
+    path: str
+    backend: str = "torch_dist"
+    tp: int = 1
+    pp: int = 1
+    optimizer_format: str = ""
+    same_layout: bool = False
+    has_common: bool = True
+    has_objects: bool = True
+    version: int = 1
+    naming: str = "megatron"
+
+    def dp(self, ranks: int) -> int:
+        """Return the size of data parallelism."""
+        return ranks // (self.tp * self.pp)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def main(start: Callable[[list[str]], None], run: Callable[[Job], str]) -> None:
+    """Do the jobs of a file on four ranks, as the command line of a peer says.
+
+    Where ranks fail differently, some wait for others that will never come: then all are ended, and new ones go
+    on with the next job.
+    """
+    jobs_file, results_file, *flags = sys.argv[1:]
+    ranks = next((int(f.removeprefix("--ranks=")) for f in flags if f.startswith("--ranks=")), RANKS)
+    count = len(json.loads(Path(jobs_file).read_text()))
+    results: list[dict[str, str]] = []
+    while len(results) < count:
+        with tempfile.TemporaryDirectory(prefix="interop-") as folder:
+            _run_ranks(ranks, (Path(sys.argv[0]).stem, jobs_file, len(results), flags, folder))
+            results += _collect(Path(folder), ranks, count - len(results))
+        Path(results_file).write_text(json.dumps(results))
+
+
+def _run_ranks(count: int, args: tuple[Any, ...]) -> None:
+    context = get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, count, *args)) for rank in range(count)]
+    for process in ranks:
+        process.start()
+    wait([process.sentinel for process in ranks])
+    deadline = time.monotonic() + PATIENCE_S  # the first has ended: all of them end, or wait for it in vain
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+
+
+def _collect(folder: Path, ranks: int, most: int) -> list[dict[str, str]]:
+    """Return the outcomes of the jobs that were begun: of each job the first error, or what rank 0 said."""
+    said = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(ranks)]
+    begun = min(max(1, *map(len, said)), most)
+    if not any(said):
+        sys.exit("no rank began a job: see above")
+    missing = {"remark": "", "error": "a rank ended, or waited for the others, without a word"}
+    of_jobs = [[(lines[n] if n < len(lines) else missing) for lines in said] for n in range(begun)]
+    return [
+        next((o for o in outcomes if o["error"] and o is not missing), max(outcomes, key=lambda o: o is missing))
+        for outcomes in of_jobs
+    ]
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _rank(rank: int, ranks: int, module: str, jobs: str, first: int, flags: list[str], folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    peer = importlib.import_module(module)
+    peer.start(flags)
+    for number, job in enumerate(json.loads(Path(jobs).read_text())[first:]):
+        outcome = _outcome(peer.run, Job(**job))
+        with open(f"{folder}/{rank}", "a") as file:
+            file.write(json.dumps(outcome) + "\n")
+        store.set(f"{number}/{rank}", b"done")
+        try:
+            store.wait([f"{number}/{other}" for other in range(ranks)], timedelta(seconds=PATIENCE_S))
+        except RuntimeError:
+            break  # the others wait for this rank somewhere in the job
+    os._exit(0)  # gloo threads of groups that a failed job left behind do not always end
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _outcome(run: Callable[[Job], str], job: Job) -> dict[str, str]:
+    try:
+        return {"remark": run(job), "error": ""}
+    except Exception as error:  # noqa: BLE001 - handed over to whoever asked
+        return {"remark": "", "error": f"{traceback.format_exc()}\n{type(error).__name__}: {error}"}

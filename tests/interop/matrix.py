@@ -1,0 +1,247 @@
+"""Who can read what whom wrote: every peer writes, every peer reads, values are compared bit for bit.
+
+    python tests/interop/matrix.py [torch_dist] [zarr] [--few] [--page]
+
+prints the tables; `--page` puts them into docs/interop.md. Peers of another environment are left out, visibly, until
+environments.py has made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from environments import ROOT, lacks, python_of
+from jobs import Job
+from plan import READERS, TORCH_DIST, ZARR_1, ZARR_3, Backend, Program, Read, Written, checkpoints, reads, unread, unwritten
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 400
+KINDS = {"model": "model", "adam": "plain Adam", "distopt": "distributed optimizer"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to: an error or "", and what it said."""
+
+    error: str
+    remark: str
+
+
+def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
+    """Run jobs in a peer's process; return an outcome for each."""
+    missing = lacks(program.env, *program.modules)
+    if missing:
+        return [Outcome(f"absent: {missing}", "") for _ in jobs]
+    python = python_of(program.env)
+    assert python is not None
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told = Path(folder, "jobs.json"), Path(folder, "results.json")
+        asked.write_text(json.dumps([job.to_json() for job in jobs]))
+        command = [python, program.script, str(asked), str(told), *program.flags, f"--ranks={ranks}"]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+        try:
+            said = subprocess.run(
+                command, cwd=HERE, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+            ).stderr[-2000:]
+        except subprocess.TimeoutExpired:
+            said = f"it did not end in {TIMEOUT_S} s"
+        results = json.loads(told.read_text()) if told.exists() else []
+    lost = {"error": f"the peer's process ended: {said}", "remark": ""}
+    results += [lost] * (len(jobs) - len(results))
+    return [Outcome(r["error"], r["remark"]) for r in results]
+
+
+def write_all(written: Iterable[Written], root: Path) -> dict[Written, Outcome]:
+    """Write every checkpoint, those of one program in one process."""
+    groups: dict[tuple[Program, int], list[Written]] = defaultdict(list)
+    for one in written:
+        groups[one.program, one.layout[2]].append(one)
+    outcomes: dict[Written, Outcome] = {}
+    for (program, ranks), ones in groups.items():
+        outcomes |= zip(ones, run_jobs(program, ranks, [job_of(w, w.layout, "write", root) for w in ones]), strict=True)
+    return outcomes
+
+
+def read_all(asked: Iterable[Read], root: Path) -> dict[Read, Outcome]:
+    """Do every reading, those of one program in one process."""
+    groups: dict[tuple[Program, int], list[Read]] = defaultdict(list)
+    for one in asked:
+        groups[one.program, one.layout[2]].append(one)
+    outcomes: dict[Read, Outcome] = {}
+    for (program, ranks), ones in groups.items():
+        jobs = [job_of(r.written, r.layout, "read", root) for r in ones]
+        outcomes |= zip(ones, run_jobs(program, ranks, jobs), strict=True)
+    return outcomes
+
+
+def job_of(written: Written, layout: tuple[int, int, int], op: str, root: Path) -> Job:
+    """Return the job that writes or reads a checkpoint at a layout."""
+    tp, pp, _ = layout
+    by_megatron = written.program.script == "megatron_peer.py"
+    return Job(
+        op=op,
+        kind=written.kind,
+        path=str(root / written.name),
+        backend=written.backend[0],
+        version=written.backend[1],
+        tp=tp,
+        pp=pp,
+        optimizer_format=written.form,
+        same_layout=layout == written.layout,
+        has_common=by_megatron,
+        has_objects=by_megatron,
+        naming=written.naming,
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table.
+
+    Attributes:
+        passed: readings that gave every value bit for bit.
+        cannot: why it cannot pass, where its peer cannot.
+        wrong: what went otherwise than said.
+    """
+
+    passed: int
+    cannot: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+    def text(self) -> str:
+        """Return what stands in the table."""
+        if self.wrong:
+            return "WRONG: " + "; ".join(self.wrong)
+        if self.passed:
+            return f"pass ({self.passed})"
+        return "; ".join(self.cannot) or "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The readings of one format: rows are (what, format of it, writer)."""
+
+    backend: Backend
+    rows: dict[tuple[str, str, str], dict[str, Cell]]
+
+    def wrong(self) -> list[str]:
+        """Return what went otherwise than said, each with its row and column."""
+        return [
+            f"{' / '.join(filter(None, row))} read by {reader}: {text}"
+            for row, cells in self.rows.items()
+            for reader, cell in cells.items()
+            for text in cell.wrong
+        ]
+
+
+def table_of(backend: Backend, root: Path, *, few: bool) -> Table:
+    """Write and read everything of a format."""
+    planned = checkpoints(backend, few=few)
+    written = write_all(planned, root)
+    asked = [r for w in planned if not written[w].error for r in reads(w, few=few)]
+    found = read_all(asked, root)
+    rows: dict[tuple[str, str, str], dict[str, list[tuple[str, str]]]] = {}
+    for one in planned:
+        row = rows.setdefault((KINDS[one.kind], form_of(one), one.program.peer), defaultdict(list))
+        for reader in READERS[backend]:
+            row[reader] += judge(one, written[one], reader, [(r, found[r]) for r in asked if r.written == one])
+    return Table(backend, {row: {reader: cell_of(cells[reader]) for reader in READERS[backend]} for row, cells in rows.items()})
+
+
+def form_of(written: Written) -> str:
+    """Return what a row says of the form."""
+    return written.form + (" (DCP's names)" if written.naming == "dcp" and written.program.peer != "DCP" else "")
+
+
+def judge(written: Written, outcome: Outcome, reader: str, readings: list[tuple[Read, Outcome]]) -> list[tuple[str, str]]:
+    """Return what one checkpoint adds to a cell: ("pass" | "cannot" | "wrong", text)."""
+    if outcome.error:
+        reason, says = unwritten(written)
+        if outcome.error.startswith("absent"):
+            return [("cannot", outcome.error)]
+        if reason and says in outcome.error:
+            return [("cannot", f"cannot be written: {reason}")]
+        return [("wrong", f"writing at {written.layout}: {last_line(outcome.error)}")]
+    mine = [(r, o) for r, o in readings if r.program.peer == reader]
+    if not mine:
+        return [("cannot", unread(written, reader))]
+    return [judge_one(read, result) for read, result in mine]
+
+
+def judge_one(read: Read, result: Outcome) -> tuple[str, str]:
+    """Return what one reading adds to a cell."""
+    if result.error.startswith("absent"):
+        return ("cannot", result.error)
+    if read.refused:
+        ok = read.says in result.error and result.error
+        return ("cannot", read.refused) if ok else ("wrong", f"expected {read.says!r}: {last_line(result.error) or 'passed'}")
+    if result.error:
+        source = f"{' '.join(read.written.program.flags)} {read.written.program.env} {read.written.layout}"
+        return ("wrong", f"{source} at {read.layout} ({' '.join(read.program.flags)} {read.program.env}): {last_line(result.error)}")
+    return ("pass", "")
+
+
+def last_line(error: str) -> str:
+    """Return the end of a traceback."""
+    return next((line for line in reversed(error.splitlines()) if line.strip()), "")[:400]
+
+
+def cell_of(said: list[tuple[str, str]]) -> Cell:
+    """Put what was found together."""
+    return Cell(
+        passed=sum(what == "pass" for what, _ in said),
+        cannot=tuple(dict.fromkeys(text for what, text in said if what == "cannot")),
+        wrong=tuple(dict.fromkeys(text for what, text in said if what == "wrong")),
+    )
+
+
+def show(table: Table) -> None:
+    """Print a table for a person."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    name, version = table.backend
+    shown = RichTable(title=f"{name} version {version}: read by", box=box.SIMPLE_HEAD, show_lines=True)
+    for title in ("what", "written by", *READERS[table.backend]):
+        shown.add_column(title)
+    for (what, form, writer), cells in table.rows.items():
+        shown.add_row(f"{what}\n{form}".strip(), writer, *(c.text() for c in cells.values()))
+    Console(width=200).print(shown)
+
+
+def main() -> int:
+    """Print the tables that the command line asks for; return 1 if a cell is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("formats", nargs="*", default=[], help="torch_dist, zarr")
+    parser.add_argument("--few", action="store_true", help="one layout, and peers of this environment only")
+    parser.add_argument("--page", action="store_true", help="write docs/interop.md")
+    parser.add_argument("--root", help="keep the checkpoints here")
+    asked = parser.parse_args()
+    backends = [b for b in (TORCH_DIST, ZARR_1, ZARR_3) if not asked.formats or b[0] in asked.formats]
+    with tempfile.TemporaryDirectory() as folder:
+        tables = [table_of(b, Path(asked.root or folder), few=asked.few) for b in backends]
+    for table in tables:
+        show(table)
+    wrong = [line for table in tables for line in table.wrong()]
+    print("\n".join(wrong))
+    if asked.page:
+        from page import write_page
+
+        write_page(tables)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""What stands for a GPU when Megatron-Core runs on CPU ranks; imported inside a peer's own environment.
+
+Nothing of Megatron-Core's checkpoint code is replaced. torch, not Megatron-Core, is told that the device "cuda"
+is the CPU:
+
+* a tensor made on, or moved to, "cuda" stays on the CPU (loss scales, flags, buffers of the distributed
+  optimizer);
+* `Tensor.type()`, which its optimizers compare with "torch.cuda.FloatTensor" and the like, gives those names;
+* `torch.cuda.current_device`, `synchronize` and the current stream exist.
+
+`FusedAdam` stands for Apex's optimizer of that name, which needs a GPU and is what Megatron-Core is used with: it
+keeps `step` in its groups, not in each parameter's state. With torch's AdamW in its place neither 0.12 nor 0.16.1
+can store all formats of its distributed optimizer, or load what it stored (KeyError: 'step').
+
+And Megatron-Core 0.12 calls a private function of torch, `_write_item`, that from torch 2.7 on wants to be told how
+to serialize; it is told what 0.13 and later tell it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.overrides import TorchFunctionMode
+
+
+class CudaIsTheCpu(TorchFunctionMode):
+    """While it is entered, torch functions take the device "cuda" for the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.to:
+            args = tuple(torch.device("cpu") if str(a).startswith("cuda") else a for a in args)
+        return func(*args, **kwargs)
+
+
+def pretend() -> None:
+    """Make this process answer for a GPU, for good. Before Megatron-Core is imported."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    CudaIsTheCpu().__enter__()
+    _with_fused_adam()
+    write_item = filesystem._write_item
+    if "serialization_format" in inspect.signature(write_item).parameters:
+        as_torch_save = filesystem.SerializationFormat.TORCH_SAVE
+        filesystem._write_item = partial(write_item, serialization_format=as_torch_save)
+
+
+def _with_fused_adam() -> None:
+    """Let Megatron-Core's optimizers find Apex's Adam, as they would on a machine that has one."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    for module in (optimizer, distrib_optimizer):
+        module.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    optimizer.USING_PYTORCH_OPTIMIZER = False  # from 0.13 on
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW whose `step` is in its groups and whose state is two moments, as that of Apex."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), **defaults: Any) -> None:
+        defaults.pop("adam_w_mode", None)
+        super().__init__(params, {"lr": lr, "betas": betas, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step; parameters without a gradient stay as they are."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (first, second), step = group["betas"], group["step"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                mean = state.setdefault("exp_avg", torch.zeros_like(param))
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+                mean.lerp_(param.grad, 1 - first)
+                square.mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
+                param.mul_(1 - group["lr"] * group.get("weight_decay", 0.0))
+                scale = (square / (1 - second**step)).sqrt_().add_(group.get("eps", 1e-8))
+                param.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
