@@ -7,7 +7,7 @@ expanded beside them, and entities are copied before anything fills them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.mapping.dtensor import HeldDTensor, adopt_dtensors
 from megackpt.mapping.foreign import adopt
+from megackpt.mapping.plain import whole_tensors
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge, without_positions
 from megackpt.mapping.xla import adopt_xla
 
@@ -42,6 +44,8 @@ class Expanded:
         objects: every ShardedObject, likewise; per-rank and replicated values are among them.
         per_rank: the per-rank values, by key.
         replicated: keys of replicated values; which rank's is the main replica is not decided yet.
+        part_of_ranks: keys of DTensors whose mesh is not all ranks: those on other meshes may hold copies
+            that no replica id tells apart.
         common: the tree without sharded and non-persistent leaves.
         finish: given the common state of a checkpoint and the keys that were not loaded, the loaded state
             dict.
@@ -51,6 +55,7 @@ class Expanded:
     objects: tuple[ShardedObject, ...]
     per_rank: Mapping[str, PerRank]
     replicated: frozenset[str]
+    part_of_ranks: frozenset[str]
     common: Any
     finish: Callable[[Any, Dropped], Any]
 
@@ -60,8 +65,13 @@ class Expanded:
         return [*self.tensors, *self.objects]
 
 
-def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Expanded:
+def expand(
+    sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int, stored: Container[str] = ()
+) -> Expanded:
     """Take a sharded state dict apart, as that of one rank among ranks. Local.
+
+    For a load, stored has the keys under which plain tensors of the state dict are global arrays of the
+    checkpoint: those are asked for whole.
 
     Raises:
         DeclarationError: it is not a dict, or an entity stands inside of a tuple or set, or has no data to
@@ -72,7 +82,7 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
     try:
-        state = adopt_xla(adopt(sharded_state_dict))
+        state = whole_tensors(adopt_dtensors(adopt_xla(adopt(sharded_state_dict))), stored)
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
@@ -102,12 +112,13 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
         tuple(expansion.objects),
         expansion.per_rank,
         frozenset(expansion.replicated),
+        frozenset(expansion.part_of_ranks),
         {} if common is ABSENT else without_positions(common),
         finish,
     )
 
 
-_NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated)
+_NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated, HeldDTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,7 @@ class _Expansion:
         self.objects: list[ShardedObject] = []
         self.per_rank: dict[str, PerRank] = {}
         self.replicated: set[str] = set()
+        self.part_of_ranks: set[str] = set()
         self._rank = rank
         self._ranks = ranks
 
@@ -135,6 +147,8 @@ class _Expansion:
                 return lambda _: leaf.unwrap()
             case ShardedTensor():
                 return self._add_tensor(leaf)
+            case HeldDTensor():
+                return self._add_dtensor(leaf)
             case ShardedLayout():
                 return self._add_layout(path, leaf)
             case ShardedObject():
@@ -165,6 +179,12 @@ class _Expansion:
         held = replace(tensor)
         self.tensors.append(held)
         return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
+
+    def _add_dtensor(self, held: HeldDTensor) -> Finish:
+        self.tensors.extend(held.parts)
+        if held.mesh_size < self._ranks:
+            self.part_of_ranks.add(held.key)
+        return lambda dropped: ABSENT if held.key in dropped else held.data
 
     def _add_layout(self, path: str, layout: ShardedLayout) -> Finish:
         if layout.data is None:

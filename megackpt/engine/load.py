@@ -28,6 +28,7 @@ from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
+from megackpt.mapping.tree import iter_leaves, join_dotted
 from megackpt.metadata import ArraySpec
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
@@ -157,7 +158,9 @@ class _Prepared:
         self.where = where
         opened = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
         self.contents = _renamed(opened, options.rename)
-        self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size)
+        self.common = read_common(self.contents, where=where)[0]
+        stored = self.contents.arrays.keys() - {key for key, _ in iter_leaves(self.common, step=join_dotted)}
+        self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size, stored=stored)
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         arrays = self.contents.arrays
@@ -179,7 +182,6 @@ class _Prepared:
         tensors = requested.take(np.arange(len(self.tensors)))
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
         self.object_rows = _object_rows(self.objects, self.chunks, where)
-        self.common = read_common(self.contents, where=where)[0]
         reports = report_arrays(tensors, arrays, self.chunks.table, self.copies)
         settle_resharded(reports, rules, where=where)
         self.report = LoadReport(

@@ -16,6 +16,7 @@ import numpy as np
 from megackpt.codec import encode, leaf_digests
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
+from megackpt.engine.copies import digests_of_copies, without_copies
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.plan_cache import PlanCache, name_of
@@ -37,7 +38,12 @@ from megackpt.metadata import (
 from megackpt.options import SaveOptions, Spread
 from megackpt.planning import SavePlan, plan_own, plan_save, with_object_sizes
 from megackpt.storage import Store, digest_of
-from megackpt.validation import check_common_equal, check_coverage, check_replicated_equal
+from megackpt.validation import (
+    check_common_equal,
+    check_copies_equal,
+    check_coverage,
+    check_replicated_equal,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,7 @@ def _agree_on_all(
     declared = decode_declarations(columns)
     replicated = {key for header in headers for key in header["replicated"]}
     merged = _with_one_main_each(merge_declarations(declared), replicated)
+    merged = without_copies(merged, {key for header in headers for key in header["part_of_ranks"]})
     check_coverage(merged)
     _compare_values(request, local, headers, group)
     ways = sorted({header["spread"] for header in headers})
@@ -198,6 +205,7 @@ def _agree_again(
 def _compare_values(request: SaveRequest, local: _Local, headers: list[dict[str, Any]], group: Group) -> None:
     """Refuse replicated values and common state that differ between ranks."""
     check_replicated_equal([header["replicated"] for header in headers])
+    check_copies_equal([header["copies"] for header in headers])
     if len({h["common"] for h in headers}) > 1:
         _name_common_difference(request, local, group)
 
@@ -285,6 +293,8 @@ def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str |
     header["kept"] = request.plans.names if request.plans is not None else []
     compared = assumed is None
     header["replicated"] = {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {}
+    header["part_of_ranks"] = sorted(local.expanded.part_of_ranks)
+    header["copies"] = digests_of_copies(local.expanded) if compared else {}
     header["common"] = digest_of(_common_leaves(request, local)) if compared else ""
     header["spread"], header["spread_label"] = request.spread, request.spread_label
     header["declared"] = None
@@ -292,8 +302,8 @@ def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str |
         structure = describe(
             local.expanded.entities, rank=group.rank, object_nbytes=[bool(blob) for blob in local.blobs]
         )
-        replicated = ",".join(sorted(local.expanded.replicated))
-        besides = f"{request.spread} {request.spread_label} {replicated}".encode()
+        named = [str(request.spread), request.spread_label, sorted(local.expanded.replicated)]
+        besides = json.dumps([*named, header["part_of_ranks"]]).encode()
         header["declared"] = digest_of(pack_columns(structure.to_columns()) + besides)
     return header
 

@@ -1,6 +1,6 @@
 """Proofs over declarations: pure, over columns."""
 
-from megackpt.validation.common import check_common_equal, check_replicated_equal
+from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage
 from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
 from megackpt.validation.renaming import rename_keys
@@ -24,6 +24,7 @@ __all__ = [
     "Rules",
     "StrictHandling",
     "check_common_equal",
+    "check_copies_equal",
     "check_coverage",
     "check_replicated_equal",
     "rename_keys",
