@@ -23,6 +23,7 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.dtensor import HeldDTensor, adopt_dtensors
 from megackpt.mapping.foreign import adopt
 from megackpt.mapping.plain import whole_tensors
@@ -225,7 +226,7 @@ def _refuse_hidden_entities(leaf: Any, path: str) -> None:
     if not isinstance(leaf, (tuple, set, frozenset, deque)):
         return
     for inner in leaf:
-        if isinstance(inner, _NOT_COMMON):
+        if isinstance(inner, _NOT_COMMON) or is_dtensor(inner):
             raise DeclarationError(
                 f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
                 f"or a dict for "
@@ -234,5 +235,5 @@ def _refuse_hidden_entities(leaf: Any, path: str) -> None:
             )
         for _, deeper in iter_leaves([inner]):
             _refuse_hidden_entities(deeper, path)
-            if deeper is not inner and isinstance(deeper, _NOT_COMMON):
+            if deeper is not inner and (isinstance(deeper, _NOT_COMMON) or is_dtensor(deeper)):
                 _refuse_hidden_entities((deeper,), path)

@@ -16,11 +16,11 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import MeshCut, mesh_boxes
+from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.checks import refusal
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import join_dotted, map_leaves
 
-_MODULE = "torch.distributed.tensor"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
@@ -48,14 +48,12 @@ def adopt_dtensors(state: Any) -> Any:
         DeclarationError: two of them have one key, or one cannot be saved: a placement that is no Shard or
             Replicate, or a local tensor that is not what the placements say.
     """
-    # Any: no DTensor can exist before its module is loaded, and it is not for this module to load it.
-    dtensor: Any = getattr(sys.modules.get(_MODULE), "DTensor", None)
-    if dtensor is None:
+    if "torch.distributed.tensor" not in sys.modules:
         return state
     keys: set[str] = set()
 
     def adopt_leaf(key: str, leaf: Any) -> Any:
-        if not isinstance(leaf, dtensor):
+        if not is_dtensor(leaf):
             return leaf
         if key in keys:
             raise refusal(
