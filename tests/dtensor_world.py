@@ -121,10 +121,6 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     differing = sorted(found.keys() ^ expected.keys())
     for path in found.keys() & expected.keys():
         a, b = found[path], expected[path]
-        if isinstance(a, Tensor):
-            is_same = a.dtype == b.dtype and torch.equal(a, b)
-        else:
-            is_same = a == b
-        if not is_same:
+        if not (torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b):
             differing.append(path)
     return differing
