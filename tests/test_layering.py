@@ -41,8 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api", "engine", "formats", "validation", "mapping", "metadata", "codec", "optim", "comm", "storage",
         "options", "errors",
     },
-    # Other libraries' tensors and interfaces, likewise.
-    "integrations": {"api", "mapping", "metadata", "geometry", "comm", "storage", "options", "errors"},
+    # Other libraries' tensors and interfaces, likewise. DCP's protocols stand over planning and engine:
+    # DCP itself brings the ranks together, where `api` would.
+    "integrations": {
+        "api", "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm",
+        "storage", "options", "errors",
+    },
     "cli": {
         "api", "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options",
         "errors",

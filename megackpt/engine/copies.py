@@ -1,7 +1,8 @@
-"""Copies of one array on meshes that do not know of each other.
+"""Copies that no replica id tells apart.
 
-Owns finding, comparing and leaving out such copies. FSDP over TP makes them of whatever TP leaves alone: such
-a DTensor lies on the mesh of FSDP only, and each rank of TP holds its own.
+Owns the choice of the one that counts, for replicated values and for arrays on meshes that do not know of
+each other, and the digests by which these are compared. FSDP over TP makes them of whatever TP leaves alone:
+such a DTensor lies on the mesh of FSDP only, and each rank of TP holds its own.
 """
 
 from __future__ import annotations
@@ -47,4 +48,14 @@ def without_copies(declared: DeclaredChunks, keys: set[str]) -> DeclaredChunks:
     main = declared.main.copy()
     main[rows] = False
     main[rows[order[first_of_equal_chunks(table.take(order))]]] = True
+    return replace(declared, main=main)
+
+
+def with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:
+    """Make the lowest rank that holds a replicated value its main replica, and no other. Pure."""
+    chosen = np.array([a.key in replicated for a in declared.table.arrays], np.bool_)
+    rows = np.flatnonzero(chosen[declared.table.array])
+    first = np.unique(declared.table.array[rows], return_index=True)[1]  # rows are in the order of ranks
+    main = declared.main.copy()
+    main[rows[first]] = True
     return replace(declared, main=main)

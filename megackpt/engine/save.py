@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from megackpt.codec import encode, leaf_digests
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
-from megackpt.engine.copies import digests_of_copies, without_copies
+from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.plan_cache import PlanCache, name_of
@@ -162,7 +162,7 @@ def _agree_on_all(
     headers = [json.loads(c["header"].tobytes()) for c in columns]
     declared = decode_declarations(columns)
     replicated = {key for header in headers for key in header["replicated"]}
-    merged = _with_one_main_each(merge_declarations(declared), replicated)
+    merged = with_one_main_each(merge_declarations(declared), replicated)
     merged = without_copies(merged, {key for header in headers for key in header["part_of_ranks"]})
     check_coverage(merged)
     _compare_values(request, local, headers, group)
@@ -214,7 +214,7 @@ def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
     """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
     attempt: str = json.loads(messages[0])["attempt"]
     # Nobody knows who else holds a replicated value: every holder stores it.
-    mine = _with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
+    mine = with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
 
     def collect() -> list[bytes]:
         return together_at_root(
@@ -225,16 +225,6 @@ def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
         return plan_own(merge_declarations(decode_declarations(_unpack(parts))))
 
     return _Agreed(attempt, plan_own(mine), collect, complete)
-
-
-def _with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:
-    """Make the lowest rank that holds a replicated value its main replica, and no other."""
-    chosen = np.array([a.key in replicated for a in declared.table.arrays], np.bool_)
-    rows = np.flatnonzero(chosen[declared.table.array])
-    first = np.unique(declared.table.array[rows], return_index=True)[1]  # rows are in the order of ranks
-    main = declared.main.copy()
-    main[rows[first]] = True
-    return replace(declared, main=main)
 
 
 def _prepare(request: SaveRequest, strategy: SaveStrategy, group: Group) -> _Local:
