@@ -66,8 +66,9 @@ def save(
     state dict, its entities and tensors are only read.
 
     Args:
-        sharded_state_dict: nested dicts and lists whose leaves are sharded entities; any other leaf is
-            common state, equal on all ranks, of which rank 0's is stored.
+        sharded_state_dict: nested dicts and lists whose leaves are sharded entities or DTensors (global
+            arrays under their paths, joined with dots); any other leaf is common state, equal on all ranks,
+            of which rank 0's is stored.
         checkpoint_dir: the directory of this checkpoint, e.g. `ckpt/iter_0000100`; made if it does not exist.
         sharded_strategy: the format: a strategy, `(backend, version)` or a backend name; None for the native
             one.
@@ -166,8 +167,9 @@ def load(
 
     Collective: every rank of the group calls it and asks for what it needs. Tensors are filled in place. The
     result has the structure of the request: each entity replaced by its loaded tensor or object,
-    non-persistent objects by their own values, and the common state of the checkpoint merged in; other
-    leaves of the request are dropped.
+    non-persistent objects by their own values, and the common state of the checkpoint merged in. A DTensor
+    stays itself. A plain tensor whose path, joined with dots, is the key of a stored array is filled with all
+    of it: so a model without DTensors loads what was saved from them. Other leaves are dropped.
 
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.

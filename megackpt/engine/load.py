@@ -29,7 +29,7 @@ from megackpt.formats.strategy import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import iter_leaves, join_dotted
-from megackpt.metadata import ArraySpec
+from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.storage import Store
@@ -159,7 +159,7 @@ class _Prepared:
         opened = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
         self.contents = _renamed(opened, options.rename)
         self.common = read_common(self.contents, where=where)[0]
-        stored = self.contents.arrays.keys() - {key for key, _ in iter_leaves(self.common, step=join_dotted)}
+        stored = _whole_arrays(self.contents, self.common)
         self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size, stored=stored)
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
@@ -216,6 +216,14 @@ class _Prepared:
             entity.data = self.contents.decode_object(data, where)
         loaded: StateDict = self.expanded.finish(self.common, self.unexpected)
         return loaded
+
+
+def _whole_arrays(contents: Contents, common: Any) -> set[str]:
+    """Return the keys of arrays that a plain tensor may stand for: common state has nothing of that path."""
+    arrays = {key for key, spec in contents.arrays.items() if spec.dtype != OBJECT}
+    if isinstance(common, dict):
+        arrays -= {key for key, _ in iter_leaves(common, step=join_dotted)}
+    return arrays
 
 
 def _kept_elsewhere(

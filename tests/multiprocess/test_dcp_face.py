@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -450,3 +452,30 @@ def _values_through_stock_planners(path: str) -> bool:
     dcp.load(asked, storage_reader=MegackptStorageReader(path), planner=Planner())
     assert megackpt.load_content_metadata(path) == {"kind": "values"}
     return asked == values and len(seen) == 5
+
+
+def _save_from_another_process(path: str, rendezvous: str) -> None:
+    """Runs in a process of its own: those of the pool must not have children."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    state = _sharded(1.0)
+    future = dcp.async_save(
+        state,
+        storage_writer=MegackptStorageWriter(path),
+        planner=MegackptSavePlanner(),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    state["w"].to_local().zero_()
+    future.result()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_save_in_a_process_of_its_own_stores_the_state_at_the_call(tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    process = get_context("spawn").Process(
+        target=_save_from_another_process, args=(path, str(tmp_path / "store"))
+    )
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    assert torch.equal(megackpt.load_plain_tensors(path)["w"], torch.ones(6))

@@ -118,6 +118,35 @@ def test_without_validation_such_copies_are_those_of_the_lowest_rank(
     assert rank_pool.run(_copies, 4, str(tmp_path / "step"), "unproven") == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
+def _saves_of_one_structure(root: str) -> list[Any]:
+    """Three saves, of which the last ones find their plan made; in the last the copies differ."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    array = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
+    checkpointer = megackpt.Checkpointer(root)
+    for step in (1, 2):
+        array.to_local().fill_(step)
+        checkpointer.save(step, {"norm": array})
+    array.to_local().fill_(grid.get_coordinate()[1])
+    try:
+        checkpointer.save(3, {"norm": array})
+        text = "it was saved"
+    except megackpt.MismatchError as error:
+        text = str(error)
+    asked = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
+    checkpointer.load({"norm": asked})
+    return [asked.full_tensor().tolist(), text]
+
+
+def test_copies_are_compared_and_stored_once_with_a_plan_that_was_kept(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    for found, text in rank_pool.run(_saves_of_one_structure, 4, str(tmp_path)):
+        assert found == [2.0] * 4
+        assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in text
+    for step in ("iter_0000001", "iter_0000002"):
+        assert sum(_data_nbytes(file) for file in (tmp_path / step / "data").iterdir()) == 16
+
+
 def _refused(path: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
