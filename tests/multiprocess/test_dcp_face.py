@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from multiprocessing import get_context
@@ -13,9 +14,9 @@ import safetensors.numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -49,6 +50,11 @@ def _load(state: dict[str, Any], path: str, by: str) -> dict[str, Any]:
     planner = DefaultLoadPlanner() if by == "stock" else MegackptLoadPlanner()
     dcp.load(state, storage_reader=MegackptStorageReader(path), planner=planner)
     return state
+
+
+def _arguments(of: Any) -> Any:
+    """What a function or class of some torch releases takes."""
+    return inspect.signature(of).parameters
 
 
 # ---- models ------------------------------------------------------------------------------------------------
@@ -288,6 +294,8 @@ def test_a_save_that_fails_raises_on_every_rank_and_leaves_the_checkpoint_before
     kind: str, text: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "step")
+    if kind == "alone" and "use_collectives" not in _arguments(dcp.save):
+        pytest.skip("this torch always exchanges")
     for outcome in rank_pool.outcomes(_save_wrongly, 2, path, kind):
         with pytest.raises((CheckpointException, megackpt.CheckpointError), match=f"(?s){text}"):
             raise outcome.error or AssertionError("it was saved")
@@ -311,6 +319,7 @@ def _save_twice_with_a_kept_plan(root: str) -> None:
         dcp.save(_sharded(), storage_writer=MegackptStorageWriter(f"{root}/{step}"), planner=planner)
 
 
+@pytest.mark.skipif("enable_plan_caching" not in _arguments(DefaultSavePlanner), reason="keeps no plans")
 def test_plans_that_dcp_keeps_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     for outcome in rank_pool.outcomes(_save_twice_with_a_kept_plan, 2, str(tmp_path)):
         assert "enable_plan_caching lets DCP use the plan of an earlier save" in str(outcome.error)
@@ -462,7 +471,7 @@ def _save_from_another_process(path: str, rendezvous: str) -> None:
         state,
         storage_writer=MegackptStorageWriter(path),
         planner=MegackptSavePlanner(),
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS,
     )
     state["w"].to_local().zero_()
     future.result()
@@ -470,6 +479,9 @@ def _save_from_another_process(path: str, rendezvous: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(state_dict_saver, "AsyncCheckpointerType"), reason="this torch saves in threads only"
+)
 def test_a_save_in_a_process_of_its_own_stores_the_state_at_the_call(tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     process = get_context("spawn").Process(

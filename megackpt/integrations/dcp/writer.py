@@ -26,6 +26,7 @@ from megackpt.formats.registry import save_strategy
 from megackpt.integrations.dcp.names import with_lists, with_value
 from megackpt.integrations.dcp.place import Location, opened
 from megackpt.integrations.dcp.save_planner import MegackptSavePlanner
+from megackpt.integrations.dcp.staging import Stager
 from megackpt.mapping import (
     LocalNonpersistentObject,
     PerRank,
@@ -66,7 +67,7 @@ class _Written:
     values: dict[str, bytes]
 
 
-class MegackptStorageWriter(StorageWriter):
+class MegackptStorageWriter(Stager, StorageWriter):
     """Stores what `dcp.save` and `dcp.async_save` are given as a checkpoint of megackpt's native format.
 
     Works with every planner that derives from DCP's default one, and with MegackptSavePlanner. The
