@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _dtensor_spec, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import megackpt
@@ -31,6 +31,12 @@ def _distributed(name: str, *, filled: bool = True) -> DTensor:
         mine = local[grid.get_coordinate()[0]].clone()
         placements = [_StridedShard(0, split_factor=2), Replicate()]
         return DTensor.from_local(mine, grid, placements, shape=whole.shape, stride=whole.stride())
+    if name == "reordered":  # the right mesh dim cuts first
+        first, second = grid.get_coordinate()
+        order = (_dtensor_spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+        meta = _dtensor_spec.TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        spec = _dtensor_spec.DTensorSpec(grid, (Shard(0), Shard(0)), meta, shard_order=order)
+        return DTensor(whole.chunk(2)[second].chunk(2)[first].clone(), spec, requires_grad=False)
     placements = {
         "rows": [Shard(0), Shard(0)],
         "both": [Shard(1), Shard(0)],
@@ -40,7 +46,9 @@ def _distributed(name: str, *, filled: bool = True) -> DTensor:
     return distribute_tensor(whole, grid, placements)
 
 
-PLACEMENTS = ("rows", "both", "replicated", "half", "strided", "outside")
+PLACEMENTS = ["rows", "both", "replicated", "half", "strided", "outside"]
+if hasattr(_dtensor_spec, "ShardOrderEntry"):  # from torch 2.10
+    PLACEMENTS.append("reordered")
 
 
 def _save_and_load_all(root: str) -> list[tuple[str, str]]:
@@ -119,30 +127,34 @@ def test_without_validation_such_copies_are_those_of_the_lowest_rank(
 
 
 def _saves_of_one_structure(root: str) -> list[Any]:
-    """Three saves, of which the last ones find their plan made; in the last the copies differ."""
+    """Four saves, of which some find their plan made; then copies differ, then are no DTensors any more."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     array = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
     checkpointer = megackpt.Checkpointer(root)
     for step in (1, 2):
         array.to_local().fill_(step)
         checkpointer.save(step, {"norm": array})
-    array.to_local().fill_(grid.get_coordinate()[1])
-    try:
-        checkpointer.save(3, {"norm": array})
-        text = "it was saved"
-    except megackpt.MismatchError as error:
-        text = str(error)
+    row, column = grid.get_coordinate()
+    array.to_local().fill_(column)
+    unmarked = megackpt.ShardedTensor.from_rank_offsets("norm", torch.zeros(2), (0, row, 2))
+    texts = []
+    for step, norm in ((3, array), (4, unmarked)):
+        try:
+            checkpointer.save(step, {"norm": norm})
+        except megackpt.CheckpointError as error:
+            texts.append(str(error))
     asked = distribute_tensor(torch.zeros(4), grid["dp"], [Shard(0)])
     checkpointer.load({"norm": asked})
-    return [asked.full_tensor().tolist(), text]
+    return [asked.full_tensor().tolist(), texts]
 
 
 def test_copies_are_compared_and_stored_once_with_a_plan_that_was_kept(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    for found, text in rank_pool.run(_saves_of_one_structure, 4, str(tmp_path)):
+    for found, texts in rank_pool.run(_saves_of_one_structure, 4, str(tmp_path)):
         assert found == [2.0] * 4
-        assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in text
+        assert "'norm[0:2]': ranks 0 and ranks 1 hold different values" in texts[0]
+        assert "'norm': elements [0:2] are saved by more than one main replica (ranks 0, 1)" in texts[1]
     for step in ("iter_0000001", "iter_0000002"):
         assert sum(_data_nbytes(file) for file in (tmp_path / step / "data").iterdir()) == 16
 
