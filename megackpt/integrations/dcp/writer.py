@@ -21,6 +21,7 @@ from torch.futures import Future
 from megackpt.codec import pack, unpack
 from megackpt.engine import manifest
 from megackpt.engine.tensor_bytes import check_source, pieces_of
+from megackpt.engine.write import Planned, finish_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
 from megackpt.integrations.dcp.names import with_lists, with_value
@@ -211,16 +212,16 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 merged = merge_declarations(decode_declarations(columns))
                 check_coverage(merged)
                 common = self._common(written, metadata.planner_data or {})
-                manifest.finish(
-                    store,
-                    strategy,
+                plan = plan_own(merged)
+                planned = Planned(
                     attempt=self._attempt,
-                    plan=plan_own(merged),
-                    receipts=[w.receipts for w in written],
+                    plan=plan,
+                    pieces=lambda row: iter(()),  # every rank has written its own
                     common={"state_dict": common, "content_metadata": self._content_metadata},
-                    world_size=len(written),
                     earlier=self._earlier,
                 )
+                receipts = [w.receipts for w in written]
+                finish_attempt(planned, plan, receipts, store, strategy, world_size=len(written))
             except Exception:
                 manifest.discard(store, attempt=self._attempt, strategy=strategy)
                 raise
