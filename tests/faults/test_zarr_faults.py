@@ -142,6 +142,16 @@ def test_checkpoints_of_other_formats_are_replaced_only_where_nothing_can_mix(tm
     with pytest.raises(StorageError, match=r"checkpoint of another format"):
         save(state(2.0), tmp_path / "other", sharded_strategy=("zarr", 1))
     assert value_of(tmp_path / "other") == 1.0
+    # A marker of a save before names common.pt, which is that of torch_dist now.
+    save(state(1.0), tmp_path / "dist", sharded_strategy=("zarr", 1))
+    save(state(2.0), tmp_path / "dist", sharded_strategy=("torch_dist", 1))
+    with pytest.raises(StorageError, match=r"checkpoint of another format"):
+        save(state(3.0), tmp_path / "dist", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "dist") == 2.0
+    save(state(1.0), tmp_path / "back", sharded_strategy=("zarr", 1))
+    save(state(2.0), tmp_path / "back")
+    save(state(3.0), tmp_path / "back", sharded_strategy=("zarr", 1))
+    assert value_of(tmp_path / "back") == 3.0
 
 
 def test_a_checkpoint_that_megatron_core_wrote_is_replaced_whole(tmp_path: Path) -> None:

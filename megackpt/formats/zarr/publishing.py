@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Mapping
 
 from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
 from megackpt.formats.zarr import names
-from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE
+from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE, parse_document
 from megackpt.storage import Store
 
 MARKER_MAX_BYTES = 2**30
@@ -24,20 +24,18 @@ def is_committed(store: Store) -> bool:
     """Say whether metadata.json names this format; False if there is none.
 
     Raises:
-        FormatError: it is not a JSON object.
+        FormatError: it is not a manifest.
     """
+    manifest = _manifest(store)
+    return (manifest.get("sharded_backend"), manifest.get("sharded_backend_version")) == (names.BACKEND, 1)
+
+
+def _manifest(store: Store) -> Json:
+    """Return metadata.json; empty if there is none."""
     if not store.exists(MANIFEST):
-        return False
-    try:
-        manifest = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
-        return (manifest["sharded_backend"], manifest["sharded_backend_version"]) == (names.BACKEND, 1)
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise FormatError(
-            f"{store.location}/{MANIFEST}: not a manifest ({error}). The file is damaged; remove it if there "
-            f"is no "
-            f"checkpoint here.",
-            path=MANIFEST,
-        ) from error
+        return {}
+    data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
+    return parse_document(data, where=f"{store.location}/{MANIFEST}")
 
 
 def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
@@ -60,7 +58,8 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
             )
         return marked & found
     if not is_committed(store):
-        if names.COMMON in found - marked:
+        # A marker of ours may name the file, and another format have written its own there since.
+        if names.COMMON in found and (_manifest(store).get("common_backend") == "torch" or not marked):
             raise StorageError(
                 f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
                 f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "

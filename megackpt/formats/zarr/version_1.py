@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from megackpt.errors import FormatError
-from megackpt.formats.safe_pickle import load_value, save_value
+from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
@@ -123,6 +123,8 @@ class ZarrV2LoadStrategy:
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Find the arrays; pickles are read when asked for."""
         tensorstore()
+        if allow_unsafe_pickle:
+            warn_of_unsafe_pickle(store.location)
         listed = store.names()
         found = find_arrays_v2(store, listed)
 
