@@ -97,6 +97,9 @@ class LoadOptions:
         exclude: globs of requested keys that are not loaded: those entities keep the data they have.
         allow_unsafe_pickle: in formats that hold pickles (never the native one), load any class they name.
             Unpickling runs code that the file chooses: set it only for a checkpoint you trust.
+        load_on_device: load straight into the given tensors. False: those that are not in host memory stay as
+            they are, and the loaded state dict holds tensors in host memory in their place, e.g. for a model
+            that was built on the meta device. DTensors are always loaded in place.
         exchange: who reads what several ranks of the `exchange_group` need. `direct`: each of them.
             Otherwise one of them, about as many bytes as every other, and it sends them on: with `all_to_all`
             to each rank exactly the elements that it needs; with `broadcast` and `gather_rounds` everything
@@ -117,6 +120,7 @@ class LoadOptions:
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     allow_unsafe_pickle: bool = False
+    load_on_device: bool = True
     exchange: Exchange = "direct"
     exchange_bytes: int = 64 * 1024 * 1024
     cpu_transfer: bool = True

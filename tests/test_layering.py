@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options", "errors",
     },
     "api": {"engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "errors"},
+    "config": {"formats", "validation", "options", "errors"},
     "checkpointer": {
         "api", "engine", "formats", "validation", "storage", "mapping", "comm", "options", "errors",
     },

@@ -11,6 +11,8 @@ from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from megackpt.errors import DeclarationError, UnserializableError
 from megackpt.mapping import (
     LocalNonpersistentObject,
@@ -67,12 +69,17 @@ class Expanded:
 
 
 def expand(
-    sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int, stored: Container[str] = ()
+    sharded_state_dict: ShardedStateDict,
+    *,
+    rank: int,
+    ranks: int,
+    stored: Container[str] = (),
+    in_host_memory: bool = False,
 ) -> Expanded:
     """Take a sharded state dict apart, as that of one rank among ranks. Local.
 
     For a load, stored has the keys under which plain tensors of the state dict are global arrays of the
-    checkpoint: those are asked for whole.
+    checkpoint: those are asked for whole. in_host_memory replaces tensors that are elsewhere by new ones.
 
     Raises:
         DeclarationError: it is not a dict, or an entity stands inside of a tuple or set, or has no data to
@@ -88,7 +95,7 @@ def expand(
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
         ) from error
-    expansion = _Expansion(rank, ranks)
+    expansion = _Expansion(rank, ranks, in_host_memory=in_host_memory)
 
     def finish_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, _NOT_COMMON):
@@ -132,7 +139,7 @@ class _Loaded:
 class _Expansion:
     """Collects what the leaves stand for; each `add` returns how to get the loaded leaf."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
         self.tensors: list[ShardedTensor] = []
         self.objects: list[ShardedObject] = []
         self.per_rank: dict[str, PerRank] = {}
@@ -140,6 +147,7 @@ class _Expansion:
         self.part_of_ranks: set[str] = set()
         self._rank = rank
         self._ranks = ranks
+        self._in_host_memory = in_host_memory
 
     def add(self, path: str, leaf: Any) -> Finish:
         """Add any leaf that is not common state."""
@@ -177,9 +185,14 @@ class _Expansion:
             )
 
     def _add_tensor(self, tensor: ShardedTensor) -> Finish:
-        held = replace(tensor)
+        held = replace(tensor, data=self._placed(tensor.data))
         self.tensors.append(held)
         return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
+
+    def _placed(self, data: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._in_host_memory or data is None or data.device.type == "cpu":
+            return data
+        return torch.empty_like(data, device="cpu", requires_grad=False)
 
     def _add_dtensor(self, held: HeldDTensor) -> Finish:
         self.tensors.extend(held.parts)
@@ -192,6 +205,7 @@ class _Expansion:
             raise DeclarationError(
                 f"{path}: the layout {layout.key!r} has no data to save or fill.", key=layout.key
             )
+        layout = replace(layout, data=self._placed(layout.data))
         parts = layout.tensors()
         self.tensors.extend(parts)
         return lambda dropped: ABSENT if any(part.key in dropped for part in parts) else layout.data

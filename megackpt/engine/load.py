@@ -160,7 +160,13 @@ class _Prepared:
         self.contents = _renamed(opened, options.rename)
         self.common = read_common(self.contents, where=where)[0]
         stored = _whole_arrays(self.contents, self.common)
-        self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size, stored=stored)
+        self.expanded: Expanded = expand(
+            state,
+            rank=group.rank,
+            ranks=group.size,
+            stored=stored,
+            in_host_memory=not options.load_on_device,
+        )
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         arrays = self.contents.arrays
