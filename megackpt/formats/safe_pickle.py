@@ -12,6 +12,7 @@ import io
 import logging
 import pathlib
 import pickle
+import pickletools
 import re
 import signal
 import sys
@@ -41,6 +42,53 @@ _IN_COMMON_STATE = {
     "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
     "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
     "megatron.core.transformer.enums": ("AttnBackend", "CudaGraphScope"),
+}
+
+
+def check_opcodes(data: bytes) -> None:
+    """Refuse a pickle that would make the C unpickler take memory beyond its own size.
+
+    Numbers of the memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and
+    lengths are believed before the bytes are there.
+
+    Raises:
+        pickle.UnpicklingError: it is such a pickle, or not a whole one.
+
+    Source: the opcodes of Python's pickletools.
+    """
+    position, end = 0, len(data)
+    while position < end:
+        code = data[position]
+        kind = _ARGUMENTS.get(code)
+        position += 1
+        if kind is None:
+            raise pickle.UnpicklingError(f"unknown opcode {code}")
+        if code == ord("."):
+            return
+        begin = position
+        if kind >= 0:
+            position += kind
+        elif kind == pickletools.UP_TO_NEWLINE:
+            for _ in range(2 if code in b"ci" else 1):
+                position = data.find(b"\n", position) + 1 or end + 1
+        else:
+            width = _COUNT_BYTES[kind]
+            position += width + int.from_bytes(data[position : position + width], "little")
+        number = data[begin:position]
+        if code == ord("r") and int.from_bytes(number, "little") > end:
+            raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
+        if code == ord("p") and (not number.strip().isdigit() or len(number) > 12 or int(number) > end):
+            raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
+    raise pickle.UnpicklingError("the pickle has no end")
+
+
+_ARGUMENTS = {ord(o.code): o.arg.n if o.arg is not None else 0 for o in pickletools.opcodes}
+_ARGUMENTS |= {ord(code): pickletools.UP_TO_NEWLINE for code in "ci"}
+_COUNT_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megackpt.formats import native
+from megackpt.formats import native, torch_dist
 from megackpt.formats.strategy import Format
 from megackpt.formats.zarr import version_1, version_3
 from megackpt.storage import MemoryStore, Store
@@ -49,3 +49,9 @@ class TestZarr3InMemory(FormatConformance):
     @pytest.fixture
     def new_store(self) -> Callable[[], Store]:
         return MemoryStore
+
+
+class TestTorchDist(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return torch_dist.FORMAT

@@ -286,6 +286,24 @@ def test_metadata_that_cannot_be_is_refused(
         load(request(), checkpoint)
 
 
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x04Nr\xff\xff\xff\x7f.",  # the memo's entry 2**31
+        b"\x80\x04Np4000000000\n.",
+        b"\x80\x05\x96\xff\xff\xff\xff\x0f\x00\x00\x00abc.",  # 64 GiB of bytes, of which 3 are there
+        b"\x80\x04\x8e\xff\xff\xff\xff\x0f\x00\x00\x00abc.",
+        b"\x80\x04]",
+    ],
+)
+def test_a_pickle_that_would_take_more_memory_than_it_has_bytes_is_refused(
+    checkpoint: Path, pickled: bytes
+) -> None:
+    (checkpoint / ".metadata").write_bytes(pickled)
+    with pytest.raises(FormatError, match=r"memo is larger than the pickle|has no end"):
+        load(request(), checkpoint)
+
+
 def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (data,) = checkpoint.glob("*.distcp")
     data.rename(tmp_path / "elsewhere")

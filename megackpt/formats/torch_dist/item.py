@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megackpt.formats.safe_pickle import check_opcodes
 from megackpt.geometry.box import row_major_strides
 from megackpt.metadata import DTYPES
 
@@ -305,6 +306,7 @@ class _Tensor:
 def _described(content: bytes) -> _Tensor | None:
     """Decode a tensor's description; None where it is anything out of the ordinary."""
     try:
+        check_opcodes(content)
         found = _Unpickler(io.BytesIO(content)).load()
     except Exception:  # noqa: BLE001 - torch decides about items that are not understood here
         return None

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 import torch.distributed.checkpoint.planner as dcp_planner
 
 from megackpt.errors import FormatError
-from megackpt.formats.safe_pickle import ADVICE, inert
+from megackpt.formats.safe_pickle import ADVICE, check_opcodes, inert
 
 _OF_TORCH: dict[Any, tuple[str, ...]] = {
     dcp_metadata: (
@@ -90,6 +90,7 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
         FormatError: it names a class that has no place in one, or is no pickle.
     """
     try:
+        check_opcodes(data)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
     except _RefusedError as error:
         raise FormatError(
