@@ -110,14 +110,19 @@ def test_any_way_loads_what_direct_reading_loads(
 
 @pytest.mark.parametrize("exchange_bytes", [1 << 17, 1 << 24])
 @pytest.mark.parametrize("alone", [None, "flat", "columns"])
+@pytest.mark.parametrize("backend", ["megackpt", "torch_dist", "zarr"])
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_that_begin_within_a_unit_and_have_gaps_arrive_right(
-    way: Any, alone: str | None, exchange_bytes: int
+    backend: str, way: Any, alone: str | None, exchange_bytes: int
 ) -> None:
     big = torch.arange(700 * 512, dtype=torch.int32).reshape(700, 512)
     small = torch.arange(64 * 96, dtype=torch.int16).reshape(64, 96)
     store = CountingStore()
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in (("big", big), ("small", small))}, store)
+    save(
+        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in (("big", big), ("small", small))},
+        store,
+        backend,
+    )
 
     def wanted(rank: int, fill: bool) -> dict[str, ShardedTensor]:
         def box(array: torch.Tensor, start: tuple[int, int], shape: tuple[int, int]) -> ShardedTensor:
@@ -161,4 +166,5 @@ def test_parts_that_begin_within_a_unit_and_have_gaps_arrive_right(
         true = wanted(rank, fill=True)
         for name, got in loaded.items():
             assert torch.equal(got.data, true[name].data), (rank, name)  # type: ignore[arg-type]
-    assert sum(high - low for _, low, high in store.reads) <= big.nbytes + small.nbytes
+    if backend != "zarr":  # whose library reads files by itself
+        assert sum(high - low for _, low, high in store.reads) <= big.nbytes + small.nbytes
