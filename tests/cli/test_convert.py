@@ -70,6 +70,9 @@ def state_of(rank: int) -> ShardedStateDict:
         ),
         "bits": ShardedTensor.from_rank_offsets("bits", nan, (0, rank, 2)),
         "half": ShardedTensor.from_rank_offsets("half", torch.ones(3).bfloat16(), replica_id=rank),
+        "wide": ShardedTensor.from_rank_offsets(
+            "wide", torch.tensor([complex(1, float("nan")), 2j], dtype=torch.complex128), replica_id=rank
+        ),
         "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5), replica_id=rank),
         "object": ShardedObject("object", {"rank": rank, "seen": [1, 2.0, "x"]}, (RANKS,), (rank,)),
         **COMMON,
@@ -327,7 +330,7 @@ def test_json_has_the_result_or_the_error(tmp_path: Path, capsys: pytest.Capture
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert {k: result[k] for k in ("arrays", "objects", "backend", "version", "verified")} == {
-        "arrays": 6, "objects": 2, "backend": "megackpt", "version": 1, "verified": True,
+        "arrays": 7, "objects": 2, "backend": "megackpt", "version": 1, "verified": True,
     }  # fmt: skip
     assert main(arguments) == 2
     error = json.loads(capsys.readouterr().out)["error"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megackpt.api import load, save
 from megackpt.comm import Group
-from megackpt.engine.tensor_bytes import as_bits
+from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore
@@ -41,7 +41,11 @@ def wrong_values(array: torch.Tensor) -> torch.Tensor:
 def assert_on_all_devices(layout: SpmdLayout, hosts: list[XLAShardedTensor], array: torch.Tensor) -> None:
     for host, tensor in enumerate(hosts):
         for got, expected in zip(tensor.devices, layout.tensor(array, host).devices, strict=True):
-            assert torch.equal(as_bits(got.elements()), as_bits(expected.elements())), got.shard_device
+            assert bits_of(got.elements()) == bits_of(expected.elements()), got.shard_device
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return bytes(byte_view(as_bits(tensor).contiguous()))
 
 
 @SETTINGS
