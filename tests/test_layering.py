@@ -43,10 +43,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options", "errors",
     },
     # Other libraries' tensors and interfaces, likewise. DCP's protocols stand over planning and engine:
-    # DCP itself brings the ranks together, where `api` would.
+    # DCP brings the ranks together itself, where `api` would.
     "integrations": {
-        "api", "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm",
-        "storage", "options", "errors",
+        "api", "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec",
+        "comm", "storage", "options", "errors",
     },
     "cli": {
         "api", "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options",
