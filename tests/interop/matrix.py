@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,12 +51,15 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
         asked.write_text(json.dumps([job.to_json() for job in jobs]))
         command = [python, program.script, str(asked), str(told), *program.flags, f"--ranks={ranks}"]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+        began = time.monotonic()
         try:
             said = subprocess.run(
                 command, cwd=HERE, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
             ).stderr[-2000:]
         except subprocess.TimeoutExpired:
             said = f"it did not end in {TIMEOUT_S} s"
+        seconds = time.monotonic() - began
+        print(f"{seconds:4.0f} s: {len(jobs)} jobs of {program.peer} {program.flags} {program.env}", file=sys.stderr)
         results = json.loads(told.read_text()) if told.exists() else []
     lost = {"error": f"the peer's process ended: {said}", "remark": ""}
     results += [lost] * (len(jobs) - len(results))

@@ -25,7 +25,7 @@ MEGACKPT, DCP, NEW, OLD, TENSORSTORE, ZARR2, ZARR3 = (
 )
 
 SOURCES: tuple[Layout, ...] = ((2, 2, 4), (2, 1, 4))
-TARGETS: tuple[Layout, ...] = ((2, 2, 4), (2, 1, 4), (4, 1, 4), (1, 4, 4), (1, 1, 4))
+TARGETS: tuple[Layout, ...] = ((2, 2, 4), (4, 1, 4), (1, 1, 4), (1, 4, 4))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _of_kind(backend: Backend, kind: str) -> Iterator[Written]:
     yield Written(ARRAYS, kind, SOURCES[0], form, backend)
     if backend == TORCH_DIST:
         yield Written(ARRAYS, kind, SOURCES[0], form, backend, naming="dcp")
-        for layout in SOURCES:
+        for layout in SOURCES[:1]:
             yield Written(STOCK_DCP, kind, layout, DTENSORS if kind == "distopt" else "", backend, naming="dcp")
     elif backend == ZARR_1:
         for program in (STOCK_TENSORSTORE, STOCK_ZARR2):
@@ -157,7 +157,8 @@ def _of_megatron(backend: Backend, kind: str) -> Iterator[Written]:
             continue  # 0.16 has no zarr
         for form in FORMS[models_of(program)] if kind == "distopt" else ("",):
             for layout in SOURCES:
-                if form in ONLY_DP and layout == SOURCES[0] and program in (OURS_OLD, OURS_NEW):
+                ours = program in (OURS_OLD, OURS_NEW)
+                if layout != SOURCES[form in ONLY_DP] and (ours or kind != "distopt"):
                     continue  # one layout says as much
                 yield Written(program, kind, layout, form, backend)
 
@@ -215,7 +216,9 @@ def _targets(written: Written, program: Program, *, few: bool) -> tuple[Layout, 
         return (written.layout,) if few or ranks == tp * pp else (written.layout, (tp, pp, tp * pp))
     if few:
         return TARGETS[2:3]
-    return TARGETS if program.peer == MEGACKPT else TARGETS[:4]
+    if written.kind == "distopt" and program is ARRAYS:
+        return TARGETS
+    return TARGETS[1:3] if program.peer == MEGACKPT else TARGETS[1:2]
 
 
 def refusal(written: Written, reader: Program) -> tuple[str, str]:
