@@ -26,7 +26,6 @@ from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
 from megackpt.options import LoadOptions
 from megackpt.planning import BlockCopy, Copies, ExchangePlan, block_copy, needed_ranges, plan_exchange
-from megackpt.planning.exchange import take_copies
 from megackpt.validation import PhaseTimes
 
 
@@ -285,7 +284,7 @@ def _with_real_targets(
     """Give this rank's own copies the strides of its tensors; those of others are only read from."""
     of_rank = np.repeat(plan.deliveries.rank, np.diff(plan.deliveries.first))
     mine = np.flatnonzero(of_rank == rank)
-    placed = placed_in(take_copies(plan.copies, mine), tensors, [t.memory for t in targets])
+    placed = placed_in(plan.copies.take(mine), tensors, [t.memory for t in targets])
     first, stride = plan.copies.target_first.copy(), plan.copies.target_stride.copy()
     first[mine], stride[mine] = placed.target_first, placed.target_stride
     return replace(plan.copies, target_first=first, target_stride=stride)

@@ -168,7 +168,7 @@ def plan_exchange(
     rank = merged.rank[copies.slot]
     copies = replace(copies, slot=merged.slot[copies.slot])
     order = np.lexsort((rank, copies.stored))
-    copies, rank = take_copies(copies, order), rank[order]
+    copies, rank = copies.take(order), rank[order]
     return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds)
 
 
@@ -256,20 +256,6 @@ def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: 
         column[rows] = 0 if name.endswith("first") else 1
     columns["shape"][rows, -1] = nbytes[copies.stored[rows]]
     return replace(copies, **columns)
-
-
-def take_copies(copies: Copies, rows: Ints) -> Copies:
-    """Return the chosen copies."""
-    return Copies(
-        copies.stored[rows],
-        copies.slot[rows],
-        copies.shape[rows],
-        copies.source_first[rows],
-        copies.source_stride[rows],
-        copies.target_start[rows],
-        copies.target_first[rows],
-        copies.target_stride[rows],
-    )
 
 
 def _plan(
@@ -383,7 +369,7 @@ def _ordered(
     counts = np.diff(deliveries.first)[rows]
     begin = np.cumsum(counts) - counts
     within = np.arange(len(copies)) - np.repeat(begin, counts)
-    copies = take_copies(copies, np.repeat(deliveries.first[rows], counts) + within)
+    copies = copies.take(np.repeat(deliveries.first[rows], counts) + within)
     unit, rank = unit[rows], deliveries.rank[rows]
     is_parcelled, nbytes = deliveries.is_parcelled[rows], deliveries.nbytes[rows]
     offset = np.zeros(len(rows), np.int64)

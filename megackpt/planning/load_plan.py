@@ -44,6 +44,10 @@ class Copies:
     def __len__(self) -> int:
         return len(self.stored)
 
+    def take(self, rows: Ints) -> Copies:
+        """Return the chosen copies."""
+        return Copies(*(getattr(self, name)[rows] for name in Copies.__slots__))
+
 
 def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> Copies:
     """Plan one rank's load: fill every element of every requested chunk.
