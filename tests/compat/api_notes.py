@@ -109,6 +109,8 @@ NOTES: dict[str, str] = {
     "reads.",
     "strategies.torch.TorchDistLoadShardedStrategy.can_handle_sharded_objects": _PROPERTY,
     "strategies.torch.TorchDistLoadShardedStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.tensorstore.TensorStoreLoadShardedStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.zarr.ZarrLoadShardedStrategy.check_backend_compatibility": _BACKEND,
     "strategies.torch.TorchDistLoadShardedStrategy.load_tensors_metadata": (
         "`metadata` is that of torch.distributed.checkpoint, which is not read here."
     ),

@@ -8,7 +8,6 @@ save or load.
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any, NoReturn, TypeAlias
 
@@ -21,12 +20,9 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from megackpt.compat.megatron.refusal import refuse
-from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.validation import StrictHandling
-
-logger = logging.getLogger(__name__)
 
 NATIVE = (DEFAULT_BACKEND, 1)
 
@@ -100,30 +96,12 @@ class DetectingLoadStrategy(LoadShardedStrategy):
 def default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
     """Return the strategy for a format by name.
 
-    `torch_dist` is what Megatron-Core calls its default, so programs ask for it that do not care: while this
-    library cannot write it they get the native format, and a warning.
-
     Raises:
         DeclarationError: there is no such format.
+        MissingExtraError: it needs a package that is not installed.
     """
-    if backend == "torch_dist" and not is_writable(backend, version):
-        logger.warning(
-            "Format torch_dist cannot be written by this version of megackpt; checkpoints are saved in "
-            "the native "
-            "format megackpt, which load() detects."
-        )
-        return FormatSaveStrategy(*NATIVE)
     save_strategy((backend, version))
     return FormatSaveStrategy(backend, version)
-
-
-def is_writable(backend: str, version: int) -> bool:
-    """Say whether this library writes a format."""
-    try:
-        save_strategy((backend, version))
-    except DeclarationError:
-        return False
-    return True
 
 
 def save_choice(strategy: Any) -> SaveChoice:
