@@ -9,8 +9,10 @@ environments.py has made it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,12 +54,20 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
         command = [python, program.script, str(asked), str(told), *program.flags, f"--ranks={ranks}"]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
-        try:
-            said = subprocess.run(
-                command, cwd=HERE, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
-            ).stderr[-2000:]
-        except subprocess.TimeoutExpired:
-            said = f"it did not end in {TIMEOUT_S} s"
+        with open(Path(folder, "log"), "w+") as log:
+            # Not a pipe: what a peer's rank has forked may outlive it, and would keep the pipe open.
+            process = subprocess.Popen(
+                command, cwd=HERE, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                process.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.write(f"it did not end in {TIMEOUT_S} s")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            log.flush()
+            said = Path(log.name).read_text()[-2000:]
         seconds = time.monotonic() - began
         print(f"{seconds:4.0f} s: {len(jobs)} jobs of {program.peer} {program.flags} {program.env}", file=sys.stderr)
         results = json.loads(told.read_text()) if told.exists() else []

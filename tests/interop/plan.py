@@ -223,12 +223,24 @@ def _targets(written: Written, program: Program, *, few: bool) -> tuple[Layout, 
 
 def refusal(written: Written, reader: Program) -> tuple[str, str]:
     """Return why a peer cannot read a checkpoint, and what its error says; "" and "" if it can."""
+    if written.program is STOCK_DCP and models_of(reader):
+        return "DCP writes no metadata.json, by which Megatron-Core knows a checkpoint", "not a distributed checkpoint"
+    if written.form == "fully_sharded_model_space" and reader is STOCK_NEW:
+        return "0.16 refuses every flattened_range", "flattened_range is not supported"
+    if written.form == "fully_sharded_model_space" and reader is STOCK_DCP and written.program is STOCK_OLD:
+        return "0.12 stores flat slices under a global shape that DCP takes for the tensor's own", "Size mismatch"
     return "", ""
 
 
 def unread(written: Written, peer: str) -> str:
     """Say why a peer is not even asked to read a checkpoint."""
-    return "not asked"
+    if written.form in (*ONLY_DP, *FIXED) and peer not in FORMS:
+        return "it holds buckets of Megatron-Core's optimizer, not parameters"
+    if written.form and peer in FORMS and written.form not in (*FORMS[peer], FLAT, DTENSORS):
+        return "it has no such format"
+    if written.naming == "dcp":
+        return "its models ask for other keys"
+    return "arrays only, without what its models and optimizers keep beside them"
 
 
 def unwritten(written: Written) -> tuple[str, str]:
