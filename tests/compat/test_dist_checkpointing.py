@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import (
     async_utils,
     base,
     fully_parallel,
+    tensorstore,
     two_stage,
     zarr,
 )
@@ -179,7 +181,7 @@ def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
         ("saves are synchronous", lambda: async_utils.TemporalAsyncCaller()),
         ("Implement megackpt.formats", lambda: dist_checkpointing.save(_state(), path, _Stranger("x", 1))),
         ("Implement megackpt.formats", lambda: dist_checkpointing.load(_state(), path, _Stranger("x", 1))),
-        ("megackpt.formats.zarr", lambda: zarr.ZarrSaveShardedStrategy("zarr", 1)),
+        ("tensorstore takes", lambda: zarr.flatten_range(None, None)),
         ("Use load()", lambda: two_stage.timed()),
         (
             "Use load()",
@@ -195,6 +197,28 @@ def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
         assert isinstance(caught.value, NotImplementedError)
         assert isinstance(caught.value, megackpt.CheckpointingException)
     assert not (tmp_path / "iter_1").exists(), "nothing may be written before a refusal"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: zarr.ZarrSaveShardedStrategy("zarr", 1),
+        lambda: zarr.ZarrSaveShardedStrategy("zarr", 3),
+        lambda: torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3),
+        lambda: ("torch_dist", 1),
+        lambda: ("zarr", 1),
+    ],
+)
+def test_strategies_of_megatrons_names_save_their_format(tmp_path: Path, strategy: Any) -> None:
+    path = tmp_path / "iter_1"
+    path.mkdir()
+    chosen = strategy()
+    dist_checkpointing.save(_state(), str(path), chosen)
+    said = json.loads((path / "metadata.json").read_text())
+    named = chosen if isinstance(chosen, tuple) else (chosen.backend, chosen.version)
+    assert (said["sharded_backend"], said["sharded_backend_version"]) == named
+    loaded = dist_checkpointing.load(_state(), str(path), tensorstore.TensorStoreLoadShardedStrategy())
+    assert set(loaded) == set(_state())
 
 
 def test_a_refused_class_can_be_named_and_subclassed() -> None:

@@ -1,7 +1,7 @@
 """Requests and queues of asynchronous saves.
 
-Here a strategy saves synchronously; asynchronous saves are a Checkpointer's. Requests are plain data, an empty
-queue is one, and what would start a process refuses.
+Here a strategy saves synchronously; asynchronous saves are a Checkpointer's. Requests are plain data, an
+empty queue is one, and what would start a process refuses.
 
 Source: Megatron-Core `dist_checkpointing.strategies.async_utils`, for names and signatures.
 """
