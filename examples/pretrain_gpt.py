@@ -20,8 +20,8 @@ from training.text import NoTextError, Text
 from training.trainer import Trainer
 
 
-def main() -> None:
-    """Run one rank; started by torchrun, or alone."""
+def main() -> int:
+    """Run one rank; started by torchrun, or alone. Returns the exit code."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)  # a torn checkpoint, for example
     arguments = parse_arguments()
     try:
@@ -33,11 +33,11 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     try:
-        Trainer(arguments, text).run()
+        return Trainer(arguments, text).run()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

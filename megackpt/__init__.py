@@ -17,6 +17,7 @@ from megackpt.api import (
 )
 from megackpt.checkpointer import Checkpointer
 from megackpt.codec import register_codec
+from megackpt.config import CheckpointConfig
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.errors import (
     CheckpointError,
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArrayReport",
+    "CheckpointConfig",
     "CheckpointError",
     "Checkpointer",
     "CheckpointingException",

@@ -12,11 +12,13 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from megackpt.comm import Group, SingleProcess, world_group
+from megackpt.comm import DeviceGroup, GivenGroup, Group, SingleProcess, subgroup, subgroup_label, world_group
+from megackpt.engine.exchange import ExchangeRanks
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
+from megackpt.errors import DeclarationError
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
@@ -55,6 +57,7 @@ def save(
     options: SaveOptions | None = None,
     group: Group | None = None,
     plans: PlanCache | None = None,
+    spread_group: GivenGroup | None = None,
 ) -> None:
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
@@ -63,8 +66,9 @@ def save(
     state dict, its entities and tensors are only read.
 
     Args:
-        sharded_state_dict: nested dicts and lists whose leaves are sharded entities; any other leaf is
-            common state, equal on all ranks, of which rank 0's is stored.
+        sharded_state_dict: nested dicts and lists whose leaves are sharded entities or DTensors (global
+            arrays under their paths, joined with dots); any other leaf is common state, equal on all ranks,
+            of which rank 0's is stored.
         checkpoint_dir: the directory of this checkpoint, e.g. `ckpt/iter_0000100`; made if it does not exist.
         sharded_strategy: the format: a strategy, `(backend, version)` or a backend name; None for the native
             one.
@@ -78,6 +82,9 @@ def save(
         group: who takes part; None for all ranks of torch.distributed, or this process alone without it.
         plans: keeps the plans of earlier saves: ranks then exchange digests, and declarations only where the
             structure is new. Give all ranks one of their own, and the same ranks each time.
+        spread_group: with `SaveOptions(spread="group")`, the ranks among which a chunk that several of them
+            hold may be written, this one among them: a group of ours or of torch, of this rank's own. Groups
+            of different ranks have no rank in common.
 
     Raises:
         CoverageError: an element has no main replica, or more than one.
@@ -91,6 +98,7 @@ def save(
     Source: Megatron-Core `dist_checkpointing.save`.
     """
     options = options or SaveOptions()
+    group = group or world_group(timeout_s=options.timeout_s)
     request = SaveRequest(
         state=sharded_state_dict,
         content_metadata=content_metadata,
@@ -98,10 +106,28 @@ def save(
         common_to_compare=preprocess_common_before_consistancy_check,
         plans=plans,
         assume_constant_structure=options.assume_constant_structure,
+        spread=options.spread,
+        spread_label=label_to_spread(options, spread_group, rank=group.rank),
     )
-    group = group or world_group(timeout_s=options.timeout_s)
     with _Opened(checkpoint_dir) as store:
         save_state(request, store, save_strategy(sharded_strategy), group, options)
+
+
+def label_to_spread(options: SaveOptions, spread_group: GivenGroup | None, *, rank: int) -> int:
+    """Return what tells a rank's spread group from others, 0 without one.
+
+    Collective over the group, unless it is one of torch's.
+
+    Raises:
+        DeclarationError: the options and the group do not fit each other.
+    """
+    if (spread_group is not None) != (options.spread == "group"):
+        given = "given" if spread_group is not None else "not given"
+        raise DeclarationError(
+            f"spread_group is {given}, and SaveOptions.spread is {options.spread!r}. Give both, a group and "
+            f"spread='group', or neither."
+        )
+    return 0 if spread_group is None else subgroup_label(spread_group, rank=rank)
 
 
 @overload
@@ -112,6 +138,7 @@ def load(
     strict: ReturnsKeys,
     options: LoadOptions | None = ...,
     group: Group | None = ...,
+    exchange_group: GivenGroup | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
 
@@ -123,6 +150,7 @@ def load(
     strict: ReturnsState = ...,
     options: LoadOptions | None = ...,
     group: Group | None = ...,
+    exchange_group: GivenGroup | None = ...,
 ) -> StateDict: ...
 
 
@@ -133,13 +161,15 @@ def load(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
     group: Group | None = None,
+    exchange_group: GivenGroup | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Fill the tensors of a sharded state dict from a checkpoint saved at any layout.
 
     Collective: every rank of the group calls it and asks for what it needs. Tensors are filled in place. The
     result has the structure of the request: each entity replaced by its loaded tensor or object,
-    non-persistent objects by their own values, and the common state of the checkpoint merged in; other
-    leaves of the request are dropped.
+    non-persistent objects by their own values, and the common state of the checkpoint merged in. A DTensor
+    stays itself. A plain tensor whose path, joined with dots, is the key of a stored array is filled with all
+    of it: so a model without DTensors loads what was saved from them. Other leaves are dropped.
 
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.
@@ -148,6 +178,9 @@ def load(
             checkpoint) that is no error are left out of the result.
         options: tunables, and rules for keys and arrays that differ.
         group: as for `save`.
+        exchange_group: with `LoadOptions(exchange=...)`, the ranks that read for each other, this one among
+            them: a group of ours or of torch, of this rank's own; None for all of the load. Groups of
+            different ranks have no rank in common, and work side by side.
 
     Returns:
         The state dict; with `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint
@@ -164,7 +197,7 @@ def load(
     Source: Megatron-Core `dist_checkpointing.load`.
     """
     mode = StrictHandling.of(strict)
-    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, mode)
+    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, mode, exchange_group)
     if mode.returns_keys:
         return loaded.state, set(loaded.report.missing), set(loaded.report.unexpected)
     return loaded.state
@@ -177,13 +210,16 @@ def load_with_report(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
     group: Group | None = None,
+    exchange_group: GivenGroup | None = None,
 ) -> tuple[StateDict, LoadReport]:
     """Like `load`, and say what was done.
 
     Collective. The report is that of this rank; print it, or look into it. Missing keys are in it where the
     mode, or a rule, looks for them.
     """
-    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, StrictHandling.of(strict))
+    loaded = _load(
+        sharded_state_dict, checkpoint_dir, options, group, StrictHandling.of(strict), exchange_group
+    )
     return loaded.state, loaded.report
 
 
@@ -193,11 +229,22 @@ def _load(
     options: LoadOptions | None,
     group: Group | None,
     strict: StrictHandling,
+    exchange_group: GivenGroup | None = None,
 ) -> Loaded:
     options = options or LoadOptions()
+    if options.exchange == "direct" and exchange_group is not None:
+        raise DeclarationError(
+            "exchange_group is given, and LoadOptions.exchange is 'direct': every rank reads by "
+            "itself, and no "
+            "group is needed. Choose how to exchange, 'all_to_all' for instance, or leave the group out."
+        )
     group = group or world_group(timeout_s=options.timeout_s)
+    exchange = None
+    if options.exchange != "direct":
+        devices = None if options.cpu_transfer else DeviceGroup(exchange_group)
+        exchange = ExchangeRanks(subgroup(exchange_group or group, timeout_s=options.timeout_s), devices)
     with _Opened(location) as store:
-        return load_state(state, store, group, options, strict)
+        return load_state(state, store, group, options, strict, exchange=exchange)
 
 
 def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> StateDict:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.api import ReturnsState, load, load_content_metadata
-from megackpt.comm import Group, independent_group, together, world_group
+from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
+from megackpt.comm import GivenGroup, Group, independent_group, together, world_group
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.manifest import is_leftover
 from megackpt.engine.plan_cache import PlanCache
@@ -61,6 +61,9 @@ class Checkpointer:
     commits; the next `save`, `wait` or `close` waits for it and raises its error. The memory for the copies
     is kept.
 
+    spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
+    them.
+
     Attributes:
         root: the directory.
         keep_last: how many committed steps stay; None for all. Older ones are removed once a newer is
@@ -81,6 +84,8 @@ class Checkpointer:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: Group | None = None,
+        spread_group: GivenGroup | None = None,
+        exchange_group: GivenGroup | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise DeclarationError(
@@ -92,6 +97,8 @@ class Checkpointer:
         self._save_options = save_options or SaveOptions()
         self._load_options = load_options or LoadOptions()
         self._group = group
+        self._spread_group = spread_group
+        self._exchange_group = exchange_group
         self._plans = PlanCache()
         self._staging = Staging()
         self._background = Background()
@@ -169,6 +176,8 @@ class Checkpointer:
             content_metadata=content_metadata,
             plans=self._plans,
             assume_constant_structure=self._save_options.assume_constant_structure,
+            spread=self._save_options.spread,
+            spread_label=label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
         store, strategy = LocalStore(self.directory(step)), save_strategy(sharded_strategy)
         planned = plan_state(request, store, strategy, group, self._save_options)
@@ -224,6 +233,7 @@ class Checkpointer:
             strict=strict,
             options=self._load_options,
             group=self._ranks(self._load_options.timeout_s),
+            exchange_group=self._exchange_group,
         )
 
     def find_latest(self) -> int | None:

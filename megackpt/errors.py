@@ -15,6 +15,7 @@ Owns the error tree and nothing else; each layer raises from here.
     |- StorageError           OSError            the file system or object store refused
     |- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or steps out of order
     |- UnsupportedError       NotImplementedError  a name of another library that is not offered here
+    |- MissingExtraError      ImportError        an optional dependency is not installed
     `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
 """
 
@@ -96,6 +97,10 @@ class OptimizerError(CheckpointError, RuntimeError):
 
 class UnsupportedError(CheckpointError, NotImplementedError):
     """What another library does under this name is not offered; the text says what to use instead."""
+
+
+class MissingExtraError(CheckpointError, ImportError):
+    """Something needs an optional dependency that is not installed; the text names the extra."""
 
 
 class RankFailedError(CheckpointError, RuntimeError):

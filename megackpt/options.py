@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, TypeAlias, get_args
 
 from megackpt.errors import DeclarationError
+
+Spread: TypeAlias = Literal["world", "group", "none"]
+"""Over whom a save spreads a chunk that several ranks hold."""
+
+Exchange: TypeAlias = Literal[
+    "direct", "all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"
+]
+"""How a load gets bytes to the ranks that need them."""
 
 
 class Policy(Enum):
@@ -56,13 +65,19 @@ class SaveOptions:
         piece_bytes: how much of a tensor that is not contiguous in host memory is copied at a time.
         assume_constant_structure: with a plan cache, take the plan of the last save without comparing
             declarations and common state between ranks. What this rank holds is still compared with the plan.
+        spread: who writes a chunk of a tensor that several ranks hold. `world`: any of them, so that all
+            write about as many bytes; `group`: any of those in the `spread_group` of its main replica;
+            `none`: its main replica. Without `validate_access_integrity` ranks do not know what others hold,
+            and main replicas write whatever stands here.
     """
 
     timeout_s: float = 600.0
     piece_bytes: int = 4 * 1024 * 1024
     assume_constant_structure: bool = False
+    spread: Spread = "world"
 
     def __post_init__(self) -> None:
+        _check_choice("spread", self.spread, get_args(Spread))
         _check_positive("timeout_s", self.timeout_s)
         _check_positive("piece_bytes", self.piece_bytes)
 
@@ -82,6 +97,20 @@ class LoadOptions:
         exclude: globs of requested keys that are not loaded: those entities keep the data they have.
         allow_unsafe_pickle: in formats that hold pickles (never the native one), load any class they name.
             Unpickling runs code that the file chooses: set it only for a checkpoint you trust.
+        load_on_device: load straight into the given tensors. False: those that are not in host memory stay as
+            they are, and the loaded state dict holds tensors in host memory in their place, e.g. for a model
+            that was built on the meta device. DTensors are always loaded in place.
+        exchange: who reads what several ranks of the `exchange_group` need. `direct`: each of them.
+            Otherwise one of them, about as many bytes as every other, and it sends them on: with `all_to_all`
+            to each rank exactly the elements that it needs; with `broadcast` and `gather_rounds` everything
+            to all; with `gather_object` everything to all at once, which needs memory for all of it.
+            `two_stage`: the first rank of the group reads everything and broadcasts it. All give the same
+            bits.
+        exchange_bytes: bound of all buffers of one rank for reading, sending and receiving together, in
+            bytes; not kept by `gather_object`, nor where a single block that a format can read is larger.
+            `two_stage` keeps within twice the largest chunk as well.
+        cpu_transfer: whether what is exchanged for tensors on a device goes through host memory. False, for
+            `broadcast` and `two_stage`: it is broadcast between devices by the exchange group's own backend.
     """
 
     timeout_s: float = 600.0
@@ -91,12 +120,51 @@ class LoadOptions:
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     allow_unsafe_pickle: bool = False
+    load_on_device: bool = True
+    exchange: Exchange = "direct"
+    exchange_bytes: int = 64 * 1024 * 1024
+    cpu_transfer: bool = True
 
     def __post_init__(self) -> None:
         _check_positive("timeout_s", self.timeout_s)
         _check_positive("threads", self.threads)
+        _check_choice("exchange", self.exchange, get_args(Exchange))
+        _check_positive("exchange_bytes", self.exchange_bytes)
+        if not self.cpu_transfer and self.exchange not in ("broadcast", "two_stage"):
+            raise DeclarationError(
+                f"cpu_transfer=False has no meaning with exchange={self.exchange!r}: only 'broadcast' and "
+                f"'two_stage' move data between devices. Leave it out."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How to convert a checkpoint.
+
+    Attributes:
+        timeout_s: how long a rank waits for the others at each meeting point, in seconds.
+        verify: read the new checkpoint again and compare every byte with the old one.
+        overwrite: replace a checkpoint that is at the new place already, if it is of the same format.
+        allow_unsafe_pickle: as for `LoadOptions`.
+        buffer_bytes: how much of a chunk is held at a time, where its format lets it be read in parts.
+    """
+
+    timeout_s: float = 600.0
+    verify: bool = True
+    overwrite: bool = False
+    allow_unsafe_pickle: bool = False
+    buffer_bytes: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _check_positive("timeout_s", self.timeout_s)
+        _check_positive("buffer_bytes", self.buffer_bytes)
 
 
 def _check_positive(name: str, value: float) -> None:
     if value <= 0:
         raise DeclarationError(f"{name} is {value}; give a number above 0.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise DeclarationError(f"{name}={value!r} is not known. Give one of {', '.join(choices)}.")

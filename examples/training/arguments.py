@@ -10,18 +10,21 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from megackpt import CheckpointError
+from megackpt import CheckpointConfig, CheckpointError, StrictHandling
 from megackpt.parallel import ParallelLayout
 from models import GPTConfig
+from training.signals import EXIT_CODE
 from training.text import VOCAB_SIZE
 
-FORMATS = ("megackpt",)
+FORMATS = ("megackpt", "torch_dist", "zarr")
+EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class Arguments:
         model: sizes and choices of the model.
         exit_after: the step after which this process ends; `steps` unless asked otherwise.
         ckpt: where checkpoints are; None where none are made.
-        keep_last: how many of them stay; None for all.
+        knobs: how they are made and loaded.
         metrics: where metrics go; None for a file in `ckpt`.
     """
 
@@ -53,9 +56,7 @@ class Arguments:
     seed: int
     data: Sequence[Path]
     ckpt: Path | None
-    save_every: int
-    keep_last: int | None
-    dist_ckpt_format: str
+    knobs: CheckpointConfig
     override_schedule: bool
     metrics: Path | None
     log_samples: bool
@@ -101,18 +102,22 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
             params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
         )
         model.check_layout(layout)
+        knobs = CheckpointConfig(
+            **{field.name: getattr(flags, field.name) for field in fields(CheckpointConfig)}
+        )
+        knobs.save_strategy()
     except CheckpointError as error:
         refuse(str(error))
     if flags.exit_after is None:
         flags.exit_after = flags.steps
     _check(flags, layout)
     given = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
-    return Arguments(layout=layout, model=model, **given)
+    return Arguments(layout=layout, model=model, knobs=knobs, **given)
 
 
 def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
     """Refuse numbers that are too small, and flags that contradict each other or the layout."""
-    for name in ("steps", "exit_after", "save_every", "keep_last", "micro_batches", "global_batch_size"):
+    for name in ("steps", "exit_after", "save_interval", "keep_last", "micro_batches", "global_batch_size"):
         value = getattr(flags, name)
         if value is not None and value < 1:
             refuse(f"--{name.replace('_', '-')} is {value}; give at least 1")
@@ -157,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_training(parser.add_argument_group("training"))
     _add_data(parser.add_argument_group("data"))
     _add_checkpoints(parser.add_argument_group("checkpoints and reports"))
+    _add_format(parser.add_argument_group("how checkpoints are made and loaded"))
     return parser
 
 
@@ -221,14 +227,21 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ckpt", type=Path, metavar="DIR", help="where checkpoints are; if not given, none are made"
     )
-    _count(group, "--save-every", 50, "steps between checkpoints; there is one at the end, too")
-    _count(group, "--keep-last", None, "how many checkpoints stay; if not given, all")
-    group.add_argument(
-        "--dist-ckpt-format",
-        choices=FORMATS,
-        default=FORMATS[0],
-        help="format of new checkpoints (default: %(default)s); that of an old one is detected",
+    _count(
+        group,
+        "--save-interval",
+        50,
+        "steps between checkpoints; there is one at the end, too",
+        also="--save-every",
     )
+    _count(group, "--keep-last", None, "how many checkpoints stay; if not given, all")
+    _switch(group, "--async-save", "train on while a checkpoint is written")
+    group.add_argument(
+        "--exit-signal",
+        choices=SIGNALS,
+        help=f"signal at which a run ends its step, saves, and exits with code {EXIT_CODE}; default: none",
+    )
+    _count(group, "--timeout-s", 600, "seconds that a rank waits for the others while saving or loading")
     group.add_argument(
         "--metrics",
         type=Path,
@@ -239,8 +252,56 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     _switch(group, "--log-samples", "write the numbers of the samples of each step to the metrics")
 
 
-def _count(group: argparse._ArgumentGroup, flag: str, default: int | None, text: str) -> None:
-    group.add_argument(flag, type=int, default=default, metavar="N", help=text + _default(default))
+def _add_format(group: argparse._ArgumentGroup) -> None:
+    """Add the knobs of Megatron-LM, under its names; see docs/strategies.md."""
+    group.add_argument(
+        "--dist-ckpt-format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="format of new checkpoints (default: %(default)s); that of an old one is detected",
+    )
+    _choice(group, "--dist-ckpt-load-on-device", True, "load straight to the device, not to host memory")
+    _choice(group, "--dist-ckpt-parallel-save", True, "spread replicated chunks over those who hold them")
+    _choice(group, "--dist-ckpt-parallel-save-within-dp", False, "but inside of data-parallel groups only")
+    _choice(group, "--dist-ckpt-parallel-load", False, "read each byte once per data-parallel group")
+    group.add_argument(
+        "--dist-ckpt-exchange-algo",
+        choices=EXCHANGES,
+        default=EXCHANGES[0],
+        help="how it is sent on then (default: %(default)s)",
+    )
+    _count(group, "--dist-ckpt-torch-dist-multiproc", 2, "files per rank in format torch_dist")
+    group.add_argument(
+        "--dist-ckpt-assume-constant-structure",
+        "--ckpt-assume-constant-structure",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="reuse the plan of the last save without comparing digests",
+    )
+    _choice(
+        group,
+        "--dist-ckpt-parallel-dist-opt",
+        True,
+        "save the distributed optimizer's state as it is sharded, not gathered",
+    )
+    group.add_argument(
+        "--dist-ckpt-load-strictness",
+        choices=[mode.value for mode in StrictHandling if not mode.returns_keys],
+        default=StrictHandling.ASSUME_OK_UNEXPECTED.value,
+        help="what to do about keys that only the model or only the checkpoint has (default: %(default)s)",
+    )
+
+
+def _count(
+    group: argparse._ArgumentGroup, flag: str, default: int | None, text: str, *, also: str | None = None
+) -> None:
+    names = [flag] if also is None else [flag, also]
+    group.add_argument(*names, type=int, default=default, metavar="N", help=text + _default(default))
+
+
+def _choice(group: argparse._ArgumentGroup, flag: str, default: bool, text: str) -> None:
+    said = f"{text} (default: {'yes' if default else 'no'})"
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=said)
 
 
 def _number(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:

@@ -6,7 +6,7 @@ Owns what a checkpoint of this run contains: see `Trainer.state`.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt import Checkpointer, CheckpointError
+from megackpt import Checkpointer, CheckpointError, KeyRule, Policy, StrictHandling
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
 from models import GPT, GPTConfig, init_weights
 from training.arguments import Arguments, refuse
 from training.report import Report
 from training.schedule import CosineSchedule
+from training.signals import EXIT_CODE, SignalWatch
 from training.text import Text
 
 OPTIMIZERS = {"distributed": DistributedOptimizer, "plain": MixedPrecisionOptimizer}
@@ -55,33 +56,59 @@ class Trainer:
         )
         self.step = 0
         self.consumed_samples = 0
-        self.checkpointer = (
-            None if arguments.ckpt is None else Checkpointer(arguments.ckpt, keep_last=arguments.keep_last)
+        self.signal = SignalWatch(arguments.knobs.exit_signal)
+        self.checkpointer = None if arguments.ckpt is None else self._make_checkpointer(arguments.ckpt)
+
+    def _make_checkpointer(self, root: Path) -> Checkpointer:
+        knobs = self.arguments.knobs
+        dp = self.groups.dp.group
+        return Checkpointer(
+            root,
+            keep_last=knobs.keep_last,
+            async_save=knobs.async_save,
+            save_options=knobs.save_options(),
+            # Random streams are not asked for at another layout; that is no fault, however strict the load.
+            load_options=replace(
+                knobs.load_options(), rules=(KeyRule(keys="rng_state", missing=Policy.IGNORE),)
+            ),
+            spread_group=dp if knobs.dist_ckpt_parallel_save_within_dp else None,
+            exchange_group=dp if knobs.dist_ckpt_parallel_load else None,
         )
 
-    def run(self) -> None:
-        """Resume if there is something to resume, then train to the end, saving as asked."""
+    def run(self) -> int:
+        """Resume if there is something to resume, then train to the end, saving as asked.
+
+        Returns the exit code: 0, or `signals.EXIT_CODE` where a signal has ended the run.
+        """
         note = self.resume()
         with self._report() as report:
             report.start(step=self.step, layout=self.layout, note=note)
-            while self.step < self.arguments.exit_after:
+            last, interval = self.arguments.exit_after, self.arguments.knobs.save_interval
+            signalled = False
+            while self.step < last and not signalled:
                 measured = self.train_step()
                 report.step(self.step, **measured)
-                if self.step % self.arguments.save_every == 0 or self.step == self.arguments.exit_after:
+                signalled = self.signal.came()
+                if signalled or self.step == last or (interval is not None and self.step % interval == 0):
                     self.save(report)
+            if self.checkpointer is not None:
+                self.checkpointer.close()
             newest = None if self.checkpointer is None else self.checkpointer.directory(self.step)
             report.end(self.step, newest)
+        return EXIT_CODE if signalled else 0
 
-    def state(self, *, with_rng: bool = True) -> dict[str, Any]:
+    def state(self, *, with_rng: bool = True, to_save: bool = False) -> dict[str, Any]:
         """Declare everything that this run is made of: what a checkpoint holds.
 
         `rng` is left out where the streams of a checkpoint cannot be continued: at another layout than they
-        were saved at.
+        were saved at. Collective where it is to be saved and optimizer state is gathered for that.
         """
         model = self.model.sharded_state_dict()
+        gather = to_save and not self.arguments.knobs.dist_ckpt_parallel_dist_opt
+        how = {"gathered": True} if gather and isinstance(self.optimizer, DistributedOptimizer) else {}
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model),
+            "optimizer": self.optimizer.sharded_state_dict(model, **how),
             "rng": self.rng.sharded_state_dict() if with_rng else {},
             "progress": {"step": self.step, "consumed_samples": self.consumed_samples},
             "schedule": self.schedule.state_dict(),
@@ -100,9 +127,9 @@ class Trainer:
         began = time.monotonic()
         self.checkpointer.save(
             self.step,
-            self.state(),
+            self.state(to_save=True),
             content_metadata={"layout": self.layout, "model": _plain(self.arguments.model)},
-            sharded_strategy=self.arguments.dist_ckpt_format,
+            sharded_strategy=self.arguments.knobs.save_strategy(),
         )
         report.saved(self.step, seconds=time.monotonic() - began)
 
@@ -119,7 +146,11 @@ class Trainer:
         saved_at = self._check_model(self.checkpointer.content_metadata(step), directory)
         same_layout = saved_at == self.layout
         try:
-            loaded = self.checkpointer.load(self.state(with_rng=same_layout), step=step)
+            loaded = self.checkpointer.load(
+                self.state(with_rng=same_layout),
+                step=step,
+                strict=StrictHandling.of(self.arguments.knobs.dist_ckpt_load_strictness),
+            )
         except CheckpointError as error:  # the same on all ranks
             refuse(f"cannot resume: {error}")
         if loaded["text"] != self.text.fingerprint:

@@ -1,13 +1,30 @@
-"""The door to other ranks: small messages, errors that are common, deadlines."""
+"""The door to other ranks: messages and bulk data, errors that are common, deadlines."""
 
-from megackpt.comm.group import Group, SingleProcess, together, together_at_root
+from megackpt.comm.device_group import DeviceGroup
+from megackpt.comm.group import (
+    BulkGroup,
+    Group,
+    Parcel,
+    SingleProcess,
+    moves_bulk,
+    together,
+    together_at_root,
+)
+from megackpt.comm.subgroup import GivenGroup, subgroup, subgroup_label
 from megackpt.comm.torch_group import TorchGroup, independent_group, world_group
 
 __all__ = [
+    "BulkGroup",
+    "DeviceGroup",
+    "GivenGroup",
     "Group",
+    "Parcel",
     "SingleProcess",
     "TorchGroup",
     "independent_group",
+    "moves_bulk",
+    "subgroup",
+    "subgroup_label",
     "together",
     "together_at_root",
     "world_group",

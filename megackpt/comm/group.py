@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeGuard
 
 from megackpt import errors
 from megackpt.errors import CheckpointError, RankFailedError
+
+Parcel: TypeAlias = tuple[int, memoryview]
+"""A rank of the group, and bytes that go there or come from there."""
 
 
 class Group(Protocol):
@@ -36,6 +39,33 @@ class Group(Protocol):
         """Return on rank 0 what every rank gave, in rank order; nothing on the others."""
 
 
+class BulkGroup(Group, Protocol):
+    """A group that also moves much data, between buffers of the caller's: none is made by the group.
+
+    Every method is a collective, and buffers are contiguous and writable.
+
+    Raises:
+        RankFailedError: from every method, when a rank did not answer before the deadline.
+    """
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Move parcels between pairs of ranks: the i-th sent to a rank fills the i-th received from this one.
+
+        Both have equal lengths. One buffer may be sent to several ranks.
+        """
+
+    def broadcast(self, data: memoryview, *, root: int) -> None:
+        """Fill data on every rank with what root has in it; equally long everywhere."""
+
+    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
+        """Fill everyone with what each rank has in data, in rank order; equally long everywhere."""
+
+
+def moves_bulk(group: Group) -> TypeGuard[BulkGroup]:
+    """Say whether a group can move much data."""
+    return all(hasattr(group, name) for name in ("exchange", "broadcast", "all_gather_into"))
+
+
 class SingleProcess:
     """The group of a process that is alone."""
 
@@ -49,6 +79,18 @@ class SingleProcess:
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data alone."""
         return [data]
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Copy from each buffer into the one it belongs to."""
+        for (_, data), (_, out) in zip(sends, receives, strict=True):
+            out[:] = data
+
+    def broadcast(self, data: memoryview, *, root: int) -> None:
+        """Do nothing."""
+
+    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
+        """Copy the data."""
+        everyone[:] = data
 
 
 def together(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
@@ -81,7 +123,12 @@ def _run(step: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
 def _settle(group: Group, result: bytes, error: Exception | None, *, doing: str) -> list[bytes]:
     if error is not None and group.size == 1:
         raise error
-    answers = group.all_gather(b"\x00" + result if error is None else b"\x01" + _encode(error))
+    try:
+        answers = group.all_gather(b"\x00" + result if error is None else b"\x01" + _encode(error))
+    except RankFailedError as lost:
+        if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
+            raise error from lost
+        raise lost from error
     failures = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] != b"\x00"}
     if failures:
         raise _common_error(failures, doing) from error

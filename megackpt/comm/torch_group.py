@@ -6,17 +6,17 @@ the training's collectives nor hangs with them, and names the ranks that did not
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megackpt.comm.group import Group, SingleProcess, describe_ranks
+from megackpt.comm.group import BulkGroup, Group, Parcel, SingleProcess, describe_ranks
 from megackpt.errors import DeclarationError, RankFailedError
 
 T = TypeVar("T")
@@ -28,32 +28,77 @@ ROLL_CALL_S = 3.0
 class TorchGroup:
     """Messages between the ranks of a torch process group, each with a deadline.
 
-    Creating one is a collective over the whole world. Messages may have different lengths on each rank.
+    ranks are those of torch.distributed, ascending; None for all of them. Creating one is a collective over
+    these ranks, and over no others. Messages may have different lengths on each rank.
 
     Raises:
         RankFailedError: from every method, when a rank did not answer within `timeout_s`.
     """
 
-    def __init__(self, *, ranks: list[int] | None = None, timeout_s: float) -> None:
+    def __init__(self, *, ranks: Sequence[int] | None = None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(
+            None if ranks is None else list(ranks),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=ranks is not None,
+        )
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        self._messages = itertools.count()
+        self._meetings = 0  # how often all have waited for each other
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
 
     @property
-    def ranks(self) -> list[int]:
-        """Numbers of the ranks in torch.distributed."""
-        return list(self._ranks)
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in torch.distributed."""
+        return tuple(self._ranks)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
+        self._meetings += 1
         return self._guarded(lambda: self._all_gather(data))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return on rank 0 what every rank gave; nothing on the others."""
+        self._meetings += 1
         return self._guarded(lambda: self._gather(data))
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Move parcels between pairs of ranks, all of them at once."""
+        self._guarded(lambda: self._exchange(sends, receives))
+
+    def broadcast(self, data: memoryview, *, root: int) -> None:
+        """Fill data on every rank with what root has in it."""
+        if data.nbytes:
+            source = self._ranks[root]
+            self._guarded(lambda: dist.broadcast(_tensor_over(data), source, group=self._group))
+
+    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
+        """Fill everyone with what each rank has in data, in rank order.
+
+        By parcels: gloo's own all-gather makes copies of all of it in between.
+        """
+        parts = [everyone[r * data.nbytes : (r + 1) * data.nbytes] for r in range(self.size)]
+        others = [r for r in range(self.size) if r != self.rank]
+        parts[self.rank][:] = data
+        self.exchange([(r, data) for r in others], [(r, parts[r]) for r in others])
+
+    def _exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        # The tag is the number of the message between two ranks, so that none takes another's place.
+        coming, going = Counter[int](), Counter[int]()
+        under_way: list[Any] = []  # dist.Work, which torch has only where it was built with it
+        for peer, data in receives:
+            under_way.append(self._start(dist.irecv, data, peer, coming[peer]))
+            coming[peer] += 1
+        for peer, data in sends:
+            under_way.append(self._start(dist.isend, data, peer, going[peer]))
+            going[peer] += 1
+        for work in under_way:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _start(self, move: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Any:
+        return move(_tensor_over(data), self._ranks[peer], group=self._group, tag=tag)
 
     def _lengths(self, data: bytes) -> list[int]:
         mine = torch.tensor([len(data)])
@@ -82,11 +127,10 @@ class TorchGroup:
         return [bytes(t[:n].numpy()) for t, n in zip(at_root or [], lengths, strict=False)]
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
-        message = next(self._messages)
         try:
             return exchange()
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
-            missing = self._missing(message)
+            missing = self._missing()
             who = f"rank(s) {describe_ranks(missing)}" if missing else "a rank that has answered since"
             raise RankFailedError(
                 f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
@@ -95,22 +139,28 @@ class TorchGroup:
                 rank=missing[0] if missing else None,
             ) from error
 
-    def _missing(self, message: int) -> list[int]:
-        """Ranks that do not report to the rendezvous store that they lost the same message."""
+    def _missing(self) -> list[int]:
+        """Ranks of torch.distributed that do not report to the rendezvous store that they lost it too."""
         try:
             store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"megackpt/{'.'.join(map(str, self._ranks))}/{message}",
-                dist.distributed_c10d._get_default_store(),
+                f"megackpt/{self._group.group_name}", dist.distributed_c10d._get_default_store()
             )
-            store.set(str(self.rank), "here")
+            store.set(str(self.rank), str(self._meetings))
             deadline = time.monotonic() + ROLL_CALL_S
             absent = [r for r in range(self.size) if r != self.rank]
             while absent and time.monotonic() < deadline:
-                absent = [r for r in absent if not store.check([str(r)])]
+                absent = [r for r in absent if not self._has_reported(store, r)]
                 time.sleep(0.05)
         except RuntimeError:  # the store went down with its host rank: nobody can be asked
             return []
-        return absent
+        return [self._ranks[r] for r in absent]
+
+    def _has_reported(self, store: Any, rank: int) -> bool:
+        """Say whether a rank has lost what this one has; `store` is a dist.Store.
+
+        Some get further than others before they notice, but none past the meeting behind the next one.
+        """
+        return store.check([str(rank)]) and abs(int(store.get(str(rank))) - self._meetings) <= 2
 
 
 def independent_group(group: Group, *, timeout_s: float) -> Group:
@@ -146,9 +196,33 @@ def world_group(*, timeout_s: float) -> Group:
     return by_timeout[timeout_s]
 
 
+def torch_subgroup(group: dist.ProcessGroup, *, timeout_s: float) -> BulkGroup:
+    """Return a group of the same ranks as a torch process group, cached; SingleProcess for one rank.
+
+    Collective over these ranks at the first call with each timeout_s. It has connections and a deadline of
+    its own, so that checkpointing does not wait behind what else the given group does.
+    """
+    ranks = process_group_ranks(group)
+    if len(ranks) == 1:
+        return SingleProcess()
+    by_timeout = _GROUPS.setdefault(group, {})
+    if timeout_s not in by_timeout:
+        by_timeout[timeout_s] = TorchGroup(ranks=ranks, timeout_s=timeout_s)
+    return by_timeout[timeout_s]
+
+
+def process_group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks in torch.distributed of a process group's members, ascending. Local."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 # Making a process group is a collective and costs descriptors, so one is kept per world and deadline. The
 # weak key forgets it when the world is destroyed.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, TorchGroup]] = weakref.WeakKeyDictionary()
+
+
+def _tensor_over(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _padded(data: bytes, length: int) -> torch.Tensor:

@@ -7,9 +7,11 @@ expanded beside them, and entities are copied before anything fills them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from megackpt.errors import DeclarationError, UnserializableError
 from megackpt.mapping import (
@@ -23,8 +25,12 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.mapping.base import is_dtensor
+from megackpt.mapping.dtensor import HeldDTensor, adopt_dtensors
 from megackpt.mapping.foreign import adopt
+from megackpt.mapping.plain import whole_tensors
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge, without_positions
+from megackpt.mapping.xla import adopt_xla
 
 Dropped = Set[str]
 """Keys for which nothing was loaded."""
@@ -41,6 +47,8 @@ class Expanded:
         objects: every ShardedObject, likewise; per-rank and replicated values are among them.
         per_rank: the per-rank values, by key.
         replicated: keys of replicated values; which rank's is the main replica is not decided yet.
+        part_of_ranks: keys of DTensors whose mesh is not all ranks: those on other meshes may hold copies
+            that no replica id tells apart.
         common: the tree without sharded and non-persistent leaves.
         finish: given the common state of a checkpoint and the keys that were not loaded, the loaded state
             dict.
@@ -50,6 +58,7 @@ class Expanded:
     objects: tuple[ShardedObject, ...]
     per_rank: Mapping[str, PerRank]
     replicated: frozenset[str]
+    part_of_ranks: frozenset[str]
     common: Any
     finish: Callable[[Any, Dropped], Any]
 
@@ -59,8 +68,18 @@ class Expanded:
         return [*self.tensors, *self.objects]
 
 
-def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Expanded:
+def expand(
+    sharded_state_dict: ShardedStateDict,
+    *,
+    rank: int,
+    ranks: int,
+    stored: Container[str] = (),
+    in_host_memory: bool = False,
+) -> Expanded:
     """Take a sharded state dict apart, as that of one rank among ranks. Local.
+
+    For a load, stored has the keys under which plain tensors of the state dict are global arrays of the
+    checkpoint: those are asked for whole. in_host_memory replaces tensors that are elsewhere by new ones.
 
     Raises:
         DeclarationError: it is not a dict, or an entity stands inside of a tuple or set, or has no data to
@@ -71,12 +90,12 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
     try:
-        state = adopt(sharded_state_dict)
+        state = whole_tensors(adopt_dtensors(adopt_xla(adopt(sharded_state_dict))), stored)
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
         ) from error
-    expansion = _Expansion(rank, ranks)
+    expansion = _Expansion(rank, ranks, in_host_memory=in_host_memory)
 
     def finish_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, _NOT_COMMON):
@@ -101,12 +120,13 @@ def expand(sharded_state_dict: ShardedStateDict, *, rank: int, ranks: int) -> Ex
         tuple(expansion.objects),
         expansion.per_rank,
         frozenset(expansion.replicated),
+        frozenset(expansion.part_of_ranks),
         {} if common is ABSENT else without_positions(common),
         finish,
     )
 
 
-_NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated)
+_NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated, HeldDTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +139,15 @@ class _Loaded:
 class _Expansion:
     """Collects what the leaves stand for; each `add` returns how to get the loaded leaf."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
         self.tensors: list[ShardedTensor] = []
         self.objects: list[ShardedObject] = []
         self.per_rank: dict[str, PerRank] = {}
         self.replicated: set[str] = set()
+        self.part_of_ranks: set[str] = set()
         self._rank = rank
         self._ranks = ranks
+        self._in_host_memory = in_host_memory
 
     def add(self, path: str, leaf: Any) -> Finish:
         """Add any leaf that is not common state."""
@@ -134,6 +156,8 @@ class _Expansion:
                 return lambda _: leaf.unwrap()
             case ShardedTensor():
                 return self._add_tensor(leaf)
+            case HeldDTensor():
+                return self._add_dtensor(leaf)
             case ShardedLayout():
                 return self._add_layout(path, leaf)
             case ShardedObject():
@@ -161,15 +185,27 @@ class _Expansion:
             )
 
     def _add_tensor(self, tensor: ShardedTensor) -> Finish:
-        held = replace(tensor)
+        held = replace(tensor, data=self._placed(tensor.data))
         self.tensors.append(held)
         return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
+
+    def _placed(self, data: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._in_host_memory or data is None or data.device.type == "cpu":
+            return data
+        return torch.empty_like(data, device="cpu", requires_grad=False)
+
+    def _add_dtensor(self, held: HeldDTensor) -> Finish:
+        self.tensors.extend(held.parts)
+        if held.mesh_size < self._ranks:
+            self.part_of_ranks.add(held.key)
+        return lambda dropped: ABSENT if held.key in dropped else held.data
 
     def _add_layout(self, path: str, layout: ShardedLayout) -> Finish:
         if layout.data is None:
             raise DeclarationError(
                 f"{path}: the layout {layout.key!r} has no data to save or fill.", key=layout.key
             )
+        layout = replace(layout, data=self._placed(layout.data))
         parts = layout.tensors()
         self.tensors.extend(parts)
         return lambda dropped: ABSENT if any(part.key in dropped for part in parts) else layout.data
@@ -204,7 +240,7 @@ def _refuse_hidden_entities(leaf: Any, path: str) -> None:
     if not isinstance(leaf, (tuple, set, frozenset, deque)):
         return
     for inner in leaf:
-        if isinstance(inner, _NOT_COMMON):
+        if isinstance(inner, _NOT_COMMON) or is_dtensor(inner):
             raise DeclarationError(
                 f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
                 f"or a dict for "
@@ -213,5 +249,5 @@ def _refuse_hidden_entities(leaf: Any, path: str) -> None:
             )
         for _, deeper in iter_leaves([inner]):
             _refuse_hidden_entities(deeper, path)
-            if deeper is not inner and isinstance(deeper, _NOT_COMMON):
+            if deeper is not inner and (isinstance(deeper, _NOT_COMMON) or is_dtensor(deeper)):
                 _refuse_hidden_entities((deeper,), path)

@@ -1,36 +1,42 @@
 """A load, as a recipe: open, describe, check, plan, read, put together.
 
-Owns the order of the steps. Every rank reads what it needs by itself; ranks meet only to make failures
-common.
+Owns the order of the steps. Every rank reads what it needs by itself, and ranks meet only to make failures
+common; or ranks read together and exchange, which is `exchange`'s affair.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+import torch
 
 from megackpt.comm import Group, together
+from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
-from megackpt.errors import FormatError, MismatchError, MissingKeyError
+from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.metadata import ArraySpec
+from megackpt.mapping.tree import iter_leaves, join_dotted
+from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.storage import Store
 from megackpt.validation import (
     LoadReport,
+    LoadTimes,
+    PhaseTimes,
     Rules,
     StrictHandling,
     rename_keys,
@@ -81,9 +87,17 @@ class Loaded:
 
 
 def load_state(
-    state: ShardedStateDict, store: Store, group: Group, options: LoadOptions, strict: StrictHandling
+    state: ShardedStateDict,
+    store: Store,
+    group: Group,
+    options: LoadOptions,
+    strict: StrictHandling,
+    *,
+    exchange: ExchangeRanks | None = None,
 ) -> Loaded:
     """Load into a sharded state dict. Collective over the group.
+
+    exchange says which ranks of the group, this one among them, exchange what they read.
 
     Raises:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may hold anything.
@@ -95,25 +109,43 @@ def load_state(
     def prepare() -> bytes:
         prepared.append(_Prepared(state, store, options, rules, group))
         asked = prepared[0].asked if rules.look_for_missing_keys else []
-        return json.dumps({"opened": prepared[0].contents.identity, "asked": asked}).encode()
+        opened = prepared[0].contents.identity
+        return json.dumps({"opened": opened, "asked": asked, "exchange": options.exchange}).encode()
 
     def read() -> bytes:
-        loaded.append(prepared[0].read(options))
-        return b""
+        times = prepared[0].read(options, exchange)
+        if times is None:  # another rank failed, and says so now
+            return b""
+        loaded.append(prepared[0].finish())
+        return json.dumps([times.read, times.exchange, times.copy]).encode()
 
     answers = [json.loads(a) for a in together(group, prepare, doing="preparing the load")]
-    if any(answer["opened"] != answers[0]["opened"] for answer in answers):
-        raise MismatchError(
-            f"{store.location} was saved anew while it was being opened: ranks see different checkpoints. "
-            f"Load again.",
-            path=store.location,
-        )
+    _check_alike(answers, store.location)
     missing: frozenset[str] = frozenset()
     if rules.look_for_missing_keys:
         asked = {key for answer in answers for key in answer["asked"]}
         missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=store.location)
-    together(group, read, doing="reading")
-    return Loaded(loaded[0], replace(prepared[0].report, missing=missing))
+    spent = together(group, read, doing="reading")
+    if not all(spent):
+        raise RankFailedError(f"{store.location}: the exchange of what was read broke off. Load again.")
+    times = LoadTimes.over([PhaseTimes(*json.loads(said)) for said in spent])
+    if options.exchange != "direct" and group.rank == 0:
+        log.info("%s: loaded by %s. %s", store.location, options.exchange, times)
+    return Loaded(loaded[0], replace(prepared[0].report, missing=missing, times=times))
+
+
+def _check_alike(answers: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Check what ranks must have in common before they read; all of them come to the same result."""
+    if any(answer["opened"] != answers[0]["opened"] for answer in answers):
+        raise MismatchError(
+            f"{where} was saved anew while it was being opened: ranks see different checkpoints. Load again.",
+            path=where,
+        )
+    ways = sorted({answer["exchange"] for answer in answers})
+    if len(ways) > 1:
+        raise MismatchError(
+            f"{where}: ranks load by exchange={ways[0]!r} and {ways[1]!r}. Give all of them one.", path=where
+        )
 
 
 class _Prepared:
@@ -126,7 +158,15 @@ class _Prepared:
         self.where = where
         opened = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
         self.contents = _renamed(opened, options.rename)
-        self.expanded: Expanded = expand(state, rank=group.rank, ranks=group.size)
+        self.common = read_common(self.contents, where=where)[0]
+        stored = _whole_arrays(self.contents, self.common)
+        self.expanded: Expanded = expand(
+            state,
+            rank=group.rank,
+            ranks=group.size,
+            stored=stored,
+            in_host_memory=not options.load_on_device,
+        )
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         arrays = self.contents.arrays
@@ -142,11 +182,12 @@ class _Prepared:
         resized = settle_differences(requested, arrays, rules, where=where)
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
+        self.requested = requested
+        self.object_bytes: list[bytes] = []
         self.chunks: Chunks = self.contents.chunks([a.key for a in requested.table.arrays])
         tensors = requested.take(np.arange(len(self.tensors)))
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
         self.object_rows = _object_rows(self.objects, self.chunks, where)
-        self.common = read_common(self.contents, where=where)[0]
         reports = report_arrays(tensors, arrays, self.chunks.table, self.copies)
         settle_resharded(reports, rules, where=where)
         self.report = LoadReport(
@@ -156,18 +197,39 @@ class _Prepared:
             excluded=frozenset(excluded),
         )
 
-    def read(self, options: LoadOptions) -> StateDict:
-        """Fill the tensors and objects, and return the loaded state dict."""
+    def read(self, options: LoadOptions, exchange: ExchangeRanks | None) -> PhaseTimes | None:
+        """Fill the tensors and the bytes of objects; None if another rank that this one needs has failed."""
         padded = {a.key for a in self.report.arrays if a.padded_nbytes}
         for tensor in self.tensors:
             if tensor.key in padded and tensor.data is not None:
                 tensor.data.detach().zero_()
+        if exchange is not None and exchange.group.size > 1:
+            lengths = self.chunks.table.nbytes[self.object_rows].tolist()
+            blobs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
+            wanted = Wanted(self.requested, self.tensors, blobs)
+            times = load_by_exchange(self.contents, wanted, exchange, options, where=self.where)
+            self.object_bytes = [blob.numpy().tobytes() for blob in blobs]
+            return times
+        began = time.perf_counter()
         read_tensors(self.chunks, self.copies, self.tensors, options)
-        for entity, row in zip(self.objects, self.object_rows, strict=True):
+        self.object_bytes = [read_chunk(self.chunks, row) for row in self.object_rows]
+        return PhaseTimes(read=time.perf_counter() - began)
+
+    def finish(self) -> StateDict:
+        """Decode the objects, and return the loaded state dict."""
+        for entity, data in zip(self.objects, self.object_bytes, strict=True):
             where = f"{self.where}: object {entity.unique_key!r}"
-            entity.data = self.contents.decode_object(read_chunk(self.chunks, row), where)
+            entity.data = self.contents.decode_object(data, where)
         loaded: StateDict = self.expanded.finish(self.common, self.unexpected)
         return loaded
+
+
+def _whole_arrays(contents: Contents, common: Any) -> set[str]:
+    """Return the keys of arrays that a plain tensor may stand for: common state has nothing of that path."""
+    arrays = {key for key, spec in contents.arrays.items() if spec.dtype != OBJECT}
+    if isinstance(common, dict):
+        arrays -= {key for key, _ in iter_leaves(common, step=join_dotted)}
+    return arrays
 
 
 def _kept_elsewhere(

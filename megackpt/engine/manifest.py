@@ -122,6 +122,21 @@ def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
         store.sync()
 
 
+def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
+    """Take a committed attempt back, as far as that is possible: the commit first, then its files.
+
+    For one that turns out to be damaged. What it replaced is gone already. Rank 0 only.
+    """
+    with contextlib.suppress(CheckpointError):
+        fixed: list[str] = []
+        if strategy.committed_attempt(store) == attempt:
+            fixed = strategy.files_of(read_manifest(store))
+            store.delete([MANIFEST])
+            store.sync()
+        store.delete([*fixed, *(n for n in store.names() if strategy.attempt_of(n) == attempt)])
+        store.sync()
+
+
 def new_attempt() -> str:
     """Return a fresh attempt id, 16 hex digits: it stands in the name of every file the attempt writes."""
     return secrets.token_hex(8)

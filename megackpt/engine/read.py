@@ -36,8 +36,8 @@ def read_tensors(
         StorageError, FormatError: a file cannot be read, or ends early.
     """
     dtypes = {a.key: a.dtype for a in chunks.table.arrays}
-    targets = [_Target.of(t, dtypes) for t in tensors]
-    placed = _placed(copies, tensors, [t.memory for t in targets])
+    targets = [Target.of(t, dtypes) for t in tensors]
+    placed = placed_in(copies, tensors, [t.memory for t in targets])
     reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
     reader = _Reader(chunks, targets, verify=options.verify)
     with ThreadPoolExecutor(max_workers=options.threads, thread_name_prefix="megackpt-read") as pool:
@@ -58,7 +58,7 @@ def read_chunk(chunks: Chunks, row: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class Target:
     """Where the elements of one entity go.
 
     Attributes:
@@ -71,7 +71,8 @@ class _Target:
     element: torch.dtype
 
     @classmethod
-    def of(cls, tensor: ShardedTensor, stored_dtypes: Mapping[str, str]) -> _Target:
+    def of(cls, tensor: ShardedTensor, stored_dtypes: Mapping[str, str]) -> Target:
+        """Find it for a tensor, given the dtypes of stored arrays by key."""
         assert tensor.data is not None  # the load has allocated what was declared without data
         stored: torch.dtype = getattr(torch, stored_dtypes.get(tensor.key, dtype_name(tensor.dtype)))
         memory = as_bits(tensor.data) if stored == tensor.dtype else tensor.data.detach()
@@ -79,10 +80,11 @@ class _Target:
 
     @property
     def is_cast(self) -> bool:
+        """Whether values are converted."""
         return self.element != self.memory.dtype
 
 
-def _placed(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]) -> Copies:
+def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]) -> Copies:
     """Replace row-major targets by real strides where a tensor is a view that is not contiguous."""
     first, stride = copies.target_first.copy(), copies.target_stride.copy()
     for slot in [i for i, b in enumerate(bits) if not b.is_contiguous()]:
@@ -103,7 +105,7 @@ def _placed(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[tor
 class _Reader:
     """Performs reads; each thread has one buffer, made when first needed."""
 
-    def __init__(self, chunks: Chunks, targets: Sequence[_Target], *, verify: bool) -> None:
+    def __init__(self, chunks: Chunks, targets: Sequence[Target], *, verify: bool) -> None:
         self._chunks = chunks
         self._targets = targets
         self._verify = verify

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from megackpt.codec import encode, leaf_digests
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
+from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.plan_cache import PlanCache, name_of
@@ -34,10 +35,15 @@ from megackpt.metadata import (
     pack_columns,
     unpack_columns,
 )
-from megackpt.options import SaveOptions
+from megackpt.options import SaveOptions, Spread
 from megackpt.planning import SavePlan, plan_own, plan_save, with_object_sizes
 from megackpt.storage import Store, digest_of
-from megackpt.validation import check_common_equal, check_coverage, check_replicated_equal
+from megackpt.validation import (
+    check_common_equal,
+    check_copies_equal,
+    check_coverage,
+    check_replicated_equal,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class SaveRequest:
         common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
         plans: where plans of earlier saves are; None to plan anew.
         assume_constant_structure: take the last plan, if there is one, without comparing declarations.
+        spread: who may write a chunk that several ranks hold; see `SaveOptions`.
+        spread_label: a number that is equal on the ranks of this one's `spread_group`; 0 where there is none.
     """
 
     state: ShardedStateDict
@@ -59,6 +67,8 @@ class SaveRequest:
     common_to_compare: Any = None
     plans: PlanCache | None = None
     assume_constant_structure: bool = False
+    spread: Spread = "world"
+    spread_label: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +162,18 @@ def _agree_on_all(
     headers = [json.loads(c["header"].tobytes()) for c in columns]
     declared = decode_declarations(columns)
     replicated = {key for header in headers for key in header["replicated"]}
-    merged = _with_one_main_each(merge_declarations(declared), replicated)
+    merged = with_one_main_each(merge_declarations(declared), replicated)
+    merged = without_copies(merged, {key for header in headers for key in header["part_of_ranks"]})
     check_coverage(merged)
     _compare_values(request, local, headers, group)
-    plan = plan_save(merged, ranks=group.size)
+    ways = sorted({header["spread"] for header in headers})
+    if len(ways) > 1:
+        raise DeclarationError(
+            f"Ranks spread differently: {', '.join(map(repr, ways))}. Give all of them one "
+            f"SaveOptions.spread."
+        )
+    labels = np.array([header["spread_label"] for header in headers], np.int64)
+    plan = plan_save(merged, ranks=group.size, spread=request.spread, labels=labels)
     return _Agreed(headers[0]["attempt"], plan)
 
 
@@ -187,6 +205,7 @@ def _agree_again(
 def _compare_values(request: SaveRequest, local: _Local, headers: list[dict[str, Any]], group: Group) -> None:
     """Refuse replicated values and common state that differ between ranks."""
     check_replicated_equal([header["replicated"] for header in headers])
+    check_copies_equal([header["copies"] for header in headers])
     if len({h["common"] for h in headers}) > 1:
         _name_common_difference(request, local, group)
 
@@ -195,7 +214,7 @@ def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
     """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
     attempt: str = json.loads(messages[0])["attempt"]
     # Nobody knows who else holds a replicated value: every holder stores it.
-    mine = _with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
+    mine = with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
 
     def collect() -> list[bytes]:
         return together_at_root(
@@ -206,16 +225,6 @@ def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
         return plan_own(merge_declarations(decode_declarations(_unpack(parts))))
 
     return _Agreed(attempt, plan_own(mine), collect, complete)
-
-
-def _with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:
-    """Make the lowest rank that holds a replicated value its main replica, and no other."""
-    chosen = np.array([a.key in replicated for a in declared.table.arrays], np.bool_)
-    rows = np.flatnonzero(chosen[declared.table.array])
-    first = np.unique(declared.table.array[rows], return_index=True)[1]  # rows are in the order of ranks
-    main = declared.main.copy()
-    main[rows[first]] = True
-    return replace(declared, main=main)
 
 
 def _prepare(request: SaveRequest, strategy: SaveStrategy, group: Group) -> _Local:
@@ -274,14 +283,18 @@ def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str |
     header["kept"] = request.plans.names if request.plans is not None else []
     compared = assumed is None
     header["replicated"] = {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {}
+    header["part_of_ranks"] = sorted(local.expanded.part_of_ranks)
+    header["copies"] = digests_of_copies(local.expanded) if compared else {}
     header["common"] = digest_of(_common_leaves(request, local)) if compared else ""
+    header["spread"], header["spread_label"] = request.spread, request.spread_label
     header["declared"] = None
     if compared and request.plans is not None:
         structure = describe(
             local.expanded.entities, rank=group.rank, object_nbytes=[bool(blob) for blob in local.blobs]
         )
-        replicated = ",".join(sorted(local.expanded.replicated)).encode()
-        header["declared"] = digest_of(pack_columns(structure.to_columns()) + replicated)
+        named = [str(request.spread), request.spread_label, sorted(local.expanded.replicated)]
+        besides = json.dumps([*named, header["part_of_ranks"]]).encode()
+        header["declared"] = digest_of(pack_columns(structure.to_columns()) + besides)
     return header
 
 

@@ -89,6 +89,11 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if integer is None else tensor.view(integer)
 
 
+def as_elements(buffer: torch.Tensor, width: int) -> torch.Tensor:
+    """View bytes as elements of a width, in which bits are moved; they begin at a multiple of it."""
+    return buffer.view(_SAME_SIZE.get(width, torch.complex128))
+
+
 def byte_view(bits: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     if bits.dtype == torch.complex128:
@@ -111,7 +116,7 @@ def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: 
 
     elements is a 1-D buffer whose first element is element `origin` of the stored chunk.
     """
-    block = elements.as_strided(copy.shape, copy.source_stride, copy.source - origin)
+    block = _strided(elements, copy.shape, copy.source_stride, copy.source - origin)
     _strided(target, copy.shape, copy.target_stride, copy.target).copy_(block)
 
 

@@ -56,7 +56,7 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
         def finish() -> bytes:
             if group.rank == 0:
                 plan = planned.complete(parts) if planned.complete is not None else planned.plan
-                _commit(planned, plan, receipts, store, strategy, group.size)
+                finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size)
             return b""
 
         together(group, finish, doing="writing the index")
@@ -93,14 +93,22 @@ def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group)
     return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
 
 
-def _commit(
+def finish_attempt(
     planned: Planned,
     plan: SavePlan,
     receipts: list[list[bytes]],
     store: Store,
     strategy: SaveStrategy,
+    *,
     world_size: int,
 ) -> None:
+    """Write what is not chunks, and commit. Rank 0 only, after every rank has written its chunks.
+
+    plan is that of all ranks; receipts are by rank and round.
+
+    Raises:
+        CheckpointError: see `write_out`; nothing is removed here.
+    """
     attempt = planned.attempt
     said = {
         "sharded_backend": strategy.backend,

@@ -28,6 +28,9 @@ Name: TypeAlias = tuple[str, int]
 
 _BUILT_IN: dict[Name, str] = {
     ("megackpt", 1): "megackpt.formats.native",
+    ("torch_dist", 1): "megackpt.formats.torch_dist",
+    ("zarr", 1): "megackpt.formats.zarr.version_1",
+    ("zarr", 3): "megackpt.formats.zarr.version_3",
 }
 """Modules that hold a format as FORMAT."""
 

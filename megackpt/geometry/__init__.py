@@ -2,6 +2,7 @@
 
 from megackpt.geometry.box import Box, row_major_strides
 from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
+from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
 from megackpt.geometry.split import split_range
 from megackpt.geometry.view import Axis, View
 
@@ -9,8 +10,11 @@ __all__ = [
     "Axis",
     "Box",
     "Ints",
+    "MeshBox",
+    "MeshCut",
     "Rectangles",
     "View",
+    "mesh_boxes",
     "rectangles_of",
     "row_major_strides",
     "split_range",

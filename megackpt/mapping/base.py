@@ -5,6 +5,7 @@ Owns the base class, replica ids and the aliases of state dicts; each kind of en
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
@@ -24,6 +25,12 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     Source: Megatron-Core `dist_checkpointing.mapping.is_main_replica`.
     """
     return replica_id == 0 if isinstance(replica_id, int) else all(r == 0 for r in replica_id)
+
+
+def is_dtensor(value: object) -> bool:
+    """Say whether a value is a DTensor of torch, without loading its module: before that there is none."""
+    cls: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return isinstance(value, cls)
 
 
 class ShardedBase(ABC):

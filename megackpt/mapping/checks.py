@@ -12,7 +12,7 @@ from operator import index
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping.base import ReplicaId
+from megackpt.mapping.base import ReplicaId, is_dtensor
 
 
 def refusal(key: object, what: str) -> DeclarationError:
@@ -137,6 +137,12 @@ def check_data(
     """Check that data is what the declaration says of it."""
     if not isinstance(data, torch.Tensor):
         raise refusal(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
+    if is_dtensor(data):
+        raise refusal(
+            key,
+            "data is a DTensor, which says by itself what this rank holds of which array. Put it into the "
+            "state dict as it is, or declare its local tensor, to_local().",
+        )
     if data.dtype != dtype:
         raise refusal(key, f"dtype {dtype} is declared but data has {data.dtype}.")
     expected = data_shape(local_shape, flat)

@@ -19,18 +19,31 @@ class Positions(dict[int, Any]):
     """What is left of a list that lost leaves, by position, until `merge` puts the others in their places."""
 
 
-def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `(path, leaf)`, dicts and lists in order. Anything but a dict or a list is a leaf."""
+def iter_leaves(
+    tree: Any, path: str = "", *, step: Callable[[str, object], str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield `(path, leaf)`, dicts and lists in order. Anything but a dict or a list is a leaf.
+
+    step is as for `map_leaves`.
+    """
     for key, child in _children(tree).items():
-        step = join(path, key)
+        inner = (step or join)(path, key)
         if isinstance(child, (dict, list)):
-            yield from iter_leaves(child, step)
+            yield from iter_leaves(child, inner, step=step)
         else:
-            yield step, child
+            yield inner, child
 
 
-def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+def map_leaves(
+    fn: Callable[[str, Any], Any],
+    tree: Any,
+    path: str = "",
+    *,
+    step: Callable[[str, object], str] | None = None,
+) -> Any:
     """Return a tree with `fn(path, leaf)` in place of each leaf; the given one is not changed.
+
+    step appends a dict key or list index to a path; None for `join`.
 
     A container whose leaves all stay what they are is returned itself, so its type stays (an OrderedDict).
 
@@ -42,7 +55,7 @@ def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
     children = _children(tree)
     mapped = {}
     for key, child in children.items():
-        value = map_leaves(fn, child, join(path, key))
+        value = map_leaves(fn, child, (step or join)(path, key), step=step)
         if value is not ABSENT:
             mapped[key] = value
     if children and not mapped:
@@ -107,6 +120,17 @@ def join(path: str, key: object) -> str:
     if isinstance(key, str):
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
+
+
+def join_dotted(path: str, key: object) -> str:
+    """Append a dict key or list index to the key of a leaf that has no key but its path.
+
+    These are the names that torch.distributed.checkpoint gives to the leaves of a nested state dict.
+
+    >>> join_dotted("optimizer.state", 0), join_dotted("", "model")
+    ('optimizer.state.0', 'model')
+    """
+    return f"{path}.{key}" if path else str(key)
 
 
 def _children(tree: dict[Any, Any] | list[Any]) -> dict[Any, Any]:

@@ -1,26 +1,35 @@
 """Plans: declarations in, who writes or reads what out. Pure, over columns."""
 
 from megackpt.planning.assign import assign_writers
+from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
-from megackpt.planning.read_plan import BlockCopy, Read, plan_reads
+from megackpt.planning.read_plan import BlockCopy, Read, block_copy, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
     SavePlan,
     first_of_equal_chunks,
+    plan_copy,
     plan_own,
     plan_save,
     with_object_sizes,
+    with_sizes,
 )
 
 __all__ = [
     "BlockCopy",
     "Copies",
+    "ExchangePlan",
     "Read",
     "SavePlan",
     "assign_writers",
+    "block_copy",
     "first_of_equal_chunks",
+    "needed_ranges",
+    "plan_copy",
+    "plan_exchange",
     "plan_load",
     "plan_own",
     "plan_reads",
     "plan_save",
     "with_object_sizes",
+    "with_sizes",
 ]

@@ -44,6 +44,10 @@ class Copies:
     def __len__(self) -> int:
         return len(self.stored)
 
+    def take(self, rows: Ints) -> Copies:
+        """Return the chosen copies."""
+        return Copies(*(getattr(self, name)[rows] for name in Copies.__slots__))
+
 
 def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> Copies:
     """Plan one rank's load: fill every element of every requested chunk.
@@ -55,14 +59,15 @@ def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> C
         FormatError: the checkpoint lacks elements of an array that may not be resized.
     """
     dims = max(requested.table.dims, stored.dims)
-    want, have = _padded(requested.table, dims), _padded(stored, dims)
-    asked, found = _overlapping_boxes(want, have)
+    want, have = padded_to(requested.table, dims), padded_to(stored, dims)
+    asked, found = overlapping_chunks(want, have)
     copies = _intersect(want, have, asked, found, requested.slot)
     _check_complete(requested, _stored_numel(requested, want, have), copies, where)
     return copies
 
 
-def _padded(table: ChunkTable, dims: int) -> ChunkTable:
+def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
+    """Return the same chunks with rows of `dims` dims."""
     return ChunkTable(
         table.arrays,
         table.array,
@@ -74,8 +79,11 @@ def _padded(table: ChunkTable, dims: int) -> ChunkTable:
     )
 
 
-def _overlapping_boxes(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
-    """Return pairs (wanted row, stored row) of the same array whose boxes meet."""
+def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
+    """Return pairs (wanted row, stored row) of the same array whose boxes meet.
+
+    Of equal boxes also the flat ranges meet; those of different ones may have no element in common.
+    """
     number = {spec.key: i for i, spec in enumerate(have.arrays)}
     array_of = np.array([number[spec.key] for spec in want.arrays], np.int64)
     array = array_of[want.array] if len(want) else np.zeros(0, np.int64)
@@ -99,7 +107,14 @@ def _overlapping_boxes(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     for d in range(want.dims):
         a, b = want.start[asked, d], have.start[found, d]
         meets &= (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
-    return asked[meets], found[meets]
+    asked, found = asked[meets], found[meets]
+    # Shards of a distributed optimizer are many flat ranges of one box, of which few meet.
+    apart = (want.flat_start[asked] >= have.flat_stop[found]) | (
+        have.flat_start[found] >= want.flat_stop[asked]
+    )
+    apart &= (want.start[asked] == have.start[found]).all(axis=1)
+    apart &= (want.shape[asked] == have.shape[found]).all(axis=1)
+    return asked[~apart], found[~apart]
 
 
 def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:

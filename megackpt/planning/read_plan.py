@@ -7,10 +7,11 @@ copied is checked. Copies that reach far are cut first, at block ends where both
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
@@ -21,6 +22,9 @@ READ_BYTES = 8 * 1024 * 1024
 
 FAR_BYTES = 2 * DIGEST_BLOCK_BYTES
 """Rows of a block this far apart in a file are read one by one; nearer ones with what lies between."""
+
+GRAIN_BYTES = 64 * 1024
+"""Where a format can read any byte: gaps that are shorter are read with what lies around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: i
     for i in order.tolist():
         row = int(copies.stored[i])
         width, nbytes = int(itemsize[row]), int(table.nbytes[row])
-        for piece in _bounded(_simplified(copies, i), width, block_bytes):
+        for piece in _bounded(block_copy(copies, i), width, block_bytes):
             start = piece.source * width // block_bytes * block_bytes
             stop = min(-(-piece.source_stop * width // block_bytes) * block_bytes, nbytes)
             last = reads[-1] if reads else None
@@ -110,8 +114,8 @@ def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: i
     return reads
 
 
-def _simplified(copies: Copies, i: int) -> BlockCopy:
-    """Join dims that are contiguous with the next on both sides."""
+def block_copy(copies: Copies, i: int) -> BlockCopy:
+    """Return copy i, dims joined that are contiguous with the next on both sides."""
     dims: list[tuple[int, int, int]] = []  # (extent, source stride, target stride)
     rows = zip(
         copies.shape[i].tolist(),
@@ -168,3 +172,37 @@ def _bounded(copy: BlockCopy, width: int, block_bytes: int) -> Iterator[BlockCop
         )
         yield from _bounded(piece, width, block_bytes)
         at += taken
+
+
+def needed_ranges(
+    copies: Sequence[BlockCopy], *, width: int, nbytes: int, block_bytes: int
+) -> list[tuple[int, int]]:
+    """Return the ranges of a part of a chunk that hold everything the copies take, in bytes, ascending.
+
+    The part has nbytes and begins at a multiple of block_bytes in the chunk, its end too or at that of the
+    chunk; so do the ranges. Sources are counted from its first element. What nobody takes is left out where
+    it fills whole blocks; no byte is in two ranges.
+    """
+    grain = block_bytes if block_bytes > 1 else GRAIN_BYTES
+    is_needed = np.zeros(-(-nbytes // grain), np.bool_)
+    for copy in copies:
+        _mark(is_needed, copy.source * width, copy.shape, copy.source_stride, width, grain)
+    ends = np.flatnonzero(np.diff(is_needed, prepend=False, append=False))
+    return [(a * grain, min(b * grain, nbytes)) for a, b in ends.reshape(-1, 2).tolist()]
+
+
+def _mark(
+    is_needed: npt.NDArray[np.bool_],
+    start: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    width: int,
+    grain: int,
+) -> None:
+    inner = sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True)) * width + width
+    if len(shape) > 1 and stride[0] * width - inner >= grain:
+        for row in range(shape[0]):
+            _mark(is_needed, start + row * stride[0] * width, shape[1:], stride[1:], width, grain)
+        return
+    span = inner + ((shape[0] - 1) * stride[0] * width if shape else 0)
+    is_needed[start // grain : -(-(start + span) // grain)] = True

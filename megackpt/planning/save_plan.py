@@ -12,6 +12,8 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.metadata.chunk_table import Rows
+from megackpt.options import Spread
 from megackpt.planning.assign import assign_writers
 
 
@@ -37,19 +39,25 @@ class SavePlan:
         return rows[np.argsort(self.offset_bytes[rows], kind="stable")]
 
 
-def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
+def plan_save(
+    declared: DeclaredChunks, *, ranks: int, spread: Spread = "world", labels: Ints | None = None
+) -> SavePlan:
     """Decide who writes what, and where.
 
-    Chunks that several ranks hold are spread over them by bytes; objects are written by their main replica,
+    Chunks that several ranks hold are spread over them by bytes; with spread "group" over those of them whose
+    label, a number for each rank, is that of the main replica. Objects are written by their main replica,
     as copies of an object need not encode to equal bytes. In a file, wider dtypes come first, so that every
     chunk is aligned to its own element size.
     """
     is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
     candidates = declared.table.nbytes > 0
     if len(is_object):
-        candidates &= declared.main | ~is_object[declared.table.array]
+        may_spread = ~is_object[declared.table.array] & (spread != "none")
+        candidates &= declared.main | may_spread
     held = declared.take(candidates)
     held = held.take(_index_order(held.table))
+    if spread == "group" and labels is not None:
+        held = held.take(_beside_a_main_replica(held, labels))
     first = first_of_equal_chunks(held.table)
     has_main = np.logical_or.reduceat(held.main, first) if len(held) else np.zeros(0, np.bool_)
     starts = np.append(first, len(held))
@@ -57,6 +65,15 @@ def plan_save(declared: DeclaredChunks, *, ranks: int) -> SavePlan:
     table = held.table.take(choice)
     writer = held.rank[choice]
     return SavePlan(table, writer, held.slot[choice], _offsets(table, writer))
+
+
+def _beside_a_main_replica(held: DeclaredChunks, labels: Ints) -> Rows:
+    """Choose the copies whose rank has the label of a rank with the chunk's main replica; in index order."""
+    first = first_of_equal_chunks(held.table)
+    chunk = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(held))))
+    _, label = np.unique(labels, return_inverse=True)
+    place = chunk * len(labels) + label.reshape(-1)[held.rank]
+    return np.isin(place, place[held.main])
 
 
 def plan_own(declared: DeclaredChunks) -> SavePlan:
@@ -68,6 +85,30 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
     mains = mains.take(_index_order(mains.table))
     return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
+
+
+def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int) -> SavePlan:
+    """Plan to write the chunks that a checkpoint has, as they are cut there; the slot of each is its row.
+
+    Each rank gets a run of them in the order of place, in which reading is cheap, of about equal bytes: no
+    rank has more than its share and one chunk. Of equal chunks one is written.
+    """
+    rows = _index_order(stored)
+    rows = rows[first_of_equal_chunks(stored.take(rows))]
+    rows = rows[stored.nbytes[rows] > 0]
+    table = stored.take(rows)
+    order = np.argsort(place[rows], kind="stable")
+    ends = np.cumsum(table.nbytes[order])
+    middle = ends - table.nbytes[order] / 2
+    writer = np.empty(len(rows), np.int64)
+    writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
+    return SavePlan(table, writer, rows, _offsets(table, writer))
+
+
+def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
+    """Return the plan with chunks of other lengths, `[n]`; who writes what stays."""
+    table = replace(plan.table, nbytes=nbytes)
+    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
 
 
 def with_object_sizes(
@@ -84,8 +125,7 @@ def with_object_sizes(
     nbytes = plan.table.nbytes.copy()
     pairs = zip(plan.writer[rows].tolist(), plan.slot[rows].tolist(), strict=True)
     nbytes[rows] = [sizes[rank][slot - first_slots[rank]] for rank, slot in pairs]
-    table = replace(plan.table, nbytes=nbytes)
-    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
+    return with_sizes(plan, nbytes)
 
 
 def _index_order(table: ChunkTable) -> Ints:

@@ -8,7 +8,7 @@ from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
 from megackpt.storage.opening import open_store
 from megackpt.storage.sinks import WriterOptions
-from megackpt.storage.store import Store, StreamWriter, check_name
+from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
 
 __all__ = [
     "BlockDigester",
@@ -20,5 +20,6 @@ __all__ = [
     "block_digests",
     "check_name",
     "digest_of",
+    "is_allowed_name",
     "open_store",
 ]

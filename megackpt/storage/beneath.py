@@ -64,6 +64,38 @@ class Beneath:
             self._on_change(_parent(target))
             os.rename(name.rpartition("/")[2], leaf, src_dir_fd=directory, dst_dir_fd=directory)
 
+    def move(self, name: str, target: str) -> None:
+        """Give `name` the name `target`, in whichever directory, instead of what was there."""
+        with (
+            self._directory_of(name) as (source, old),
+            self._directory_of(target, make=True) as (parent, new),
+        ):
+            self._on_change(_parent(name))
+            self._on_change(_parent(target))
+            os.rename(old, new, src_dir_fd=source, dst_dir_fd=parent)
+
+    def prune(self, prefix: str) -> None:
+        """Remove directories below root that begin with `prefix` and hold nothing but empty directories."""
+        with contextlib.suppress(FileNotFoundError), self._descend([]) as root:
+            for leaf in _directories_in(root):
+                if leaf.startswith(prefix):
+                    self._on_change("")
+                    self._prune(root, leaf)
+
+    def _prune(self, parent: int, leaf: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            directory = os.open(leaf, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            try:
+                for below in _directories_in(directory):
+                    self._prune(directory, below)
+            finally:
+                os.close(directory)
+            try:
+                os.rmdir(leaf, dir_fd=parent)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+
     def unlink(self, name: str) -> None:
         """Remove a file; a symbolic link is removed itself. Missing is fine."""
         with contextlib.suppress(FileNotFoundError), self._directory_of(name) as (directory, leaf):
@@ -177,6 +209,11 @@ def flush_directory(descriptor: int) -> None:
             errno.ENOTSUP,
         ):  # some network file systems: no fsync of directories
             raise
+
+
+def _directories_in(directory: int) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [e.name for e in entries if e.is_dir(follow_symlinks=False)]
 
 
 def _parent(name: str) -> str:

@@ -165,6 +165,19 @@ class LocalStore:
                 self._files.unlink(name)
             self._reading.drop(name)
 
+    def move(self, name: str, target: str) -> None:
+        """Give a file another name, at once, instead of what was there. Durable after `sync`."""
+        check_name(target, location=self._root)
+        with refusals(f"move to {target!r}", self._files.path(name)):
+            self._files.move(name, target)
+        self._reading.drop(name)
+        self._reading.drop(target)
+
+    def prune(self, prefix: str = "") -> None:
+        """Remove the directories at the top, of names that begin with `prefix`, that hold no files at all."""
+        with refusals("remove empty directories below", self._root):
+            self._files.prune(prefix)
+
     def sync(self) -> None:
         """Flush every directory in which this object made, replaced or removed something."""
         self._flush_directories(lambda directory: True)

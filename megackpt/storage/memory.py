@@ -104,6 +104,14 @@ class MemoryStore:
             with self._lock:
                 self._files.pop(name, None)
 
+    def move(self, name: str, target: str) -> None:
+        """Keep a file under another name, instead of what was there."""
+        data = self._find(name, action="move")
+        with self._lock:
+            self._make_room_for(target)
+            self._files[target] = data
+            del self._files[name]
+
     def sync(self) -> None:
         """Nothing to do: nothing lasts."""
 

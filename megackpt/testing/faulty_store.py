@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 # The kinds of operations, by whether they change anything that lasts.
 CHANGES = frozenset(
-    {"create", "open_writer", "writer.write", "writer.close", "write", "replace", "delete", "sync"}
+    {"create", "open_writer", "writer.write", "writer.close", "write", "replace", "delete", "move", "sync"}
 )
 READS = frozenset({"read", "read_into", "size", "exists", "names"})
 
@@ -145,6 +145,10 @@ class FaultyStore:
         """Remove files; each one counts, so that a test can stop between two."""
         for name in names:
             self.perform("delete", name, 0, lambda name=name: self._inner.delete([name]))  # type: ignore[misc]
+
+    def move(self, name: str, target: str) -> None:
+        """Give a file another name, as far as the inner store can."""
+        self.perform("move", name, 0, lambda: self._inner.move(name, target))  # type: ignore[attr-defined]
 
     def sync(self) -> None:
         """Make names durable."""

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -40,6 +40,7 @@ from megackpt.errors import CheckpointError, DeclarationError, UnserializableErr
 from megackpt.formats.strategy import Format, SaveStrategy
 from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.metadata import DTYPES
+from megackpt.options import Exchange, LoadOptions
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
@@ -98,6 +99,44 @@ class FormatConformance:
             lambda group: save({"shards": declared(source, group.rank)}, store, strategy, group=group)
         )
         for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
+            for got, expected in zip(loaded, declared(target, rank), strict=True):
+                assert _bytes_of(got) == _bytes_of(expected)
+        store.close()
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        data=st.data(), array=arrays(), ranks=st.integers(2, 4), way=st.sampled_from(get_args(Exchange)[1:])
+    )
+    def test_any_way_to_exchange_loads_what_direct_reading_loads(
+        self,
+        strategy: SaveStrategy,
+        new_store: Callable[[], Store],
+        data: st.DataObject,
+        array: torch.Tensor,
+        ranks: int,
+        way: Exchange,
+    ) -> None:
+        source = data.draw(held_chunks(tuple(array.shape), ranks=ranks), label="source")
+        target = data.draw(held_chunks(tuple(array.shape), ranks=ranks), label="target")
+        store = new_store()
+        options = LoadOptions(exchange=way, exchange_bytes=data.draw(st.sampled_from([1, 1 << 20])))
+
+        def declared(held: list[Any], rank: int) -> list[ShardedTensor]:
+            return [chunk.declare("array", array) for chunk in held if chunk.rank == rank]
+
+        def run(group: Group) -> list[ShardedTensor]:
+            thing = ShardedObject("thing", 7, (1,), (0,), group.rank)
+            state = {"shards": declared(source, group.rank), "thing": thing}
+            save(state, store, strategy, group=group)
+            wanted = declared(target, group.rank)
+            for tensor in wanted:
+                as_bits(_data(tensor)).fill_(1)  # something that is not the answer
+            thing = ShardedObject("thing", None, (1,), (0,), group.rank)
+            loaded = load({"shards": wanted, "thing": thing}, store, options=options, group=group)
+            assert loaded["thing"] == 7
+            return wanted
+
+        for rank, loaded in enumerate(SimulatedWorld(ranks).run(run)):
             for got, expected in zip(loaded, declared(target, rank), strict=True):
                 assert _bytes_of(got) == _bytes_of(expected)
         store.close()

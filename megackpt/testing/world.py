@@ -7,11 +7,11 @@ so a property test can try thousands of layouts in the time that starting one re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from megackpt.comm import Group
+from megackpt.comm import BulkGroup, Parcel
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class SimulatedWorld:
     [b'\x00', b'\x01', b'\x02']
 
     Attributes:
-        bytes_sent: how many bytes each rank has put into messages so far, `[size]`.
+        bytes_sent: how many bytes each rank has put into messages and parcels so far, `[size]`.
         messages: how many messages each rank has taken part in, `[size]`.
     """
 
@@ -34,12 +34,13 @@ class SimulatedWorld:
         self.messages = [0] * size
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._slots: dict[int, bytes] = {}  # what has been said in the meeting that is under way
+        self._slots: dict[int, Any] = {}  # what has been said in the meeting that is under way
         self._meeting = 0
-        self._minutes: list[bytes] = []  # what was said in the last one that ended
+        self._minutes: list[Any] = []  # what was said in the last one that ended
         self._gone: set[int] = set()
+        self._parts: dict[tuple[int, ...], SimulatedWorld] = {}
 
-    def run(self, fn: Callable[[Group], T]) -> list[T]:
+    def run(self, fn: Callable[[SimulatedRank], T]) -> list[T]:
         """Return what `fn(group)` returned on each rank, or raise the lowest failing rank's error."""
         outcomes = self.outcomes(fn)
         for outcome in outcomes:
@@ -47,28 +48,42 @@ class SimulatedWorld:
                 raise outcome
         return outcomes
 
-    def outcomes(self, fn: Callable[[Group], T]) -> list[Any]:
+    def outcomes(self, fn: Callable[[SimulatedRank], T]) -> list[Any]:
         """Return per rank what `fn(group)` returned, or the exception that it raised."""
 
         def call(rank: int) -> T | Exception:
             try:
-                return fn(_SimulatedRank(self, rank))
+                return fn(SimulatedRank(self, rank))
             except Exception as error:  # noqa: BLE001 - an outcome like any other
                 return error
             finally:
-                with self._changed:  # whoever waits for this rank waits in vain
-                    self._gone.add(rank)
-                    self._changed.notify_all()
+                self._leave(rank)
 
-        self._slots, self._gone = {}, set()
+        self._slots, self._gone, self._parts = {}, set(), {}
         if self.size == 1:
             return [call(0)]
         with ThreadPoolExecutor(max_workers=self.size) as pool:
             return list(pool.map(call, range(self.size)))
 
-    def _meet(self, rank: int, data: bytes) -> list[bytes]:
+    def _leave(self, rank: int) -> None:
+        """Let nobody wait for a rank that has ended."""
         with self._changed:
-            self.bytes_sent[rank] += len(data)
+            self._gone.add(rank)
+            self._changed.notify_all()
+            parts = [(part, ranks.index(rank)) for ranks, part in self._parts.items() if rank in ranks]
+        for part, at in parts:
+            part._leave(at)
+
+    def _part(self, ranks: tuple[int, ...]) -> SimulatedWorld:
+        with self._changed:
+            if ranks not in self._parts:
+                self._parts[ranks] = SimulatedWorld(len(ranks), timeout_s=self._timeout_s)
+                self._parts[ranks]._gone = {i for i, rank in enumerate(ranks) if rank in self._gone}
+            return self._parts[ranks]
+
+    def _meet(self, rank: int, data: Any, nbytes: int) -> list[Any]:
+        with self._changed:
+            self.bytes_sent[rank] += nbytes
             self.messages[rank] += 1
             self._slots[rank] = data
             meeting = self._meeting
@@ -92,15 +107,44 @@ class SimulatedWorld:
         return self._gone - set(self._slots)
 
 
-class _SimulatedRank:
+class SimulatedRank:
+    """One rank's group; see `BulkGroup` for what its methods do."""
+
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
         self.size = world.size
 
+    def subgroup(self, ranks: Sequence[int]) -> BulkGroup:
+        """Return the group of some ranks of this one, each of which calls it. Local."""
+        members = tuple(ranks)
+        return SimulatedRank(self._world._part(members), members.index(self.rank))
+
     def all_gather(self, data: bytes) -> list[bytes]:
-        return self._world._meet(self.rank, data)
+        """Return what every rank gave."""
+        return self._world._meet(self.rank, data, len(data))
 
     def gather(self, data: bytes) -> list[bytes]:
-        everyone = self._world._meet(self.rank, data)
+        """Return on rank 0 what every rank gave."""
+        everyone = self._world._meet(self.rank, data, len(data))
         return everyone if self.rank == 0 else []
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Move parcels between pairs of ranks."""
+        going = [(peer, bytes(data)) for peer, data in sends]
+        everyone = self._world._meet(self.rank, going, sum(len(data) for _, data in going))
+        coming = {peer: iter([d for to, d in sent if to == self.rank]) for peer, sent in enumerate(everyone)}
+        for peer, out in receives:
+            out[:] = next(coming[peer])  # of another length, or none: an error, as it would be in the world
+        left = [peer for peer, rest in coming.items() if next(rest, None) is not None]
+        if left:
+            raise RankFailedError(f"Simulated rank {self.rank} did not take all that ranks {left} sent.")
+
+    def broadcast(self, data: memoryview, *, root: int) -> None:
+        """Fill data with what root has in it."""
+        mine = bytes(data) if self.rank == root else b""
+        data[:] = self._world._meet(self.rank, mine, len(mine))[root]
+
+    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
+        """Fill everyone with what each rank has in data."""
+        everyone[:] = b"".join(self._world._meet(self.rank, bytes(data), len(data)))

@@ -1,7 +1,8 @@
 """Proofs over declarations: pure, over columns."""
 
-from megackpt.validation.common import check_common_equal, check_replicated_equal
+from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage
+from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
 from megackpt.validation.renaming import rename_keys
 from megackpt.validation.report import ArrayReport, LoadReport
 from megackpt.validation.request import (
@@ -17,9 +18,13 @@ from megackpt.validation.strictness import StrictHandling
 __all__ = [
     "ArrayReport",
     "LoadReport",
+    "LoadTimes",
+    "OverRanks",
+    "PhaseTimes",
     "Rules",
     "StrictHandling",
     "check_common_equal",
+    "check_copies_equal",
     "check_coverage",
     "check_replicated_equal",
     "rename_keys",

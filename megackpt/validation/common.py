@@ -48,18 +48,42 @@ def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     Raises:
         MismatchError: naming each key of which ranks hold different values, and which ranks agree.
     """
+    differing = _differing(per_rank)
+    if differing:
+        raise MismatchError(
+            f"Replicated values differ between ranks:\n{truncated_list(list(differing.values()))}\n"
+            f"Make them equal before saving, or declare what belongs to one rank as PerRank.",
+            key=min(differing),
+        )
+
+
+def check_copies_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
+    """Compare the digests of chunks that ranks declare as their own and others as theirs, by chunk.
+
+    Raises:
+        MismatchError: naming each chunk of which ranks hold different values, and which ranks agree.
+    """
+    differing = _differing(per_rank)
+    if differing:
+        raise MismatchError(
+            f"DTensors on several meshes have one key, so they are copies of one array, but they differ:\n"
+            f"{truncated_list(list(differing.values()))}\n"
+            f"If they are parts of different arrays (stages of a pipeline), give each a key of its own; if "
+            f"they should be equal, make them so, or save with validate_access_integrity=False to keep those "
+            f"of the lowest rank.",
+            key=min(differing).rpartition("[")[0],
+        )
+
+
+def _differing(per_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Say of each name that has several digests which ranks agree."""
     holders: dict[str, dict[str, list[int]]] = {}
     for rank, held in enumerate(per_rank):
         for key, digest in held.items():
             holders.setdefault(key, {}).setdefault(digest, []).append(rank)
-    lines = []
+    lines = {}
     for key, versions in sorted(holders.items()):
         if len(versions) > 1:
             groups = " and ".join(f"ranks {rank_list(ranks)}" for ranks in versions.values())
-            lines.append(f"{key!r}: {groups} hold different values")
-    if lines:
-        raise MismatchError(
-            f"Replicated values differ between ranks:\n{truncated_list(lines)}\n"
-            f"Make them equal before saving, or declare what belongs to one rank as PerRank.",
-            key=min(key for key, versions in holders.items() if len(versions) > 1),
-        )
+            lines[key] = f"{key!r}: {groups} hold different values"
+    return lines

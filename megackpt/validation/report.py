@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megackpt.errors import truncated_list
+from megackpt.validation.load_times import LoadTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class LoadReport:
         missing: keys in the checkpoint that no rank asked for.
         unexpected: keys this rank asked for that the checkpoint lacks; nothing was loaded for them.
         excluded: keys this rank asked for that `LoadOptions.exclude` left out.
+        times: how long reading, exchanging and copying took on all ranks; None before they are done.
     """
 
     arrays: tuple[ArrayReport, ...] = ()
@@ -68,6 +70,7 @@ class LoadReport:
     missing: frozenset[str] = field(default_factory=frozenset)
     unexpected: frozenset[str] = field(default_factory=frozenset)
     excluded: frozenset[str] = field(default_factory=frozenset)
+    times: LoadTimes | None = None
 
     @property
     def loaded(self) -> tuple[str, ...]:

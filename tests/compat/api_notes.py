@@ -17,21 +17,21 @@ ABSENT: dict[str, str] = {
         "Says whether an import worked; `is_float8tensor` looks at the class and imports nothing."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects": (
-        "Nothing is deferred: every rank reads what it needs."
+        "Nothing is deferred: what a rank needs arrives in its tensors."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors": (
-        "Nothing is deferred: every rank reads what it needs."
+        "Nothing is deferred: what a rank needs arrives in its tensors."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_broadcast": (
-        "Nothing is exchanged: every rank reads what it needs."
+        "The engine exchanges: `exchange_algo` says how."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_object": (
-        "Nothing is exchanged: every rank reads what it needs."
+        "The engine exchanges: `exchange_algo` says how."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_rounds": (
-        "Nothing is exchanged: every rank reads what it needs."
+        "The engine exchanges: `exchange_algo` says how."
     ),
-    "strategies.two_stage.timers": "The timings of the two-stage load, which is not offered.",
+    "strategies.two_stage.timers": "`LoadReport.times`, or `times` of the strategy.",
 }
 
 _PROPERTY = "A property, as in its base class; there the decorator is missing."
@@ -81,17 +81,36 @@ NOTES: dict[str, str] = {
         "Raises UnsupportedError: `save` commits them with the rest."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
-        "Gives the same tensors; bytes that several ranks need are read by each of them."
+        "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. `do_cache_distribution` has no "
+        "effect."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility": _BACKEND,
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper": (
-        "Adds nothing: every save spreads replicas over all ranks that hold them, whatever the group."
+        "Main replicas are spread within their group, or over all ranks without one, which any save does. "
+        "`do_cache_distribution` has no effect: `megackpt.Checkpointer` keeps plans."
     ),
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.async_save": "Raises UnsupportedError.",
+    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy": (
+        "Loads any format, objects too; `times` has the times of the last load."
+    ),
+    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.check_version_compatibility": _BACKEND,
+    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.deduplicate_chunks": (
+        "Raises UnsupportedError."
+    ),
+    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.load_tensor_from_storage": (
+        "Raises UnsupportedError."
+    ),
+    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.summarize_load_times": (
+        "Logs least, mean and most over all ranks."
+    ),
+    "exchange_utils.ShardDistribution": "Plain data; `all_ranks_for_shard` may be left out, as in 0.8.",
     "strategies.torch.TorchDistLoadShardedStrategy": "Detects the format, and reads those that megackpt "
     "reads.",
     "strategies.torch.TorchDistLoadShardedStrategy.can_handle_sharded_objects": _PROPERTY,
     "strategies.torch.TorchDistLoadShardedStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.tensorstore.TensorStoreLoadShardedStrategy.check_backend_compatibility": _BACKEND,
+    "strategies.zarr.ZarrLoadShardedStrategy.check_backend_compatibility": _BACKEND,
     "strategies.torch.TorchDistLoadShardedStrategy.load_tensors_metadata": (
         "`metadata` is that of torch.distributed.checkpoint, which is not read here."
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import megackpt
 from megackpt.compat.megatron import dist_checkpointing
 from megackpt.compat.megatron.dist_checkpointing import (
     core,
+    exchange_utils,
     mapping,
     serialization,
     state_dict_utils,
@@ -24,6 +26,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies import (
     async_utils,
     base,
     fully_parallel,
+    tensorstore,
     two_stage,
     zarr,
 )
@@ -174,12 +177,17 @@ def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
             "asynchronous|synchronously",
             lambda: dist_checkpointing.save(_state(), path, async_sharded_save=True),
         ),
-        ("synchronously", lambda: async_utils.AsyncCallsQueue().schedule_async_request(None)),
-        ("synchronously", lambda: async_utils.TemporalAsyncCaller()),
+        ("saves are synchronous", lambda: async_utils.AsyncCallsQueue().schedule_async_request(None)),
+        ("saves are synchronous", lambda: async_utils.TemporalAsyncCaller()),
         ("Implement megackpt.formats", lambda: dist_checkpointing.save(_state(), path, _Stranger("x", 1))),
         ("Implement megackpt.formats", lambda: dist_checkpointing.load(_state(), path, _Stranger("x", 1))),
-        ("megackpt.formats.zarr", lambda: zarr.ZarrSaveShardedStrategy("zarr", 1)),
-        ("Use load()", lambda: two_stage.TwoStageDataParallelLoadShardedStrategy(None)),
+        ("tensorstore takes", lambda: zarr.flatten_range(None, None)),
+        ("Use load()", lambda: two_stage.timed()),
+        (
+            "Use load()",
+            lambda: two_stage.TwoStageDataParallelLoadShardedStrategy(None).deduplicate_chunks([]),
+        ),
+        ("LoadOptions\\(exchange", lambda: exchange_utils.exchange_by_distribution({}, {}, None)),
         ("save\\(\\) writes it", lambda: core.save_config(core.CheckpointingConfig("megackpt"), path)),
         ("never handed there", lambda: torch_dist.MCoreSavePlanner.create_local_plan),
     ]
@@ -189,6 +197,28 @@ def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
         assert isinstance(caught.value, NotImplementedError)
         assert isinstance(caught.value, megackpt.CheckpointingException)
     assert not (tmp_path / "iter_1").exists(), "nothing may be written before a refusal"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: zarr.ZarrSaveShardedStrategy("zarr", 1),
+        lambda: zarr.ZarrSaveShardedStrategy("zarr", 3),
+        lambda: torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3),
+        lambda: ("torch_dist", 1),
+        lambda: ("zarr", 1),
+    ],
+)
+def test_strategies_of_megatrons_names_save_their_format(tmp_path: Path, strategy: Any) -> None:
+    path = tmp_path / "iter_1"
+    path.mkdir()
+    chosen = strategy()
+    dist_checkpointing.save(_state(), str(path), chosen)
+    said = json.loads((path / "metadata.json").read_text())
+    named = chosen if isinstance(chosen, tuple) else (chosen.backend, chosen.version)
+    assert (said["sharded_backend"], said["sharded_backend_version"]) == named
+    loaded = dist_checkpointing.load(_state(), str(path), tensorstore.TensorStoreLoadShardedStrategy())
+    assert set(loaded) == set(_state())
 
 
 def test_a_refused_class_can_be_named_and_subclassed() -> None:
@@ -336,3 +366,73 @@ def test_integrity_is_proved_over_all_ranks_and_fails_on_all(rank_pool: RankPool
         "'w': elements [2:4] are saved by no rank" in t for t in rank_pool.run(_validate, 2, True, False)
     )
     assert all("'common' on rank(s) 1" in t for t in rank_pool.run(_validate, 2, False, True))
+
+
+def test_shards_are_distributed_evenly_over_those_who_hold_them() -> None:
+    held = {f"s{i}": [0, 1, 2] for i in range(30)} | {"only": [2]}
+    size = {shard: 10 for shard in held} | {"only": 100}
+    chosen = exchange_utils.distribute_shards_to_ranks(held, size, 3)
+    assert fully_parallel.distribute_shards_to_ranks is exchange_utils.distribute_shards_to_ranks
+    load = [sum(size[s] for s, rank in chosen.items() if rank == r) for r in range(3)]
+    assert chosen["only"] == 2
+    assert max(load) - min(load) <= 10
+    with pytest.raises(ValueError, match="'lost' is held by no rank"):
+        exchange_utils.distribute_shards_to_ranks({"lost": []}, {"lost": 1}, 1)
+
+
+def _replicas() -> tuple[dict[str, Any], Any]:
+    """Return state that data-parallel ranks 0 and 2, and 1 and 3, share, and this rank's group."""
+    dist = torch.distributed
+    groups = [dist.new_group([tp, tp + 2]) for tp in range(2)]
+    tp, dp = dist.get_rank() % 2, dist.get_rank() // 2
+    state: dict[str, Any] = {
+        str(i): S.from_rank_offsets(f"w{i}", torch.full((256, 300), 1.0 + i + tp), (0, tp, 2), replica_id=dp)
+        for i in range(8)
+    }
+    state["extra"] = mapping.ShardedObject("extra", {"tp": tp}, (2,), (tp,), replica_id=dp)
+    return state, groups[tp]
+
+
+def _save_and_load_fully_parallel(path: str, kind: str) -> dict[str, Any]:
+    state, group = _replicas()
+    writer = fully_parallel.FullyParallelSaveStrategyWrapper(
+        serialization.get_default_save_sharded_strategy("megackpt", 1), group
+    )
+    dist_checkpointing.save(state, path, writer)
+    wanted = {key: e.without_data() for key, e in state.items() if key != "extra"}
+    wanted["extra"] = mapping.ShardedObject("extra", None, (2,), state["extra"].global_offset)
+    reader: Any
+    if kind == "two_stage":
+        reader = two_stage.TwoStageDataParallelLoadShardedStrategy(group)
+        reader.maybe_init_gloo_group()
+    else:
+        base_reader = serialization.get_default_load_sharded_strategy(path)
+        reader = fully_parallel.FullyParallelLoadStrategyWrapper(base_reader, group, exchange_algo=kind)
+    loaded = dist_checkpointing.load(wanted, path, reader)
+    assert all(torch.equal(loaded[key], state[key].data) for key in state if key != "extra")
+    assert loaded["extra"] == state["extra"].data
+    if kind != "two_stage":
+        return {}
+    text: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: text.append(record.getMessage())  # type: ignore[method-assign]
+    two_stage.logger.addHandler(handler)
+    two_stage.logger.setLevel(logging.INFO)
+    reader.summarize_load_times()
+    two_stage.logger.removeHandler(handler)
+    return {"log": text, "times": reader.times}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", [*fully_parallel.EXCHANGE_ALGORITHMS, "two_stage"])
+def test_fully_parallel_and_two_stage_strategies_save_and_load_within_their_group(
+    rank_pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    said = rank_pool.run(_save_and_load_fully_parallel, 4, str(tmp_path / "c"), kind)
+    written = sorted(f.stat().st_size for f in (tmp_path / "c" / "data").iterdir())
+    assert len(written) == 4, "both replicas of a group write"
+    assert written[-1] <= 1.05 * written[0]
+    if kind == "two_stage":
+        assert all(answer["times"] == said[0]["times"] for answer in said)
+        assert said[0]["times"].read.max >= said[0]["times"].read.min == 0.0, "one of two ranks reads"
+        assert said[0]["log"][0].startswith("two-stage load: read: min 0.000 s, mean ")

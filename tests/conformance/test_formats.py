@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from megackpt.formats import native
+from megackpt.formats import native, torch_dist
 from megackpt.formats.strategy import Format
+from megackpt.formats.zarr import version_1, version_3
 from megackpt.storage import MemoryStore, Store
 from megackpt.testing.format_suite import FormatConformance
 
@@ -26,3 +27,31 @@ class TestNativeInMemory(FormatConformance):
     @pytest.fixture
     def new_store(self) -> Callable[[], Store]:
         return MemoryStore
+
+
+class TestZarr1(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return version_1.FORMAT
+
+
+class TestZarr3(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return version_3.FORMAT
+
+
+class TestZarr3InMemory(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return version_3.FORMAT
+
+    @pytest.fixture
+    def new_store(self) -> Callable[[], Store]:
+        return MemoryStore
+
+
+class TestTorchDist(FormatConformance):
+    @pytest.fixture
+    def format(self) -> Format:
+        return torch_dist.FORMAT

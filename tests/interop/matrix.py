@@ -114,12 +114,12 @@ def read_all(asked: Iterable[Read], root: Path) -> dict[Read, Outcome]:
         groups[one.program, one.layout[2]].append(one)
     outcomes: dict[Read, Outcome] = {}
     for (program, ranks), ones in groups.items():
-        jobs = [job_of(r.written, r.layout, "read", root) for r in ones]
+        jobs = [job_of(r.written, r.layout, "read", root, form=asked_form(r)) for r in ones]
         outcomes |= zip(ones, run_jobs(program, ranks, jobs), strict=True)
     return outcomes
 
 
-def job_of(written: Written, layout: tuple[int, int, int], op: str, root: Path) -> Job:
+def job_of(written: Written, layout: tuple[int, int, int], op: str, root: Path, *, form: str = "") -> Job:
     """Return the job that writes or reads a checkpoint at a layout."""
     tp, pp, _ = layout
     by_megatron = written.program.script == "megatron_peer.py"
@@ -131,7 +131,7 @@ def job_of(written: Written, layout: tuple[int, int, int], op: str, root: Path) 
         version=written.backend[1],
         tp=tp,
         pp=pp,
-        optimizer_format=written.form,
+        optimizer_format=form or written.form,
         same_layout=layout == written.layout,
         has_common=by_megatron,
         has_objects=by_megatron,

@@ -260,3 +260,10 @@ def unwritten(written: Written) -> tuple[str, str]:
     if written.program is STOCK_OLD and written.form in FIXED and written.backend == TORCH_DIST:
         return KNOWN_BUG
     return "", ""
+
+
+def asked_form(read: Read) -> str:
+    """Return the format that a reader's optimizer asks for: that of the checkpoint, if it has one of its own."""
+    if read.written.form == DTENSORS and models_of(read.program):
+        return FORMS[models_of(read.program)][0]
+    return read.written.form

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import LoadOptions, ShardedTensor
 from megackpt.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -91,3 +94,43 @@ def test_save_and_load_add_at_most_64_mib_to_a_state_of_1_gib(rank_pool: RankPoo
         )
         assert state == STATE_BYTES
         assert extra <= ALLOWED_BYTES
+
+
+def peak_of_an_exchange(directory: Path, way: Any, exchange_bytes: int, tensors: int) -> int:
+    """Return by how much loading what all ranks hold raised resident memory on this rank."""
+    numel = 32 * MIB // 4
+    data = [torch.full((numel,), float(i)) for i in range(tensors)]
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=dist.get_rank())
+        for i, t in enumerate(data)
+    }
+    options = LoadOptions(exchange=way, exchange_bytes=exchange_bytes)
+    if not directory.exists():
+        megackpt.save(state, directory)
+    small = {"warm": ShardedTensor.from_rank_offsets("warm", torch.zeros(10), replica_id=dist.get_rank())}
+    megackpt.save(small, directory.with_name("warm"))
+    megackpt.load(small, directory.with_name("warm"), options=options)
+    for tensor in data:
+        tensor.zero_()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not serve unseen
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    megackpt.load(state, directory, options=options)
+    extra = resident("VmHWM") - before
+    assert all(bool((t == float(i)).all()) for i, t in enumerate(data))
+    return extra
+
+
+def test_a_two_stage_load_adds_at_most_two_of_the_largest_tensors(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", "two_stage", 1024 * MIB, 6)
+    print(f"two-stage: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
+    assert max(extra) <= 2 * 32 * MIB + 8 * MIB  # 8 MiB: messages, threads, plans
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "broadcast", "gather_rounds"])
+def test_an_exchange_keeps_within_its_buffers(rank_pool: RankPool, tmp_path: Path, way: str) -> None:
+    extra = rank_pool.run(peak_of_an_exchange, 3, tmp_path / "c", way, 16 * MIB, 6)
+    print(f"{way}: peaks beyond the state {[round(e / MIB, 1) for e in extra]} MiB")
+    assert max(extra) <= 16 * MIB + 8 * MIB

@@ -8,9 +8,8 @@ save or load.
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from megackpt import api
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import refuse_async
@@ -21,13 +20,16 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from megackpt.compat.megatron.refusal import refuse
-from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
-
-logger = logging.getLogger(__name__)
+from megackpt.validation import StrictHandling
 
 NATIVE = (DEFAULT_BACKEND, 1)
+
+SaveArguments: TypeAlias = dict[str, Any]
+"""Keyword arguments of `megackpt.save`."""
+LoadArguments: TypeAlias = dict[str, Any]
+"""Keyword arguments of `megackpt.load`."""
 
 
 class FormatSaveStrategy(AsyncSaveShardedStrategy):
@@ -43,7 +45,7 @@ class FormatSaveStrategy(AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save a whole checkpoint: what is not sharded becomes its common state. Collective."""
-        api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=self.choice)
+        save_by(self, sharded_state_dict, checkpoint_dir)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> Any:
         """Refuse, until this library saves asynchronously.
@@ -94,30 +96,12 @@ class DetectingLoadStrategy(LoadShardedStrategy):
 def default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
     """Return the strategy for a format by name.
 
-    `torch_dist` is what Megatron-Core calls its default, so programs ask for it that do not care: while this
-    library cannot write it they get the native format, and a warning.
-
     Raises:
         DeclarationError: there is no such format.
+        MissingExtraError: it needs a package that is not installed.
     """
-    if backend == "torch_dist" and not is_writable(backend, version):
-        logger.warning(
-            "Format torch_dist cannot be written by this version of megackpt; checkpoints are saved in "
-            "the native "
-            "format megackpt, which load() detects."
-        )
-        return FormatSaveStrategy(*NATIVE)
     save_strategy((backend, version))
     return FormatSaveStrategy(backend, version)
-
-
-def is_writable(backend: str, version: int) -> bool:
-    """Say whether this library writes a format."""
-    try:
-        save_strategy((backend, version))
-    except DeclarationError:
-        return False
-    return True
 
 
 def save_choice(strategy: Any) -> SaveChoice:
@@ -149,6 +133,44 @@ def check_load_strategy(strategy: Any) -> None:
     inner = getattr(strategy, "base_strategy", strategy)
     if inner is not None and not isinstance(inner, DetectingLoadStrategy):
         refuse_strangers(inner, "megackpt.formats.strategy.LoadStrategy")
+
+
+def save_by(
+    strategy: Any,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    **arguments: Any,
+) -> None:
+    """Save with `megackpt.save` as a strategy says: its format, and who writes what several ranks hold.
+
+    Collective.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    given = getattr(strategy, "save_arguments", {})
+    choice = save_choice(strategy)
+    api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **given, **arguments)
+
+
+def load_by(
+    strategy: Any,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Any:
+    """Load with `megackpt.load`, which see for what is returned, as a strategy says: who reads for whom.
+
+    Collective. The times of the load are kept in the strategy if it has a place for them.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
+    given = getattr(strategy, "load_arguments", {})
+    loaded, report = api.load_with_report(sharded_state_dict, checkpoint_dir, strict=strict, **given)
+    if hasattr(strategy, "times"):
+        strategy.times = report.times
+    if strict.returns_keys:
+        return loaded, set(report.missing), set(report.unexpected)
+    return loaded
 
 
 def refuse_strangers(strategy: object, protocol: str) -> NoReturn:

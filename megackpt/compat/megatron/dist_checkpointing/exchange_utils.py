@@ -1,18 +1,79 @@
-"""Loaded shards, exchanged between ranks.
+"""Who writes or reads a shard that several ranks hold.
 
 Source: Megatron-Core `dist_checkpointing.exchange_utils`, for the names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Set
+from typing import Any, NamedTuple, TypeVar
+
 import torch
 
 from megackpt.compat.megatron.refusal import refused
+from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedTensor
 
 _PLANNED = {
-    "because": "every rank reads what it needs, and who writes what is planned by pure functions.",
-    "instead": "Use save() and load(); the plans are megackpt.planning.plan_save and plan_load.",
+    "because": "tensors are not exchanged by shards: who reads which bytes, and who needs what of "
+    "them, is planned "
+    "for all ranks before anything is read.",
+    "instead": "Load with LoadOptions(exchange=...), or "
+    "FullyParallelLoadStrategyWrapper(exchange_algo=...); the "
+    "plans are megackpt.planning.plan_save and plan_exchange.",
 }
+
+T = TypeVar("T", bound=Hashable)
+
+
+class ShardDistribution(NamedTuple):
+    """Which rank of a group writes or reads each shard. Plain data; the engine's own plans are finer.
+
+    Attributes:
+        main_rank_for_shard: the rank that does it, by shard.
+        shards_in_this_group: shards that ranks of this group hold.
+        shard_to_metadata: one ShardedTensor for each.
+        all_ranks_for_shard: all ranks that hold each.
+    """
+
+    main_rank_for_shard: dict[Any, int]
+    shards_in_this_group: set[Any]
+    shard_to_metadata: dict[Any, ShardedTensor]
+    all_ranks_for_shard: dict[Any, list[int]] = {}  # noqa: RUF012 - a default as of old; nothing here fills it
+
+
+def distribute_shards_to_ranks(
+    shard_to_ranks: dict[T, list[int]],
+    shard_to_size: dict[T, int],
+    num_ranks: int,
+    cross_parallelization_group_loads: Set[T] = frozenset(),
+) -> dict[T, int]:
+    """Return a rank for each shard, so that bytes are even.
+
+    Pure. Shards that fewest ranks hold come first, of those the largest. shard_to_ranks says who holds each
+    shard, shard_to_size how large it is. Shards that several groups read (cross_parallelization_group_loads)
+    are given out after the others.
+
+    Raises:
+        DeclarationError: a shard is held by no rank.
+    """
+    nobody = [shard for shard, ranks in shard_to_ranks.items() if not ranks]
+    if nobody:
+        raise DeclarationError(
+            f"Shard {nobody[0]!r} is held by no rank, so none can be chosen. Give its ranks."
+        )
+
+    def turn(shard: T) -> tuple[bool, int, int]:
+        crosses = shard in cross_parallelization_group_loads
+        return (crosses, len(shard_to_ranks[shard]), -shard_to_size[shard])
+
+    load = [0] * num_ranks
+    chosen: dict[T, int] = {}
+    for shard in sorted(shard_to_ranks, key=turn):  # stable: equals in the order given
+        rank = min(shard_to_ranks[shard], key=lambda holder: (load[holder], holder))
+        chosen[shard] = rank
+        load[rank] += shard_to_size[shard]
+    return chosen
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
@@ -23,11 +84,9 @@ def is_float8tensor(tensor: torch.Tensor) -> bool:
     )
 
 
-ShardDistribution = refused("ShardDistribution", **_PLANNED)
 determine_main_replica_uniform_distribution = refused(
     "determine_main_replica_uniform_distribution", **_PLANNED
 )
-distribute_shards_to_ranks = refused("distribute_shards_to_ranks", **_PLANNED)
 exchange_by_distribution = refused("exchange_by_distribution", **_PLANNED)
 exchange_loaded_objects_gather_object = refused("exchange_loaded_objects_gather_object", **_PLANNED)
 exchange_loaded_tensors_broadcast = refused("exchange_loaded_tensors_broadcast", **_PLANNED)

@@ -30,7 +30,7 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
     StrictHandling,
     verify_checkpoint_and_load_strategy,
 )
-from megackpt.compat.megatron.ours import check_load_strategy, refuse_strangers, save_choice
+from megackpt.compat.megatron.ours import check_load_strategy, load_by, refuse_strangers, save_by
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 
@@ -72,9 +72,8 @@ def load(
     """
     check_load_strategy(sharded_strategy)
     _check_common(common_strategy, TorchCommonLoadStrategy, StrategyAction.LOAD_COMMON)
-    mode: Any = StrictHandling.of(strict)
     loaded: StateDict | tuple[StateDict, set[str], set[str]]
-    loaded = api.load(sharded_state_dict, checkpoint_dir, strict=mode)
+    loaded = load_by(sharded_strategy, sharded_state_dict, checkpoint_dir, StrictHandling.of(strict))
     state = loaded[0] if isinstance(loaded, tuple) else loaded
     _describe(state, checkpoint_dir)
     return loaded
@@ -158,10 +157,10 @@ def save(
         refuse_async("save(async_sharded_save=True)")
     _check_common(common_strategy, TorchCommonSaveStrategy, StrategyAction.SAVE_COMMON)
     described = _clean_metadata_for_serialization(content_metadata)
-    api.save(
-        state,
+    save_by(
+        sharded_strategy,
+        sharded_state_dict,
         checkpoint_dir,
-        sharded_strategy=save_choice(sharded_strategy),
         validate_access_integrity=validate_access_integrity,
         preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=described,

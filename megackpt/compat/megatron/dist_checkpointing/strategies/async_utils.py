@@ -1,7 +1,7 @@
 """Requests and queues of asynchronous saves.
 
-This version of megackpt saves synchronously: requests are plain data, an empty queue is one, and what would
-start a process refuses.
+Here a strategy saves synchronously; asynchronous saves are a Checkpointer's. Requests are plain data, an
+empty queue is one, and what would start a process refuses.
 
 Source: Megatron-Core `dist_checkpointing.strategies.async_utils`, for names and signatures.
 """
@@ -17,8 +17,8 @@ from megackpt.compat.megatron.refusal import refuse, refused
 from megackpt.errors import DeclarationError
 
 _WHY = {
-    "because": "this version saves synchronously.",
-    "instead": "Leave async_sharded_save=False; asynchronous saving will live in "
+    "because": "its saves are synchronous.",
+    "instead": "Leave async_sharded_save=False; for asynchronous saving use "
     "megackpt.Checkpointer(async_save=True).",
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy, is_writable
-from megackpt.compat.megatron.refusal import refuse, refused
+from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy
+from megackpt.compat.megatron.refusal import refused
+from megackpt.formats.torch_dist import TorchDistSaveStrategy
 
 _PLUMBING = {
     "because": "it is how Megatron-Core hands its entities to torch.distributed.checkpoint, and they are "
@@ -17,10 +18,12 @@ MSC_PREFIX = "msc://"
 class TorchDistSaveShardedStrategy(FormatSaveStrategy):
     """Saves in the format of torch.distributed.checkpoint.
 
-    The arguments after version tune Megatron-Core's writer; ours takes `megackpt.SaveOptions`.
+    thread_count is how many files each rank writes at the same time. What the others tune in Megatron-Core's
+    writer is in `megackpt.SaveOptions` here, or needs no tuning: main replicas are all that is written, and
+    plans are kept by a `megackpt.PlanCache`.
 
     Raises:
-        UnsupportedError: this version does not write that format.
+        DeclarationError: thread_count is below 1.
     """
 
     def __init__(
@@ -32,18 +35,12 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
         cached_metadata: bool = False,
         separation_hint: str | None = None,
     ) -> None:
-        if not is_writable(backend, version):
-            refuse(
-                "TorchDistSaveShardedStrategy",
-                because=f"this version does not write format {backend!r} version {version}.",
-                instead="Pass no strategy, which saves in the native format; torch_dist will live in "
-                "megackpt.formats.torch_dist.",
-            )
         super().__init__(backend, version)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
         self.cached_metadata = cached_metadata
         self.separation_hint = separation_hint
+        self.choice = TorchDistSaveStrategy(thread_count=thread_count)
 
 
 class TorchDistLoadShardedStrategy(DetectingLoadStrategy):

@@ -1,15 +1,34 @@
-"""Source: Megatron-Core up to 0.15, `dist_checkpointing.strategies.zarr`, for the names."""
+"""The format zarr. Source: Megatron-Core up to 0.15, `dist_checkpointing.strategies.zarr`, for the names."""
 
+from __future__ import annotations
+
+from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy
 from megackpt.compat.megatron.refusal import refused
 
-_ZARR = {
-    "because": "this version neither writes nor reads zarr checkpoints.",
-    "instead": "Save in the native format; zarr will live in megackpt.formats.zarr.",
+_PLUMBING = {
+    "because": "it is a step between zarr arrays and tensors that tensorstore takes here.",
+    "instead": "Use save() and load(), or load_tensors_metadata().",
 }
-ZarrLoadShardedStrategy = refused("ZarrLoadShardedStrategy", **_ZARR)
-ZarrSaveShardedStrategy = refused("ZarrSaveShardedStrategy", **_ZARR)
-flatten_range = refused("flatten_range", **_ZARR)
-load_zarr_based_sharded_metadata = refused("load_zarr_based_sharded_metadata", **_ZARR)
-pad_to_expected_shape = refused("pad_to_expected_shape", **_ZARR)
-postprocess_numpy_array = refused("postprocess_numpy_array", **_ZARR)
-register_default_zarr_strategies = refused("register_default_zarr_strategies", **_ZARR)
+
+
+class ZarrSaveShardedStrategy(FormatSaveStrategy):
+    """Saves zarr arrays, one a key: version 1 as Megatron-Core did, version 3 in shards.
+
+    Raises:
+        DeclarationError: there is no such version.
+        MissingExtraError: tensorstore is not installed.
+    """
+
+
+class ZarrLoadShardedStrategy(DetectingLoadStrategy):
+    """Loads a checkpoint of any format that can be read here, as its metadata.json says."""
+
+
+def register_default_zarr_strategies() -> None:
+    """Do nothing: our strategies are there without being registered."""
+
+
+flatten_range = refused("flatten_range", **_PLUMBING)
+load_zarr_based_sharded_metadata = refused("load_zarr_based_sharded_metadata", **_PLUMBING)
+pad_to_expected_shape = refused("pad_to_expected_shape", **_PLUMBING)
+postprocess_numpy_array = refused("postprocess_numpy_array", **_PLUMBING)

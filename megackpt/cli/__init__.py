@@ -1,0 +1,5 @@
+"""The command line: `megackpt COMMAND`, or `python -m megackpt.cli` where torchrun wants a module."""
+
+from megackpt.cli.frame import main
+
+__all__ = ["main"]

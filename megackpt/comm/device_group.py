@@ -1,0 +1,61 @@
+"""Broadcasts between devices, over a torch process group with its own backend.
+
+Owns the buffers there. What goes wrong on a device is told by the backend: deadlines are those of the process
+group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megackpt.comm.group import Group
+from megackpt.errors import DeclarationError, RankFailedError
+
+
+class DeviceGroup:
+    """The ranks of a torch process group, and a device of this process that its backend reaches.
+
+    Without a group that of all ranks.
+
+    Raises:
+        DeclarationError: a group of another kind, or torch.distributed is not initialised.
+    """
+
+    def __init__(self, group: Group | dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise DeclarationError(
+                "cpu_transfer=False broadcasts between devices, which takes a process group of "
+                "torch.distributed "
+                "with a backend for them. Give one as exchange_group, or leave cpu_transfer as it is."
+            )
+        self._group, self._device = group, device or torch.device("cpu")
+
+    def on(self, device: torch.device) -> DeviceGroup:
+        """Return the same ranks with another device. Local."""
+        return DeviceGroup(self._group, device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer on the device. Local."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def broadcast(self, data: torch.Tensor, *, root: int) -> torch.Tensor:
+        """Return what root has in data, on the device of each rank. Collective; root counts in the group.
+
+        Raises:
+            RankFailedError: the backend could not; its deadline may have passed.
+        """
+        on_device = data.to(self._device)
+        try:
+            dist.broadcast(on_device, dist.get_global_rank(self._group, root), group=self._group)
+            if on_device.is_cuda:  # the host buffer behind it is filled anew after this
+                torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"A broadcast between devices failed (seen by rank {dist.get_rank()}): {error}. Look "
+                f"at the logs "
+                f"of the other ranks, or load with cpu_transfer=True."
+            ) from error
+        return on_device

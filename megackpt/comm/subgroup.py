@@ -1,0 +1,49 @@
+"""Groups that a caller names: ours, or process groups of torch.
+
+Owns their translation into a `BulkGroup` or into a label that tells which ranks belong together.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from megackpt.comm.group import BulkGroup, Group, moves_bulk
+from megackpt.comm.torch_group import TorchGroup, process_group_ranks, torch_subgroup
+from megackpt.errors import DeclarationError
+
+GivenGroup: TypeAlias = "Group | dist.ProcessGroup"
+
+
+def subgroup(given: GivenGroup, *, timeout_s: float) -> BulkGroup:
+    """Return the group of the given one's ranks that moves bulk data.
+
+    Collective over these ranks at the first call with a process group of torch.
+
+    Raises:
+        DeclarationError: a group of another kind that cannot move bulk data.
+    """
+    if isinstance(given, dist.ProcessGroup):
+        return torch_subgroup(given, timeout_s=timeout_s)
+    if not moves_bulk(given):
+        raise DeclarationError(
+            f"A group of class {type(given).__name__} has no methods exchange, broadcast and "
+            f"all_gather_into, so "
+            f"ranks cannot send each other what they read. Add them (see megackpt.comm.BulkGroup), "
+            f"give a torch "
+            f"process group, or use exchange='direct'."
+        )
+    return given
+
+
+def subgroup_label(given: GivenGroup, *, rank: int) -> int:
+    """Return a number that is the same on all members of a group, and another in each group beside it.
+
+    Collective over the group unless it is one of torch's; rank is this process's in all groups together.
+    """
+    if isinstance(given, dist.ProcessGroup):
+        return min(process_group_ranks(given))
+    if isinstance(given, TorchGroup):
+        return min(given.ranks)
+    return min(int(said) for said in given.all_gather(str(rank).encode()))

@@ -1,0 +1,108 @@
+"""The knobs of distributed checkpointing under the names that Megatron-Core's users know.
+
+Owns what each name means here: which strategy, which options of `save` and `load`. The library itself takes
+those; nothing in it asks for this object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megackpt.errors import DeclarationError
+from megackpt.formats.registry import save_strategy
+from megackpt.formats.strategy import SaveStrategy
+from megackpt.options import LoadOptions, SaveOptions
+from megackpt.validation import StrictHandling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """How a training run makes and loads its checkpoints. docs/strategies.md says when to choose what.
+
+    Attributes:
+        dist_ckpt_format: backend of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or one of a package
+            that adds a format. Loading detects it.
+        dist_ckpt_load_on_device: load straight into tensors on their device; False: into tensors in host
+            memory, which the loaded state dict then holds.
+        dist_ckpt_parallel_save: spread replicated chunks over the ranks that hold them; False: main replicas
+            write.
+        dist_ckpt_parallel_save_within_dp: spread them inside of the data-parallel group only.
+        dist_ckpt_parallel_load: each byte is read once in a data-parallel group and sent on; False: every
+            rank reads what it needs.
+        dist_ckpt_exchange_algo: how it is sent on: `all_to_all`, or as Megatron-Core does, `broadcast`,
+            `gather_rounds`, `gather_object`.
+        dist_ckpt_torch_dist_multiproc: files and writer threads of a rank in format `torch_dist`.
+        dist_ckpt_assume_constant_structure: reuse the plan of the last save without comparing digests.
+        dist_ckpt_parallel_dist_opt: the distributed optimizer's state is saved as it is sharded; False: it is
+            gathered on the first data-parallel rank. Loads into any layout either way.
+        dist_ckpt_load_strictness: a `StrictHandling` or its value.
+        async_save: return from a save when the state is copied to host memory.
+        keep_last: how many checkpoints stay; None for all.
+        save_interval: steps between checkpoints; None for none but the last.
+        exit_signal: name of a signal at which a run saves and ends, e.g. `SIGTERM`; None for none.
+        timeout_s: how long a rank waits for the others, in seconds.
+
+    Source: Megatron-LM, `megatron/training/arguments.py`, for the names (`exit_signal`: its
+    `--exit-signal-handler`).
+    """
+
+    dist_ckpt_format: str = "megackpt"
+    dist_ckpt_load_on_device: bool = True
+    dist_ckpt_parallel_save: bool = True
+    dist_ckpt_parallel_save_within_dp: bool = False
+    dist_ckpt_parallel_load: bool = False
+    dist_ckpt_exchange_algo: str = "all_to_all"
+    dist_ckpt_torch_dist_multiproc: int = 2
+    dist_ckpt_assume_constant_structure: bool = False
+    dist_ckpt_parallel_dist_opt: bool = True
+    dist_ckpt_load_strictness: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
+    async_save: bool = False
+    keep_last: int | None = None
+    save_interval: int | None = None
+    exit_signal: str | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        strictness = StrictHandling.of(self.dist_ckpt_load_strictness)
+        object.__setattr__(self, "dist_ckpt_load_strictness", strictness)
+        if self.dist_ckpt_parallel_save_within_dp and not self.dist_ckpt_parallel_save:
+            raise DeclarationError(
+                "dist_ckpt_parallel_save_within_dp says where to spread what dist_ckpt_parallel_save=False "
+                "does not spread. Set dist_ckpt_parallel_save, too."
+            )
+        if self.dist_ckpt_torch_dist_multiproc < 1:
+            raise DeclarationError(
+                f"dist_ckpt_torch_dist_multiproc is {self.dist_ckpt_torch_dist_multiproc}; give at least 1."
+            )
+        # What options refuse is refused here, too.
+        self.save_options()
+        self.load_options()
+
+    def save_strategy(self) -> SaveStrategy:
+        """Return the strategy of the format.
+
+        Raises:
+            DeclarationError: there is no such format.
+        """
+        if self.dist_ckpt_format == "torch_dist":
+            from megackpt.formats.torch_dist import TorchDistSaveStrategy  # imports much of torch
+
+            return TorchDistSaveStrategy(thread_count=self.dist_ckpt_torch_dist_multiproc)
+        return save_strategy(self.dist_ckpt_format)
+
+    def save_options(self) -> SaveOptions:
+        """Return the options of a save. With `spread="group"`, hand it the data-parallel group as well."""
+        spread = "group" if self.dist_ckpt_parallel_save_within_dp else "world"
+        return SaveOptions(
+            timeout_s=self.timeout_s,
+            spread=spread if self.dist_ckpt_parallel_save else "none",  # type: ignore[arg-type]
+            assume_constant_structure=self.dist_ckpt_assume_constant_structure,
+        )
+
+    def load_options(self) -> LoadOptions:
+        """Return the options of a load. Unless it is direct, hand it the group that exchanges as well."""
+        return LoadOptions(
+            timeout_s=self.timeout_s,
+            exchange=self.dist_ckpt_exchange_algo if self.dist_ckpt_parallel_load else "direct",  # type: ignore[arg-type]
+            load_on_device=self.dist_ckpt_load_on_device,
+        )

@@ -1,0 +1,317 @@
+"""What a `.metadata` says, as arrays and chunks.
+
+Owns the translation of DCP's classes into ours; `describing` has the other direction. What an unpickled
+object holds is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megackpt.errors import FormatError
+from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
+from megackpt.metadata.chunk_table import MAX_NUMEL
+from megackpt.storage import check_name
+
+log = logging.getLogger(__name__)
+
+Extents = tuple[int, ...]
+
+COMMON_STATE = "common_state"
+"""Key of the object in which newer versions of Megatron-Core store common state."""
+
+# A ShardedObject of Megatron-Core: one element of an array of objects.
+_UNIQUE_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[\d.]*)_(?P<shape>[\d.]*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stored item: a tensor or an object, as torch.save made it.
+
+    Attributes:
+        name: the key under which `.metadata` lists it.
+        file: the file that holds it.
+        offset_bytes: where it begins there.
+        nbytes: its length.
+        dtype: of the tensor, or OBJECT.
+        offsets: place of the tensor in what DCP takes for the array.
+        shape: of the tensor.
+        is_listed: whether an object is stored as a list that holds it alone, as Megatron-Core does.
+    """
+
+    name: str
+    file: str
+    offset_bytes: int
+    nbytes: int
+    dtype: str
+    offsets: Extents = ()
+    shape: Extents = ()
+    is_listed: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Row:
+    array: int
+    start: Extents
+    shape: Extents
+    flat_start: int
+    flat_stop: int
+
+
+class Described:
+    """A `.metadata` that another library, or another version, may have written."""
+
+    def __init__(self, metadata: Any, *, location: str) -> None:
+        self._location = location
+        self._where = f"{location}/.metadata"
+        entries = getattr(metadata, "state_dict_metadata", None)
+        storage = getattr(metadata, "storage_data", None)
+        if not isinstance(entries, dict) or not isinstance(storage, dict):
+            raise FormatError(
+                f"{self._where}: it has no tables of keys and of storage. The file is damaged.",
+                path=self._where,
+            )
+        self._entries: dict[str, Any] = entries
+        self._storage: dict[Any, Any] = storage
+        reformulated = getattr(metadata, "mcore_data", None)
+        self._reformulated = reformulated if isinstance(reformulated, dict) else {}
+        self._objects = self._find_objects()
+        self.arrays: dict[str, ArraySpec] = {}
+        for key in sorted(k for k, v in entries.items() if isinstance(v, TensorStorageMetadata)):
+            spec = self._tensor_spec(key)
+            if spec is not None:
+                self.arrays[key] = spec
+        for key, (shape, _) in self._objects.items():
+            self.arrays[key] = ArraySpec(key, OBJECT, shape)
+
+    def has_object(self, name: str) -> bool:
+        """Tell whether an object of this name is listed."""
+        return isinstance(self._entries.get(name), BytesStorageMetadata)
+
+    def object_item(self, name: str, *, is_listed: bool) -> Item:
+        """Return where an object lies, by the name that it is listed under."""
+        return self._item(name, None, OBJECT, (), is_listed=is_listed)
+
+    def chunks(self, keys: Iterable[str]) -> tuple[ChunkTable, list[Item]]:
+        """Return the chunks of some arrays, sorted as in an index, and the item of each.
+
+        An object has one byte more than its item; `ItemChunks` puts it there.
+
+        Raises:
+            FormatError: what `.metadata` says about one of them cannot be.
+        """
+        wanted = sorted(set(keys) & set(self.arrays))
+        arrays = tuple(self.arrays[key] for key in wanted)
+        found: list[tuple[_Row, Item]] = []
+        for number, spec in enumerate(arrays):
+            found += self._objects_of(number, spec) if spec.dtype == OBJECT else self._chunks_of(number, spec)
+        found.sort(key=lambda pair: pair[0])
+        rows = [row for row, _ in found]
+        items = [item for _, item in found]
+        dims = max([len(a.global_shape) for a in arrays], default=1) or 1
+        array = np.array([r.array for r in rows], np.int64)
+        flat_start, flat_stop = (
+            np.array([getattr(r, name) for r in rows], np.int64) for name in ("flat_start", "flat_stop")
+        )
+        nbytes = (flat_stop - flat_start) * (itemsizes(arrays)[array] if arrays else 1)
+        for i, item in enumerate(items):
+            if item.dtype == OBJECT:
+                nbytes[i] = item.nbytes + 1
+        table = ChunkTable(
+            arrays,
+            array,
+            pad_shapes([r.start for r in rows], dims, fill=0),
+            pad_shapes([r.shape for r in rows], dims, fill=1),
+            flat_start,
+            flat_stop,
+            nbytes,
+        )
+        return ChunkTable.from_columns(table.to_columns(), where=self._where), items
+
+    def _find_objects(self) -> dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]]:
+        """Sort objects into arrays: key -> (shape, {offset: (listed name, whether it is in a list)})."""
+        plain: list[str] = []
+        sharded: dict[str, dict[str, tuple[Extents, Extents]]] = {}
+        for name, entry in self._entries.items():
+            if not isinstance(name, str) or not name.isprintable():
+                _check_unicode(name, self._where)
+            if not isinstance(entry, BytesStorageMetadata):
+                continue
+            match = _UNIQUE_KEY.fullmatch(name)
+            placed = _place(match["offset"], match["shape"]) if match else None
+            if match and placed:
+                sharded.setdefault(match["key"], {})[name] = placed
+            else:
+                plain.append(name)
+        found: dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]] = {}
+        for key, members in sharded.items():
+            shape = _common_shape(list(members.values()))
+            if shape is None or key in self._entries:
+                # Shapes that contradict each other, or a tensor of the same name: each stands for itself.
+                for name in members:
+                    found[name] = ((1,), {(0,): (name, True)})
+            else:
+                found[key] = (shape, {offset: (name, True) for name, (offset, _) in members.items()})
+        for name in plain:
+            found[name] = ((1,), {(0,): (name, False)})
+        return found
+
+    def _tensor_spec(self, key: str) -> ArraySpec | None:
+        entry = self._entries[key]
+        dtype = str(getattr(getattr(entry, "properties", None), "dtype", None)).removeprefix("torch.")
+        if dtype not in DTYPES:
+            log.warning("%s: %r has dtype %s, which cannot be loaded.", self._where, key, dtype)
+            return None
+        shape = self._original_shape(key) or self._extents(key, getattr(entry, "size", None))
+        if any(n > MAX_NUMEL for n in shape) or math.prod(shape) > MAX_NUMEL:
+            raise self._damaged(key, f"no array can have the shape {shape}")
+        return ArraySpec(key, dtype, shape)
+
+    def _original_shape(self, key: str) -> Extents | None:
+        """Shape of an array that Megatron-Core up to 0.15 has stored in another one; None for others."""
+        said = self._reformulated.get(key)
+        original = said.get("nd_reformulated_orig_global_shape") if isinstance(said, dict) else None
+        return None if original is None else self._extents(key, original)
+
+    def _chunks_of(self, number: int, spec: ArraySpec) -> list[tuple[_Row, Item]]:
+        key, entry = spec.key, self._entries[spec.key]
+        fragments = self._fragments(spec, entry) if self._original_shape(key) is not None else None
+        found: dict[Extents, tuple[_Row, Item]] = {}
+        total = 0
+        for chunk in getattr(entry, "chunks", None) or ():
+            offsets = self._extents(key, getattr(chunk, "offsets", None))
+            shape = self._extents(key, getattr(chunk, "sizes", None))
+            numel = math.prod(shape)
+            if not numel:
+                continue
+            if fragments is None:
+                row = _Row(number, offsets, shape, 0, numel)
+            else:
+                row = self._reformulated_row(number, spec, fragments, offsets, shape)
+            if offsets in found:  # one place has one item: the chunk is listed twice, or `.metadata` is wrong
+                if found[offsets][0] != row:
+                    raise self._damaged(key, f"two chunks begin at {offsets}")
+                continue
+            found[offsets] = row, self._item(key, offsets, spec.dtype, shape)
+            total += numel
+        if total > spec.numel:
+            raise self._damaged(key, f"chunks overlap ({total} elements of an array of {spec.numel})")
+        return list(found.values())
+
+    def _fragments(self, spec: ArraySpec, entry: Any) -> Extents:
+        """How many boxes the array was cut into along each axis, each flattened into the last axis stored."""
+        *fragments, numel = self._extents(spec.key, getattr(entry, "size", None)) or (0,)
+        fits = len(fragments) == len(spec.global_shape) and all(
+            f > 0 and n % f == 0 for n, f in zip(spec.global_shape, fragments, strict=True)
+        )
+        if not fits or math.prod(spec.global_shape) != math.prod(fragments) * numel:
+            raise self._damaged(
+                spec.key, f"an array of shape {spec.global_shape} cannot be stored as {(*fragments, numel)}"
+            )
+        return tuple(fragments)
+
+    def _reformulated_row(
+        self, number: int, spec: ArraySpec, fragments: Extents, offsets: Extents, shape: Extents
+    ) -> _Row:
+        """Translate a range of the last axis at one fragment into a flat range of that fragment's box.
+
+        Source: Megatron-Core 0.8 to 0.15, `sharded_tensor_to_torch_sharded_tensor`: an array [X, Y] in boxes
+        [x, y] is stored as [X/x, Y/y, x*y].
+        """
+        box = tuple(n // f for n, f in zip(spec.global_shape, fragments, strict=True))
+        dims = len(box)
+        fits = len(offsets) == len(shape) == dims + 1 and all(n == 1 for n in shape[:-1])
+        if not fits:
+            raise self._damaged(spec.key, f"chunk {offsets}, {shape} is no range of one fragment")
+        start = tuple(i * n for i, n in zip(offsets, box, strict=False))
+        return _Row(number, start, box, offsets[-1], offsets[-1] + shape[-1])
+
+    def _objects_of(self, number: int, spec: ArraySpec) -> list[tuple[_Row, Item]]:
+        _, places = self._objects[spec.key]
+        one = (1,) * len(spec.global_shape)
+        return [
+            (_Row(number, offset, one, 0, 1), self.object_item(name, is_listed=is_listed))
+            for offset, (name, is_listed) in places.items()
+        ]
+
+    def _item(
+        self, name: str, offsets: Extents | None, dtype: str, shape: Extents, *, is_listed: bool = False
+    ) -> Item:
+        found = self._storage.get(MetadataIndex(name, offsets))
+        if found is None:
+            at = "" if offsets is None else f" at {offsets}"
+            raise self._damaged(name, f"no file is named for what begins{at}" if at else "no file is named")
+        file, offset, nbytes = (getattr(found, a, None) for a in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
+            raise self._damaged(name, "its place in a file is malformed")
+        if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
+            raise self._damaged(name, f"no file has {nbytes} bytes at {offset}")
+        check_name(file, location=self._location)
+        transforms = getattr(found, "transform_descriptors", None)
+        if transforms:
+            raise FormatError(
+                f"{self._where}: {name!r} went through {transforms!r:.100} when it was stored, which is not "
+                f"undone here. Load it with torch.distributed.checkpoint and the same extensions.",
+                key=name,
+                path=self._where,
+            )
+        return Item(name, file, offset, nbytes, dtype, offsets or (), shape, is_listed)
+
+    def _extents(self, key: str, value: Any) -> Extents:
+        fits = isinstance(value, tuple | list) and all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value)
+        if not fits:
+            raise self._damaged(key, "a shape or offset in it is none")
+        return tuple(value)
+
+    def _damaged(self, key: str, what: str) -> FormatError:
+        return FormatError(f"{self._where}: {key!r}: {what}. The file is damaged.", key=key, path=self._where)
+
+
+def _check_unicode(name: Any, where: str) -> None:
+    try:
+        name.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise FormatError(f"{where}: {name!r:.100} is no key. The file is damaged.", path=where) from error
+
+
+def _place(offset: str, shape: str) -> tuple[Extents, Extents] | None:
+    """Decode the end of a unique key; None if it is another text. Old keys lack the last extent (-1)."""
+    try:
+        start, extents = (tuple(int(n) for n in t.split(".")) if t else () for t in (offset, shape))
+    except ValueError:
+        return None
+    if len(start) == len(extents) + 1:
+        extents = (*extents, -1)
+    fits = len(start) == len(extents) and all(
+        a < n <= MAX_NUMEL or n == -1 for a, n in zip(start, extents, strict=True)
+    )
+    return (start, extents) if fits and math.prod(abs(n) for n in extents) <= MAX_NUMEL else None
+
+
+def _common_shape(places: list[tuple[Extents, Extents]]) -> Extents | None:
+    """Return the one shape that objects give, its last extent from their offsets where it is not known."""
+    shapes = {shape for _, shape in places}
+    if len(shapes) > 1 or len({offset for offset, _ in places}) < len(places):
+        return None
+    (shape,) = shapes
+    if shape[-1:] == (-1,):
+        return (*shape[:-1], 1 + max(offset[-1] for offset, _ in places))
+    return shape
+
+
+def key_of(name: str) -> str:
+    """Return the key of the array that a listed name belongs to."""
+    match = _UNIQUE_KEY.fullmatch(name)
+    return match["key"] if match and _place(match["offset"], match["shape"]) else name

@@ -1,0 +1,351 @@
+"""One tensor of a checkpoint as DCP stores it: what `torch.save` makes of it, a zip file.
+
+Owns the bytes around a tensor's own bytes. Writing, they are made from dtype and shape alone, so that a
+tensor of any size is streamed from where it lies and the length of the item is known before. Reading, the
+place of the tensor's bytes is found in the first bytes of an item; an item that is not plainly a row-major
+tensor is not decided here (`locate` says None) and is left to torch.
+
+Source: the zip format, PKWARE APPNOTE 6.3.9 sections 4.3 and 4.5.3; the records of torch.save,
+torch/serialization.py `_save`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megackpt.formats.safe_pickle import check_opcodes
+from megackpt.geometry.box import row_major_strides
+from megackpt.metadata import DTYPES
+
+ALIGNMENT = 64
+"""The tensor's bytes begin at a multiple of this in the item, as torch's do."""
+
+HEAD_BYTES = 1024
+"""What torch writes before the tensor's bytes fits into this."""
+
+ZIP64_FROM = 0xFFFFFFFF
+"""Sizes and positions from here on do not fit into the 32-bit fields of a zip file."""
+
+_SEE_ZIP64 = 0xFFFFFFFF
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_STREAMED = 0x0008  # flag: checksum and sizes follow the record
+_UTF8 = 0x0800
+_FOLDER = "archive"  # as torch.save names it where the stream has no name
+
+# The dtypes with a storage class of their own; torch saves others through the untyped storage.
+_STORAGE_CLASSES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+_DTYPE_OF_CLASS = {name: dtype for dtype, name in _STORAGE_CLASSES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands around the bytes of one tensor.
+
+    Attributes:
+        head: before them.
+        nbytes: how many they are.
+        length: of the whole item.
+    """
+
+    head: bytes
+    nbytes: int
+    length: int
+    records: tuple[_Record, ...]
+
+    def tail(self, crc: int) -> bytes:
+        """Return what comes after the tensor's bytes, whose CRC-32 is given."""
+        return _tail(self.records, self.nbytes, len(self.head), crc)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A small record, or (content None) the tensor's own."""
+
+    name: bytes
+    content: bytes | None
+    offset: int
+
+
+def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """Return what torch.save puts around a row-major tensor.
+
+    dtype is a name of `DTYPES`.
+    """
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    contents = {"data.pkl": _pickled(dtype, shape), "byteorder": sys.byteorder.encode()}
+    head = b""
+    records = []
+    for name, content in contents.items():
+        path = f"{_FOLDER}/{name}".encode()
+        records.append(_Record(path, content, len(head)))
+        head += _local(path, content, b"") + content
+    path = f"{_FOLDER}/data/0".encode()
+    records.append(_Record(path, None, len(head)))
+    extra = _zip64_extra(0, 0) if nbytes >= ZIP64_FROM else b""
+    room = -(len(head) + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
+    # An extra field of a kind that nobody reads ("FB", as torch's) fills up to the boundary.
+    extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
+    head += _local(path, None, extra, is_zip64=nbytes >= ZIP64_FROM)
+    frozen = tuple(records)
+    return Frame(head, nbytes, len(head) + nbytes + len(_tail(frozen, nbytes, len(head), 0)), frozen)
+
+
+def stream(frame: Frame, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield a whole item, given the tensor's bytes in row-major order."""
+    yield memoryview(frame.head)
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+        yield piece
+    yield memoryview(frame.tail(crc))
+
+
+def _local(name: bytes, content: bytes | None, extra: bytes, *, is_zip64: bool = False) -> bytes:
+    crc = size = 0
+    flags = _UTF8 | _STREAMED
+    if content is not None:
+        crc, size, flags = zlib.crc32(content), len(content), _UTF8
+    elif is_zip64:
+        size = _SEE_ZIP64
+    version = 45 if is_zip64 else 20
+    return (
+        _LOCAL.pack(b"PK\3\4", version, flags, 0, 0, 0x21, crc, size, size, len(name), len(extra))
+        + name
+        + extra
+    )
+
+
+def _zip64_extra(*values: int) -> bytes:
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+
+
+def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) -> bytes:
+    """Sizes and checksum of the tensor's bytes, the version record, the directory, and the end of it."""
+    sizes = "<4sIQQ" if nbytes >= ZIP64_FROM else "<4sIII"
+    tail = struct.pack(sizes, b"PK\7\10", crc, nbytes, nbytes)
+    version = _Record(f"{_FOLDER}/version".encode(), b"3\n", data_start + nbytes + len(tail))
+    tail += _local(version.name, version.content, b"") + b"3\n"
+    start = data_start + nbytes + len(tail)
+    directory = b"".join(_central(r, nbytes, crc) for r in (*records, version))
+    tail += directory
+    count = len(records) + 1
+    if start >= ZIP64_FROM:
+        end = start + len(directory)
+        tail += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
+        tail += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+    return tail + struct.pack(
+        "<4sHHHHIIH",
+        b"PK\5\6",
+        0,
+        0,
+        count,
+        count,
+        len(directory),
+        start if start < ZIP64_FROM else _SEE_ZIP64,
+        0,
+    )
+
+
+def _central(record: _Record, nbytes: int, crc: int) -> bytes:
+    flags, size = _UTF8 | _STREAMED, nbytes
+    if record.content is not None:
+        flags, size, crc = _UTF8, len(record.content), zlib.crc32(record.content)
+    large = [v for v in (size, size, record.offset) if v >= ZIP64_FROM]
+    extra = _zip64_extra(*large) if large else b""
+    shown = size if size < ZIP64_FROM else _SEE_ZIP64
+    version = 45 if large else 20
+    fixed = _CENTRAL.pack(
+        b"PK\1\2", version, version, flags, 0, 0, 0x21, crc, shown, shown,
+        len(record.name), len(extra), 0, 0, 0, 0, record.offset if record.offset < ZIP64_FROM else _SEE_ZIP64,
+    )  # fmt: skip
+    return fixed + record.name + extra
+
+
+class _Placeholder:
+    """Stands for the storage while a tensor's description is pickled."""
+
+    def __init__(self, storage_class: Any, numel: int) -> None:
+        self.persistent_id = ("storage", storage_class, "0", "cpu", numel)
+
+
+class _Described:
+    """Pickles as a tensor does."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.persistent_id if isinstance(obj, _Placeholder) else None
+
+
+def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Pickle a tensor's description, as torch.save does: its storage by number, not by value."""
+    numel = math.prod(shape)
+    how: list[Any] = [0, shape, row_major_strides(shape), False, OrderedDict()]
+    if dtype in _STORAGE_CLASSES:
+        rebuild: Any = torch._utils._rebuild_tensor_v2
+        storage = _Placeholder(getattr(torch, _STORAGE_CLASSES[dtype]), numel)
+    else:
+        rebuild = torch._utils._rebuild_tensor_v3
+        storage = _Placeholder(torch.storage.UntypedStorage, numel * DTYPES[dtype].itemsize)
+        how.append(getattr(torch, dtype))
+    out = io.BytesIO()
+    _Pickler(out, 2).dump(_Described(rebuild, (storage, *how)))
+    return out.getvalue()
+
+
+def locate(head: bytes, *, length: int, dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Return where the bytes of a row-major tensor begin in an item, from the first bytes of the item.
+
+    None: they cannot be told from these bytes, or are not those of a plain row-major tensor of this dtype
+    and shape in this machine's byte order. length is that of the item.
+    """
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    position = 0
+    described: _Tensor | None = None
+    while position + _LOCAL.size <= len(head):
+        found = _record_at(head, position)
+        if found is None:
+            return None
+        name, start, size = found
+        inner = name.partition(b"/")[2]
+        if inner == b"data/0":
+            if described is None or not described.is_plain(dtype, shape):
+                return None
+            first = start + described.offset * DTYPES[dtype].itemsize
+            return first if first + nbytes <= length else None
+        size = _size_of(head, start) if size is None else size
+        if size is None or start + size > len(head):
+            return None
+        content = head[start : start + size]
+        if inner == b"byteorder" and content != sys.byteorder.encode():
+            return None
+        if inner == b"data.pkl":
+            described = _described(content)
+        position = start + size + (16 if _is_streamed(head, position) else 0)
+    return None
+
+
+def _is_streamed(head: bytes, position: int) -> bool:
+    return bool(_LOCAL.unpack_from(head, position)[2] & _STREAMED)
+
+
+def _record_at(head: bytes, position: int) -> tuple[bytes, int, int | None] | None:
+    """Return name, start of the content, and size (None: it stands behind) of a stored record."""
+    magic, _, flags, method, _, _, _, packed, size, name, extra = _LOCAL.unpack_from(head, position)
+    start = position + _LOCAL.size + name + extra
+    if magic != b"PK\3\4" or method or flags & ~(_STREAMED | _UTF8) or packed != size or start > len(head):
+        return None
+    text = head[position + _LOCAL.size : position + _LOCAL.size + name]
+    return text, start, None if flags & _STREAMED else size
+
+
+def _size_of(head: bytes, start: int) -> int | None:
+    """Find the end of a small record whose size and checksum stand behind it."""
+    end = head.find(b"PK\7\10", start)
+    while end >= 0 and end + 16 <= len(head):
+        crc, packed, size = map(int, struct.unpack_from("<III", head, end + 4))
+        if packed == size == end - start and crc == zlib.crc32(head[start:end]):
+            return size
+        end = head.find(b"PK\7\10", end + 1)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What the description of a tensor says; dtype None: it is in a form that is not decoded here."""
+
+    dtype: str | None
+    numel: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def is_plain(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        if self.dtype != dtype or self.shape != shape or len(self.stride) != len(shape):
+            return False
+        if not 0 <= self.offset <= self.numel - math.prod(shape):
+            return False
+        # The stride of an axis with one element is never used, and that of an empty tensor neither.
+        expected = row_major_strides(shape)
+        used = (s == e for s, e, n in zip(self.stride, expected, shape, strict=True) if n != 1)
+        return math.prod(shape) == 0 or all(used)
+
+
+def _described(content: bytes) -> _Tensor | None:
+    """Decode a tensor's description; None where it is anything out of the ordinary."""
+    try:
+        check_opcodes(content)
+        found = _Unpickler(io.BytesIO(content)).load()
+    except Exception:  # noqa: BLE001 - torch decides about items that are not understood here
+        return None
+    return found if isinstance(found, _Tensor) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Decodes a tensor's description into plain values; knows no class but those of tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return _rebuilt
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and name in _DTYPE_OF_CLASS:
+            return _DTYPE_OF_CLASS[name]
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return "untyped"
+        if module == "torch" and name in DTYPES:
+            return name
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, number, _, numel = pid
+        if kind != "storage" or number != "0" or not isinstance(numel, int):
+            raise pickle.UnpicklingError("not a storage")
+        return dtype, numel
+
+
+def _rebuilt(
+    storage: tuple[str, int], offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any
+) -> _Tensor | None:
+    dtype, numel = storage
+    if dtype == "untyped":
+        if not rest or rest[0] not in DTYPES:
+            return None
+        dtype, rest = rest[0], rest[1:]
+        numel //= DTYPES[dtype].itemsize
+    numbers = (numel, offset, *size, *stride)
+    if hooks or any(r is not None for r in rest) or not all(type(n) is int for n in numbers):
+        return None  # hooks, or a lazy conjugate or negative
+    return _Tensor(dtype, numel, offset, tuple(size), tuple(stride))

@@ -1,0 +1,195 @@
+"""Chunks of a checkpoint that DCP or Megatron-Core wrote.
+
+Owns the way from an item to the bytes of its tensor. Of an ordinary item, one small read finds where they
+begin; any other is loaded whole, through torch, and its bytes are served row-major.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.errors import FormatError, StorageError
+from megackpt.formats.safe_pickle import load_value
+from megackpt.formats.torch_dist.described import Item
+from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
+from megackpt.geometry import Ints
+from megackpt.metadata import DTYPES, OBJECT, ChunkTable
+from megackpt.storage import Store
+
+LONG_HEAD_BYTES = 64 * 1024
+"""Second try, for an item with a longer description or longer names than torch gives."""
+
+SAFETENSORS_HEAD_BYTES = 100 * 1000 * 1000
+"""Source: the safetensors format bounds its header."""
+
+PLAIN_OBJECT = 0
+LISTED_OBJECT = 1
+"""First byte of an object's chunk: whether its item holds it, or a list of it alone."""
+
+KEPT_ITEMS = 4
+"""Items loaded whole that are kept: as many as are usually read at once."""
+
+
+class ItemChunks:
+    """Chunks in items; see `Chunks` for what its methods do. There are no digests.
+
+    Of an object, the first byte says how its item holds it; the item follows.
+    """
+
+    block_bytes = 1
+
+    def __init__(self, store: Store, table: ChunkTable, items: list[Item], *, allow_unsafe: bool) -> None:
+        self._store = store
+        self._items = items
+        self._allow_unsafe = allow_unsafe
+        self._raw: dict[
+            int, int | None
+        ] = {}  # row -> where its tensor's bytes begin; None: not plainly there
+        self._whole: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+        self.table = table
+        sizes: dict[str, int] = {}
+        for item in items:
+            if item.dtype == OBJECT:  # it will be read as a whole: not before its length is known to be true
+                self._check_inside(item, sizes)
+
+    @property
+    def place(self) -> Ints:
+        """Rank of each chunk by file and offset."""
+        order = sorted(
+            range(len(self._items)), key=lambda i: (self._items[i].file, self._items[i].offset_bytes)
+        )
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        return place
+
+    def describe(self, row: int) -> str:
+        """Name the file and the item."""
+        item = self._items[row]
+        return (
+            f"item {item.name!r} (bytes {item.offset_bytes}:{item.offset_bytes + item.nbytes}) of "
+            f"{self._store.location}/{item.file}"
+        )
+
+    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
+        """Read a range of a tensor or object."""
+        item = self._items[row]
+        if item.dtype == OBJECT:
+            self._read_object(item, start, out)
+            return
+        if row not in self._raw:
+            self._raw[row] = self._locate(item)
+        raw = self._raw[row]
+        if raw is not None:
+            self._store.read_into(item.file, raw + start, out)
+        else:
+            data = self._load(row)
+            out[:] = data[start : start + len(out)]
+
+    def _read_object(self, item: Item, start: int, out: memoryview) -> None:
+        if start == 0 and len(out):
+            out[0] = LISTED_OBJECT if item.is_listed else PLAIN_OBJECT
+            start, out = 1, out[1:]
+        if len(out):
+            self._store.read_into(item.file, item.offset_bytes + start - 1, out)
+
+    def _locate(self, item: Item) -> int | None:
+        """Return where in the file the bytes of a row-major tensor begin."""
+        for nbytes in (HEAD_BYTES, LONG_HEAD_BYTES):
+            head = self._head(item, nbytes)
+            if head[:4] != b"PK\3\4":
+                return self._locate_in_safetensors(item, head)
+            found = locate(head, length=item.nbytes, dtype=item.dtype, shape=item.shape)
+            if found is not None:
+                return item.offset_bytes + found
+            if len(head) == item.nbytes:
+                break
+        return None
+
+    def _head(self, item: Item, nbytes: int) -> bytes:
+        head = bytearray(min(nbytes, item.nbytes))
+        self._store.read_into(item.file, item.offset_bytes, memoryview(head))
+        return bytes(head)
+
+    def _locate_in_safetensors(self, item: Item, head: bytes) -> int | None:
+        """Find a tensor in the safetensors file that DCP, asked to, writes behind the objects of a file.
+
+        The item's place is then the beginning of that file, and its length that of the tensor alone.
+
+        Source: torch.distributed.checkpoint `FileSystemWriter(serialization_format=SAFETENSORS)`.
+        """
+        prefix = bytearray(8)
+        self._store.read_into(item.file, item.offset_bytes, memoryview(prefix))
+        nbytes = int.from_bytes(prefix, "little")
+        if not 2 <= nbytes <= min(SAFETENSORS_HEAD_BYTES, self._store.size(item.file)):
+            return None
+        text = bytearray(nbytes)
+        self._store.read_into(item.file, item.offset_bytes + 8, memoryview(text))
+        try:
+            header = json.loads(text)
+            entry = header[item.name]
+            offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])[item.name]["saved_offsets"]
+            begin, end = entry["data_offsets"]
+            fits = tuple(entry["shape"]) == item.shape and tuple(offsets) == item.offsets
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        expected = math.prod(item.shape) * DTYPES[item.dtype].itemsize
+        if not fits or type(begin) is not int or begin < 0 or end != begin + expected:
+            return None
+        return item.offset_bytes + 8 + nbytes + begin
+
+    def _load(self, row: int) -> memoryview:
+        """Load an item that is not plainly a row-major tensor; return its elements in row-major order."""
+        with self._lock:  # one at a time: each takes memory for a whole item
+            if row in self._whole:
+                self._whole.move_to_end(row)
+                return self._whole[row]
+            item = self._items[row]
+            self._check_inside(item, {})
+            data = bytearray(item.nbytes)
+            self._store.read_into(item.file, item.offset_bytes, memoryview(data))
+            where = f"{self._store.location}: {self.describe(row)}"
+            found = load_value(memoryview(data), where=where, allow_unsafe=self._allow_unsafe)
+            self._whole[row] = _row_major(found, item, where)
+            while len(self._whole) > KEPT_ITEMS:
+                self._whole.popitem(last=False)
+            return self._whole[row]
+
+    def _check_inside(self, item: Item, sizes: dict[str, int]) -> None:
+        if item.file not in sizes:
+            try:
+                sizes[item.file] = self._store.size(item.file)
+            except StorageError as error:
+                raise FormatError(
+                    f"{self._store.location}/{item.file}, which holds {item.name!r}, cannot be read: {error}",
+                    key=item.name,
+                    path=item.file,
+                ) from error
+        if item.offset_bytes + item.nbytes > sizes[item.file]:
+            raise FormatError(
+                f"{self._store.location}/{item.file} ends at {sizes[item.file]}, before the end of "
+                f"{item.name!r} at {item.offset_bytes + item.nbytes}. The checkpoint is damaged.",
+                key=item.name,
+                path=item.file,
+            )
+
+
+def _row_major(found: Any, item: Item, where: str) -> memoryview:
+    fits = isinstance(found, torch.Tensor) and found.layout == torch.strided and not found.is_quantized
+    if not fits or tuple(found.shape) != item.shape or str(found.dtype) != f"torch.{item.dtype}":
+        said = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, torch.Tensor) else type(found)
+        raise FormatError(
+            f"{where}: it holds {said}, not a dense tensor {item.shape} of torch.{item.dtype}. The "
+            f"checkpoint is damaged.",
+            key=item.name,
+            path=item.file,
+        )
+    plain = found.detach().resolve_conj().resolve_neg().contiguous()
+    return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())

@@ -1,0 +1,187 @@
+"""Reading the format torch_dist, whoever wrote it. Nothing in a file is believed before it is checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from megackpt.errors import FormatError
+from megackpt.formats.file_chunks import FileChunks
+from megackpt.formats.index_file import read_index, read_small
+from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
+from megackpt.formats.strategy import MANIFEST_MAX_BYTES, Contents, Json
+from megackpt.formats.torch_dist import names
+from megackpt.formats.torch_dist.described import COMMON_STATE, Described
+from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
+from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.storage import Store, digest_of
+
+METADATA_MAX_BYTES = 2 << 30
+COMMON_MAX_BYTES = 4 << 30
+"""What the two files may take; they are read whole."""
+
+CONTENT_METADATA = "content_metadata"
+"""Key of content metadata in common.pt. Source: Megatron-Core `dist_checkpointing.serialization`."""
+
+COMMON_OBJECT = f"{COMMON_STATE}/shard_0_1"
+
+MANIFEST_CONTENT: Json = {
+    "sharded_backend": names.BACKEND,
+    "sharded_backend_version": names.VERSION,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""All that metadata.json may hold: Megatron-Core up to 0.16 fails on any other field."""
+
+
+class TorchDistLoadStrategy:
+    """Loads what torch.distributed.checkpoint, Megatron-Core or megackpt saved as `torch_dist`."""
+
+    backend = names.BACKEND
+    version = names.VERSION
+
+    def detect(self, store: Store) -> Json | None:
+        """Recognise a directory by its `.metadata`: plain DCP writes no metadata.json."""
+        return dict(MANIFEST_CONTENT) if store.exists(names.METADATA) else None
+
+    def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
+        """Open by our own index where it belongs to the present `.metadata`, else by that alone."""
+        if allow_unsafe_pickle:
+            warn_of_unsafe_pickle(store.location)
+        data = read_metadata(store)
+        digest = digest_of(data)
+        note = find_note(store, digest)
+        if note is not None:
+            return _open_own(store, *note, identity=digest, allow_unsafe=allow_unsafe_pickle)
+        where = f"{store.location}/{names.METADATA}"
+        metadata = load_metadata(data, where=where, allow_unsafe=allow_unsafe_pickle)
+        described = Described(metadata, location=store.location)
+        return _open_foreign(store, described, identity=digest, allow_unsafe=allow_unsafe_pickle)
+
+
+def read_metadata(store: Store) -> bytes:
+    """Return the bytes of `.metadata`.
+
+    Raises:
+        FormatError: there is none, or it is too large.
+    """
+    if not store.exists(names.METADATA):
+        raise FormatError(
+            f"{store.location} has no {names.METADATA}, which every checkpoint of format torch_dist has. The "
+            f"checkpoint is incomplete; load another one.",
+            path=store.location,
+        )
+    return store.read(names.METADATA, max_bytes=METADATA_MAX_BYTES)
+
+
+def find_note(store: Store, metadata_digest: str) -> tuple[Json, str] | None:
+    """Return what a save of ours noted about the `.metadata` with this digest, and the name of the note."""
+    for name in store.names("megackpt-"):
+        found = names.note_of(name)
+        if found is None or found[1] != metadata_digest:
+            continue
+        try:
+            note = json.loads(store.read(name, max_bytes=MANIFEST_MAX_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(
+                f"{store.location}/{name}: not JSON ({error}). The file is damaged.", path=name
+            ) from error
+        if not isinstance(note, dict):
+            raise FormatError(f"{store.location}/{name}: not a JSON object.", path=name)
+        return note, name
+    return None
+
+
+def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsafe: bool) -> Contents:
+    index = read_index(store, note, holder=name)
+
+    def chunks(keys: Iterable[str]) -> FileChunks:
+        wanted = set(keys)
+        chosen = np.array([a.key in wanted for a in index.table.arrays], np.bool_)
+        return FileChunks(store, index.take(np.flatnonzero(chosen[index.table.array])))
+
+    def common() -> Json:
+        data, where = read_small(store, note, "common", holder=name)
+        state = load_value(data, where=where, allow_unsafe=allow_unsafe)
+        return _split_common(state, where=where, has_content_metadata=bool(note.get(CONTENT_METADATA)))
+
+    return Contents(
+        arrays={a.key: a for a in index.table.arrays},
+        chunks=chunks,
+        common=common,
+        decode_object=lambda data, where: _only_one(
+            load_value(data, where=where, allow_unsafe=allow_unsafe), where
+        ),
+        identity=identity,
+    )
+
+
+def _open_foreign(store: Store, described: Described, *, identity: str, allow_unsafe: bool) -> Contents:
+    arrays = dict(described.arrays)
+
+    def decode(data: bytes, where: str) -> Any:
+        value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
+        return _only_one(value, where) if data[0] == LISTED_OBJECT else value
+
+    def chunks(keys: Iterable[str]) -> ItemChunks:
+        table, items = described.chunks(keys)
+        return ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
+
+    common = _foreign_common(store, described, arrays, allow_unsafe)
+    return Contents(arrays=arrays, chunks=chunks, common=common, decode_object=decode, identity=identity)
+
+
+def _foreign_common(
+    store: Store, described: Described, arrays: dict[str, Any], allow_unsafe: bool
+) -> Callable[[], Json]:
+    """Return how to read common state; the object that holds it is taken out of arrays."""
+    if store.exists(names.COMMON):
+
+        def from_file() -> Json:
+            where = f"{store.location}/{names.COMMON}"
+            data = store.read(names.COMMON, max_bytes=COMMON_MAX_BYTES)
+            return _split_common(load_value(data, where=where, allow_unsafe=allow_unsafe), where=where)
+
+        return from_file
+    if described.has_object(COMMON_OBJECT) and COMMON_STATE in arrays:
+        del arrays[COMMON_STATE]
+
+        def from_object() -> Json:
+            item = described.object_item(COMMON_OBJECT, is_listed=True)
+            table, items = described.chunks([COMMON_STATE])
+            row = items.index(item)
+            data = bytearray(int(table.nbytes[row]))
+            chunks = ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
+            chunks.read_into(row, 0, memoryview(data), verify=False)
+            where = f"{store.location}: object {COMMON_OBJECT!r}"
+            value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
+            return _split_common(_only_one(value, where), where=where)
+
+        return from_object
+    return lambda: {"state_dict": {}, "content_metadata": None}
+
+
+def _only_one(value: Any, where: str) -> Any:
+    """Take an object out of the list that it is stored in.
+
+    Source: Megatron-Core `mcore_to_pyt_state_dict`: objects of one key on one rank are saved as a list.
+    """
+    if not isinstance(value, list) or not value:
+        raise FormatError(
+            f"{where}: a list with the object was expected, found a {type(value).__name__}. The checkpoint "
+            f"is damaged.",
+            path=where,
+        )
+    return value[0]
+
+
+def _split_common(state: Any, *, where: str, has_content_metadata: bool = True) -> Json:
+    if not isinstance(state, dict):
+        raise FormatError(
+            f"{where}: common state is a {type(state).__name__}, not a dict. The file is damaged.", path=where
+        )
+    content = state.pop(CONTENT_METADATA, None) if has_content_metadata else None
+    return {"state_dict": state, "content_metadata": content}

@@ -1,0 +1,66 @@
+"""File names of the format torch_dist as megackpt writes it.
+
+Three names are fixed by those who defined the format: `.metadata`, `common.pt` and `metadata.json`. Every
+other file carries the attempt that wrote it, so that a new save never touches the bytes of a committed one.
+"""
+
+from __future__ import annotations
+
+import re
+
+BACKEND = "torch_dist"
+VERSION = 1
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+
+_ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
+_OURS = re.compile(
+    rf"__\d+_\d+_{_ATTEMPT}\.distcp"
+    rf"|megackpt-{_ATTEMPT.replace('attempt', 'note')}(?:-[0-9a-f]{{32}}\.json|(?:-\d{{5,}})?\.safetensors)"
+    rf"|common-{_ATTEMPT.replace('attempt', 'common')}\.pt"
+    rf"|metadata-{_ATTEMPT.replace('attempt', 'metadata')}\.pickle"
+)
+
+
+def data_file(attempt: str, rank: int, number: int) -> str:
+    """Name of one of the data files of a rank."""
+    return f"__{rank}_{number}_{attempt}.distcp"
+
+
+def index_file(attempt: str, *, revision: int = 0) -> str:
+    """Name of our own index; a revision above 0 is one that was written again with fewer arrays."""
+    return f"megackpt-{attempt}-{revision:05d}.safetensors" if revision else f"megackpt-{attempt}.safetensors"
+
+
+def revision_of(index: str) -> int:
+    """Return the revision in the name of an index."""
+    match = re.fullmatch(r"megackpt-[0-9a-f]{16}-(\d{5,})\.safetensors", index)
+    return int(match.group(1)) if match else 0
+
+
+def note_file(attempt: str, metadata_digest: str) -> str:
+    """Name of the note that says what belongs to the `.metadata` with this digest."""
+    return f"megackpt-{attempt}-{metadata_digest}.json"
+
+
+def note_of(name: str) -> tuple[str, str] | None:
+    """Return attempt and digest in the name of a note; None for any other file."""
+    match = re.fullmatch(r"megackpt-([0-9a-f]{16})-([0-9a-f]{32})\.json", name)
+    return (match.group(1), match.group(2)) if match else None
+
+
+def common_file(attempt: str) -> str:
+    """Name of an attempt's own copy of common.pt."""
+    return f"common-{attempt}.pt"
+
+
+def staged_metadata_file(attempt: str) -> str:
+    """Name under which `.metadata` waits for its publication."""
+    return f"metadata-{attempt}.pickle"
+
+
+def attempt_of(name: str) -> str | None:
+    """Return the attempt in a file name of ours; None for any other file, those with fixed names included."""
+    match = _OURS.fullmatch(name)
+    return next(found for found in match.groups() if found) if match else None

@@ -1,0 +1,278 @@
+"""Writing the format torch_dist: what stock DCP and Megatron-Core read, and an index of our own beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megackpt.errors import DeclarationError, StorageError, UnserializableError
+from megackpt.formats.index_file import (
+    check_files,
+    compact,
+    read_index,
+    without_arrays,
+    write_index,
+    write_small,
+)
+from megackpt.formats.safe_pickle import save_value
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, Pieces
+from megackpt.formats.torch_dist import names
+from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
+from megackpt.formats.torch_dist.described import Described
+from megackpt.formats.torch_dist.describing import Written, data_files_of, metadata_of, without_keys
+from megackpt.formats.torch_dist.load import (
+    COMMON_MAX_BYTES,
+    CONTENT_METADATA,
+    MANIFEST_CONTENT,
+    METADATA_MAX_BYTES,
+    find_note,
+    read_metadata,
+)
+from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.geometry import Ints
+from megackpt.metadata import (
+    ChunkTable,
+    StoredChunks,
+    block_counts,
+    pack_columns,
+    unpack_columns,
+)
+from megackpt.planning import SavePlan, first_of_equal_chunks
+from megackpt.storage import Store, digest_of
+
+PICKLE_PROTOCOL = 4  # what the oldest supported Python of a reader knows
+
+_HALF_REPLACED = re.compile(r"\.(?:\.metadata|common\.pt)\.[0-9a-f]+\.tmp")  # of a replace that died
+
+
+class TorchDistSaveStrategy:
+    """Saves format `torch_dist` version 1.
+
+    thread_count is how many files each rank writes at the same time, one thread each.
+
+    Raises:
+        DeclarationError: thread_count is below 1.
+
+    Source: torch.distributed.checkpoint `FileSystemWriter`, Megatron-Core `TorchDistSaveShardedStrategy`.
+    """
+
+    backend = names.BACKEND
+    version = names.VERSION
+    writes_in_place = False
+
+    def __init__(self, *, thread_count: int = 2) -> None:
+        if thread_count < 1:
+            raise DeclarationError(f"thread_count is {thread_count}; give a number above 0.")
+        self.thread_count = thread_count
+
+    def begin(self, store: Store, *, attempt: str) -> None:
+        """Do nothing: files of an attempt carry its name."""
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        """Return what torch.save makes of a list of the value alone, as Megatron-Core stores objects."""
+        return save_value([value], path=path)
+
+    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+        """Return all rows of a rank: every rank writes files of its own."""
+        return [plan.rows_of(rank)]
+
+    def write_chunks(
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+    ) -> bytes:
+        """Write the rows as items of up to thread_count files; return where they lie and their digests."""
+        if not len(rows):
+            return b""
+        items = items_of(plan.table, rows)
+        bins = balanced(plan.table.nbytes[rows], self.thread_count)
+        files = [DataFile.of(items, rows, members) for members in bins]
+
+        def write(number: int) -> None:
+            files[number].write(store, names.data_file(attempt, rank, number), pieces)
+
+        with ThreadPoolExecutor(max_workers=len(files), thread_name_prefix="megackpt-write") as pool:
+            for done in [pool.submit(write, number) for number in range(len(files))]:
+                done.result()
+        store.sync()
+        return _receipt(items, files)
+
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
+        """Write our own index, and `.metadata` under the name that it has until it is published."""
+        stored, length = _stored(attempt, plan, [r[0] for r in receipts])
+        check_files(store, stored, prefix="__")
+        written = Written(
+            stored.table,
+            stored.file.tolist(),
+            stored.files,
+            length["item"].tolist(),
+            length["nbytes"].tolist(),
+        )
+        data = pickle.dumps(metadata_of(written, attempt=attempt), protocol=PICKLE_PROTOCOL)
+        return {
+            "index": write_index(store, names.index_file(attempt), compact(stored)),
+            "metadata": write_small(store, names.staged_metadata_file(attempt), data),
+        }
+
+    def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
+        """Write this attempt's copy of common.pt."""
+        state, content = dict(common["state_dict"]), common["content_metadata"]
+        if content is not None:
+            if CONTENT_METADATA in state:
+                raise UnserializableError(
+                    f"{CONTENT_METADATA}: the state dict has this key, where format torch_dist stores the "
+                    f"content metadata that save() was given. Rename one of them.",
+                    path=CONTENT_METADATA,
+                )
+            state[CONTENT_METADATA] = content
+        data = save_value(state, path="common state")
+        return {
+            "common": write_small(store, names.common_file(attempt), data),
+            CONTENT_METADATA: content is not None,
+        }
+
+    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+        """Note what belongs to the new `.metadata`, then put it in place: the commit; then common.pt.
+
+        A reader of ours takes common state from the attempt's own copy, so that it finds the old checkpoint
+        or the new one at any moment between.
+        """
+        data = store.read(said["metadata"]["file"], max_bytes=METADATA_MAX_BYTES)
+        note = {key: value for key, value in said.items() if key != "metadata"} | {"attempt": attempt}
+        _write_note(store, attempt, digest_of(data), note)
+        store.sync()
+        common = store.read(names.common_file(attempt), max_bytes=said["common"]["nbytes"])
+        before = {name: _content(store, name) for name in (names.COMMON, names.METADATA)}
+        store.replace(names.METADATA, data)
+        try:
+            store.replace(names.COMMON, common)
+        except Exception:
+            # Old common state first: only beside it is the old metadata the old checkpoint for every reader.
+            with contextlib.suppress(StorageError):
+                for name, content in before.items():
+                    _put_back(store, name, content)
+            raise
+        with contextlib.suppress(StorageError):
+            stale = [n for n in store.names(".") if _HALF_REPLACED.fullmatch(n)]
+            store.delete([said["metadata"]["file"], *stale])
+        return dict(MANIFEST_CONTENT)
+
+    def committed_attempt(self, store: Store) -> str | None:
+        """Return the attempt that noted the present `.metadata`."""
+        if not store.exists(names.METADATA):
+            return None
+        if store.exists(MANIFEST):
+            manifest = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
+            if manifest.get("sharded_backend") != names.BACKEND:
+                return None
+        note = find_note(store, digest_of(read_metadata(store)))
+        attempt = note[0].get("attempt") if note else None
+        return attempt if isinstance(attempt, str) else None
+
+    def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
+        """Put a `.metadata` without some arrays in place, and an index that belongs to it.
+
+        The files are not rewritten; those that hold nothing else become stale.
+        """
+        data = read_metadata(store)
+        metadata = load_metadata(data, where=f"{store.location}/{names.METADATA}")
+        Described(metadata, location=store.location)  # which refuses what is damaged
+        kept = without_keys(metadata, key_prefix=key_prefix)
+        new = pickle.dumps(kept, protocol=PICKLE_PROTOCOL)
+        stale = sorted(data_files_of(metadata) - data_files_of(kept))
+        note = find_note(store, digest_of(data))
+        if note is not None:
+            said, name = note
+            old = said["index"]["file"]
+            attempt = said["attempt"]
+            index = without_arrays(read_index(store, said, holder=name), key_prefix=key_prefix)
+            file = names.index_file(attempt, revision=names.revision_of(old) + 1)
+            said = said | {"index": write_index(store, file, index)}
+            _write_note(store, attempt, digest_of(new), said)
+            # Where nothing was removed, the new note has the name of the old one.
+            stale += [old] if digest_of(new) == digest_of(data) else [old, name]
+        store.sync()
+        store.replace(names.METADATA, new)
+        return dict(MANIFEST_CONTENT), stale
+
+    def files_of(self, manifest: Json) -> list[str]:
+        """Return the index, `.metadata` before its publication, and this attempt's common state."""
+        return [manifest[entry]["file"] for entry in ("index", "metadata", "common") if entry in manifest]
+
+    def attempt_of(self, name: str) -> str | None:
+        """Return the attempt in a file name of ours."""
+        return names.attempt_of(name)
+
+
+def _content(store: Store, name: str) -> bytes | None:
+    return store.read(name, max_bytes=COMMON_MAX_BYTES) if store.exists(name) else None
+
+
+def _put_back(store: Store, name: str, content: bytes | None) -> None:
+    if content is not None:
+        store.replace(name, content)
+        return
+    store.delete([name])
+    store.sync()
+
+
+def _write_note(store: Store, attempt: str, metadata_digest: str, note: Json) -> None:
+    text = json.dumps(note, indent=1, sort_keys=True)
+    store.write(names.note_file(attempt, metadata_digest), text.encode())
+
+
+def _receipt(items: Items, files: list[DataFile]) -> bytes:
+    """Say of each item, in their order, in which file it lies, where, and what its digests are."""
+    count = len(items.row)
+    columns = {name: np.zeros(count, np.int64) for name in ("file", "item", "nbytes", "raw")}
+    digests: list[Any] = [None] * count
+    for number, file in enumerate(files):
+        columns["file"][file.item] = number
+        columns["item"][file.item] = file.start
+        columns["nbytes"][file.item] = file.length
+        columns["raw"][file.item] = file.raw
+        for item, digest in zip(file.item.tolist(), file.digests, strict=True):
+            digests[item] = digest
+    return pack_columns({**columns, "digest": np.concatenate([np.zeros(0, np.uint64), *digests])})
+
+
+def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[StoredChunks, dict[str, Ints]]:
+    """Put what ranks have written into the order of an index; also the places of whole items."""
+    tables: list[ChunkTable] = []
+    columns: dict[str, list[Any]] = {name: [] for name in ("file", "item", "nbytes", "raw", "digest")}
+    files: list[str] = []
+    for rank, data in enumerate(receipts):
+        rows = plan.rows_of(rank)
+        if not len(rows):
+            continue
+        receipt = unpack_columns(data, where=f"receipt of rank {rank}")
+        file = receipt["file"] + len(files)
+        files += [names.data_file(attempt, rank, n) for n in range(int(receipt["file"].max()) + 1)]
+        tables.append(items_of(plan.table, rows).table)
+        for name, values in columns.items():
+            values.append(file if name == "file" else receipt[name])
+    empty = plan.table.take(np.zeros(0, np.int64))
+    table = _concatenated([empty, *tables])
+    found = {
+        n: np.concatenate([np.zeros(0, np.int64), *columns[n]]) for n in ("file", "item", "nbytes", "raw")
+    }
+    digests = np.concatenate([np.zeros(0, np.uint64), *columns["digest"]])
+    blocks = block_counts(table.nbytes)
+    stored = StoredChunks(
+        table, found["file"], found["raw"], np.cumsum(blocks) - blocks, digests, tuple(files)
+    )
+    order = np.lexsort((table.extents(), table.places()))
+    # Of a chunk that several ranks have written, which happens without validation, the first is enough.
+    order = order[first_of_equal_chunks(table.take(order))]
+    return stored.take(order), {n: found[n][order] for n in ("item", "nbytes")}
+
+
+def _concatenated(tables: list[ChunkTable]) -> ChunkTable:
+    names_of = ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
+    columns: dict[str, Any] = {c: np.concatenate([getattr(t, c) for t in tables]) for c in names_of}
+    return replace(tables[0], **columns)

@@ -1,0 +1,105 @@
+"""`.metadata`, unpickled without letting it run anything.
+
+Owns which classes it may name: plain data of torch.distributed.checkpoint, and of Megatron-Core, which need
+not be installed: its classes are replaced by inert ones. The other pickles of a checkpoint are those of
+torch.save; see `formats.safe_pickle`.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed._shard.sharded_tensor.metadata as sharded_tensor_metadata
+import torch.distributed.checkpoint.filesystem as dcp_filesystem
+import torch.distributed.checkpoint.metadata as dcp_metadata
+import torch.distributed.checkpoint.planner as dcp_planner
+
+from megackpt.errors import FormatError
+from megackpt.formats.safe_pickle import ADVICE, check_opcodes, inert
+
+_OF_TORCH: dict[Any, tuple[str, ...]] = {
+    dcp_metadata: (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    dcp_filesystem: ("_StorageInfo", "_StoragePrefix"),
+    dcp_planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    # Where the tensor properties stood until torch 2.1.
+    sharded_tensor_metadata: ("TensorProperties", "MEM_FORMAT_ENCODING"),
+}  # fmt: skip
+
+_OF_MEGATRON = {
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "megatron.core.dist_checkpointing.strategies.resharding": ("TensorReformulationMetadata",),
+}
+
+# None of these does anything but hold what it is given, nor takes more memory than the pickle.
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "slice"): slice,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
+    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
+    ("pathlib", "PureWindowsPath"): pathlib.PureWindowsPath,
+}
+
+
+class _RefusedError(pickle.UnpicklingError):
+    pass
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, *, allow_unsafe: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allow_unsafe = allow_unsafe
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the format, or an inert one; refuse any other."""
+        for known, names in _OF_TORCH.items():
+            if module == known.__name__ and name in names and hasattr(known, name):
+                return getattr(known, name)
+        if name in _OF_MEGATRON.get(module, ()):
+            return inert(module, name)
+        plain = _PLAIN.get((module.removesuffix("._local"), name))
+        if plain is not None:
+            return plain
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)
+        if self._allow_unsafe:
+            return super().find_class(module, name)
+        raise _RefusedError(f"{module}.{name}")
+
+
+def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any:
+    """Unpickle a `.metadata`. What its attributes are is not checked.
+
+    Raises:
+        FormatError: it names a class that has no place in one, or is no pickle.
+    """
+    try:
+        check_opcodes(data)
+        return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
+    except _RefusedError as error:
+        raise FormatError(
+            f"{where}: it names {error}, which is no part of the format, so it is refused. {ADVICE}",
+            path=where,
+        ) from error
+    except Exception as error:
+        # A damaged pickle can make anything fail, in whatever class it happens to build.
+        raise FormatError(
+            f"{where}: cannot be unpickled ({type(error).__name__}: {error}). The file is damaged.",
+            path=where,
+        ) from error

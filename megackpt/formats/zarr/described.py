@@ -1,0 +1,308 @@
+"""Zarr arrays as their metadata documents describe them.
+
+Owns `.zarray` (zarr v2) and `zarr.json` (zarr v3): writing ours, and reading those of any writer as far as a
+checkpoint needs it. Nothing in a document is believed before it is checked. What codecs do to the bytes is
+left to tensorstore.
+
+Source: https://zarr-specs.readthedocs.io (v2 and v3 core, the sharding_indexed and crc32c codecs).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megackpt.errors import FormatError
+from megackpt.formats.strategy import Json
+from megackpt.formats.zarr.grids import Grid
+from megackpt.metadata import DTYPES, ArraySpec
+from megackpt.metadata.chunk_table import MAX_NUMEL
+
+V2_FILE, V2_ATTRIBUTES, V3_FILE = ".zarray", ".zattrs", "zarr.json"
+MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
+OURS = "megackpt"
+"""The attribute that holds what zarr v3 has no place for: the key, and the dtype where its bits are "
+"stored."""
+
+_V2_DTYPES = {
+    "float64": "<f8", "float32": "<f4", "float16": "<f2",
+    "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "|i1",
+    "uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "|u1",
+    "bool": "|b1", "complex64": "<c8", "complex128": "<c16",
+}  # fmt: skip
+"""Names of numpy, with the byte order. Others stand under their own names, as Megatron-Core has bfloat16."""
+_FROM_V2 = {text[1:]: name for name, text in _V2_DTYPES.items()}
+_BITS_IN_V2 = {"float8_e8m0fnu": "|u1"}
+"""Dtypes that not every supported tensorstore knows in zarr v2; the true one stands in the attributes."""
+
+_BITS_IN_V3 = {
+    name: f"uint{8 * info.itemsize}"
+    for name, info in DTYPES.items()
+    if name == "bfloat16" or name.startswith("float8")
+}
+"""Dtypes that zarr-python lacks, and the integers their bits are stored as."""
+
+_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZarrArray:
+    """An array and where its chunks are.
+
+    Attributes:
+        spec: key, dtype and shape.
+        path: its directory in the store, with a '/' at the end.
+        grid: extents of what a file holds, and of the chunks inside of it.
+        document: its metadata document.
+        separator: stands between the numbers in the names of chunks.
+        prefix: stands before them ("c" in zarr v3).
+        attributes: what `.zattrs` holds; in zarr v3 attributes are a part of the document.
+        is_raw: whether a file holds the elements as they are in memory, in row-major order.
+    """
+
+    spec: ArraySpec
+    path: str
+    grid: Grid
+    document: Json
+    separator: str
+    prefix: str
+    is_raw: bool
+    attributes: Json = field(default_factory=dict)
+
+    @property
+    def zarr_format(self) -> int:
+        """2 or 3."""
+        return 3 if self.document.get("zarr_format") == 3 else 2
+
+    @property
+    def file_extents(self) -> tuple[int, ...]:
+        """How many files lie along each dim."""
+        return tuple(-(-n // c) for n, c in zip(self.spec.global_shape, self.grid.chunk, strict=True))
+
+    def leaf(self, cell: Sequence[int]) -> str:
+        """Name of the file of a cell of the grid, below `path`.
+
+        Source: chunk keys of zarr v2, and the default chunk key encoding of zarr v3.
+        """
+        numbers = [str(n) for n in cell]
+        if self.prefix:
+            return self.separator.join([self.prefix, *numbers])
+        return self.separator.join(numbers) or "0"
+
+    def region(self, cell: Sequence[int]) -> tuple[slice, ...]:
+        """Return what a file holds of the array."""
+        return tuple(
+            slice(i * c, min((i + 1) * c, n))
+            for i, c, n in zip(cell, self.grid.chunk, self.spec.global_shape, strict=True)
+        )
+
+    def documents(self) -> dict[str, bytes]:
+        """Return the files, by full name, that describe the array."""
+        if self.zarr_format == 3:
+            return {self.path + V3_FILE: _encoded(self.document)}
+        found = {self.path + V2_FILE: _encoded(self.document)}
+        return found | ({self.path + V2_ATTRIBUTES: _encoded(self.attributes)} if self.attributes else {})
+
+
+def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
+    """Return a zarr v2 array like those of Megatron-Core: raw bytes, no fill value.
+
+    Source: Megatron-Core 0.12 `dist_checkpointing/strategies/zarr.py`.
+    """
+    document = {
+        "chunks": list(grid.chunk),
+        "compressor": None,
+        "dtype": _BITS_IN_V2.get(spec.dtype) or _V2_DTYPES.get(spec.dtype, spec.dtype),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(spec.global_shape),
+        "zarr_format": 2,
+    }
+    return ZarrArray(
+        spec=spec,
+        path=f"{directory}{spec.key}/",
+        grid=grid,
+        document=document,
+        separator=".",
+        prefix="",
+        is_raw=True,
+        attributes={OURS: {"dtype": spec.dtype}} if spec.dtype in _BITS_IN_V2 else {},
+    )
+
+
+def array_v3(spec: ArraySpec, grid: Grid, *, directory: str, name: str) -> ZarrArray:
+    """Return a zarr v3 array: shards of inner chunks with a crc32c each, and one for the index."""
+    ours = {"key": spec.key, "dtype": spec.dtype}
+    sharding = {
+        "chunk_shape": list(grid.inner),
+        "codecs": _CODECS,
+        "index_codecs": _CODECS,
+        "index_location": "end",
+    }
+    # An array without dims has no index to speak of: one element with its checksum.
+    codecs = [{"name": "sharding_indexed", "configuration": sharding}] if grid.chunk else _CODECS
+    stored = _BITS_IN_V3.get(spec.dtype, spec.dtype)
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(spec.global_shape),
+        "data_type": stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _zero(stored),
+        "codecs": codecs,
+        "attributes": {OURS: ours},
+    }
+    path = f"{directory}{name}/"
+    return ZarrArray(
+        spec=spec, path=path, grid=grid, document=document, separator="/", prefix="c", is_raw=False
+    )
+
+
+def _zero(data_type: str) -> Any:  # a JSON scalar, or two of them
+    if data_type == "bool":
+        return False
+    if data_type.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if data_type.startswith("float") else 0
+
+
+def group_v3() -> bytes:
+    """Return the document of a zarr v3 group, so that stock readers can list the arrays in it."""
+    return _encoded({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def _encoded(document: Json) -> bytes:
+    return json.dumps(document, indent=4).encode()
+
+
+def parse_document(data: bytes, *, where: str) -> Json:
+    """Return a metadata document.
+
+    Raises:
+        FormatError: it is not a JSON object.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where}: not JSON ({error}). The file is damaged.", path=where) from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{where}: not a JSON object. The file is damaged.", path=where)
+    return document
+
+
+def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: str) -> ZarrArray:
+    """Return the array that a `.zarray` describes; attributes are those of its `.zattrs`.
+
+    Raises:
+        FormatError: it describes none, or one of a dtype that no tensor has.
+    """
+    text = document.get("dtype")
+    if not isinstance(text, str):
+        raise _refused(where, f"dtype {str(text)[:80]!r} is structured, and no tensor is")
+    dtype = text if text in DTYPES and text not in _V2_DTYPES else _FROM_V2.get(text.lstrip("<>|="), "")
+    ours = attributes.get(OURS)
+    true = ours.get("dtype") if isinstance(ours, dict) else None
+    if isinstance(true, str) and _BITS_IN_V2.get(true) == text:
+        dtype = true
+    spec = _spec(key, dtype, text, document.get("shape"), where)
+    chunk = _extents(document.get("chunks"), spec, where)
+    separator = document.get("dimension_separator", ".")
+    if separator not in (".", "/"):
+        raise _refused(where, f"dimension separator {separator!r} is neither '.' nor '/'")
+    plain = not document.get("compressor") and not document.get("filters") and document.get("order") == "C"
+    return ZarrArray(
+        spec=spec,
+        path=path,
+        grid=Grid(chunk, chunk),
+        document=document,
+        separator=separator,
+        prefix="",
+        is_raw=plain and not (text.startswith(">") and DTYPES[dtype].itemsize > 1),
+    )
+
+
+def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
+    """Return the array that a `zarr.json` describes; name is its key unless the document says another.
+
+    Raises:
+        FormatError: it describes none, or one of a dtype or a grid that is not known.
+    """
+    attributes = document.get("attributes")
+    ours = attributes.get(OURS) if isinstance(attributes, dict) else None
+    ours = ours if isinstance(ours, dict) else {}
+    text = document.get("data_type")
+    dtype = ours.get("dtype", text)
+    if dtype != text and (dtype not in _BITS_IN_V3 or _BITS_IN_V3[dtype] != text):
+        raise _refused(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
+    key = ours.get("key", name)
+    if not isinstance(key, str):
+        raise _refused(where, f"its key {str(key)[:80]!r} is no text")
+    spec = _spec(key, dtype, text, document.get("shape"), where)
+    chunk = _extents(
+        _configuration(document.get("chunk_grid"), "regular", where).get("chunk_shape"), spec, where
+    )
+    codecs = document.get("codecs")
+    inner = chunk
+    first = codecs[0] if isinstance(codecs, list) and codecs else None
+    if isinstance(first, dict) and first.get("name") == "sharding_indexed":
+        sharding = _configuration(first, "sharding_indexed", where)
+        inner = _extents(sharding.get("chunk_shape"), spec, where)
+    if any(c % i for c, i in zip(chunk, inner, strict=True)):
+        raise _refused(where, f"shards of {chunk} are no multiples of chunks of {inner}")
+    encoding = document.get("chunk_key_encoding")
+    style = encoding.get("name") if isinstance(encoding, dict) else None
+    if style not in ("default", "v2"):
+        raise _refused(where, f"chunk key encoding {str(style)[:80]!r} is not known")
+    settings = _configuration(encoding, style, where)
+    separator = settings.get("separator", "/" if style == "default" else ".")
+    if separator not in (".", "/"):
+        raise _refused(where, f"separator {str(separator)[:80]!r} is neither '.' nor '/'")
+    return ZarrArray(
+        spec=spec,
+        path=path,
+        grid=Grid(chunk, inner),
+        document=document,
+        separator=separator,
+        prefix="c" if style == "default" else "",
+        is_raw=False,
+    )
+
+
+def _configuration(part: Any, name: str, where: str) -> Json:
+    """Return the configuration of a named extension of zarr v3."""
+    if not isinstance(part, dict) or part.get("name") != name:
+        raise _refused(where, f"{str(part)[:80]} is not {name!r}")
+    configuration = part.get("configuration", {})
+    if not isinstance(configuration, dict):
+        raise _refused(where, f"the configuration of {name!r} is no object")
+    return configuration
+
+
+def _spec(key: str, dtype: Any, text: Any, shape: Any, where: str) -> ArraySpec:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _refused(where, f"data type {str(text)[:80]!r} is none that a tensor can have")
+    if not _are_sizes(shape, least=0) or max([0, *shape]) > MAX_NUMEL or math.prod(shape) > MAX_NUMEL:
+        raise _refused(where, f"shape {str(shape)[:80]} is none that an array can have")
+    return ArraySpec(key, dtype, tuple(shape))
+
+
+def _extents(sizes: Any, spec: ArraySpec, where: str) -> tuple[int, ...]:
+    if not _are_sizes(sizes, least=1) or len(sizes) != len(spec.global_shape):
+        raise _refused(where, f"chunks of {str(sizes)[:80]} do not cut an array of shape {spec.global_shape}")
+    return tuple(sizes)
+
+
+def _are_sizes(sizes: Any, *, least: int) -> bool:
+    return isinstance(sizes, list) and all(type(n) is int and least <= n < 2**62 for n in sizes)
+
+
+def _refused(where: str, reason: str) -> FormatError:
+    return FormatError(
+        f"{where}: {reason}. The file is damaged, or of a kind of zarr array that cannot be loaded.",
+        path=where,
+    )

@@ -1,0 +1,158 @@
+"""Which chunk grid each array gets.
+
+Pure: a function of the whole plan, so that every rank computes the same. A chunk of the grid is a file of its
+own, and two ranks cannot write parts of one file at once; so a grid follows the cuts between ranks where they
+are regular, and where they are not it is made of chunks that few ranks share (see `rounds`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.geometry import Ints, rectangles_of
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, itemsizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridRules:
+    """What grids aim at.
+
+    Attributes:
+        file_bytes: chunks with a file of their own take about this much at most.
+        inner_bytes: chunks inside of such a file take about this much at most; 0 for files that are not cut.
+        files_per_row: a grid may have so many files for each row of the plan.
+    """
+
+    file_bytes: int = 16 * 1024 * 1024
+    inner_bytes: int = 0
+    files_per_row: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The chunk grid of an array; extents are 1 where the array has none.
+
+    Attributes:
+        chunk: extents of what one file holds, one for each dim.
+        inner: extents of the chunks it is cut into; they divide those of chunk.
+    """
+
+    chunk: tuple[int, ...]
+    inner: tuple[int, ...]
+
+
+def choose_grids(table: ChunkTable, rules: GridRules) -> list[Grid | None]:
+    """Return the grid of each array of a plan; None for arrays of objects.
+
+    The rows of the table are all that is written, by whichever rank.
+    """
+    first = np.searchsorted(table.array, np.arange(len(table.arrays) + 1))  # rows are sorted by array
+    widths = itemsizes(table.arrays).tolist()
+    return [
+        None
+        if spec.dtype == OBJECT
+        else _grid_of(spec, table.take(np.arange(first[i], first[i + 1])), widths[i], rules)
+        for i, spec in enumerate(table.arrays)
+    ]
+
+
+def _grid_of(spec: ArraySpec, rows: ChunkTable, width: int, rules: GridRules) -> Grid:
+    dims = len(spec.global_shape)
+    cuts = _cuts_of(rows, spec.global_shape)
+    boxes = _common_steps(cuts.boxes, spec.global_shape)
+    exact = _common_steps(cuts.rectangles, spec.global_shape)
+    nbytes = spec.numel * width
+    most = max(rules.files_per_row * len(rows), -(-nbytes // rules.file_bytes))
+    target = rules.file_bytes
+    if _count(exact.chunk, spec.global_shape) <= most:
+        steps = exact
+    else:
+        # Ranks share files. In files no larger than what a rank holds, few of them do.
+        least = int((rows.flat_stop - rows.flat_start).min()) * width
+        target = min(target, max(least, nbytes // (rules.files_per_row * len(rows)), 1))
+        fits = _count(boxes.chunk, spec.global_shape) <= most
+        whole = tuple(max(n, 1) for n in spec.global_shape)
+        steps = boxes if fits else _Steps(whole, (False,) * dims)
+    chunk = _shrunk(steps, max(target // width, 1))
+    if not rules.inner_bytes:
+        return Grid(chunk, chunk)
+    return _cut_inside(_Steps(chunk, steps.aligned), max(rules.inner_bytes // width, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Chunk extents, and whether there are cuts along a dim that multiples of its extent must meet."""
+
+    chunk: tuple[int, ...]
+    aligned: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cuts:
+    """Where rows begin and end along each dim: `[k, dims]`, by their boxes and by their rectangles."""
+
+    boxes: Ints
+    rectangles: Ints
+
+
+def _cuts_of(rows: ChunkTable, shape: tuple[int, ...]) -> _Cuts:
+    dims = len(shape)
+    cut = rectangles_of(rows.shape, rows.flat_start, rows.flat_stop)
+    start = cut.start + rows.start[cut.row]
+    return _Cuts(
+        np.concatenate([rows.start, rows.start + rows.shape])[:, :dims],
+        np.concatenate([start, start + cut.shape])[:, :dims],
+    )
+
+
+def _common_steps(ends: Ints, shape: tuple[int, ...]) -> _Steps:
+    """Return the coarsest grid that has all cuts on its lines."""
+    chunk, aligned = [], []
+    for d, extent in enumerate(shape):
+        inside = ends[(ends[:, d] > 0) & (ends[:, d] < extent), d]
+        step = int(np.gcd.reduce(inside)) if inside.size else 0
+        chunk.append(step or max(extent, 1))
+        aligned.append(step > 0)
+    return _Steps(tuple(chunk), tuple(aligned))
+
+
+def _count(chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+
+
+def _shrunk(steps: _Steps, target: int) -> tuple[int, ...]:
+    """Cut chunks of more than `target` elements, outermost dims first, as row-major files are long there."""
+    chunk = list(steps.chunk)
+    for d, extent in enumerate(chunk):
+        rest = math.prod(chunk) // extent
+        if rest * extent <= target:
+            break
+        want = max(target // rest, 1)
+        # Along a dim without cuts any extent will do: equal ones. With cuts it has to be a divisor.
+        chunk[d] = _near_divisor(extent, want) if steps.aligned[d] else -(-extent // -(-extent // want))
+    return tuple(chunk)
+
+
+def _cut_inside(steps: _Steps, target: int) -> Grid:
+    """Cut files into inner chunks of about `target` elements; files may grow a little to be multiples."""
+    chunk, inner = list(steps.chunk), list(steps.chunk)
+    for d, extent in enumerate(chunk):
+        rest = math.prod(inner) // extent
+        if rest * extent <= target:
+            break
+        want = max(target // rest, 1)
+        inner[d] = _near_divisor(extent, want) if steps.aligned[d] else want
+        chunk[d] = -(-extent // inner[d]) * inner[d]
+    return Grid(tuple(chunk), tuple(inner))
+
+
+def _near_divisor(number: int, want: int) -> int:
+    """Return the divisor of number that is nearest to want, by ratio."""
+    low: npt.NDArray[np.int64] = np.arange(1, math.isqrt(number) + 1)
+    low = low[number % low == 0]
+    divisors = np.concatenate([low, number // low])
+    return int(divisors[np.argmin(np.maximum(divisors / want, want / divisors))])

@@ -1,0 +1,47 @@
+"""The door to tensorstore, an optional dependency: the extra `zarr`.
+
+Owns its import and how arrays are opened with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from megackpt.errors import MissingExtraError
+from megackpt.formats.zarr.described import ZarrArray
+
+
+def tensorstore() -> ModuleType:
+    """Return the module.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import tensorstore as module
+    except ImportError as error:
+        raise MissingExtraError(
+            f"Checkpoints of format zarr need the package tensorstore, which cannot be imported ({error}). "
+            f"Install it with: pip install 'megackpt[zarr]'"
+        ) from error
+    return module
+
+
+# tensorstore has no type stubs: what it returns is Any.
+def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) -> Any:
+    """Return the tensorstore handle of an array whose chunks are in `kvstore`.
+
+    The document is taken from `array`: none is read or written. Chunks that are missing are errors, not fill
+    values, and chunks that equal the fill value are written.
+    """
+    spec = {
+        "driver": "zarr" if array.zarr_format == 2 else "zarr3",
+        "kvstore": dict(kvstore),
+        "metadata": array.document,
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+        "recheck_cached_data": "open",
+    }
+    return tensorstore().open(spec, context=context, open=True, assume_metadata=True).result()

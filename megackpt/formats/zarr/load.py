@@ -1,0 +1,188 @@
+"""Finding the arrays and objects of a zarr checkpoint, whoever wrote it.
+
+Owns what is taken for an array or an object. Reading elements is in `chunks`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megackpt.errors import FormatError
+from megackpt.formats.strategy import Contents, Json
+from megackpt.formats.zarr import names
+from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
+from megackpt.formats.zarr.described import (
+    MAX_DOCUMENT_BYTES,
+    V2_ATTRIBUTES,
+    V2_FILE,
+    V3_FILE,
+    ZarrArray,
+    parse_document,
+    parse_v2,
+    parse_v3,
+)
+from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.storage import Store, digest_of
+
+_LOCKS = ".sync/"
+"""Ends of directories in which Megatron-Core kept empty lock files, named like the files that they lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One object in a file.
+
+    Attributes:
+        offset: its place in the array of objects.
+        shape: shape of that array, as the name of the file has it.
+        name: the file.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    name: str
+
+
+def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
+    """Return every zarr v2 array among the listed names; its key is its path.
+
+    Raises:
+        FormatError: a document describes no array that could be loaded.
+    """
+    found = []
+    files = set(listed)
+    for name in sorted(files):
+        path = name.removesuffix(V2_FILE)
+        if path == name or not path.endswith("/") or name.startswith(names.STAGING):
+            continue
+        where = f"{store.location}/{name}"
+        data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
+        if not data and path.endswith(_LOCKS):
+            continue
+        document = parse_document(data, where=where)
+        attributes: Json = {}
+        if path + V2_ATTRIBUTES in files:
+            said = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)
+            attributes = parse_document(said, where=f"{store.location}/{path}{V2_ATTRIBUTES}")
+        found.append(parse_v2(document, attributes, key=path.rstrip("/"), path=path, where=where))
+    return found
+
+
+def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> list[ZarrArray]:
+    """Return every zarr v3 array below a directory.
+
+    Raises:
+        FormatError: a document describes no array that could be loaded, or two have one key.
+    """
+    found: dict[str, ZarrArray] = {}
+    for name in listed:
+        path = name.removesuffix(V3_FILE)
+        if path in (name, directory) or not name.startswith(directory) or not path.endswith("/"):
+            continue
+        if not directory and names.attempt_of_native(name) is not None:
+            continue
+        where = f"{store.location}/{name}"
+        document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
+        if document.get("node_type") != "array":
+            continue
+        array = parse_v3(document, name=path.removeprefix(directory).rstrip("/"), path=path, where=where)
+        if array.spec.key in found:
+            raise FormatError(
+                f"{where}: the key {array.spec.key!r} is also that of {found[array.spec.key].path!r}. The "
+                f"checkpoint "
+                f"is damaged.",
+                key=array.spec.key,
+                path=where,
+            )
+        found[array.spec.key] = array
+    return list(found.values())
+
+
+def find_objects(
+    listed: Iterable[str], *, directory: str, key_of: Callable[[str], str], suffix: str
+) -> dict[str, StoredObjects]:
+    """Return the objects below a directory, by key.
+
+    Raises:
+        FormatError: files of one key disagree about the shape of their array, or an object lies outside.
+    """
+    shards: dict[str, list[Shard]] = {}
+    for name in listed:
+        parent, _, leaf = name.removeprefix(directory).rpartition("/")
+        placed = names.parse_shard(leaf) if name.startswith(directory) and leaf.endswith(suffix) else None
+        if placed is not None and parent and not name.startswith(names.STAGING):
+            shards.setdefault(key_of(parent), []).append(Shard(*placed, name))
+    return {key: _objects(key, of_key) for key, of_key in shards.items()}
+
+
+def _objects(key: str, shards: Sequence[Shard]) -> StoredObjects:
+    # Megatron-Core once cut the last number off the names of arrays with two dims or more.
+    shapes = {s.shape for s in shards}
+    if all(len(s.shape) == len(s.offset) - 1 for s in shards):
+        last = max(s.offset[-1] for s in shards) + 1
+        shapes = {(*s.shape, last) for s in shards}
+    inside = len(shapes) == 1 and all(
+        len(s.offset) == len(shape) and all(a < n for a, n in zip(s.offset, shape, strict=True))
+        for shape in shapes
+        for s in shards
+    )
+    if not inside:
+        raise FormatError(
+            f"{key!r}: the files {shards[0].name!r} and others ({len(shards)} in all) name objects that do "
+            f"not lie in "
+            f"one array of objects. Files of two checkpoints may be mixed here.",
+            key=key,
+            path=shards[0].name,
+        )
+    files = {s.offset: s.name for s in shards}
+    return StoredObjects(ArraySpec(key, OBJECT, shapes.pop()), dict(sorted(files.items())))
+
+
+def open_contents(
+    store: Store,
+    *,
+    arrays: Sequence[ZarrArray],
+    objects: Mapping[str, StoredObjects],
+    listed: Sequence[str],
+    common: Callable[[], Any],  # as in Contents
+    decode_object: Callable[[bytes, str], Any],
+    identity: str,
+) -> Contents:
+    """Put together what an opened checkpoint is.
+
+    Raises:
+        FormatError: a key is that of an array and that of objects.
+    """
+    by_key = {a.spec.key: a for a in arrays}
+    both = sorted(set(by_key) & set(objects))
+    if both:
+        raise FormatError(
+            f"{store.location}: {both[0]!r} is both an array and an array of objects. The checkpoint is "
+            f"damaged.",
+            key=both[0],
+            path=store.location,
+        )
+    files = frozenset(listed)
+
+    def chunks(keys: Iterable[str]) -> ZarrChunks:
+        wanted = set(keys)
+        chosen = [by_key[key] for key in sorted(wanted & set(by_key))]
+        return ZarrChunks(store, chosen, [objects[key] for key in sorted(wanted & set(objects))], files)
+
+    specs = {key: a.spec for key, a in by_key.items()} | {key: o.spec for key, o in objects.items()}
+    return Contents(
+        arrays=dict(sorted(specs.items())),
+        chunks=chunks,
+        common=common,
+        decode_object=decode_object,
+        identity=identity,
+    )
+
+
+def identity_of(arrays: Sequence[ZarrArray], listed: Sequence[str]) -> str:
+    """Return something that differs between checkpoints which do not name their attempt."""
+    documents = {a.path: a.document for a in arrays}
+    return digest_of(json.dumps([documents, sorted(listed)], sort_keys=True).encode())

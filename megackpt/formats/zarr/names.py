@@ -1,0 +1,169 @@
+"""Names of the files of zarr checkpoints, and which keys can have one.
+
+Owns both directions, from keys to names and back, and what tells files of an unfinished save from others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from urllib.parse import unquote
+
+from megackpt.errors import DeclarationError, truncated_list
+from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.storage import is_allowed_name
+
+BACKEND = "zarr"
+COMMON = "common.pt"
+STAGING = ".megackpt-"
+
+_ATTEMPT = "([0-9a-f]{16})"
+_STAGED = re.compile(rf"\.megackpt-{_ATTEMPT}/.*", re.DOTALL)
+_MARKER = re.compile(rf"\.megackpt-{_ATTEMPT}\.json")
+_NATIVE = re.compile(rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors", re.DOTALL)
+_CHUNK = re.compile(r"\d+(?:\.\d+)*")
+_SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.(?:pt|bin)")
+_UNSAFE = re.compile(r"[%/\\\x00-\x1f\x7f]|^\.+$|^__|^zarr\.json$", re.DOTALL)
+_FIXED = frozenset({"metadata.json", COMMON, "zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"})
+
+
+def staged(attempt: str) -> str:
+    """Return where an attempt of version 1 keeps its files until it is published."""
+    return f"{STAGING}{attempt}/"
+
+
+def marker(attempt: str) -> str:
+    """Return the file that says which attempt of version 1 was published, and which files are its own."""
+    return f"{STAGING}{attempt}.json"
+
+
+def attempt_of_marker(name: str) -> str | None:
+    """Return the attempt in the name of a marker."""
+    match = _MARKER.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def attempt_of_staged(name: str) -> str | None:
+    """Return the attempt of a file that waits to be published."""
+    match = _STAGED.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def arrays_directory(attempt: str) -> str:
+    """Return the zarr group of an attempt of version 3."""
+    return f"zarr-{attempt}/"
+
+
+def objects_directory(attempt: str) -> str:
+    """Return where an attempt of version 3 keeps its objects."""
+    return f"objects-{attempt}/"
+
+
+def common_file(attempt: str) -> str:
+    """Return the common state of an attempt of version 3."""
+    return f"common-{attempt}.safetensors"
+
+
+def attempt_of_native(name: str) -> str | None:
+    """Return the attempt of a file of version 3."""
+    match = _NATIVE.fullmatch(name)
+    return match.group(1) or match.group(2) if match else None
+
+
+def shard_file(offset: Sequence[int], shape: Sequence[int], *, suffix: str) -> str:
+    """Name of the file of one object of an array of objects.
+
+    Source: Megatron-Core `ShardedObject.unique_key`.
+
+    >>> shard_file((0, 1), (2, 2), suffix=".pt")
+    'shard_0.1_2.2.pt'
+    """
+    return f"shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}{suffix}"
+
+
+def parse_shard(leaf: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return offset and shape from the name of an object's file; None for any other name.
+
+    >>> parse_shard("shard_0.1_2.2.pt")
+    ((0, 1), (2, 2))
+    """
+    match = _SHARD.fullmatch(leaf)
+    if not match:
+        return None
+    offset, shape = (tuple(int(n) for n in part.split(".")) for part in match.groups())
+    return offset, shape
+
+
+def is_chunk(leaf: str) -> bool:
+    """Say whether a name, below an array, may be that of a chunk of zarr v2."""
+    return _CHUNK.fullmatch(leaf) is not None
+
+
+def quoted(key: str) -> str:
+    """Return a directory name for any key: what a name cannot hold is percent-encoded.
+
+    >>> quoted("layer/weight"), quoted(".."), quoted("layer.0.weight")
+    ('layer%2Fweight', '%2E%2E', 'layer.0.weight')
+    """
+    return _UNSAFE.sub(lambda m: "".join(f"%{byte:02X}" for byte in m.group().encode()), key)
+
+
+def unquoted(name: str) -> str:
+    """Return the key of a directory name."""
+    return unquote(name)
+
+
+def check_names(arrays: Iterable[ArraySpec]) -> None:
+    """Refuse keys that cannot be paths as Megatron-Core's version 1 has them.
+
+    Raises:
+        DeclarationError: a key is no relative path, is one of the format's own files, or lies in the
+            directory of another array.
+    """
+    specs = list(arrays)
+    tensors = {spec.key for spec in specs if spec.dtype != OBJECT}
+    faults = [f"{s.key!r} {fault}" for s in specs if (fault := _fault_of(s.key, tensors)) is not None]
+    if faults:
+        raise DeclarationError(
+            f"Format zarr version 1 stores every key in the directory of its name, so these cannot be "
+            f"saved:\n"
+            f"{truncated_list(faults)}\nRename them, or save in another format (zarr version 3 takes any "
+            f"key).",
+            key=next(s.key for s in specs if _fault_of(s.key, tensors) is not None),
+        )
+
+
+def check_lengths(arrays: Iterable[ArraySpec]) -> None:
+    """Refuse keys whose directory names no file system takes.
+
+    Raises:
+        DeclarationError: an encoded key is empty, or longer than 255 bytes.
+    """
+    for spec in arrays:
+        if not 0 < len(quoted(spec.key).encode(errors="replace")) < 256 or not _is_unicode(spec.key):
+            raise DeclarationError(
+                f"{spec.key[:80]!r}: format zarr version 3 makes a directory name of the key, which is "
+                f"empty, longer "
+                f"than 255 bytes, or no valid Unicode. Use another key.",
+                key=spec.key,
+            )
+
+
+def _fault_of(key: str, tensors: set[str]) -> str | None:
+    if not is_allowed_name(key):
+        return "is no relative path"
+    parts = key.split("/")
+    if parts[0].startswith(STAGING):
+        return f"begins with {STAGING!r}"
+    if not _FIXED.isdisjoint(parts):
+        return "has the name of a file of the format"
+    above = next((a for n in range(1, len(parts)) if (a := "/".join(parts[:n])) in tensors), None)
+    return f"lies in the directory of {above!r}" if above is not None else None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

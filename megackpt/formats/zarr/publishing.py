@@ -1,0 +1,189 @@
+"""Putting the files of version 1, whose names are fixed, in place.
+
+Owns the order in which a commit is taken away, files are replaced, and how a later save recognises what a
+save that died has left. A marker with the attempt in its name says which files are those of checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+
+from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
+from megackpt.formats.zarr import names
+from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE, parse_document
+from megackpt.storage import Store
+
+MARKER_MAX_BYTES = 2**30
+_COPY_BYTES = 16 * 1024 * 1024
+
+
+def is_committed(store: Store) -> bool:
+    """Say whether metadata.json names this format; False if there is none.
+
+    Raises:
+        FormatError: it is not a manifest.
+    """
+    manifest = _manifest(store)
+    return (manifest.get("sharded_backend"), manifest.get("sharded_backend_version")) == (names.BACKEND, 1)
+
+
+def _manifest(store: Store) -> Json:
+    """Return metadata.json; empty if there is none."""
+    if not store.exists(MANIFEST):
+        return {}
+    data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
+    return parse_document(data, where=f"{store.location}/{MANIFEST}")
+
+
+def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
+    """Return the files of the checkpoint at this place, or of one that was half replaced; none of others.
+
+    Raises:
+        StorageError: there are arrays that belong to neither, or another format's checkpoint is in the way.
+    """
+    found = set(listed)
+    marked = _marked(store, found)
+    if not store.exists(MANIFEST):
+        strange = sorted(arrays_in(found) - marked)
+        if strange:
+            raise StorageError(
+                f"{store.location} holds zarr arrays without a checkpoint, which megackpt has not written:\n"
+                f"{truncated_list(strange)}\nThey may be left of a save by another program. Remove them, or "
+                f"save to "
+                f"another directory.",
+                path=store.location,
+            )
+        return marked & found
+    if not is_committed(store):
+        # A marker of ours may name the file, and another format have written its own there since.
+        if names.COMMON in found and (_manifest(store).get("common_backend") == "torch" or not marked):
+            raise StorageError(
+                f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
+                f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "
+                f"save to another directory.",
+                path=store.location,
+            )
+        return marked & found
+    paths = [name.removesuffix(V2_FILE) for name in arrays_in(found)]
+    return {name for name in found if _is_part(name, set(paths))} | (marked & found)
+
+
+def arrays_in(listed: Iterable[str]) -> set[str]:
+    """Return the documents of published arrays."""
+    return {n for n in listed if n.endswith(f"/{V2_FILE}") and not n.startswith(names.STAGING)}
+
+
+def _is_part(name: str, paths: set[str]) -> bool:
+    """Say whether a file belongs to a committed checkpoint of version 1."""
+    if name.startswith(names.STAGING):
+        return False
+    _, slash, leaf = name.rpartition("/")
+    if not slash:
+        return name == names.COMMON
+    if names.parse_shard(leaf) is not None and leaf.endswith(".pt"):
+        return True
+    # With the separator '/' chunks lie in directories of numbers.
+    parts = name.split("/")
+    above = next((n for n in range(1, len(parts)) if "/".join(parts[:n]) + "/" in paths), None)
+    if above is None:
+        return False
+    rest = parts[above:]
+    return rest in ([V2_FILE], [V2_ATTRIBUTES]) or all(names.is_chunk(part) for part in rest)
+
+
+def _marked(store: Store, listed: set[str]) -> set[str]:
+    """Return the files that markers name."""
+    marked: set[str] = set()
+    for name in sorted(listed):
+        if names.attempt_of_marker(name) is None:
+            continue
+        try:
+            files = json.loads(store.read(name, max_bytes=MARKER_MAX_BYTES))["files"]
+            marked.update(str(file) for file in files)
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise FormatError(
+                f"{store.location}/{name}: not a list of files ({error}). It was left by a save that did not "
+                f"finish; "
+                f"remove the directory, or save to another one.",
+                path=name,
+            ) from error
+    return {n for n in marked if n != MANIFEST and not n.startswith(names.STAGING)}
+
+
+def publish_files(store: Store, *, attempt: str) -> None:
+    """Replace what is at this place by the staged files of an attempt; leave it without a commit.
+
+    The commit is taken away first, since arrays have fixed names: a crash from there on leaves no
+    checkpoint, and never a mixture. Everything staged is durable before. Rank 0 only.
+
+    Raises:
+        StorageError: a file that no checkpoint owns is in the way. Nothing was changed then.
+    """
+    listed = set(store.names())
+    staging = names.staged(attempt)
+    target_of = {name: name.removeprefix(staging) for name in sorted(listed) if name.startswith(staging)}
+    owned = owned_files(store, listed)
+    _check_room(store, listed - owned, target_of)
+    markers = [n for n in listed if names.attempt_of_marker(n) is not None]
+    files = sorted(owned | set(target_of.values()))
+    store.write(names.marker(attempt), json.dumps({"files": files}).encode())
+    if is_committed(store):
+        store.delete([MANIFEST])
+    store.sync()
+    store.delete(sorted(owned - set(target_of.values())))
+    for name, target in target_of.items():
+        move(store, name, target)
+    # Only now: until all is in place, the markers of before may be what names some of the files.
+    store.delete(markers)
+    store.sync()
+    prune(store, names.STAGING)
+
+
+def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -> None:
+    """Refuse to overwrite files of others, and to make a directory of one or a file of their directory."""
+    targets = set(target_of.values())
+    in_the_way = sorted((targets | _directories_above(targets)) & foreign)
+    in_the_way += sorted(targets & _directories_above(foreign))
+    if in_the_way:
+        raise StorageError(
+            f"{store.location}: these files are no part of a checkpoint and have the names of files to be "
+            f"saved:\n"
+            f"{truncated_list(in_the_way)}\nMove them away, or save to another directory.",
+            path=store.location,
+        )
+
+
+def _directories_above(files: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for name in files:
+        above = name.rpartition("/")[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found
+
+
+def move(store: Store, name: str, target: str) -> None:
+    """Give a file another name: at once where the store can do that, else by copying it."""
+    rename = getattr(store, "move", None)
+    if rename is not None:
+        rename(name, target)
+        return
+    nbytes = store.size(name)
+    with store.open_writer(target, nbytes) as writer:
+        for start in range(0, nbytes, _COPY_BYTES):
+            part = bytearray(min(_COPY_BYTES, nbytes - start))
+            store.read_into(name, start, memoryview(part))
+            writer.write(memoryview(part))
+    store.delete([name])
+
+
+def prune(store: Store, prefix: str) -> None:
+    """Remove empty directories, in stores that have directories. What fails to go stays."""
+    remove = getattr(store, "prune", None)
+    if remove is not None:
+        with contextlib.suppress(CheckpointError):
+            remove(prefix)

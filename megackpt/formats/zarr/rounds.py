@@ -1,0 +1,139 @@
+"""Which rows touch which files, and in which round each row is written.
+
+Pure: a function of the whole plan and its grids. A file that two ranks write parts of is written by one after
+the other: their rows stand in different rounds, between which all ranks meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megackpt.formats.zarr.grids import Grid
+from megackpt.geometry import Ints, rectangles_of
+from megackpt.metadata import ChunkTable
+from megackpt.planning import SavePlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Touches:
+    """Pairs of a row and a file that it writes a part of, each pair once, sorted by row, then file.
+
+    Attributes:
+        row: row of the plan, `[m]`.
+        file: number of the file, `[m]`: that of its array's first file plus its place in the grid.
+        first_file: number of the first file of each array, and one past the last, `[arrays + 1]`.
+    """
+
+    row: Ints
+    file: Ints
+    first_file: Ints
+
+    def files_of(self, row: int) -> Ints:
+        """Return the numbers of the files that a row touches."""
+        low, high = np.searchsorted(self.row, [row, row + 1])
+        return self.file[low:high]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounds:
+    """The order of writing.
+
+    Attributes:
+        count: number of rounds; at least 1.
+        round: the round of each row of the plan, `[n]`.
+        first_round: the first round of each file that is written in several, by its number. Not all of
+            these are shared: a rank's own rows stand in different rounds if one of them shares another file.
+    """
+
+    count: int
+    round: Ints
+    first_round: dict[int, int]
+
+
+def grid_extents(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many chunks lie along each dim."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+
+
+def find_touches(table: ChunkTable, grids: Sequence[Grid | None]) -> Touches:
+    """Return which rows write into which files. Rows of objects (no grid) touch none."""
+    chunk = np.ones((len(table.arrays), table.dims), np.int64)
+    extents = np.zeros((len(table.arrays), table.dims), np.int64)
+    for i, (spec, grid) in enumerate(zip(table.arrays, grids, strict=True)):
+        if grid is not None:
+            dims = len(spec.global_shape)
+            chunk[i, :dims] = grid.chunk
+            extents[i] = 1
+            extents[i, :dims] = grid_extents(spec.global_shape, grid.chunk)
+    first_file = np.concatenate([[0], np.cumsum(extents.prod(axis=1))]).astype(np.int64)
+    rows = np.flatnonzero(np.array([g is not None for g in grids], np.bool_)[table.array])
+    cut = rectangles_of(table.shape[rows], table.flat_start[rows], table.flat_stop[rows])
+    row = rows[cut.row]
+    array = table.array[row]
+    start = cut.start + table.start[row]
+    low = start // chunk[array]
+    high = -(-(start + cut.shape) // chunk[array])
+    which, linear = _cells(low, high, extents[array])
+    pairs = np.unique(np.stack([row[which], first_file[array[which]] + linear], axis=1), axis=0)
+    return Touches(pairs[:, 0], pairs[:, 1], first_file)
+
+
+def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
+    """Expand ranges of cells `[low, high)`, `[m, dims]`: of each cell (range, row-major place)."""
+    counts = high - low
+    total = counts.prod(axis=1)
+    which = np.repeat(np.arange(len(low)), total)
+    rest = np.arange(int(total.sum())) - np.repeat(np.cumsum(total) - total, total)
+    linear = np.zeros(len(which), np.int64)
+    stride = np.ones(len(low), np.int64)
+    for d in range(low.shape[1] - 1, -1, -1):
+        linear += (low[which, d] + rest % counts[which, d]) * stride[which]
+        rest //= counts[which, d]
+        stride = stride * extents[:, d]
+    return which, linear
+
+
+def plan_rounds(plan: SavePlan, touches: Touches) -> Rounds:
+    """Put rows of different ranks that share a file into different rounds.
+
+    Each row, in order, goes into the first round in which no other rank touches its files. The shards of
+    one array follow each other in its files, so that the number of rounds is that of the ranks in the file
+    that most of them share.
+    """
+    writer = plan.writer[touches.row] if len(touches.row) else touches.row
+    shared = _shared_files(touches.file, writer)
+    rounds = np.zeros(len(plan.table), np.int64)
+    taken: dict[int, dict[int, int]] = {}  # file -> round -> the one rank that writes it then
+    at = np.flatnonzero(np.isin(touches.file, shared))
+    for part in np.split(at, np.flatnonzero(np.diff(touches.row[at])) + 1) if at.size else ():
+        row, rank = int(touches.row[part[0]]), int(writer[part[0]])
+        uses = [taken.setdefault(file, {}) for file in touches.file[part].tolist()]
+        number = 0
+        while any(use.get(number, rank) != rank for use in uses):
+            number += 1
+        rounds[row] = number
+        for use in uses:
+            use[number] = rank
+    return Rounds(int(rounds.max(initial=0)) + 1, rounds, _first_rounds(touches, rounds))
+
+
+def _first_rounds(touches: Touches, rounds: Ints) -> dict[int, int]:
+    """Return the first round of each file that is written in several."""
+    files, place = np.unique(touches.file, return_inverse=True)
+    of_touch = rounds[touches.row]
+    first = np.full(len(files), np.iinfo(np.int64).max)
+    last = np.zeros(len(files), np.int64)
+    np.minimum.at(first, place, of_touch)
+    np.maximum.at(last, place, of_touch)
+    several = first < last
+    return dict(zip(files[several].tolist(), first[several].tolist(), strict=True))
+
+
+def _shared_files(file: Ints, writer: Ints) -> Ints:
+    """Return the files that more than one rank touches."""
+    pairs = np.unique(np.stack([file, writer], axis=1), axis=0)
+    files, counts = np.unique(pairs[:, 0], return_counts=True)
+    return files[counts > 1]

@@ -1,0 +1,127 @@
+"""Writing zarr checkpoints: what both versions do alike.
+
+Owns the order of writing. How keys become directories, and what a commit says, is up to the versions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from megackpt.formats.strategy import Json, Pieces
+from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
+from megackpt.formats.zarr.described import ZarrArray
+from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
+from megackpt.formats.zarr.library import tensorstore
+from megackpt.formats.zarr.names import BACKEND
+from megackpt.formats.zarr.rounds import find_touches, plan_rounds
+from megackpt.geometry import Ints
+from megackpt.metadata import ArraySpec
+from megackpt.planning import SavePlan
+from megackpt.storage import Store
+
+
+class ZarrSaveStrategy(ABC):
+    """Saves arrays as zarr. Used for one save at a time.
+
+    rules say how large files and chunks become.
+    """
+
+    backend = BACKEND
+    version: int
+    writes_in_place = True
+
+    def __init__(self, rules: GridRules) -> None:
+        self._rules = rules
+        self._last: tuple[SavePlan, str, WritePlan] | None = None
+
+    @abstractmethod
+    def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
+        """Refuse keys that cannot be stored.
+
+        Raises:
+            DeclarationError: there are some.
+        """
+
+    @abstractmethod
+    def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
+        """Return how an array is stored while it is not published."""
+
+    @abstractmethod
+    def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
+        """Return the file of an object while it is not published."""
+
+    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+        """Return the rows of a rank by round: ranks that share a file write in different ones.
+
+        Raises:
+            DeclarationError: a key cannot be stored; the same on every rank.
+            MissingExtraError: tensorstore is not installed here.
+        """
+        tensorstore()
+        self.check_keys(plan.table.arrays)
+        rounds = self._planned(plan, "").rounds
+        mine = plan.rows_of(rank)
+        return [np.sort(mine[rounds.round[mine] == number]) for number in range(rounds.count)]
+
+    def write_chunks(
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+    ) -> bytes:
+        """Write the files of one round. There is nothing that rank 0 would have to know."""
+        writing = self._planned(plan, attempt)
+        table = plan.table
+        first_rows = np.searchsorted(table.array, np.arange(len(table.arrays)))
+        assembler = Assembler(store, writing)
+        tensors = [row for row in rows.tolist() if writing.arrays[int(table.array[row])] is not None]
+        assembler.write(np.array(tensors, np.int64), pieces)
+        for row in rows.tolist():
+            number = int(table.array[row])
+            array, spec = writing.arrays[number], table.arrays[number]
+            if array is None:
+                offset = tuple(table.start[row, : len(spec.global_shape)].tolist())
+                data = gathered(pieces(row), int(table.nbytes[row])).tobytes()
+                put_file(store, self.object_name(spec, offset, attempt), data)
+            elif row == first_rows[number]:
+                _put_documents(store, array)
+        store.sync()
+        return b""
+
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
+        """Write the documents of arrays without elements; those of others stand with their elements."""
+        writing = self._planned(plan, attempt)
+        filled = set(plan.table.array.tolist())
+        for number, array in enumerate(writing.arrays):
+            if array is not None and number not in filled:
+                _put_documents(store, array)
+        return {}
+
+    def _planned(self, plan: SavePlan, attempt: str) -> WritePlan:
+        """Return how a plan is written; each rank needs it several times in a save."""
+        last = self._last  # once: ranks simulated by threads may share a strategy
+        if last is not None and last[0] is plan and last[1] == attempt:
+            return last[2]
+        grids = choose_grids(plan.table, self._rules)
+        arrays = [
+            None if grid is None else self.array_of(spec, grid, attempt)
+            for spec, grid in zip(plan.table.arrays, grids, strict=True)
+        ]
+        if last is not None and last[0] is plan:
+            touches, rounds = last[2].touches, last[2].rounds
+        else:
+            touches = find_touches(plan.table, grids)
+            rounds = plan_rounds(plan, touches)
+        planned = WritePlan(plan, arrays, touches, rounds)
+        self._last = (plan, attempt, planned)
+        return planned
+
+
+def _put_documents(store: Store, array: ZarrArray) -> None:
+    for name, data in array.documents().items():
+        put_file(store, name, data)
+
+
+def common_parts(common: Any) -> tuple[Any, Any]:
+    """Return common state and content metadata of what the engine hands over."""
+    return common["state_dict"], common["content_metadata"]

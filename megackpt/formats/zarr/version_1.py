@@ -1,0 +1,172 @@
+"""Format `zarr` version 1: zarr v2 arrays exactly as Megatron-Core up to 0.15 wrote them.
+
+One array a key in the directory of its name, raw chunks, objects and common state as torch.save writes them.
+An attempt is written beside the checkpoint, in a directory of its own, and moved into place at the end.
+
+Source: Megatron-Core 0.12 `dist_checkpointing/strategies/{zarr,tensorstore,common}.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megackpt.errors import FormatError
+from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
+from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
+from megackpt.formats.zarr import names
+from megackpt.formats.zarr.assembly import put_file
+from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
+from megackpt.formats.zarr.grids import Grid, GridRules
+from megackpt.formats.zarr.library import tensorstore
+from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents
+from megackpt.formats.zarr.publishing import arrays_in, is_committed, owned_files, prune, publish_files
+from megackpt.formats.zarr.save import ZarrSaveStrategy, common_parts
+from megackpt.metadata import ArraySpec
+from megackpt.storage import Store
+
+RULES = GridRules()
+SUFFIX = ".pt"
+CONTENT_METADATA = "content_metadata"
+"""Where Megatron-Core keeps content metadata in the common state."""
+
+_MANIFEST: Json = {
+    "sharded_backend": names.BACKEND,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""All that metadata.json may hold: Megatron-Core refuses any further field."""
+
+_COMMON_MAX_BYTES = 2**34
+
+
+class ZarrV2SaveStrategy(ZarrSaveStrategy):
+    """Saves format `zarr` version 1."""
+
+    version = 1
+
+    def __init__(self, rules: GridRules = RULES) -> None:
+        super().__init__(rules)
+
+    def begin(self, store: Store, *, attempt: str) -> None:
+        """Refuse a directory with arrays that no checkpoint owns, before anything is written."""
+        tensorstore()
+        owned_files(store, store.names())
+        prune(store, names.STAGING)
+
+    def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
+        """Refuse keys that are no paths of their own."""
+        names.check_names(arrays)
+
+    def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
+        """Return the array in the directory of an attempt."""
+        return array_v2(spec, grid, directory=names.staged(attempt))
+
+    def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
+        """Return the file of an object."""
+        return (
+            f"{names.staged(attempt)}{spec.key}/{names.shard_file(offset, spec.global_shape, suffix=SUFFIX)}"
+        )
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        """Return what torch.save makes of a value."""
+        return save_value(value, path=path)
+
+    def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
+        """Write common state; content metadata is a part of it, as in Megatron-Core."""
+        state, content_metadata = common_parts(common)
+        if content_metadata is not None:
+            state = {**state, CONTENT_METADATA: content_metadata}
+        put_file(store, names.staged(attempt) + names.COMMON, save_value(state, path=""))
+        return {"common": names.staged(attempt) + names.COMMON}
+
+    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+        """Put all files in place of those that are there."""
+        publish_files(store, attempt=attempt)
+        return dict(_MANIFEST)
+
+    def committed_attempt(self, store: Store) -> str | None:
+        """Return the attempt of the marker beside a metadata.json of this format."""
+        return _attempt(store, store.names()) if is_committed(store) else None
+
+    def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
+        """Name the files of the arrays, documents first: an array goes with its document."""
+        listed = store.names()
+        paths = [n.removesuffix(V2_FILE) for n in arrays_in(listed) if n.startswith(key_prefix)]
+        stale = [path + V2_FILE for path in sorted(paths)]
+        owned = sorted(owned_files(store, listed) - set(stale))
+        return manifest, stale + [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
+
+    def files_of(self, manifest: Json) -> list[str]:
+        """Return the common state, where it is before it is published."""
+        return [manifest["common"]] if "common" in manifest else []
+
+    def attempt_of(self, name: str) -> str | None:
+        """Return the attempt of a file that waits to be published; files in place carry none."""
+        return names.attempt_of_staged(name)
+
+
+class ZarrV2LoadStrategy:
+    """Loads format `zarr` version 1, of megackpt and Megatron-Core, and zarr v2 arrays that others wrote."""
+
+    backend = names.BACKEND
+    version = 1
+
+    def detect(self, store: Store) -> Json | None:
+        """Take zarr v2 arrays for a checkpoint, unless they look like a save that did not finish."""
+        listed = store.names()
+        unfinished = names.COMMON in listed or any(names.attempt_of_marker(n) for n in listed)
+        if unfinished or not arrays_in(listed):
+            return None
+        return {**_MANIFEST, "detected": True}
+
+    def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
+        """Find the arrays; pickles are read when asked for."""
+        tensorstore()
+        if allow_unsafe_pickle:
+            warn_of_unsafe_pickle(store.location)
+        listed = store.names()
+        found = find_arrays_v2(store, listed)
+
+        def decode(data: bytes, where: str) -> Any:
+            return load_value(data, where=where, allow_unsafe=allow_unsafe_pickle)
+
+        def common() -> Any:
+            if manifest.get("detected"):
+                return {"state_dict": {}, CONTENT_METADATA: None}
+            return _read_common(store, allow_unsafe_pickle)
+
+        return open_contents(
+            store,
+            arrays=found,
+            objects=find_objects(listed, directory="", key_of=str, suffix=SUFFIX),
+            listed=listed,
+            common=common,
+            decode_object=decode,
+            identity=_attempt(store, listed) or identity_of(found, listed),
+        )
+
+
+def _attempt(store: Store, listed: list[str]) -> str | None:
+    attempts = [a for a in map(names.attempt_of_marker, listed) if a is not None]
+    return attempts[0] if len(attempts) == 1 else None
+
+
+def _read_common(store: Store, allow_unsafe_pickle: bool) -> Any:
+    where = f"{store.location}/{names.COMMON}"
+    data = store.read(names.COMMON, max_bytes=_COMMON_MAX_BYTES)
+    state = load_value(data, where=where, allow_unsafe=allow_unsafe_pickle)
+    if not isinstance(state, dict):
+        raise FormatError(
+            f"{where}: the common state is a {type(state).__name__}, not a dict. The file is damaged, or "
+            f"{MANIFEST} is "
+            f"of another checkpoint.",
+            path=where,
+        )
+    return {
+        "state_dict": {key: value for key, value in state.items() if key != CONTENT_METADATA},
+        CONTENT_METADATA: state.get(CONTENT_METADATA),
+    }
+
+
+FORMAT = Format(backend=names.BACKEND, version=1, save=ZarrV2SaveStrategy, load=ZarrV2LoadStrategy)

@@ -1,0 +1,237 @@
+"""Format `zarr` version 3: zarr v3 arrays in shards, each attempt in a group of its own.
+
+Nothing that a committed checkpoint needs is touched before the next commit: names carry the attempt.
+Objects and common state are blobs of `megackpt.codec`, without pickle, behind a digest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megackpt.codec import pack, unpack
+from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Contents, Format, Json
+from megackpt.formats.zarr import names
+from megackpt.formats.zarr.assembly import put_file
+from megackpt.formats.zarr.chunks import StoredObjects
+from megackpt.formats.zarr.described import V3_FILE, ZarrArray, array_v3, group_v3
+from megackpt.formats.zarr.grids import Grid, GridRules
+from megackpt.formats.zarr.library import tensorstore
+from megackpt.formats.zarr.load import find_arrays_v3, find_objects, identity_of, open_contents
+from megackpt.formats.zarr.publishing import prune
+from megackpt.formats.zarr.save import ZarrSaveStrategy
+from megackpt.metadata import ArraySpec
+from megackpt.planning import SavePlan
+from megackpt.storage import Store, check_name, digest_of
+
+RULES = GridRules(inner_bytes=1024 * 1024)
+SUFFIX = ".bin"
+
+
+class ZarrV3SaveStrategy(ZarrSaveStrategy):
+    """Saves format `zarr` version 3."""
+
+    version = 3
+
+    def __init__(self, rules: GridRules = RULES) -> None:
+        super().__init__(rules)
+
+    def begin(self, store: Store, *, attempt: str) -> None:
+        """Remove directories that earlier attempts have left empty; what is written carries the attempt."""
+        tensorstore()
+        for prefix in ("zarr-", "objects-"):
+            prune(store, prefix)
+
+    def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
+        """Refuse keys that are no directory name even when encoded."""
+        names.check_lengths(arrays)
+
+    def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
+        """Return the array in the group of an attempt."""
+        return array_v3(spec, grid, directory=names.arrays_directory(attempt), name=names.quoted(spec.key))
+
+    def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
+        """Return the file of an object."""
+        leaf = names.shard_file(offset, spec.global_shape, suffix=SUFFIX)
+        return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
+
+    def encode_object(self, value: Any, *, path: str) -> bytes:
+        """Return digest and blob of a value."""
+        return with_digest(pack(value, path=path))
+
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
+        """Write what makes a group of the arrays."""
+        super().write_index(store, attempt=attempt, plan=plan, receipts=receipts)
+        put_file(store, names.arrays_directory(attempt) + V3_FILE, group_v3())
+        return {
+            "arrays": names.arrays_directory(attempt).rstrip("/"),
+            "objects": names.objects_directory(attempt).rstrip("/"),
+        }
+
+    def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
+        """Write common state as one blob."""
+        data = pack(common)
+        put_file(store, names.common_file(attempt), data)
+        return {
+            "common": {"file": names.common_file(attempt), "nbytes": len(data), "xxh3_128": digest_of(data)}
+        }
+
+    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+        """Return all that is known: metadata.json is the one file with a fixed name."""
+        return said
+
+    def committed_attempt(self, store: Store) -> str | None:
+        """Return the attempt that metadata.json names."""
+        if not store.exists(MANIFEST):
+            return None
+        attempt = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)).get("attempt")
+        return attempt if isinstance(attempt, str) else None
+
+    def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
+        """Let the manifest say that arrays are gone; their files are then not needed."""
+        found = _find(store, manifest)
+        gone = tuple(a.path for a in found.arrays if a.spec.key.startswith(key_prefix))
+        stale = [n for n in found.listed if n.startswith(gone)] if gone else []
+        for key, objects in found.objects.items():
+            stale += objects.files.values() if key.startswith(key_prefix) else []
+        return manifest | {_REMOVED: [*manifest.get(_REMOVED, []), key_prefix]}, stale
+
+    def files_of(self, manifest: Json) -> list[str]:
+        """Return the group's document and the common state."""
+        return [f"{manifest['arrays']}/{V3_FILE}", manifest["common"]["file"]]
+
+    def attempt_of(self, name: str) -> str | None:
+        """Return the attempt in a file name of this format."""
+        return names.attempt_of_native(name)
+
+
+class ZarrV3LoadStrategy:
+    """Loads format `zarr` version 3, and groups of zarr v3 arrays that others wrote."""
+
+    backend = names.BACKEND
+    version = 3
+
+    def detect(self, store: Store) -> Json | None:
+        """Take a zarr v3 group with arrays in it for a checkpoint."""
+        listed = store.names()
+        documents = [n for n in listed if n.endswith(f"/{V3_FILE}") and names.attempt_of_native(n) is None]
+        if not documents:
+            return None
+        return {"sharded_backend": names.BACKEND, "sharded_backend_version": 3, "detected": True}
+
+    def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
+        """Find the arrays; there are no pickles."""
+        tensorstore()
+        detected = bool(manifest.get("detected"))
+        found = _find(store, manifest)
+        return open_contents(
+            store,
+            arrays=found.arrays,
+            objects=found.objects,
+            listed=found.listed,
+            common=lambda: dict(_NOTHING) if detected else _read_common(store, manifest),
+            decode_object=lambda data, where: unpack(without_digest(data, where=where), where=where),
+            identity=identity_of(found.arrays, found.listed) if detected else _identity(manifest),
+        )
+
+
+_NOTHING: Json = {"state_dict": {}, "content_metadata": None}
+_REMOVED = "removed_prefixes"
+_DIGEST_BYTES = 32  # hexadecimal
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What there is: arrays, objects by key, and all names in the store."""
+
+    arrays: list[ZarrArray]
+    objects: dict[str, StoredObjects]
+    listed: list[str]
+
+
+def _find(store: Store, manifest: Json) -> _Found:
+    listed = store.names()
+    if manifest.get("detected"):
+        return _Found(find_arrays_v3(store, listed, directory=""), {}, listed)
+    directories, removed = _directories(manifest, store.location), manifest.get(_REMOVED, [])
+    if not isinstance(removed, list) or not all(isinstance(prefix, str) for prefix in removed):
+        raise FormatError(
+            f"{store.location}/{MANIFEST}: {_REMOVED} is no list of keys. The file is damaged.",
+            path=store.location,
+        )
+    gone = tuple(removed)
+    arrays = find_arrays_v3(store, listed, directory=directories[0])
+    objects = find_objects(listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX)
+    return _Found(
+        [a for a in arrays if not a.spec.key.startswith(gone)],
+        {key: found for key, found in objects.items() if not key.startswith(gone)},
+        listed,
+    )
+
+
+def _identity(manifest: Json) -> str:
+    return f"{manifest.get('attempt')} {manifest.get(_REMOVED, [])}"
+
+
+def with_digest(data: bytes) -> bytes:
+    """Return data behind its digest."""
+    return digest_of(data).encode() + data
+
+
+def without_digest(data: bytes, *, where: str) -> bytes:
+    """Return the data behind a digest.
+
+    Raises:
+        IntegrityError: the digest is another one.
+    """
+    if digest_of(data[_DIGEST_BYTES:]).encode() != data[:_DIGEST_BYTES]:
+        raise IntegrityError(
+            f"{where}: the bytes are not those that were saved (their digest differs). The file is damaged; "
+            f"load another checkpoint.",
+            path=where,
+        )
+    return data[_DIGEST_BYTES:]
+
+
+def _directories(manifest: Json, where: str) -> tuple[str, str]:
+    """Return the directories of arrays and objects, with '/' at their ends."""
+    found = []
+    for entry in ("arrays", "objects"):
+        name = manifest.get(entry)
+        if not isinstance(name, str):
+            raise FormatError(
+                f"{where}/{MANIFEST} does not say where the {entry} are. The file is damaged or foreign.",
+                path=where,
+            )
+        check_name(name, location=where)
+        found.append(f"{name}/")
+    return found[0], found[1]
+
+
+def _read_common(store: Store, manifest: Json) -> Any:
+    said = manifest.get("common")
+    if (
+        not isinstance(said, dict)
+        or not isinstance(said.get("file"), str)
+        or type(said.get("nbytes")) is not int
+    ):
+        raise FormatError(
+            f"{store.location}/{MANIFEST} does not say where the common state is. The file is damaged or "
+            f"foreign.",
+            path=store.location,
+        )
+    where = f"{store.location}/{said['file']}"
+    data = store.read(said["file"], max_bytes=said["nbytes"])
+    if len(data) != said["nbytes"] or digest_of(data) != said.get("xxh3_128"):
+        raise IntegrityError(
+            f"{where}: the content differs from what was saved (the digest does not match). The file is "
+            f"damaged; "
+            f"load another checkpoint.",
+            path=where,
+        )
+    return unpack(data, where=where)
+
+
+FORMAT = Format(backend=names.BACKEND, version=3, save=ZarrV3SaveStrategy, load=ZarrV3LoadStrategy)

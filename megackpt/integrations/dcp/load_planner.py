@@ -1,0 +1,217 @@
+"""A load planner for DCP that knows megackpt's entities.
+
+Owns DCP's view of a megackpt load: what each rank asks for as read items, and the state dict put together
+in place once the last of them has been read. Works with any storage reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megackpt.codec import unpack
+from megackpt.engine.expand import expand
+from megackpt.engine.tensor_bytes import check_target
+from megackpt.errors import MismatchError, MissingKeyError
+from megackpt.integrations.dcp.names import flatten, replace_leaves, update
+from megackpt.integrations.dcp.place import place_in
+from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
+from megackpt.mapping import ShardedObject, ShardedTensor
+
+log = logging.getLogger(__name__)
+
+
+class MegackptLoadPlanner(LoadPlanner):
+    """Plans a `dcp.load` into DTensors, megackpt's entities, plain tensors and values.
+
+    As DCP does, it loads what the state dict names and nothing else, and writes it into the state dict:
+    tensors are filled in place, entities are replaced by what they stand for, other values by the stored
+    ones.
+
+    Args:
+        allow_partial_load: leave out what the checkpoint does not have, instead of refusing.
+        process_group: the group that `dcp.load` is given; None for all ranks.
+    """
+
+    def __init__(
+        self, *, allow_partial_load: bool = False, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._allow_partial_load = allow_partial_load
+        self._process_group = process_group
+        self._lock = threading.Lock()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict apart. DCP calls it on every rank.
+
+        Raises:
+            DeclarationError: an entity that cannot be filled.
+        """
+        assert metadata is not None  # DCP's invariant: the storage reader has given it
+        self._state_dict = state_dict
+        self._stored = metadata.state_dict_metadata
+        arrays = {name for name, found in self._stored.items() if isinstance(found, TensorStorageMetadata)}
+        rank, ranks = place_in(self._process_group)
+        self._expanded = expand(state_dict, rank=rank, ranks=ranks, stored=arrays)
+        self._values = {name: value for name, (_, value) in flatten(self._expanded.common).items()}
+        self._objects = {entity.unique_key: entity for entity in self._expanded.objects}
+        self._rectangles: list[Rectangle] = []
+        self._missing: set[str] = set()
+        self._loaded: dict[str, Any] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the reads that fill this rank's tensors and values. DCP calls it on every rank.
+
+        Raises:
+            MissingKeyError: a key is asked for that the checkpoint lacks.
+            MismatchError: an array is stored with another dtype or global shape.
+        """
+        items = [item for tensor in self._expanded.tensors for item in self._reads_of(tensor)]
+        for entity in self._expanded.objects:
+            items += self._read_of_value(entity.unique_key, entity)
+        for name in self._values:
+            items += self._read_of_value(name, None)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are. DCP calls it on the coordinator."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Note how much is to be read. DCP calls it on every rank."""
+        self._outstanding = len(central_plan.items)
+        if not self._outstanding:
+            self._put_together()
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value that MegackptSavePlanner has stored through a writer that is not megackpt's. Local.
+
+        Raises:
+            FormatError: another planner has stored it.
+        """
+        name = read_item.storage_index.fqn
+        self.load_value(read_item, unpack(value.getvalue(), where=f"value {name!r}"))
+
+    def load_value(self, read_item: ReadItem, value: Any) -> None:
+        """Take a value that is no tensor. Local."""
+        name = read_item.dest_index.fqn
+        entity = self._objects.get(name)
+        if entity is not None:
+            entity.data = value
+        else:
+            self._loaded[name] = value
+        self._count_down()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the view that a read fills. Local, thread-safe."""
+        assert read_item.dest_index.index is not None  # set by create_local_plan
+        data = self._rectangles[read_item.dest_index.index].data
+        assert data is not None  # allocated by create_local_plan
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            data = data.narrow(dim, start, length)
+        return data
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Note that a read is done. Local."""
+        self._count_down()
+
+    def _reads_of(self, tensor: ShardedTensor) -> list[ReadItem]:
+        found = self._stored.get(tensor.key)
+        if found is None:
+            return self._refuse_missing(tensor.key)
+        tensor.init_data()
+        check_target(tensor)
+        _check_alike(tensor, found)
+        assert isinstance(found, TensorStorageMetadata)
+        if tuple(found.size) != tensor.global_shape and tensor.data is not None:
+            tensor.data.detach().zero_()  # what is not stored: padding
+        items: list[ReadItem] = []
+        for part in rectangles(tensor):
+            number = len(self._rectangles)
+            self._rectangles.append(part)
+            chunk = ChunkStorageMetadata(torch.Size(part.box.start), torch.Size(part.box.shape))
+            index = MetadataIndex(tensor.key, chunk.offsets, number)
+            items += [
+                dataclasses.replace(item, dest_index=index)
+                for item in create_read_items_for_chunk_list(tensor.key, found, [chunk])
+                if all(item.lengths)
+            ]
+        return items
+
+    def _read_of_value(self, name: str, entity: ShardedObject | None) -> list[ReadItem]:
+        found = self._stored.get(name)
+        if found is None:
+            per_rank = None if entity is None else self._expanded.per_rank.get(entity.key)
+            if per_rank is not None and per_rank.elsewhere == "keep":
+                log.warning("%r was stored for another number of ranks: every rank keeps its own.", name)
+                return []
+            return self._refuse_missing(name if entity is None else entity.key)
+        if not isinstance(found, BytesStorageMetadata):
+            raise MismatchError(
+                f"{name!r} is stored as a tensor, and asked for as something else. Ask for a tensor of shape "
+                f"{tuple(found.size)}.",
+                key=name,
+            )
+        place = torch.Size((0,))
+        index = MetadataIndex(name)
+        return [ReadItem(LoadItemType.BYTE_IO, index, place, index, place, place)]
+
+    def _refuse_missing(self, key: str) -> list[ReadItem]:
+        if not self._allow_partial_load:
+            raise MissingKeyError(
+                f"The checkpoint has no {key!r}. Ask for what was saved, or make the planner with "
+                f"allow_partial_load=True to keep what it does not have.",
+                key=key,
+            )
+        self._missing.add(key)
+        return []
+
+    def _count_down(self) -> None:
+        with self._lock:
+            self._outstanding -= 1
+            is_last = not self._outstanding
+        if is_last:
+            self._put_together()
+
+    def _put_together(self) -> None:
+        """Write everything into the state dict, in place: nobody tells a planner that a load has ended."""
+        common = replace_leaves(self._expanded.common, self._loaded)
+        update(self._state_dict, self._expanded.finish(common, self._missing))
+
+
+def _check_alike(tensor: ShardedTensor, found: Any) -> None:
+    if not isinstance(found, TensorStorageMetadata):
+        raise MismatchError(f"{tensor.key!r} is stored as a value, not as a tensor.", key=tensor.key)
+    shape = tuple(found.size)
+    resized = shape != tensor.global_shape
+    if resized and not (tensor.allow_shape_mismatch and len(shape) == len(tensor.global_shape)):
+        raise MismatchError(
+            f"{tensor.key!r}: the checkpoint has global shape {shape}, asked for is {tensor.global_shape}.",
+            key=tensor.key,
+        )
+    if found.properties.dtype != tensor.dtype:
+        raise MismatchError(
+            f"{tensor.key!r}: stored as {found.properties.dtype}, asked for as {tensor.dtype}. Load into a "
+            f"tensor of the stored dtype and convert it then.",
+            key=tensor.key,
+        )

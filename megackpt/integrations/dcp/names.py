@@ -1,0 +1,102 @@
+"""Nested state dicts as DCP names their leaves, and back.
+
+Owns the rule of names: the steps to a leaf joined with dots. A dict is walked always; a list only where a
+dict or a tensor stands in it, else it is one value.
+
+Source: torch.distributed.checkpoint's flatten_state_dict (torch 2.4 and later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from megackpt.errors import DeclarationError
+
+Steps: TypeAlias = tuple[Any, ...]
+"""The dict keys and list indices that lead to a leaf."""
+
+
+def flatten(tree: Any) -> dict[str, tuple[Steps, Any]]:
+    """Return steps and value of every leaf of nested dicts and lists, by name.
+
+    >>> {name: value for name, (_, value) in flatten({"a": [1, 2], "b": [{"c": 3}]}).items()}
+    {'a': [1, 2], 'b.0.c': 3}
+
+    Raises:
+        DeclarationError: two leaves have one name.
+    """
+    found: dict[str, tuple[Steps, Any]] = {}
+    for steps, value in _leaves(tree, ()):
+        name = name_of(steps)
+        if name in found:
+            raise DeclarationError(
+                f"{name!r}: two leaves of the state dict have this name, which is a path joined with dots. "
+                f"Rename one of the dict keys on the way to them.",
+                key=name,
+            )
+        found[name] = (steps, value)
+    return found
+
+
+def name_of(steps: Steps) -> str:
+    """Return the name of the leaf at these steps."""
+    return ".".join(map(str, steps))
+
+
+def replace_leaves(tree: Any, values: Mapping[str, Any], steps: Steps = ()) -> Any:
+    """Return the tree with other values for the leaves that are named; the given one is not changed."""
+    if not is_walked(tree):
+        return values.get(name_of(steps), tree)
+    replaced = {key: replace_leaves(child, values, (*steps, key)) for key, child in _children(tree).items()}
+    return replaced if isinstance(tree, Mapping) else list(replaced.values())
+
+
+def with_value(tree: Any, steps: Steps, value: Any) -> Any:
+    """Return nested dicts and lists with one more value; a list that gets one becomes a dict by position."""
+    if not steps:
+        return value
+    children = _children(tree)
+    children[steps[0]] = with_value(children.get(steps[0], {}), steps[1:], value)
+    return children
+
+
+def with_lists(tree: Any) -> Any:
+    """Return the tree with a list for each dict whose keys are 0, 1, 2, ... in any order."""
+    if not isinstance(tree, dict):
+        return tree
+    made = {key: with_lists(child) for key, child in tree.items()}
+    is_list = bool(made) and all(type(key) is int for key in made) and sorted(made) == list(range(len(made)))
+    return [made[i] for i in range(len(made))] if is_list else made
+
+
+def update(target: Any, loaded: Any) -> None:
+    """Write the leaves of a loaded tree into a state dict of the same structure, in place."""
+    for key, value in _children(loaded).items():
+        known = isinstance(target, list) or key in target
+        held = target[key] if known else None
+        alike = isinstance(held, Mapping) and isinstance(value, Mapping)
+        alike |= isinstance(held, list) and isinstance(value, list) and len(held) == len(value)
+        if alike and held:
+            update(held, value)
+        elif held is not value:
+            target[key] = value
+
+
+def is_walked(value: Any) -> bool:
+    """Say whether a value is a branch of a state dict, not a leaf."""
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and any(isinstance(v, torch.Tensor) or is_walked(v) for v in value)
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    return dict(tree) if isinstance(tree, Mapping) else dict(enumerate(tree))
+
+
+def _leaves(tree: Any, steps: Steps) -> list[tuple[Steps, Any]]:
+    if not is_walked(tree):
+        return [(steps, tree)]
+    return [leaf for key, child in _children(tree).items() for leaf in _leaves(child, (*steps, key))]

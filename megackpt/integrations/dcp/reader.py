@@ -1,0 +1,229 @@
+"""A storage reader for DCP over checkpoints of every format that megackpt reads.
+
+Owns what DCP is told of a checkpoint - each array as one chunk, whatever was stored - and the reads, which
+are the engine's own: ranged, checked, several at once.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from megackpt.engine.load import open_checkpoint, read_common
+from megackpt.engine.read import read_chunk, read_tensors
+from megackpt.engine.tensor_bytes import check_target
+from megackpt.errors import MismatchError
+from megackpt.formats.strategy import Contents
+from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
+from megackpt.integrations.dcp.names import flatten
+from megackpt.integrations.dcp.place import Location, opened
+from megackpt.mapping import ShardedObject, ShardedTensor
+from megackpt.mapping.describe import describe
+from megackpt.metadata import OBJECT
+from megackpt.options import LoadOptions
+from megackpt.planning import plan_load
+from megackpt.storage import Store
+from megackpt.validation import Rules, StrictHandling, settle_differences
+
+
+class MegackptStorageReader(StorageReader):
+    """Lets `dcp.load` read a checkpoint of megackpt: from `megackpt.save`, or MegackptStorageWriter.
+
+    Works with every planner. A planner that is not megackpt's is handed values that are no tensors as DCP's
+    writer would have stored them: pickles, but made here, in memory, of what megackpt's codec has read.
+
+    Args:
+        path: the directory of the checkpoint, or an open store; None to give it to DCP as checkpoint_id.
+        options: tunables; of the rules those on casts count (another dtype is an error by default), what else
+            differs is for the planner to decide.
+    """
+
+    def __init__(self, path: Location | None = None, *, options: LoadOptions | None = None) -> None:
+        self.path = path
+        self._options = options or LoadOptions()
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Load from another directory, if one is given. DCP calls it on every rank."""
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Say whether a checkpoint id can be a directory of ours."""
+        return isinstance(checkpoint_id, str) or hasattr(checkpoint_id, "__fspath__")
+
+    def read_metadata(self) -> Metadata:
+        """Return what the checkpoint holds, in DCP's terms. DCP calls it on every rank.
+
+        Raises:
+            NotACheckpointError, FormatError, IntegrityError: it is none, or is damaged.
+        """
+        with opened(self.path) as store:
+            contents = self._open(store)
+            common, _ = read_common(contents, where=store.location)
+            found: dict[str, Any] = {
+                name: _metadata_of(value) for name, (_, value) in flatten(common).items()
+            }
+            steps = {name: tuple(map(_step, at)) for name, (at, _) in flatten(common).items()}
+            for spec in contents.arrays.values():
+                if spec.dtype == OBJECT:
+                    found.update(
+                        {entity.unique_key: BytesStorageMetadata() for entity in _objects(contents, spec.key)}
+                    )
+                else:
+                    found[spec.key] = _array_metadata(getattr(torch, spec.dtype), spec.global_shape)
+        steps |= {name: (name,) for name in found if name not in steps}
+        return Metadata(found, planner_data=steps)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: the checkpoint is opened when it is read. DCP calls it on every rank."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note which commit this rank sees. DCP calls it on every rank."""
+        with opened(self.path) as store:
+            plan.storage_data = self._open(store).identity
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks see the same commit. DCP calls it on the coordinator.
+
+        Raises:
+            MismatchError: the checkpoint was saved anew meanwhile.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise MismatchError(
+                f"{self.path} was saved anew while it was being opened: ranks see different checkpoints. "
+                f"Load again."
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the planner resolves the items to. DCP calls it on every rank.
+
+        Raises:
+            MismatchError: an array is stored in another dtype, or the checkpoint was saved anew meanwhile.
+            IntegrityError: stored bytes are damaged; the text names key, file and byte range.
+            StorageError, FormatError: a file cannot be read.
+        """
+        with opened(self.path) as store:
+            contents = self._open(store)
+            if contents.identity != plan.storage_data:
+                raise MismatchError(f"{store.location} was saved anew while it was being read. Load again.")
+            common, _ = read_common(contents, where=store.location)
+            values = {name: value for name, (_, value) in flatten(common).items()}
+            tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+            self._read_arrays(
+                [i for i in tensors if i.storage_index.fqn in contents.arrays], planner, store, contents
+            )
+            for item in tensors:
+                if item.storage_index.fqn not in contents.arrays:
+                    _copy_value(item, planner, values[item.storage_index.fqn])
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    _give(item, planner, self._value(item.storage_index.fqn, values, store, contents))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _open(self, store: Store) -> Contents:
+        return open_checkpoint(store, allow_unsafe_pickle=self._options.allow_unsafe_pickle)
+
+    def _read_arrays(
+        self, items: list[ReadItem], planner: LoadPlanner, store: Store, contents: Contents
+    ) -> None:
+        targets = [planner.resolve_tensor(item) for item in items]
+        tensors = [_target(item, target, contents) for item, target in zip(items, targets, strict=True)]
+        requested = describe(tensors, rank=0)
+        rules = Rules(self._options.rules, StrictHandling.ASSUME_OK_UNEXPECTED)
+        settle_differences(requested, contents.arrays, rules, where=store.location)
+        chunks = contents.chunks([spec.key for spec in requested.table.arrays])
+        copies = plan_load(requested, chunks.table, where=store.location)
+        read_tensors(chunks, copies, tensors, self._options)
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def _value(self, name: str, values: dict[str, Any], store: Store, contents: Contents) -> Any:
+        """Return a common value, or an object by its unique key."""
+        if name in values:
+            return values[name]
+        entity = ShardedObject.empty_from_unique_key(name)
+        chunks = contents.chunks([entity.key])
+        start = chunks.table.start[:, : len(entity.global_shape)]
+        row = int((start == list(entity.global_offset)).all(axis=1).argmax())
+        return contents.decode_object(read_chunk(chunks, row), f"{store.location}: object {name!r}")
+
+
+def _target(item: ReadItem, target: torch.Tensor, contents: Contents) -> ShardedTensor:
+    """Declare what an item fills; DCP's offsets into the one chunk are those into the array."""
+    key = item.storage_index.fqn
+    tensor = ShardedTensor(
+        key=key,
+        data=target.detach(),
+        dtype=target.dtype,
+        local_shape=tuple(item.lengths),
+        global_shape=contents.arrays[key].global_shape,
+        global_offset=tuple(item.storage_offsets),
+    )
+    check_target(tensor)
+    return tensor
+
+
+def _copy_value(item: ReadItem, planner: LoadPlanner, value: torch.Tensor) -> None:
+    """Fill what an item resolves to from a tensor of the common state."""
+    target = planner.resolve_tensor(item)
+    if target.dtype != value.dtype:
+        raise MismatchError(
+            f"{item.storage_index.fqn!r} is stored as {value.dtype} in common state and asked for as "
+            f"{target.dtype}. Ask for what was stored, and convert it then.",
+            key=item.storage_index.fqn,
+        )
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        value = value.narrow(dim, start, length)
+    target.detach().copy_(value)
+    planner.commit_tensor(item, target)
+
+
+def _give(item: ReadItem, planner: LoadPlanner, value: Any) -> None:
+    if isinstance(planner, MegackptLoadPlanner):
+        planner.load_value(item, value)
+        return
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    planner.load_bytes(item, stream)
+
+
+def _objects(contents: Contents, key: str) -> list[ShardedObject]:
+    shape = contents.arrays[key].global_shape
+    starts = contents.chunks([key]).table.start[:, : len(shape)].tolist()
+    return [ShardedObject(key, None, shape, tuple(start)) for start in starts]
+
+
+def _metadata_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(value, torch.Tensor):
+        return _array_metadata(value.dtype, tuple(value.shape))
+    return BytesStorageMetadata()
+
+
+def _array_metadata(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [whole])
+
+
+def _step(step: Any) -> Any:
+    """A step as DCP has it: a list index, or a dict key as text."""
+    return step if type(step) is int else str(step)

@@ -1,0 +1,259 @@
+"""A save planner for DCP that knows megackpt's entities and proves what it plans.
+
+Owns DCP's view of a megackpt save: entities become write items, the declarations of all ranks travel with the
+local plans, and the engine's own planning decides which rank writes what. Works with any storage writer; with
+one that is not megackpt's, values are stored as blobs of megackpt's codec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from megackpt.codec import leaf_digests, pack
+from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
+from megackpt.engine.expand import expand
+from megackpt.engine.tensor_bytes import check_source
+from megackpt.errors import DeclarationError
+from megackpt.integrations.dcp.names import Steps, flatten
+from megackpt.integrations.dcp.place import place_in
+from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
+from megackpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megackpt.mapping.describe import describe, dtype_name
+from megackpt.mapping.plain import whole_tensors
+from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, without_positions
+from megackpt.metadata import (
+    DTYPES,
+    DeclaredChunks,
+    decode_declarations,
+    merge_declarations,
+    pack_columns,
+    unpack_columns,
+)
+from megackpt.planning import plan_save
+from megackpt.validation import (
+    check_common_equal,
+    check_copies_equal,
+    check_coverage,
+    check_replicated_equal,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a rank tells the coordinator beside its items.
+
+    Attributes:
+        columns: its declarations.
+        slots: the items of each declared entity.
+        shared: keys of arrays of which several ranks may hold copies that no replica id tells apart.
+        replicated: digests of replicated values, by key.
+        copies: digests of such copies, by chunk.
+        common: digests of the leaves that are not sharded, by path; empty where nothing is to be proved.
+        values: the steps to each value that is neither sharded nor a tensor, by name.
+    """
+
+    columns: bytes
+    slots: list[list[WriteItem]]
+    shared: frozenset[str]
+    replicated: dict[str, str]
+    copies: dict[str, str]
+    common: dict[str, str]
+    values: dict[str, Steps]
+
+
+class MegackptSavePlanner(SavePlanner):
+    """Plans a `dcp.save` of DTensors, megackpt's entities, plain tensors and values.
+
+    A DTensor or plain tensor is a global array under its path in the state dict, joined with dots; an entity
+    is one under its key. Everything else is encoded without pickle and must have a codec. What it refuses,
+    `dcp.save` raises on all ranks, within its CheckpointException.
+
+    Args:
+        validate: prove before anything is written that every element has exactly one main replica, and that
+            what is not sharded is equal on all ranks.
+        process_group: the group that `dcp.save` is given; None for all ranks.
+
+    Attributes:
+        common: during a save, what is neither sharded nor a tensor, in the structure of the state dict.
+    """
+
+    common: Any
+
+    def __init__(self, *, validate: bool = True, process_group: dist.ProcessGroup | None = None) -> None:
+        self._validate = validate
+        self._process_group = process_group
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict apart and encode what is no tensor. DCP calls it on every rank.
+
+        Raises:
+            DeclarationError, UnserializableError: a leaf that cannot be saved.
+        """
+        self._rank, ranks = place_in(self._process_group)
+        self._expanded = expand(state_dict, rank=self._rank, ranks=ranks)
+        plain, self.common = _plain_tensors(self._expanded.common)
+        self._tensors = (*self._expanded.tensors, *plain)
+        self._shared = self._expanded.part_of_ranks | {tensor.key for tensor in plain}
+        for tensor in self._tensors:
+            if tensor.data is None:
+                raise DeclarationError(
+                    f"{tensor.key!r} has no data to save. Declare it with its tensor.", key=tensor.key
+                )
+            check_source(tensor)
+        self._values = flatten(self.common)
+        for name, (_, value) in self._values.items():
+            pack(value, path=name)  # what has no codec is refused before anything is written
+        self._rectangles: dict[tuple[str, torch.Size, torch.Size], Rectangle] = {}
+        self._objects: dict[str, tuple[ShardedObject, bytes]] = {}
+        for entity in self._expanded.objects:
+            stored = is_main_replica(entity.replica_id) or entity.key in self._expanded.replicated
+            blob = pack(entity.data, path=entity.key) if stored else b""
+            self._objects.setdefault(entity.unique_key, (entity, blob))
+
+    def create_local_plan(self) -> SavePlan:
+        """Return an item for each rectangle, object and value of this rank. DCP calls it on every rank."""
+        entities: list[ShardedTensor | ShardedObject] = [*self._tensors, *self._expanded.objects]
+        nbytes = [len(self._objects[entity.unique_key][1]) for entity in self._expanded.objects]
+        slots = [self._items_of(tensor) for tensor in self._tensors]
+        slots += [[_bytes_item(entity.unique_key)] for entity in self._expanded.objects]
+        held = {o.key: o.data for o in self._expanded.objects if o.key in self._expanded.replicated}
+        said = _Said(
+            columns=pack_columns(describe(entities, rank=self._rank, object_nbytes=nbytes).to_columns()),
+            slots=slots,
+            shared=self._shared,
+            replicated={key: str(sorted(leaf_digests(value).items())) for key, value in held.items()},
+            copies=digests_of_copies(self._expanded) if self._validate else {},
+            common=leaf_digests(self._expanded.common) if self._validate else {},
+            values={name: steps for name, (steps, _) in self._values.items()},
+        )
+        return SavePlan([item for items in slots for item in items], planner_data=said)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Decide who writes what, after proving the declarations right. DCP calls it on the coordinator.
+
+        Raises:
+            CoverageError, MismatchError: the declarations of the ranks do not fit each other.
+        """
+        said: list[_Said] = [plan.planner_data for plan in all_plans]
+        columns = [unpack_columns(s.columns, where=f"declarations of rank {r}") for r, s in enumerate(said)]
+        merged = merge_declarations(decode_declarations(columns))
+        merged = with_one_main_each(merged, {key for s in said for key in s.replicated})
+        merged = without_copies(merged, {key for s in said for key in s.shared})
+        if self._validate:
+            check_coverage(merged)
+            check_replicated_equal([s.replicated for s in said])
+            check_copies_equal([s.copies for s in said])
+            check_common_equal([s.common for s in said])
+        chosen = _chosen_items(merged, said)
+        steps: dict[str, Steps] = {}
+        for items, of_rank in zip(chosen, said, strict=True):  # a value is written by the first that has it
+            items += [_bytes_item(name) for name in of_rank.values if name not in steps]
+            steps = of_rank.values | steps
+        plans = [
+            dataclasses.replace(plan, items=items, planner_data=None)
+            for plan, items in zip(all_plans, chosen, strict=True)
+        ]
+        plans, metadata = create_default_global_save_plan(plans)
+        return plans, dataclasses.replace(metadata, planner_data=steps)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the coordinator's plan as it is. DCP calls it on every rank."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the view that an item writes, or a blob of the codec. Local, thread-safe."""
+        name = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            entity = self._objects.get(name)
+            return io.BytesIO(entity[1] if entity is not None else pack(self._values[name][1], path=name))
+        assert write_item.tensor_data is not None  # DCP's invariant of such an item
+        chunk = write_item.tensor_data.chunk
+        data = self._rectangles[name, chunk.offsets, chunk.sizes].data
+        assert data is not None  # checked when the planner was set up
+        return data
+
+    def lookup_entity(self, index: MetadataIndex) -> ShardedObject | None:
+        """Return the object of this name; None where it is that of a value which is not sharded. Local."""
+        found = self._objects.get(index.fqn)
+        return None if found is None else found[0]
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the value of this name that is not sharded, as DCP's default planner does. Local."""
+        return self._values[index.fqn][1]
+
+    def _items_of(self, tensor: ShardedTensor) -> list[WriteItem]:
+        items = []
+        for part in rectangles(tensor):
+            offsets, sizes = torch.Size(part.box.start), torch.Size(part.box.shape)
+            self._rectangles.setdefault((tensor.key, offsets, sizes), part)
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                properties=TensorProperties(dtype=tensor.dtype),
+                size=torch.Size(tensor.global_shape),
+            )
+            index = MetadataIndex(tensor.key, offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
+
+
+def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
+    """Return the plain tensors among common values as whole arrays, and the rest."""
+    arrays = {name for name, (_, value) in flatten(common).items() if _is_array(value)}
+    declared = whole_tensors(common, arrays)
+    tensors = [leaf for _, leaf in iter_leaves(declared) if isinstance(leaf, ShardedTensor)]
+    rest = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, ShardedTensor) else leaf, declared)
+    return tensors, {} if rest is ABSENT else without_positions(rest)
+
+
+def _is_array(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and dtype_name(value.dtype) in DTYPES
+    )
+
+
+def _chosen_items(merged: DeclaredChunks, said: list[_Said]) -> list[list[WriteItem]]:
+    """Return the items that each rank writes."""
+    plan = plan_save(merged, ranks=len(said))
+    slots = [plan.slot[plan.rows_of(rank)].tolist() for rank in range(len(said))]
+    planned = set(plan.table.array.tolist())
+    for number in range(len(merged.table.arrays)):
+        if number not in planned:  # an array without elements: only its name is stored
+            row = int(np.flatnonzero(merged.table.array == number)[0])
+            slots[int(merged.rank[row])].append(int(merged.slot[row]))
+    return [
+        [item for slot in of_rank for item in s.slots[slot]] for of_rank, s in zip(slots, said, strict=True)
+    ]
+
+
+def _bytes_item(name: str) -> WriteItem:
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)

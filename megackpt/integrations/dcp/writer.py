@@ -1,0 +1,330 @@
+"""A storage writer for DCP that writes checkpoints of the native format.
+
+Owns the translation of DCP's plan into rows of ours, and DCP's protocol into an attempt that is committed
+last. Tensors become global arrays; values that are no tensors become common state, encoded by megackpt's
+codec whatever the planner: nothing is pickled into a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from megackpt.codec import pack, unpack
+from megackpt.engine import manifest
+from megackpt.engine.tensor_bytes import check_source, pieces_of
+from megackpt.engine.write import Planned, finish_attempt
+from megackpt.errors import DeclarationError, MismatchError
+from megackpt.formats.registry import save_strategy
+from megackpt.integrations.dcp.names import with_lists, with_value
+from megackpt.integrations.dcp.place import Location, opened
+from megackpt.integrations.dcp.save_planner import MegackptSavePlanner
+from megackpt.integrations.dcp.staging import Stager
+from megackpt.mapping import (
+    LocalNonpersistentObject,
+    PerRank,
+    Replicated,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+)
+from megackpt.mapping.describe import describe
+from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
+from megackpt.options import SaveOptions
+from megackpt.planning import plan_own
+from megackpt.validation import check_coverage
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the coordinator tells a rank: the attempt, and which rank of the save it is."""
+
+    attempt: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What a rank tells the coordinator after writing.
+
+    Attributes:
+        attempt: the attempt it has written for.
+        columns: the chunks it has written.
+        receipts: those of the format, by round.
+        values: blobs of values that only this rank holds, by name.
+    """
+
+    attempt: str
+    columns: bytes
+    receipts: list[bytes]
+    values: dict[str, bytes]
+
+
+class MegackptStorageWriter(Stager, StorageWriter):
+    """Stores what `dcp.save` and `dcp.async_save` are given as a checkpoint of megackpt's native format.
+
+    Works with every planner that derives from DCP's default one, and with MegackptSavePlanner. The
+    checkpoint appears at the end, all at once and durably; a save that fails on any rank leaves the one
+    before as it was, and files that the next save to this place removes.
+
+    Args:
+        path: the directory of this one checkpoint, or an open store; None to give it to DCP as
+            checkpoint_id.
+        content_metadata: a value stored beside the common state; that of the coordinator counts.
+        options: tunables; of the timeouts, DCP's own process group decides.
+    """
+
+    def __init__(
+        self,
+        path: Location | None = None,
+        *,
+        content_metadata: Any = None,
+        options: SaveOptions | None = None,
+    ) -> None:
+        self.path = path
+        self._content_metadata = content_metadata
+        self._options = options or SaveOptions()
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Save to another directory, if one is given. DCP calls it on every rank."""
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Say whether a checkpoint id can be a directory of ours."""
+        return isinstance(checkpoint_id, str) or hasattr(checkpoint_id, "__fspath__")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save. DCP calls it on every rank.
+
+        Raises:
+            DeclarationError: DCP is to save without exchange between ranks, or there is no directory.
+        """
+        if kwargs.get("use_collectives") is False:
+            raise DeclarationError(
+                "use_collectives=False lets every rank commit by itself, but a checkpoint is committed once, "
+                "as a whole. Leave it out."
+            )
+        self._is_coordinator = is_coordinator
+        self._values: dict[str, Any] = {}
+        self._base: dict[Any, Any] | None = None
+        with opened(self.path):  # a path that no store serves fails here, on every rank
+            pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is. DCP calls it on every rank."""
+        _refuse_cached(plan)
+        self._own = {item.index for item in plan.items if item.type == WriteItemType.BYTE_IO}
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begin an attempt; values that the coordinator holds, too, it keeps itself. The coordinator only."""
+        strategy = save_strategy(None)
+        with opened(self.path) as store:
+            store.create()
+            self._earlier = manifest.attempts_in(store, strategy)
+        self._attempt = manifest.new_attempt()
+        mine = [item for plan in plans[1:] for item in plan.items if self._is_kept_here(item)]
+        prepared = []
+        for rank, plan in enumerate(plans):
+            _refuse_cached(plan)
+            items = [*plan.items, *mine] if not rank else [i for i in plan.items if not self._is_kept_here(i)]
+            prepared.append(dataclasses.replace(plan, items=items, storage_data=_Task(self._attempt, rank)))
+        return prepared
+
+    def _is_kept_here(self, item: WriteItem) -> bool:
+        return item.type == WriteItemType.BYTE_IO and item.index in self._own
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks, durably. DCP calls it on every rank.
+
+        Raises:
+            StorageError: the store refused.
+            UnserializableError: a value without a codec.
+            DeclarationError, MismatchError: a tensor, or a planner, that is not what the plan says.
+        """
+        task: _Task = plan.storage_data
+        parts = _taken_apart(plan, planner)
+        if self._is_coordinator:
+            self._values = dict(parts.values)
+            self._base = planner.common if isinstance(planner, MegackptSavePlanner) else None
+        entities: list[ShardedTensor | ShardedObject] = [*parts.tensors, *parts.objects]
+        declared = describe(entities, rank=task.rank, object_nbytes=[len(blob) for blob in parts.blobs])
+        own = plan_own(declared)
+        strategy = save_strategy(None)
+
+        def pieces(row: int) -> Iterator[memoryview]:
+            slot = int(own.slot[row])
+            if slot >= len(parts.tensors):
+                return iter([memoryview(parts.blobs[slot - len(parts.tensors)])])
+            data = _resolved(planner, parts.items[slot], parts.tensors[slot])
+            return pieces_of(data, piece_bytes=self._options.piece_bytes)
+
+        with opened(self.path) as store:
+            receipts = [
+                strategy.write_chunks(
+                    store, attempt=task.attempt, rank=task.rank, plan=own, rows=rows, pieces=pieces
+                )
+                for rows in strategy.rounds(own, task.rank)
+            ]
+        written = _Written(
+            attempt=task.attempt,
+            columns=pack_columns(declared.to_columns()),
+            receipts=receipts,
+            values={}
+            if self._is_coordinator
+            else {name: pack(value, path=name) for name, value in parts.values.items()},
+        )
+        future: Future[list[WriteResult]] = Future()
+        nbytes = int(own.table.nbytes.sum())
+        future.set_result([WriteResult(MetadataIndex("megackpt"), nbytes, storage_data=written)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Prove that everything is there, write index and common state, and commit. The coordinator only.
+
+        Raises:
+            CoverageError, MismatchError: what the ranks have written is not each array exactly once.
+            StorageError, UnserializableError: see `write_data`.
+        """
+        strategy = save_strategy(None)
+        written: list[_Written] = [of_rank[0].storage_data for of_rank in results]
+        with opened(self.path) as store:
+            try:
+                if any(w.attempt != self._attempt for w in written):
+                    raise MismatchError(
+                        "Ranks have written for different attempts. Give each save a planner without a "
+                        "plan that is kept.",
+                        path=store.location,
+                    )
+                columns = [
+                    unpack_columns(w.columns, where=f"chunks of rank {r}") for r, w in enumerate(written)
+                ]
+                merged = merge_declarations(decode_declarations(columns))
+                check_coverage(merged)
+                common = self._common(written, metadata.planner_data or {})
+                plan = plan_own(merged)
+                planned = Planned(
+                    attempt=self._attempt,
+                    plan=plan,
+                    pieces=lambda row: iter(()),  # every rank has written its own
+                    common={"state_dict": common, "content_metadata": self._content_metadata},
+                    earlier=self._earlier,
+                )
+                receipts = [w.receipts for w in written]
+                finish_attempt(planned, plan, receipts, store, strategy, world_size=len(written))
+            except Exception:
+                manifest.discard(store, attempt=self._attempt, strategy=strategy)
+                raise
+            finally:
+                self._values, self._base = {}, None
+
+    def _common(self, written: list[_Written], paths: Mapping[str, Any]) -> Any:
+        """Return common state in the structure that the state dict had, as far as the planner tells."""
+        values = dict(self._values)
+        for rank, of_rank in enumerate(written):
+            where = f"values of rank {rank}"
+            values.update({name: unpack(blob, where=where) for name, blob in of_rank.values.items()})
+        if self._base is not None:  # the planner has told the structure, less what other ranks have
+            tree: Any = self._base
+            for name in values.keys() - self._values.keys():
+                tree = with_value(tree, tuple(paths[name]), values[name])
+            return tree
+        tree = {}
+        for name, value in values.items():
+            tree = with_value(tree, tuple(paths.get(name, (name,))), value)
+        return with_lists(tree)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """The items of a plan by what they are; `items[i]` writes `tensors[i]`, `blobs[i]` is `objects[i]`."""
+
+    items: list[WriteItem]
+    tensors: list[ShardedTensor]
+    objects: list[ShardedObject]
+    blobs: list[bytes]
+    values: dict[str, Any]
+
+
+def _taken_apart(plan: SavePlan, planner: SavePlanner) -> _Parts:
+    parts = _Parts([], [], [], [], {})
+    for item in plan.items:
+        name = item.index.fqn
+        if item.type == WriteItemType.BYTE_IO:
+            entity = planner.lookup_entity(item.index) if isinstance(planner, MegackptSavePlanner) else None
+            if entity is not None:
+                parts.objects.append(dataclasses.replace(entity, replica_id=0))
+                parts.blobs.append(pack(entity.data, path=entity.key))
+            else:
+                parts.values[name] = _value_of(planner, item)
+            continue
+        data = item.tensor_data
+        if data is None:
+            raise DeclarationError(f"{name!r}: DCP's plan does not say what this tensor is.", key=name)
+        parts.items.append(item)
+        parts.tensors.append(
+            ShardedTensor(
+                key=name,
+                data=None,
+                dtype=data.properties.dtype,
+                local_shape=tuple(data.chunk.sizes),
+                global_shape=tuple(data.size),
+                global_offset=tuple(data.chunk.offsets),
+            )
+        )
+    return parts
+
+
+def _value_of(planner: SavePlanner, item: WriteItem) -> Any:
+    """Return a value itself: what the planner would make of it is a pickle."""
+    lookup = getattr(planner, "lookup_object", None)
+    if lookup is None:
+        raise DeclarationError(
+            f"{item.index.fqn!r} is no tensor, and {type(planner).__name__} gives only bytes for it, whose "
+            f"meaning is not known here. Derive the planner from DefaultSavePlanner or use "
+            f"MegackptSavePlanner.",
+            key=item.index.fqn,
+        )
+    value = lookup(item.index)
+    if isinstance(value, (ShardedBase, LocalNonpersistentObject, PerRank, Replicated)):
+        raise DeclarationError(
+            f"{item.index.fqn!r} is a megackpt {type(value).__name__}, which {type(planner).__name__} does "
+            f"not know. Give dcp.save planner=MegackptSavePlanner().",
+            key=item.index.fqn,
+        )
+    return value
+
+
+def _resolved(planner: SavePlanner, item: WriteItem, declared: ShardedTensor) -> torch.Tensor:
+    """Return the tensor that an item writes, checked against what was planned."""
+    data = planner.resolve_data(item)
+    if not isinstance(data, torch.Tensor):
+        raise DeclarationError(f"{declared.key!r}: the planner gives no tensor for it.", key=declared.key)
+    data = data.detach()
+    if (data.dtype, tuple(data.shape)) != (declared.dtype, declared.local_shape):
+        raise MismatchError(
+            f"{declared.key!r}: planned are {declared.dtype} {declared.local_shape}, but the planner gives "
+            f"{data.dtype} {tuple(data.shape)}. A planner that converts tensors must say so in the "
+            f"properties of its write items.",
+            key=declared.key,
+        )
+    check_source(dataclasses.replace(declared, data=data))
+    return data
+
+
+def _refuse_cached(plan: SavePlan) -> None:
+    if not getattr(plan, "usable", True):  # torch before 2.7 keeps no plans
+        raise DeclarationError(
+            "enable_plan_caching lets DCP use the plan of an earlier save, which names that save's files. "
+            "Make the planner without it."
+        )

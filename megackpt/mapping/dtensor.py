@@ -1,0 +1,159 @@
+"""DTensors in a state dict as sharded entities: each is a global array under the path at which it stands.
+
+Owns recognising them and reading what they say of themselves. torch.distributed is never imported: where
+there is a DTensor, its modules are loaded already. What a rank holds of the array is `geometry.mesh_boxes`'s
+to say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megackpt.errors import DeclarationError
+from megackpt.geometry import MeshCut, mesh_boxes
+from megackpt.mapping.base import is_dtensor
+from megackpt.mapping.checks import refusal
+from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.tree import join_dotted, map_leaves
+
+_PLACEMENTS = "torch.distributed.tensor.placement_types"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldDTensor:
+    """A DTensor of a state dict, with what this rank holds of it.
+
+    Attributes:
+        key: its path in the state dict, joined with dots.
+        data: the DTensor; a load fills its local tensor and gives it back.
+        parts: the boxes of the local tensor, as views of it; none on a rank outside of the mesh.
+        mesh_size: number of ranks in the mesh.
+    """
+
+    key: str
+    data: torch.Tensor
+    parts: tuple[ShardedTensor, ...]
+    mesh_size: int
+
+
+def adopt_dtensors(state: Any) -> Any:
+    """Return the tree with every DTensor as a HeldDTensor; the given tree is not changed.
+
+    Raises:
+        DeclarationError: two of them have one key, or one cannot be saved: a placement that is no Shard or
+            Replicate, or a local tensor that is not what the placements say.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return state
+    keys: set[str] = set()
+
+    def adopt_leaf(key: str, leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        if key in keys:
+            raise refusal(
+                key,
+                "two DTensors of the state dict have this key, which is a path joined with dots. Rename one "
+                "of the dict keys on the way to them.",
+            )
+        keys.add(key)
+        return hold(key, leaf)
+
+    return map_leaves(adopt_leaf, state, step=join_dotted)
+
+
+def hold(key: str, dtensor: Any) -> HeldDTensor:
+    """Return what this rank holds of a DTensor, under a key. Local.
+
+    Raises:
+        DeclarationError: see `adopt_dtensors`.
+
+    Source: torch.distributed.tensor.DTensor.
+    """
+    mesh = dtensor.device_mesh
+    cuts = [_cut_of(key, placement, dtensor.placements) for placement in dtensor.placements]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return HeldDTensor(key, dtensor, (), mesh.size())
+    local = _local_tensor(dtensor)
+    shape = tuple(dtensor.shape)
+    boxes = mesh_boxes(shape, tuple(mesh.shape), coordinate, cuts, order=_order_of(dtensor, cuts))
+    extents = [max(b.local_start[dim] + b.box.shape[dim] for b in boxes) for dim in range(len(shape))]
+    if tuple(local.shape) != tuple(extents):
+        raise refusal(
+            key,
+            f"the DTensor of shape {shape} is placed as {tuple(dtensor.placements)} on a mesh "
+            f"{tuple(mesh.shape)}, which means a local tensor of shape {tuple(extents)} here, but it has "
+            f"{tuple(local.shape)}. Shard it as torch.chunk does (distribute_tensor), or declare what each "
+            f"rank holds as a ShardedTensor.",
+        )
+    # Copies stand at the other coordinates of the mesh dims that do not cut.
+    replica = tuple(i for i, cut in zip(coordinate, cuts, strict=True) if cut is None)
+    parts = tuple(
+        ShardedTensor(
+            key=key,
+            data=_narrowed(local, b.local_start, b.box.shape),
+            dtype=local.dtype,
+            local_shape=b.box.shape,
+            global_shape=shape,
+            global_offset=b.box.start,
+            replica_id=replica or 0,
+        )
+        for b in boxes
+    )
+    return HeldDTensor(key, dtensor, parts, mesh.size())
+
+
+def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | None:
+    """Translate one placement; None where it replicates."""
+    types = sys.modules[_PLACEMENTS]
+    strided = getattr(types, "_StridedShard", ())
+    if isinstance(placement, strided):  # asked first: up to torch 2.9 it is a Shard, too
+        return MeshCut(int(placement.dim), int(placement.split_factor))
+    if isinstance(placement, types.Shard):
+        return MeshCut(int(placement.dim))
+    if isinstance(placement, types.Replicate):
+        return None
+    if isinstance(placement, types.Partial):
+        raise refusal(
+            key,
+            f"the DTensor is placed as {tuple(placements)}: a Partial is a sum that has not been made, so no "
+            f"rank holds its values. Call redistribute(placements=...) with Replicate() or Shard(dim) in its "
+            f"place before saving or loading.",
+        )
+    raise DeclarationError(
+        f"{key!r}: the DTensor is placed as {tuple(placements)}, and what {type(placement).__name__} means "
+        f"is not known here. Redistribute it to Shard and Replicate placements.",
+        key=key,
+    )
+
+
+def _order_of(dtensor: Any, cuts: Sequence[MeshCut | None]) -> list[int] | None:
+    """Return the order in which mesh dims cut, where it is not from left to right.
+
+    Source: `DTensorSpec.shard_order`, from torch 2.10; with strided cuts the order is in these.
+    """
+    entries = getattr(getattr(dtensor, "_spec", None), "shard_order", None)
+    if not entries or any(cut is not None and cut.split_factor > 1 for cut in cuts):
+        return None
+    return [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims]
+
+
+def _local_tensor(dtensor: Any) -> torch.Tensor:
+    """Return the local tensor itself, not a copy, and without autograd."""
+    with torch.no_grad():
+        local = dtensor.to_local()
+    wait = getattr(local, "wait", None)  # of an AsyncCollectiveTensor: a collective may be under way
+    result: torch.Tensor = local if wait is None else wait()
+    return result.detach()
+
+
+def _narrowed(local: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    for dim, (first, extent) in enumerate(zip(start, shape, strict=True)):
+        local = local.narrow(dim, first, extent)
+    return local

@@ -1,0 +1,408 @@
+"""The exchange plan: who reads which bytes of a checkpoint, who needs what of them, and when it is sent.
+
+Pure: the requests of a group's ranks in, the same plan on each of them out. Direct loading needs none. Stored
+chunks are cut into units; a unit is read once, by one rank, and delivered to every rank that asked for
+elements of it. Units are exchanged in rounds, in each of which no rank holds more than a bounded number of
+bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.geometry import Ints
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes, merge_declarations
+from megackpt.options import Exchange
+from megackpt.planning.assign import assign_writers
+from megackpt.planning.load_plan import Copies, overlapping_chunks, padded_to, plan_load
+from megackpt.planning.rounds import Loads, schedule_rounds
+
+UNIT_BYTES = 4 * 1024 * 1024
+"""Upper bound of a unit, unless a single block of the format is larger."""
+
+UNITS_PER_RANK = 20
+"""So many units, or more, that one of them is at most 5 % of what a rank reads; as blocks allow."""
+
+SMALL_BYTES = 64 * 1024
+"""Lower bound of a unit where the format could read less, and of what is sent on its own: what is shorter
+goes into one parcel with all else that is."""
+
+ALIGNMENT = 64
+"""Everything in a buffer begins at a multiple of this, so that it can be seen as elements of any dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Parts of stored chunks, each of which is read once; one row a unit.
+
+    Attributes:
+        chunk: row of the stored chunk, `[u]`.
+        start: first byte in the chunk, a multiple of the block, `[u]`.
+        stop: one past the last; such a multiple too, or the chunk's end, `[u]`.
+        width: bytes per element, 1 for objects, `[u]`.
+        reader: the rank of the group that reads it, `[u]`.
+        round: when it is exchanged, `[u]`, ascending.
+        offset: where it lies in the reader's buffer of that round, in bytes, `[u]`.
+    """
+
+    chunk: Ints
+    start: Ints
+    stop: Ints
+    width: Ints
+    reader: Ints
+    round: Ints
+    offset: Ints
+
+    def __len__(self) -> int:
+        return len(self.chunk)
+
+    @property
+    def nbytes(self) -> Ints:
+        """Length of each, `[u]`."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deliveries:
+    """What one rank gets of one unit; one row for each such pair, sorted by unit and rank.
+
+    Attributes:
+        unit: `[p]`.
+        rank: the rank of the group that needs it, `[p]`.
+        start: where what it needs begins in the unit, in bytes, `[p]`.
+        nbytes: how much is sent, `[p]`.
+        is_dense: whether that is one range of the unit; else the elements of the copies, one after the other,
+            `[p]`.
+        is_parcelled: whether it travels with others in one parcel from the reader to the rank, `[p]`.
+        offset: where in this parcel, in bytes; 0 for others, `[p]`.
+        first: its first copy; the last one is before the first of the next row, `[p + 1]`.
+    """
+
+    unit: Ints
+    rank: Ints
+    start: Ints
+    nbytes: Ints
+    is_dense: npt.NDArray[np.bool_]
+    is_parcelled: npt.NDArray[np.bool_]
+    offset: Ints
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangePlan:
+    """Who reads what of a checkpoint, and who needs what of it.
+
+    Attributes:
+        mode: how it is sent.
+        size: number of ranks in the group.
+        units: what is read.
+        deliveries: who needs what of it.
+        copies: where elements of a unit go, sorted as `deliveries`: `stored` is the unit, sources are counted
+            from its first element, `slot` is the requester's.
+        rounds: number of rounds.
+    """
+
+    mode: Exchange
+    size: int
+    units: Units
+    deliveries: Deliveries
+    copies: Copies
+    rounds: int
+
+    def fingerprint(self) -> bytes:
+        """Return a few bytes that are equal on ranks with equal plans."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (
+            self.units.chunk,
+            self.units.start,
+            self.units.stop,
+            self.units.reader,
+            self.units.round,
+        ):
+            digest.update(np.ascontiguousarray(column).tobytes())
+        return digest.digest()
+
+    def read_nbytes(self) -> Ints:
+        """Bytes that each rank reads, `[size]`."""
+        return np.bincount(self.units.reader, self.units.nbytes, minlength=self.size).astype(np.int64)
+
+
+def plan_exchange(
+    requested: Sequence[DeclaredChunks],
+    stored: ChunkTable,
+    *,
+    place: Ints,
+    block_bytes: int,
+    mode: Exchange,
+    buffer_bytes: int,
+    where: str,
+) -> ExchangePlan:
+    """Plan the load of a group.
+
+    requested holds the declarations of each rank of the group, all of whose keys are among the stored arrays;
+    stored and place are those of `Chunks`. buffer_bytes bounds what a rank holds for reading, sending and
+    receiving together; where a block is larger, what one block needs.
+
+    Raises:
+        FormatError: the checkpoint lacks elements of an array that may not be resized.
+    """
+    size = len(requested)
+    merged = _merged(requested, stored)
+    width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
+    dims = max(merged.table.dims, stored.dims)
+    found = np.unique(overlapping_chunks(padded_to(merged.table, dims), padded_to(stored, dims))[1])
+    bounds = _bounds(merged, stored.nbytes[found], mode, buffer_bytes, size)
+    table, chunk, start = _cut(stored, found, width, bounds.unit_bytes, block_bytes)
+    numbered = replace(merged, slot=np.arange(len(merged), dtype=np.int64))
+    copies = plan_load(numbered, table, where=where)
+    is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
+    copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
+    rank = merged.rank[copies.slot]
+    copies = replace(copies, slot=merged.slot[copies.slot])
+    order = np.lexsort((rank, copies.stored))
+    copies, rank = copies.take(order), rank[order]
+    return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Bytes that a unit may have, and that a rank may give and take in one round."""
+
+    unit_bytes: int
+    give: int
+    take: int
+
+
+def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: int, size: int) -> _Bounds:
+    """Share the buffers: while a round is sent and another received, the next one is read.
+
+    So a rank holds twice what it gives in a round and once what it takes. nbytes are those of the chunks in
+    question.
+    """
+    give, take = buffer_bytes // 4, buffer_bytes // 2
+    if mode == "gather_object":
+        give = take = 2**62
+    elif mode == "two_stage":  # who gives, and only the first rank does, takes nothing
+        largest = max(1, min(int(nbytes.max(initial=1)), int(merged.table.nbytes.max(initial=1))))
+        give = take = min(buffer_bytes // 2, largest)
+    elif mode == "gather_rounds":  # shorter ones are padded to the longest
+        give = min(give, take // size)
+    unit_bytes = min(UNIT_BYTES, give, take // max(1, size - 1))
+    if mode == "two_stage":
+        unit_bytes = min(UNIT_BYTES, give)
+    else:  # small enough to be given out evenly
+        unit_bytes = min(unit_bytes, int(nbytes.sum()) // (UNITS_PER_RANK * size))
+    return _Bounds(max(unit_bytes, SMALL_BYTES), give, take)
+
+
+def _merged(requested: Sequence[DeclaredChunks], stored: ChunkTable) -> DeclaredChunks:
+    """Put requests into one table; that a rank asks for another dtype or global shape was settled before."""
+    specs = {spec.key: spec for spec in stored.arrays}
+
+    def as_stored(declared: DeclaredChunks, rank: int) -> DeclaredChunks:
+        arrays = tuple(specs[a.key] for a in declared.table.arrays)
+        table = replace(declared.table, arrays=arrays)
+        return replace(declared, table=table, rank=np.full(len(table), rank, np.int64))
+
+    return merge_declarations([as_stored(declared, rank) for rank, declared in enumerate(requested)])
+
+
+def _cut(
+    stored: ChunkTable, rows: Ints, width: Ints, unit_bytes: int, block_bytes: int
+) -> tuple[ChunkTable, Ints, Ints]:
+    """Cut chunks into units of whole blocks and elements; returns them, their chunks and first bytes.
+
+    A unit is a flat range of its chunk's box, so it is a chunk like any other. Objects stay whole.
+    """
+    rows = rows[stored.nbytes[rows] > 0]
+    nbytes, wide = stored.nbytes[rows], width[rows]
+    block = np.lcm(min(block_bytes, 2**40), wide)
+    step = np.maximum(block, unit_bytes // block * block)
+    is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)[stored.array[rows]]
+    step = np.where(is_object | (step > nbytes), nbytes, step)
+    counts = -(-nbytes // step)
+    of = np.repeat(np.arange(len(rows)), counts)
+    start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step[of]
+    stop = np.minimum(start + step[of], nbytes[of])
+    chunk = rows[of]
+    table = stored.take(chunk)
+    flat_start = np.where(is_object[of], table.flat_start, table.flat_start + start // wide[of])
+    flat_stop = np.where(is_object[of], table.flat_stop, table.flat_start + stop // wide[of])
+    return replace(table, flat_start=flat_start, flat_stop=flat_stop, nbytes=stop - start), chunk, start
+
+
+def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: Ints) -> Copies:
+    """Let an object's copies move the bytes of its unit, which are its one element."""
+    rows = np.flatnonzero(is_object[copies.stored])
+    if not rows.size:
+        return copies
+    columns = {
+        "shape": copies.shape,
+        "source_first": copies.source_first,
+        "source_stride": copies.source_stride,
+        "target_first": copies.target_first,
+        "target_stride": copies.target_stride,
+    }
+    columns = {name: column.copy() for name, column in columns.items()}
+    for name, column in columns.items():
+        column[rows] = 0 if name.endswith("first") else 1
+    columns["shape"][rows, -1] = nbytes[copies.stored[rows]]
+    return replace(copies, **columns)
+
+
+def _plan(
+    stored: ChunkTable,
+    chunk: Ints,
+    start: Ints,
+    width: Ints,
+    copies: Copies,
+    rank: Ints,
+    place: Ints,
+    block_bytes: int,
+    mode: Exchange,
+    size: int,
+    bounds: _Bounds,
+) -> ExchangePlan:
+    """Narrow units to what is needed of them, choose readers and rounds, and put all in their order.
+
+    copies and rank are sorted by unit and rank.
+    """
+    needed, copies = _renumbered(copies)
+    chunk, start = chunk[needed], start[needed]
+    wide = width[chunk]
+    low, high = _spans(copies)
+    unit_first = np.flatnonzero(np.diff(copies.stored, prepend=-1))
+    lowest = _reduced(np.minimum, low, unit_first) * wide
+    highest = _reduced(np.maximum, high, unit_first) * wide
+    block = np.lcm(min(block_bytes, 2**40), wide)
+    begin = (start + lowest) // block * block
+    end = np.minimum(-(-(start + highest) // block) * block, stored.nbytes[chunk])
+    shift = ((begin - start) // wide)[copies.stored]
+    copies = replace(copies, source_first=copies.source_first - shift)
+
+    pair_first = np.flatnonzero((np.diff(copies.stored, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
+    unit, to = copies.stored[pair_first], rank[pair_first]
+    holder_start = np.append(np.searchsorted(unit, np.arange(len(chunk))), len(unit))
+    if mode == "two_stage":
+        reader = np.zeros(len(chunk), np.int64)
+    else:
+        reader = to[assign_writers(end - begin, holder_start, to, ranks=size)]
+    deliveries = _deliveries(copies, pair_first, to, wide, low - shift, high - shift)
+    units = Units(chunk, begin, end, wide, reader, np.zeros_like(chunk), np.zeros_like(chunk))
+    rounds = schedule_rounds(
+        _loads(units, deliveries, holder_start, mode, size), order=np.lexsort((begin, place[chunk])),
+        give=bounds.give, take=bounds.take,
+    )  # fmt: skip
+    order = np.lexsort((begin, place[chunk], reader, rounds))
+    return _ordered(replace(units, round=rounds), deliveries, copies, order, mode, size)
+
+
+def _renumbered(copies: Copies) -> tuple[Ints, Copies]:
+    """Number only the units that something is copied from."""
+    needed, number = np.unique(copies.stored, return_inverse=True)
+    return needed, replace(copies, stored=number.reshape(-1).astype(np.int64))
+
+
+def _spans(copies: Copies) -> tuple[Ints, Ints]:
+    """First element and one past the last that each copy touches in its unit."""
+    return copies.source_first, copies.source_first + ((copies.shape - 1) * copies.source_stride).sum(
+        axis=1
+    ) + 1
+
+
+def _reduced(function: np.ufunc, values: Ints, first: Ints) -> Ints:
+    reduced: Ints = function.reduceat(values, first) if len(first) else np.zeros(0, np.int64)
+    return reduced
+
+
+def _deliveries(copies: Copies, first: Ints, rank: Ints, wide: Ints, low: Ints, high: Ints) -> Deliveries:
+    """Say what each rank gets of each unit: a range of it if most of that is needed, else packed elements."""
+    unit = copies.stored[first]
+    lowest, highest = _reduced(np.minimum, low, first), _reduced(np.maximum, high, first)
+    numel = _reduced(np.add, copies.shape.prod(axis=1), first)
+    is_dense = numel >= highest - lowest
+    nbytes = np.where(is_dense, highest - lowest, numel) * wide[unit]
+    return Deliveries(
+        unit=unit,
+        rank=rank,
+        start=np.where(is_dense, lowest, 0) * wide[unit],
+        nbytes=nbytes,
+        is_dense=is_dense,
+        is_parcelled=~is_dense | (nbytes < SMALL_BYTES),
+        offset=np.zeros_like(unit),
+        first=np.append(first, len(copies)),
+    )
+
+
+def _loads(units: Units, deliveries: Deliveries, holder_start: Ints, mode: Exchange, size: int) -> Loads:
+    """What units put on ranks: for the reader what it reads and packs, for the others what they take."""
+    read = aligned(units.nbytes)
+    if mode != "all_to_all":  # everyone takes everything, so one taker stands for all
+        anyone = np.zeros_like(units.chunk)
+        return Loads(units.reader, read, np.arange(len(units) + 1), anyone, read, size)
+    is_sent = deliveries.rank != units.reader[deliveries.unit]
+    sent = np.where(is_sent, aligned(deliveries.nbytes), 0)
+    packed = np.bincount(deliveries.unit, sent * deliveries.is_parcelled, minlength=len(units)).astype(
+        np.int64
+    )
+    return Loads(units.reader, read + packed, holder_start, deliveries.rank, sent, size)
+
+
+def _ordered(
+    units: Units, deliveries: Deliveries, copies: Copies, order: Ints, mode: Exchange, size: int
+) -> ExchangePlan:
+    """Put units into their order, give everything its place in the buffers, and sort the rest accordingly."""
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order))
+    units = Units(*(getattr(units, name)[order] for name in Units.__slots__))
+    units = replace(units, offset=_places(aligned(units.nbytes), units.round, units.reader))
+    unit = number[deliveries.unit]
+    rows = np.lexsort((deliveries.rank, unit))
+    counts = np.diff(deliveries.first)[rows]
+    begin = np.cumsum(counts) - counts
+    within = np.arange(len(copies)) - np.repeat(begin, counts)
+    copies = copies.take(np.repeat(deliveries.first[rows], counts) + within)
+    unit, rank = unit[rows], deliveries.rank[rows]
+    is_parcelled, nbytes = deliveries.is_parcelled[rows], deliveries.nbytes[rows]
+    offset = np.zeros(len(rows), np.int64)
+    small = np.flatnonzero(is_parcelled)
+    by_parcel = small[np.lexsort((rank[small], units.reader[unit[small]], units.round[unit[small]]))]
+    of = unit[by_parcel]
+    offset[by_parcel] = _places(
+        aligned(nbytes[by_parcel]), units.round[of], units.reader[of], rank[by_parcel]
+    )
+    return ExchangePlan(
+        mode=mode,
+        size=size,
+        units=units,
+        deliveries=Deliveries(
+            unit, rank, deliveries.start[rows], nbytes, deliveries.is_dense[rows], is_parcelled, offset,
+            np.append(begin, len(copies)),
+        ),
+        copies=replace(copies, stored=np.repeat(unit, counts)),
+        rounds=int(units.round.max(initial=-1)) + 1,
+    )  # fmt: skip
+
+
+def _places(nbytes: Ints, *groups: Ints) -> Ints:
+    """Offsets of rows that lie one after the other in each buffer; rows of one buffer are neighbours."""
+    ends = np.cumsum(nbytes)
+    begins_anew = np.zeros(len(nbytes), np.bool_)
+    for column in groups:
+        begins_anew |= np.diff(column, prepend=-1) != 0
+    base = np.maximum.accumulate(np.where(begins_anew, ends - nbytes, 0)) if len(nbytes) else ends
+    places: Ints = ends - nbytes - base
+    return places
+
+
+def aligned(nbytes: Ints) -> Ints:
+    """Lengths up to where the next thing in a buffer may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

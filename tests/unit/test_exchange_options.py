@@ -1,0 +1,83 @@
+"""What is refused about exchanges, and what a report says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megackpt import DeclarationError, LoadOptions, ShardedTensor
+from megackpt.api import load, load_with_report, save
+from megackpt.comm import SingleProcess
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
+
+
+class SmallTalk:
+    """A group that only passes messages."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+def state(replica: int = 0) -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0), replica_id=replica)}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exchange": "pigeons"}, "exchange='pigeons' is not known. Give one of direct, all_to_all"),
+        ({"exchange_bytes": 0}, "exchange_bytes is 0"),
+        ({"cpu_transfer": False}, "cpu_transfer=False has no meaning with exchange='direct'"),
+        ({"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        LoadOptions(**options)
+
+
+def test_groups_that_make_no_sense_are_refused() -> None:
+    store = MemoryStore()
+    save(state(), store)
+    with pytest.raises(
+        DeclarationError, match=r"exchange_group is given, and LoadOptions\.exchange is 'direct'"
+    ):
+        load(state(), store, exchange_group=SingleProcess())
+    with pytest.raises(DeclarationError, match="SmallTalk has no methods exchange"):
+        load(state(), store, options=LoadOptions(exchange="all_to_all"), group=SmallTalk())
+    with pytest.raises(DeclarationError, match="cpu_transfer=False broadcasts between devices"):
+        load(state(), store, options=LoadOptions(exchange="broadcast", cpu_transfer=False))
+
+
+def test_one_process_alone_exchanges_with_nobody() -> None:
+    store = MemoryStore()
+    save(state(), store)
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
+    load(wanted, store, options=LoadOptions(exchange="two_stage"))
+    assert torch.equal(wanted["w"].data, torch.arange(1000.0))  # type: ignore[arg-type]
+
+
+def test_a_report_has_the_times_of_all_ranks() -> None:
+    store = MemoryStore()
+
+    def run(group: SimulatedRank) -> Any:
+        save(state(group.rank), store, group=group)
+        _, report = load_with_report(
+            state(group.rank), store, options=LoadOptions(exchange="two_stage"), group=group
+        )
+        return report.times
+
+    times = SimulatedWorld(3).run(run)
+    assert times[0] == times[1] == times[2]
+    assert times[0].read.min == 0.0
+    assert 0.0 < times[0].read.mean < times[0].read.max
+    assert times[0].exchange.min > 0.0
+    assert str(times[0]).startswith("read: min 0.000 s, mean ")

@@ -1,0 +1,300 @@
+"""What torch.distributed.checkpoint and Megatron-Core write, read at any layout."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megackpt import (
+    FormatError,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    remove_sharded_tensors,
+)
+from megackpt.formats.torch_dist.item import HEAD_BYTES
+from megackpt.metadata import DTYPES
+from megackpt.storage import LocalStore
+from megackpt.testing.faulty_store import FaultyStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def columns(key: str, dtype: torch.dtype, shape: tuple[int, ...], rank: int, ranks: int) -> ShardedTensor:
+    local = (shape[0], shape[1] // ranks)
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(local, dtype=dtype), (1, rank, ranks))
+
+
+def save_plain(directory: Path, state: dict[str, Any], **options: Any) -> None:
+    writer = dcp.FileSystemWriter(directory, **options)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+class Writer:
+    """Writes a checkpoint item by item, as any other program may."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.metadata = Metadata({}, storage_data={})
+        self._data = b""
+
+    def object(self, name: str, value: Any) -> None:
+        self.metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        self._put(MetadataIndex(name), value)
+
+    def array(self, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        self.metadata.state_dict_metadata[key] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype), torch.Size(shape), []
+        )
+
+    def chunk(self, key: str, offsets: tuple[int, ...], tensor: torch.Tensor) -> None:
+        chunk = ChunkStorageMetadata(torch.Size(offsets), tensor.size())
+        self.metadata.state_dict_metadata[key].chunks.append(chunk)
+        self._put(MetadataIndex(key, offsets), tensor)
+
+    def _put(self, index: MetadataIndex, value: Any) -> None:
+        out = io.BytesIO()
+        torch.save(value, out)
+        self.metadata.storage_data[index] = _StorageInfo("data.distcp", len(self._data), out.tell())
+        self._data += out.getvalue()
+
+    def finish(self) -> Path:
+        (self.directory / "data.distcp").write_bytes(self._data)
+        (self.directory / ".metadata").write_bytes(pickle.dumps(self.metadata))
+        return self.directory
+
+
+def test_a_plain_nested_state_dict_is_loaded_by_its_flat_keys(tmp_path: Path) -> None:
+    weight, bias = torch.randn(4, 6), torch.randn(3).bfloat16()
+    state = {"model": {"layer": {"weight": weight}, "bias": bias}, "epoch": 3, "names": ["a", ("b", 1)]}
+    save_plain(tmp_path / "c", state)
+    for rank in range(2):
+        request = {
+            "w": columns("model.layer.weight", torch.float32, (4, 6), rank, 2),
+            "epoch": ShardedObject("epoch", None, (1,), (0,)),
+        }
+        loaded = load(request, tmp_path / "c")
+        assert torch.equal(loaded["w"], weight[:, rank * 3 : rank * 3 + 3])
+        assert loaded["epoch"] == 3
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["model.bias"], bias)
+    assert load_common_state_dict(tmp_path / "c") == {}
+    assert load_content_metadata(tmp_path / "c") is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_that_dcp_writes_is_loaded_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    torch_dtype = getattr(torch, dtype)
+    high = 2 if dtype == "bool" else 256
+    raw = torch.randint(0, high, (6 * DTYPES[dtype].itemsize,), dtype=torch.uint8)
+    tensor = raw.view(torch_dtype).reshape(2, 3)
+    save_plain(tmp_path / "c", {"t": tensor, "scalar": tensor[0, 0].clone(), "none": tensor[:0].clone()})
+    loaded = load_plain_tensors(tmp_path / "c")
+    assert bytes(loaded["t"].view(torch.uint8).numpy()) == bytes(raw.numpy())
+    assert loaded["scalar"].shape == ()
+    assert loaded["none"].shape == (0, 3)
+    assert loaded["none"].dtype == torch_dtype
+
+
+def test_items_that_are_not_row_major_are_loaded_all_the_same(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "transposed": whole.T,
+        "columns": whole[:, 1:4],
+        "expanded": whole[0].expand(3, 6),
+        "parameter": torch.nn.Parameter(whole.clone()),
+        "channels_last": torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
+    writer = Writer(tmp_path / "c")
+    for key, tensor in state.items():
+        writer.array(key, tuple(tensor.shape))
+        writer.chunk(key, (0,) * tensor.ndim, tensor)
+    loaded = load_plain_tensors(writer.finish())
+    assert set(loaded) == set(state)
+    for key, tensor in state.items():
+        assert torch.equal(loaded[key], tensor), key
+
+
+def test_an_item_that_holds_another_tensor_than_was_said_is_refused(tmp_path: Path) -> None:
+    for tensor in (torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(4).to_sparse()):
+        writer = Writer(tmp_path / f"{tensor.dtype}{len(tensor)}{tensor.is_sparse}")
+        writer.array("w", (4,))
+        writer.chunk("w", (0,), tensor)
+        writer.metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([4])
+        with pytest.raises(FormatError, match=r"not a dense tensor \(4,\) of torch.float32"):
+            load_plain_tensors(writer.finish())
+
+
+def test_what_dcp_writes_as_safetensors_is_loaded(tmp_path: Path) -> None:
+    state = {"a": torch.randn(3, 4), "b": torch.arange(5), "o": "text"}
+    save_plain(tmp_path / "c", state, serialization_format=SerializationFormat.SAFETENSORS)
+    loaded = load_plain_tensors(tmp_path / "c")
+    assert torch.equal(loaded["a"], state["a"])
+    assert torch.equal(loaded["b"], state["b"])
+    request = {"o": ShardedObject("o", None, (1,), (0,))}
+    assert load(request, tmp_path / "c")["o"] == "text"
+
+
+def test_objects_of_megatron_form_arrays_and_plain_ones_stand_alone(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "c")
+    for rank in range(3):
+        writer.object(f"rng/shard_0.{rank}_1.3", [{"rank": rank}])
+    writer.object("old/shard_0.1_1", ["old"])  # without the last extent
+    writer.object("plain", ["a list"])
+    directory = writer.finish()
+    shapes = {o.key: o.global_shape for o in load_sharded_metadata(directory).values()}
+    assert shapes == {"rng": (1, 3), "old": (1, 2), "plain": (1,)}
+    request = {
+        "mine": ShardedObject("rng", None, (1, 3), (0, 2)),
+        "old": ShardedObject("old", None, (1, 2), (0, 1)),
+        "plain": ShardedObject("plain", None, (1,), (0,)),
+    }
+    assert load(request, directory) == {"mine": {"rank": 2}, "old": "old", "plain": ["a list"]}
+
+
+def test_objects_whose_names_contradict_each_other_can_still_be_loaded_one_by_one(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "c")
+    writer.object("a/shard_0_2", ["two"])
+    writer.object("a/shard_0_3", ["three"])
+    writer.array("b", (2,))
+    writer.chunk("b", (0,), torch.ones(2))
+    writer.object("b/shard_0_1", ["beside a tensor"])
+    directory = writer.finish()
+    request = {
+        "a": ShardedObject("a/shard_0_3", None, (1,), (0,)),
+        "b": ShardedObject("b/shard_0_1", None, (1,), (0,)),
+        "t": ShardedTensor.from_rank_offsets("b", torch.zeros(2)),
+    }
+    loaded = load(request, directory)
+    assert (loaded["a"], loaded["b"], loaded["t"].tolist()) == ("three", "beside a tensor", [1.0, 1.0])
+
+
+def test_common_state_is_read_from_common_pt_or_from_its_object(tmp_path: Path) -> None:
+    common = {"step": 7, "content_metadata": {"sharding": "x"}}
+    old, new = Writer(tmp_path / "old"), Writer(tmp_path / "new")
+    new.object("common_state/shard_0_1", [common])
+    torch.save(common, old.finish() / "common.pt")
+    new.finish()
+    for directory in (tmp_path / "old", tmp_path / "new"):
+        assert load_common_state_dict(directory) == {"step": 7}
+        assert load_content_metadata(directory) == {"sharding": "x"}
+        assert load_sharded_metadata(directory) == {}
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 5, 12), (0, 1, 4, 11, 12)])
+def test_arrays_that_megatron_has_flattened_by_fragments_load_at_any_layout(
+    tmp_path: Path, cuts: tuple[int, ...]
+) -> None:
+    # Two layers, each cut into two halves of its rows: an array [2, 4, 6] is stored as [2, 2, 1, 12].
+    whole = torch.arange(2 * 4 * 6, dtype=torch.float32).reshape(2, 4, 6)
+    writer = Writer(tmp_path / "c")
+    writer.array("w", (2, 2, 1, 12))
+    writer.metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (2, 4, 6)}, "other": {}}
+    for layer in range(2):
+        for half in range(2):
+            flat = whole[layer, half * 2 : half * 2 + 2].reshape(-1)
+            for start, stop in pairwise(cuts):
+                chunk = flat[start:stop].reshape(1, 1, 1, -1).clone()
+                writer.chunk("w", (layer, half, 0, start), chunk)
+    directory = writer.finish()
+    assert load_sharded_metadata(directory)["w"].global_shape == (2, 4, 6)
+    assert torch.equal(load_plain_tensors(directory)["w"], whole)
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4, 3), (2, 1, 2))
+    assert torch.equal(load({"w": part}, directory)["w"], whole[:, :, 3:])
+    flat_part = ShardedTensor(
+        "w", torch.zeros(9), torch.float32, (4, 6), (2, 4, 6), (1, 0, 0), (2, 1, 1),
+        prepend_axis_num=1, flattened_range=slice(7, 16),
+    )  # fmt: skip
+    assert torch.equal(load({"w": flat_part}, directory)["w"], whole[1].reshape(-1)[7:16])
+
+
+@pytest.mark.parametrize(
+    ("stored", "original", "text"),
+    [
+        ((2, 2, 1, 12), (2, 5, 6), "cannot be stored as"),
+        ((2, 2, 12), (2, 4, 6), "cannot be stored as"),
+        ((2, 2, 1, 11), (2, 4, 6), "cannot be stored as"),
+        ((2, 2, 1, 12), ("2", 4, 6), "is none"),
+    ],
+)
+def test_fragments_that_do_not_fit_their_array_are_refused(
+    tmp_path: Path, stored: tuple[int, ...], original: Any, text: str
+) -> None:
+    writer = Writer(tmp_path / "c")
+    writer.array("w", stored)
+    writer.metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": original}}
+    writer.chunk("w", (0,) * len(stored), torch.zeros((1,) * len(stored)))
+    with pytest.raises(FormatError, match=text):
+        load_plain_tensors(writer.finish())
+
+
+def test_a_chunk_that_is_listed_twice_is_one_chunk(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "c")
+    writer.array("w", (4,))
+    for _ in range(2):
+        writer.chunk("w", (0,), torch.ones(2))
+    writer.chunk("w", (2,), torch.ones(2))
+    assert load_plain_tensors(writer.finish())["w"].tolist() == [1.0] * 4
+
+
+def test_a_slice_of_a_large_chunk_reads_about_its_own_bytes(tmp_path: Path) -> None:
+    whole = torch.randn(1024, 1024)
+    save_plain(tmp_path / "c", {"w": whole, "unasked": torch.zeros(1 << 20)})
+    rows = ShardedTensor.from_rank_offsets("w", torch.zeros(16, 1024), (0, 5, 64))
+    store = FaultyStore(LocalStore(tmp_path / "c"), kinds={"read_into"})
+    assert torch.equal(load({"w": rows}, store)["w"], whole[80:96])
+    sizes = sorted(operation.nbytes for operation in store.operations)
+    assert sizes == [HEAD_BYTES, 16 * 1024 * 4]
+
+
+def test_a_dtype_that_we_lack_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Writer(tmp_path / "c")
+    writer.array("q", (2,), torch.complex32)
+    writer.array("w", (2,))
+    writer.chunk("w", (0,), torch.ones(2))
+    directory = writer.finish()
+    assert set(load_plain_tensors(directory)) == {"w"}
+    assert "'q' has dtype complex32, which cannot be loaded" in caplog.text
+
+
+def test_arrays_are_removed_from_a_checkpoint_that_others_wrote(tmp_path: Path) -> None:
+    state = {"keep": torch.ones(3), "drop": {"a": torch.zeros(2), "b": 5}}
+    save_plain(tmp_path / "c", state, single_file_per_rank=False)
+    before = set(tmp_path.rglob("*.distcp"))
+    remove_sharded_tensors(tmp_path / "c", "drop")
+    assert set(load_plain_tensors(tmp_path / "c")) == {"keep"}
+    assert len(before) - len(set(tmp_path.rglob("*.distcp"))) == 2
+    loaded = {"keep": torch.zeros(3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert loaded["keep"].tolist() == [1.0] * 3
+
+
+def test_a_manifest_of_megatron_needs_nothing_more(tmp_path: Path) -> None:
+    save_plain(tmp_path / "c", {"w": torch.ones(2)})
+    (tmp_path / "c" / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
+    assert load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0, 1.0]

@@ -1,0 +1,356 @@
+"""Zarr checkpoints that others wrote, and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+
+from megackpt import (
+    LoadOptions,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common_state_dict,
+    load_sharded_metadata,
+    save,
+)
+from megackpt.api import check_is_distributed_checkpoint, load_plain_tensors
+from megackpt.errors import CheckpointError, FormatError, IntegrityError, NotACheckpointError
+from megackpt.formats.zarr.grids import GridRules
+from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy
+from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
+from megackpt.storage import MemoryStore
+
+zarr = pytest.importorskip("zarr", minversion="3", reason="zarr 3 needs Python 3.11")
+
+SMALL = {
+    1: ZarrV2SaveStrategy(GridRules(file_bytes=64)),
+    3: ZarrV3SaveStrategy(GridRules(file_bytes=64, inner_bytes=16)),
+}
+DATA = torch.arange(60, dtype=torch.int32).reshape(6, 10)
+
+
+def tensor(key: str, data: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data)
+
+
+def saved(directory: Path, version: int) -> Path:
+    """Save DATA as 'a', and return the directory of the array."""
+    save({"a": tensor("a", DATA)}, directory, sharded_strategy=SMALL[version])
+    if version == 1:
+        return directory / "a"
+    return directory / str(json.loads((directory / "metadata.json").read_text())["arrays"]) / "a"
+
+
+def chunk_files(array: Path) -> list[Path]:
+    return sorted(
+        p for p in array.rglob("*") if p.is_file() and not p.name.startswith(".") and p.suffix != ".json"
+    )
+
+
+def loaded(directory: Path) -> torch.Tensor:
+    got = load({"a": tensor("a", torch.full_like(DATA, -1))}, directory)["a"]
+    assert isinstance(got, torch.Tensor)
+    return got
+
+
+def assert_equal(found: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
+    assert found.numpy().tobytes() == np.ascontiguousarray(values).tobytes()
+    assert tuple(found.shape) == values.shape
+
+
+VALUES = {
+    "plain": np.arange(35, dtype=np.float32).reshape(5, 7),
+    "complex": (np.arange(6) * (1 + 2j)).astype(np.complex64).reshape(2, 3),
+    "flags": np.array([True, False, True]),
+    "scalar": np.array(4.5),
+}
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path, form: int) -> None:
+    group = zarr.open_group(tmp_path, mode="w", zarr_format=form)
+    for name, values in VALUES.items():
+        array = group.create_array(
+            name,
+            shape=values.shape,
+            chunks=tuple(min(3, n) for n in values.shape),
+            dtype=values.dtype,
+            config={"write_empty_chunks": True},
+        )
+        array[...] = values
+    nested = group.create_array("layer/weight", shape=(4,), chunks=(2,), dtype="i2")
+    nested[...] = np.arange(1, 5)
+    assert check_is_distributed_checkpoint(tmp_path)
+    found = load_plain_tensors(tmp_path)
+    assert set(found) == {*VALUES, "layer/weight"}
+    for name, values in VALUES.items():
+        assert_equal(found[name], values)
+    assert found["layer/weight"].tolist() == [1, 2, 3, 4]
+    assert load_common_state_dict(tmp_path) == {}
+
+
+@pytest.mark.parametrize("kind", ["F order", "big endian", "slashes", "gzip", "no compressor"])
+def test_any_way_to_store_zarr_v2_is_read(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {
+        "F order": {"order": "F"},
+        "big endian": {"dtype": ">f4"},
+        "slashes": {"dimension_separator": "/"},
+        "gzip": {"compressor": {"id": "gzip", "level": 1}},
+        "no compressor": {},
+    }[kind]
+    metadata = {"shape": [5, 7], "chunks": [2, 3], "dtype": "<f4", "compressor": None, "fill_value": None}
+    path = {"driver": "file", "path": f"{tmp_path}/a/"}
+    opened = ts.open(
+        {"driver": "zarr", "kvstore": path, "metadata": metadata | options, "create": True}
+    ).result()
+    opened.write(VALUES["plain"]).result()
+    assert_equal(load_plain_tensors(tmp_path)["a"], VALUES["plain"])
+    part = ShardedTensor.from_rank_offsets("a", torch.zeros(5, 1), (1, 4, 7))
+    assert load({"a": part}, tmp_path)["a"].tolist() == VALUES["plain"][:, 4:5].tolist()
+
+
+def test_what_tensorstore_wrote_in_shards_and_in_dtypes_that_zarr_lacks_is_read(tmp_path: Path) -> None:
+    data = torch.randn(5, 7).bfloat16()
+    codecs = {"codec": {"driver": "zarr3", "codecs": [{"name": "blosc"}]}}
+    schema = {"dtype": "bfloat16", "domain": {"shape": [5, 7]}, **codecs}
+    schema["chunk_layout"] = {"write_chunk": {"shape": [4, 4]}, "read_chunk": {"shape": [2, 2]}}
+    path = {"driver": "file", "path": f"{tmp_path}/a/"}
+    opened = ts.open({"driver": "zarr3", "kvstore": path, "schema": schema, "create": True}).result()
+    opened.write(data.view(torch.int16).numpy().view(opened.dtype.numpy_dtype)).result()
+    found = load_plain_tensors(tmp_path)["a"]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, data)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_every_missing_file_is_an_error_that_names_key_and_chunk(tmp_path: Path, version: int) -> None:
+    array = saved(tmp_path, version)
+    files = chunk_files(array)
+    assert len(files) > 3
+    for file in files:
+        hidden = file.rename(tmp_path / "hidden")
+        chunk = str(file.relative_to(array))
+        with pytest.raises(FormatError, match=rf"'a': chunk '{chunk}' of .* is missing") as refused:
+            loaded(tmp_path)
+        assert refused.value.key == "a"
+        hidden.rename(file)
+    assert torch.equal(loaded(tmp_path), DATA)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_every_cut_file_is_an_error(tmp_path: Path, version: int) -> None:
+    for file in chunk_files(saved(tmp_path, version)):
+        whole = file.read_bytes()
+        for kept in (0, 1, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:kept])
+            with pytest.raises((FormatError, IntegrityError), match=r"cut short|cannot be read"):
+                loaded(tmp_path)
+        file.write_bytes(whole)
+    assert torch.equal(loaded(tmp_path), DATA)
+
+
+def test_every_flipped_bit_of_version_3_is_found(tmp_path: Path) -> None:
+    file = chunk_files(saved(tmp_path, 3))[0]
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises((FormatError, IntegrityError)) as refused:
+            loaded(tmp_path)
+        assert refused.value.key == "a"
+        assert file.name in str(refused.value.path)
+
+
+def test_a_chunk_that_is_missing_in_a_shard_is_an_error_and_not_the_fill_value(tmp_path: Path) -> None:
+    array = saved(tmp_path, 3)
+    files = chunk_files(array)
+    path = {"driver": "file", "path": f"{array}/"}
+    # tensorstore leaves chunks out that are all fill value; one element in each shard keeps the file.
+    values = np.zeros((6, 10), np.int32)
+    values[:, ::2] = 1
+    values[0, :] = 0
+    values[0, 0] = 1
+    rewritten = ts.open(
+        {"driver": "zarr3", "kvstore": path, "store_data_equal_to_fill_value": False}
+    ).result()
+    rewritten.write(values).result()
+    assert chunk_files(array) == files
+    with pytest.raises(FormatError, match=r"'a': chunk 'c/0/0' .* stored at shard entry .* is missing"):
+        loaded(tmp_path)
+
+
+def test_a_pickle_that_names_a_class_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
+    save({"o": ShardedObject("o", 1, (1,), (0,)), "x": 1}, tmp_path, sharded_strategy=("zarr", 1))
+    torch.save(Trap(), tmp_path / "o/shard_0_1.pt")
+    with pytest.raises(FormatError, match=r"Trap|trap_sprung|getpid"):
+        load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
+    options = LoadOptions(allow_unsafe_pickle=True)
+    got = load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path, options=options)["o"]
+    assert got == os.getpid()
+    torch.save({"x": Trap()}, tmp_path / "common.pt")
+    with pytest.raises(FormatError, match=r"allow_unsafe_pickle=True"):
+        load_common_state_dict(tmp_path)
+    assert load_common_state_dict(tmp_path, allow_unsafe_pickle=True) == {"x": os.getpid()}
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
+        return os.getpid, ()
+
+
+def test_objects_of_version_3_have_digests(tmp_path: Path) -> None:
+    save({"o": ShardedObject("o", [1, 2], (1,), (0,))}, tmp_path, sharded_strategy=("zarr", 3))
+    (file,) = tmp_path.glob("objects-*/o/shard_0_1.bin")
+    whole = file.read_bytes()
+    for at in (0, 40, len(whole) - 1):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(IntegrityError, match="digest"):
+            load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
+
+
+def test_objects_whose_file_names_lack_the_last_number_are_found(tmp_path: Path) -> None:
+    # So Megatron-Core named them until 0.5: the suffix replaced what stands behind the last dot.
+    state = {f"o{i}": ShardedObject("o", i, (1, 2), (0, i)) for i in range(2)}
+    save(state, tmp_path, sharded_strategy=("zarr", 1))
+    for i in range(2):
+        (tmp_path / f"o/shard_0.{i}_1.2.pt").rename(tmp_path / f"o/shard_0.{i}_1.pt")
+    wanted = {f"o{i}": ShardedObject("o", None, (1, 2), (0, i)) for i in range(2)}
+    assert load(wanted, tmp_path) == {"o0": 0, "o1": 1}
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_symbolic_link_is_not_followed(tmp_path: Path, version: int) -> None:
+    file = chunk_files(saved(tmp_path / "c", version))[0]
+    outside = shutil.copy(file, tmp_path / "outside")
+    file.unlink()
+    file.symlink_to(outside)
+    with pytest.raises(CheckpointError, match=r"missing, or is no regular file"):
+        loaded(tmp_path / "c")
+
+
+ATTACKS: dict[str, Any] = {
+    "shape": [[2**61], [2**40, 2**40], [-1], "6", [6.0, 10], None, [2**63]],
+    "chunks": [[0, 1], [1], [2**63, 1], None, [True, 1]],
+    "dtype": ["|O", "<U8", [["x", "<f4"]], None, "float4", "<f16"],
+    "dimension_separator": ["..", "", 1],
+}
+
+
+def test_documents_that_lie_are_refused(tmp_path: Path) -> None:
+    document = saved(tmp_path, 1) / ".zarray"
+    right = json.loads(document.read_text())
+    for field, values in ATTACKS.items():
+        for value in values:
+            document.write_text(json.dumps(right | {field: value}))
+            with pytest.raises(CheckpointError) as refused:
+                loaded(tmp_path)
+            assert isinstance(refused.value, FormatError), (field, value)
+    for text in ("", "[]", "[" * 100_000, "\xff"):
+        document.write_text(text)
+        with pytest.raises(FormatError):
+            loaded(tmp_path)
+
+
+def test_documents_of_version_3_that_lie_are_refused(tmp_path: Path) -> None:
+    document = saved(tmp_path, 3) / "zarr.json"
+    right = json.loads(document.read_text())
+    sharding = right["codecs"][0]["configuration"]
+    grids = [{"name": "regular", "configuration": {"chunk_shape": c}} for c in ([0, 1], [1], None, [7, 3])]
+    shards = [
+        [{"name": "sharding_indexed", "configuration": sharding | {"chunk_shape": c}}]
+        for c in ([0, 1], [7, 7], 3)
+    ]
+    attacks: dict[str, Any] = {
+        "shape": ATTACKS["shape"],
+        "data_type": ["string", None, {"name": "x"}, "float16"],
+        "chunk_grid": [*grids, None, {"name": "rectangular"}],
+        "codecs": [*shards],
+        "chunk_key_encoding": [
+            None,
+            {"name": "other"},
+            {"name": "default", "configuration": {"separator": ".."}},
+        ],
+        "attributes": [{"megackpt": {"dtype": "float64"}}, {"megackpt": {"key": 3}}],
+    }
+    for field, values in attacks.items():
+        for value in values:
+            document.write_text(json.dumps(right | {field: value}))
+            with pytest.raises(CheckpointError) as refused:
+                loaded(tmp_path)
+            assert isinstance(refused.value, FormatError), (field, value, refused.value)
+
+
+def test_a_tiny_shard_cannot_claim_billions_of_chunks(tmp_path: Path) -> None:
+    array = saved(tmp_path, 3)
+    document = array / "zarr.json"
+    right = json.loads(document.read_text())
+    right["shape"] = [2**25, 2**25]
+    right["chunk_grid"]["configuration"]["chunk_shape"] = [2**25, 2**25]
+    right["codecs"][0]["configuration"]["chunk_shape"] = [1, 1]
+    document.write_text(json.dumps(right))
+    with pytest.raises(FormatError, match="too short to hold"):
+        load_plain_tensors_metadata_then_chunks(tmp_path)
+
+
+def load_plain_tensors_metadata_then_chunks(directory: Path) -> None:
+    part = ShardedTensor(
+        "a", torch.zeros(1, 1, dtype=torch.int32), torch.int32, (1, 1), (2**25, 2**25), (0, 0)
+    )
+    load({"a": part}, directory)
+
+
+def test_a_save_of_megatron_core_that_did_not_finish_is_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (marker,) = tmp_path.glob(".megackpt-*.json")
+    marker.unlink()
+    (tmp_path / "metadata.json").unlink()  # common.pt and arrays stay, as of a save that died
+    with pytest.raises(NotACheckpointError):
+        loaded(tmp_path)
+
+
+def test_lock_files_of_megatron_core_are_no_arrays(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / "a.sync").mkdir()
+    for name in (".zarray", "0.0"):
+        (tmp_path / "a.sync" / name).touch()
+    assert set(load_plain_tensors(tmp_path)) == {"a"}
+
+
+def test_metadata_of_arrays_and_objects_is_listed(tmp_path: Path) -> None:
+    for version in (1, 3):
+        state = {"a": tensor("a", DATA), "o": ShardedObject("o", 1, (1,), (0,))}
+        save(state, tmp_path / str(version), sharded_strategy=("zarr", version))
+        found = load_sharded_metadata(tmp_path / str(version))
+        assert {key: value.global_shape for key, value in found.items()} == {
+            "a": (6, 10),
+            "o/shard_0_1": (1,),
+        }
+
+
+def test_other_stores_than_directories_are_read_too() -> None:
+    for version in (1, 3):
+        store = MemoryStore()
+        save({"a": tensor("a", DATA)}, store, sharded_strategy=SMALL[version])
+        got = load({"a": tensor("a", torch.zeros_like(DATA))}, store)["a"]
+        assert torch.equal(got, DATA)
+
+
+def test_nan_payloads_and_signed_zeros_survive(tmp_path: Path) -> None:
+    values = np.frombuffer(struct.pack("<4I", 0x7FC12345, 0xFF800001, 0x80000000, 0x00000001), np.float32)
+    for version in (1, 3):
+        save(
+            {"a": tensor("a", torch.from_numpy(values.copy()))},
+            tmp_path / str(version),
+            sharded_strategy=("zarr", version),
+        )
+        assert_equal(load_plain_tensors(tmp_path / str(version))["a"], values)
