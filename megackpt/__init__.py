@@ -22,6 +22,7 @@ from megackpt.engine.plan_cache import PlanCache
 from megackpt.errors import (
     CheckpointError,
     CheckpointingException,
+    CommonStateError,
     CoverageError,
     DeclarationError,
     FormatError,
@@ -56,6 +57,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "CheckpointingException",
+    "CommonStateError",
     "CoverageError",
     "DeclarationError",
     "FormatError",

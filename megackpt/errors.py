@@ -7,6 +7,7 @@ Owns the error tree and nothing else; each layer raises from here.
     |- DeclarationError       ValueError         an entity or state dict that contradicts itself
     |- CoverageError          ValueError         an element saved by no rank, or by two
     |- MismatchError          ValueError         ranks, or the request and the checkpoint, disagree
+    |  `- CommonStateError    ValueError         ranks disagree about what is not sharded
     |- MissingKeyError        KeyError           asked for, and not in the checkpoint
     |- UnserializableError    TypeError          a value without a codec, named by its path in the state dict
     |- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
@@ -65,6 +66,10 @@ class CoverageError(CheckpointError, ValueError):
 
 class MismatchError(CheckpointError, ValueError):
     """Two ranks, or the request and the checkpoint, disagree about shape, dtype or content."""
+
+
+class CommonStateError(MismatchError):
+    """Ranks disagree about common state, of which rank 0's is stored; `path` is one of the places."""
 
 
 class MissingKeyError(CheckpointError, KeyError):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megackpt.errors import MismatchError, rank_list, truncated_list
+from megackpt.errors import CommonStateError, MismatchError, rank_list, truncated_list
 
 
 def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     """Compare the digests of the leaves of every rank's common state with those of rank 0.
 
     Raises:
-        MismatchError: naming each path that differs, is missing or is extra, and the ranks where it is so.
+        CommonStateError: naming each path that differs, is missing or is extra, and the ranks where it is so.
     """
     first = per_rank[0]
     found: dict[tuple[str, str], list[int]] = {}  # (path, what about it) -> ranks
@@ -32,7 +32,7 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     if not found:
         return
     lines = [f"{path!r} on rank(s) {rank_list(ranks)}{what}" for (path, what), ranks in sorted(found.items())]
-    raise MismatchError(
+    raise CommonStateError(
         f"Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored. It "
         f"differs from rank 0's at:\n{truncated_list(lines)}\n"
         f"Wrap what belongs to one rank in a ShardedObject (stored for each) or a "

@@ -263,7 +263,7 @@ def unwritten(written: Written) -> tuple[str, str]:
 
 
 def asked_form(read: Read) -> str:
-    """Return the format that a reader's optimizer asks for: that of the checkpoint, if it has one of its own."""
+    """Return the format that a reader's optimizer asks for: that of the checkpoint, if it has one."""
     if read.written.form == DTENSORS and models_of(read.program):
         return FORMS[models_of(read.program)][0]
     return read.written.form

@@ -7,8 +7,10 @@ Source: Megatron-Core `dist_checkpointing.serialization`, for names and signatur
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megackpt import api
@@ -31,7 +33,7 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from megackpt.compat.megatron.ours import check_load_strategy, load_by, refuse_strangers, save_by
-from megackpt.errors import DeclarationError
+from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 
 __all__ = [
@@ -50,6 +52,8 @@ __all__ = [
 ]
 
 CkptShardedMetadata = dict[str, ShardedBase]
+logger = logging.getLogger(__name__)
+
 _CONTENT_METADATA = "content_metadata"
 
 
@@ -147,7 +151,8 @@ def save(
     """Save with `megackpt.save`, which see; without a strategy in the native format. Collective.
 
     The directory need not exist, and the state dict is not changed. `load` puts content metadata into what it
-    returns, where programs look for it.
+    returns, where programs look for it. Where ranks disagree about common state, that of rank 0 is stored
+    and a warning says where, as there: optimizers of 0.12 have it so with pipeline parallelism.
 
     Raises:
         UnsupportedError: async_sharded_save, or a strategy of someone else's.
@@ -157,14 +162,19 @@ def save(
         refuse_async("save(async_sharded_save=True)")
     _check_common(common_strategy, TorchCommonSaveStrategy, StrategyAction.SAVE_COMMON)
     described = _clean_metadata_for_serialization(content_metadata)
-    save_by(
+    save_with = partial(
+        save_by,
         sharded_strategy,
         sharded_state_dict,
         checkpoint_dir,
         validate_access_integrity=validate_access_integrity,
-        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=described,
     )
+    try:
+        save_with(preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check)
+    except CommonStateError as error:  # before anything was written, and on every rank
+        logger.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
+        save_with(preprocess_common_before_consistancy_check=lambda common: {})
     return None
 
 
