@@ -99,11 +99,15 @@ def test_strict_takes_the_modes_of_megatron_core(tmp_path: Path) -> None:
         dist_checkpointing.load(wanted, path, strict="sloppy")
 
 
-def test_content_metadata_is_found_in_the_checkpoint_and_in_a_loaded_state_dict(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch_dist", "megackpt"])
+def test_content_metadata_is_found_in_the_checkpoint_and_in_a_loaded_state_dict(
+    backend: str, tmp_path: Path
+) -> None:
     path = str(tmp_path / "iter_1")
     state = _state()
     group = object()  # Megatron-Core puts a process group there, which nobody could store
-    dist_checkpointing.save(state, path, content_metadata={"version": 3, "dp_cp_group": group})
+    described = {"version": 3, "dp_cp_group": group}
+    dist_checkpointing.save(state, path, (backend, 1), content_metadata=described)
     assert "content_metadata" not in state, "the caller's dict must stay as it was"
     assert dist_checkpointing.load_content_metadata(path) == {"version": 3}
     loaded = dist_checkpointing.load(_state(), path)
@@ -436,3 +440,37 @@ def test_fully_parallel_and_two_stage_strategies_save_and_load_within_their_grou
         assert all(answer["times"] == said[0]["times"] for answer in said)
         assert said[0]["times"].read.max >= said[0]["times"].read.min == 0.0, "one of two ranks reads"
         assert said[0]["log"][0].startswith("two-stage load: read: min 0.000 s, mean ")
+
+
+def _save_other_common_state(path: str) -> bool:
+    rank = torch.distributed.get_rank()
+    state = {
+        "w": S.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2)),
+        "wd": float(rank),
+    }
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megackpt.compat.megatron.dist_checkpointing.serialization")
+    logger.addHandler(handler)
+    dist_checkpointing.save(state, path)
+    logger.removeHandler(handler)
+    return any("'wd' on rank(s) 1" in text for text in warned)
+
+
+def test_common_state_that_ranks_disagree_about_is_that_of_rank_0_and_a_warning_says_where(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "iter_1")
+    assert all(rank_pool.run(_save_other_common_state, 2, path))
+    assert dist_checkpointing.load_common_state_dict(path) == {"wd": 0.0}
+    assert megackpt.load_plain_tensors(path)["w"].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_every_entity_can_be_asked_whether_its_fields_agree() -> None:
+    factory = mapping.ShardedTensorFactory("w", torch.zeros(2), lambda *a: [], lambda found: found)
+    for entity in (factory, mapping.ShardedObject("o", 1, (1,), (0,))):
+        entity.validate_metadata_integrity()
+    factory.build_fn = None  # type: ignore[assignment]
+    with pytest.raises(megackpt.CheckpointError, match="build_fn must be a function"):
+        factory.validate_metadata_integrity()
