@@ -68,10 +68,12 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
 
 def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> list[list[bytes]]:
     """Write this rank's chunks, round by round; return receipts by rank and round on rank 0."""
+    rounds: list[Ints] = []
 
     def begin() -> bytes:
         if group.rank == 0:
             strategy.begin(store, attempt=planned.attempt)
+        rounds.extend(strategy.rounds(planned.plan, group.rank))
         return b""
 
     def write(rows: Ints) -> bytes:
@@ -86,10 +88,9 @@ def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group)
 
     if strategy.writes_in_place:
         together(group, begin, doing="clearing the place")
-    receipts = [
-        together_at_root(group, partial(write, rows), doing="writing its chunks")
-        for rows in strategy.rounds(planned.plan, group.rank)
-    ]
+    else:  # the rows of a rank, which nothing can refuse: no meeting is needed
+        rounds.extend(strategy.rounds(planned.plan, group.rank))
+    receipts = [together_at_root(group, partial(write, rows), doing="writing its chunks") for rows in rounds]
     return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
 
 
