@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megackpt.codec import encode, leaf_digests
+from megackpt.codec import leaf_digests
 from megackpt.comm import Group, together
 from megackpt.engine import manifest
 from megackpt.engine.chunk_bytes import Buffers
@@ -170,8 +170,8 @@ def _open(job: _Job) -> _Opened:
     if job.group.rank == 0:
         _refuse_place(job)
         common = read_common(contents, where=job.source.location)
-        encode(common[0])  # what is refused is refused before anything is written
-        encode(common[1], path="content_metadata")
+        # What is refused is refused before anything is written.
+        job.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
     blobs = {}
     for row in plan.rows_of(job.group.rank).tolist():
         if _is_object(plan, int(plan.table.array[row])):

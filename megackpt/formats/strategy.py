@@ -78,9 +78,9 @@ class Contents:
 class SaveStrategy(Protocol):
     """Writes checkpoints of one format. Nothing it writes is part of a checkpoint before the commit.
 
-    A save calls, in this order: `encode_object` on every rank; `begin` on rank 0, if it writes in place;
-    `write_chunks` once a round on every rank; `write_common`, `write_index` and `publish` on rank 0. The
-    commit follows.
+    A save calls, in this order: `check_common` on rank 0; `encode_object` on every rank; `begin` on rank 0,
+    if it writes in place; `write_chunks` once a round on every rank; `write_common`, `write_index` and
+    `publish` on rank 0. The commit follows.
     """
 
     @property
@@ -101,6 +101,13 @@ class SaveStrategy(Protocol):
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Clear the place for an attempt. Rank 0, after planning and before any rank writes."""
+
+    def check_common(self, common: Any) -> None:
+        """Refuse common state that `write_common` would refuse, before anything is written. Rank 0.
+
+        Raises:
+            UnserializableError: the format cannot hold it; its place in the state dict is named.
+        """
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return the bytes that stand for an object.

@@ -75,6 +75,10 @@ class TorchDistSaveStrategy:
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what cannot be pickled, or could not be loaded without running code."""
+        _encoded_common(common)
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return what torch.save makes of a list of the value alone, as Megatron-Core stores objects."""
         return save_value([value], path=path)
@@ -121,19 +125,9 @@ class TorchDistSaveStrategy:
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write this attempt's copy of common.pt."""
-        state, content = dict(common["state_dict"]), common["content_metadata"]
-        if content is not None:
-            if CONTENT_METADATA in state:
-                raise UnserializableError(
-                    f"{CONTENT_METADATA}: the state dict has this key, where format torch_dist stores the "
-                    f"content metadata that save() was given. Rename one of them.",
-                    path=CONTENT_METADATA,
-                )
-            state[CONTENT_METADATA] = content
-        data = save_value(state, path="common state")
         return {
-            "common": write_small(store, names.common_file(attempt), data),
-            CONTENT_METADATA: content is not None,
+            "common": write_small(store, names.common_file(attempt), _encoded_common(common)),
+            CONTENT_METADATA: common["content_metadata"] is not None,
         }
 
     def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
@@ -207,6 +201,20 @@ class TorchDistSaveStrategy:
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of ours."""
         return names.attempt_of(name)
+
+
+def _encoded_common(common: Any) -> bytes:
+    """Return what common.pt holds: common state, and content metadata in it."""
+    state, content = dict(common["state_dict"]), common["content_metadata"]
+    if content is not None:
+        if CONTENT_METADATA in state:
+            raise UnserializableError(
+                f"{CONTENT_METADATA}: the state dict has this key, where format torch_dist stores the "
+                f"content metadata that save() was given. Rename one of them.",
+                path=CONTENT_METADATA,
+            )
+        state[CONTENT_METADATA] = content
+    return save_value(state, path="common state")
 
 
 def _content(store: Store, name: str) -> bytes | None:

@@ -57,6 +57,11 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         leaf = names.shard_file(offset, spec.global_shape, suffix=SUFFIX)
         return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what `megackpt.codec` cannot encode."""
+        pack(common["state_dict"])
+        pack(common["content_metadata"], path="content_metadata")
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return digest and blob of a value."""
         return with_digest(pack(value, path=path))

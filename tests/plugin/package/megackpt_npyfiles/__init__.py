@@ -39,6 +39,10 @@ class Save:
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: names carry the attempt."""
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what megackpt's own codec cannot hold."""
+        pack(common, path="common state")
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Encode as megackpt's own format does."""
         return pack(value, path=path)
