@@ -84,7 +84,7 @@ class _Opened:
         plan: who writes which of them; objects still with the lengths they have in the source.
         blobs: this rank's objects as the new format holds them, by row of plan.
         common: common state and content metadata; of rank 0, None elsewhere.
-        earlier: attempts that have files at the new place; of rank 0.
+        earlier: what is at the new place; of rank 0.
         others: files at the new place before; None if they are a checkpoint, and on other ranks than 0.
     """
 
@@ -93,7 +93,7 @@ class _Opened:
     plan: SavePlan
     blobs: Mapping[int, bytes]
     common: tuple[Any, Any]
-    earlier: frozenset[str]
+    earlier: manifest.Earlier
     others: frozenset[str] | None
 
 
@@ -180,9 +180,9 @@ def _open(job: _Job) -> _Opened:
             value = contents.decode_object(data, f"{job.source.location}: object {key!r}")
             blobs[row] = job.strategy.encode_object(value, path=key)
     if job.group.rank > 0:
-        return _Opened(contents, chunks, plan, blobs, common, frozenset(), None)
+        return _Opened(contents, chunks, plan, blobs, common, manifest.Earlier(), None)
     job.target.create()
-    earlier = manifest.attempts_in(job.target, job.strategy)
+    earlier = manifest.earlier_in(job.target, job.strategy)
     others = None if manifest.is_committed(job.target) else frozenset(job.target.names())
     return _Opened(contents, chunks, plan, blobs, common, earlier, others)
 

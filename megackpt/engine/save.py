@@ -108,7 +108,7 @@ def plan_state(
         CheckpointError: the same on every rank; nothing was written.
     """
     prepared: list[_Local] = []
-    earlier: list[frozenset[str]] = [frozenset()]
+    earlier = [manifest.Earlier()]
 
     def prepare() -> bytes:
         if strategy.writes_in_place and not request.validate:
@@ -118,7 +118,7 @@ def plan_state(
             )
         if group.rank == 0:
             store.create()
-            earlier[0] = manifest.attempts_in(store, strategy)
+            earlier[0] = manifest.earlier_in(store, strategy)
         prepared.append(_prepare(request, strategy, group))
         return _message(request, prepared[0], group)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable
@@ -159,6 +159,19 @@ class SaveStrategy(Protocol):
 
     def attempt_of(self, name: str) -> str | None:
         """Return which attempt wrote a file; None for a file that is not of this format."""
+
+
+@runtime_checkable
+class HasFixedNames(Protocol):
+    """What a `SaveStrategy` also has if some names of its files do not carry the attempt."""
+
+    def fixed_names(self, store: Store) -> list[str]:
+        """Return those files of saves of ours, finished or not, whose names carry no attempt.
+
+        What another program has written, or cannot be told from it, is not among them. They are removed in
+        this order, and before files that carry an attempt: if that stops anywhere, what remains is still
+        recognised.
+        """
 
 
 class LoadStrategy(Protocol):

@@ -20,6 +20,7 @@ STAGING = ".megackpt-"
 _ATTEMPT = "([0-9a-f]{16})"
 _STAGED = re.compile(rf"\.megackpt-{_ATTEMPT}/.*", re.DOTALL)
 _MARKER = re.compile(rf"\.megackpt-{_ATTEMPT}\.json")
+_HALF_MARKER = re.compile(rf"\.\.megackpt-{_ATTEMPT}\.json\.[0-9a-f]+\.tmp")  # of a replace that died
 _NATIVE = re.compile(rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors", re.DOTALL)
 _CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.(?:pt|bin)")
@@ -44,8 +45,8 @@ def attempt_of_marker(name: str) -> str | None:
 
 
 def attempt_of_staged(name: str) -> str | None:
-    """Return the attempt of a file that waits to be published."""
-    match = _STAGED.fullmatch(name)
+    """Return the attempt of a file that waits to be published, or of a marker that was never finished."""
+    match = _STAGED.fullmatch(name) or _HALF_MARKER.fullmatch(name)
     return match.group(1) if match else None
 
 

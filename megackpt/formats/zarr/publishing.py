@@ -94,6 +94,20 @@ def _is_part(name: str, paths: set[str]) -> bool:
     return rest in ([V2_FILE], [V2_ATTRIBUTES]) or all(names.is_chunk(part) for part in rest)
 
 
+def marked_files(store: Store, listed: Iterable[str]) -> list[str]:
+    """Return the files that markers name, as far as they are there, then the markers.
+
+    A marker that cannot be read names nothing.
+    """
+    found = set(listed)
+    markers = sorted(n for n in found if names.attempt_of_marker(n) is not None)
+    marked: set[str] = set()
+    for name in markers:
+        with contextlib.suppress(FormatError):
+            marked |= _marked(store, {name})
+    return [*sorted(marked & found), *markers]
+
+
 def _marked(store: Store, listed: set[str]) -> set[str]:
     """Return the files that markers name."""
     marked: set[str] = set()
@@ -129,7 +143,7 @@ def publish_files(store: Store, *, attempt: str) -> None:
     _check_room(store, listed - owned, target_of)
     markers = [n for n in listed if names.attempt_of_marker(n) is not None]
     files = sorted(owned | set(target_of.values()))
-    store.write(names.marker(attempt), json.dumps({"files": files}).encode())
+    store.replace(names.marker(attempt), json.dumps({"files": files}).encode())
     if is_committed(store):
         store.delete([MANIFEST])
     store.sync()

@@ -19,7 +19,14 @@ from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents
-from megackpt.formats.zarr.publishing import arrays_in, is_committed, owned_files, prune, publish_files
+from megackpt.formats.zarr.publishing import (
+    arrays_in,
+    is_committed,
+    marked_files,
+    owned_files,
+    prune,
+    publish_files,
+)
 from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.metadata import ArraySpec
 from megackpt.storage import Store
@@ -101,6 +108,10 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
     def files_of(self, manifest: Json) -> list[str]:
         """Return the common state, where it is before it is published."""
         return [manifest["common"]] if "common" in manifest else []
+
+    def fixed_names(self, store: Store) -> list[str]:
+        """Return the files that markers of ours name, and the markers themselves."""
+        return marked_files(store, store.names())
 
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt of a file that waits to be published; files in place carry none."""
