@@ -18,14 +18,17 @@ from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
-from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents
+from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents, parse_files
 from megackpt.formats.zarr.publishing import (
+    MARKER_MAX_BYTES,
     arrays_in,
+    check_marked,
     is_committed,
     marked_files,
     owned_files,
     prune,
     publish_files,
+    put_marker,
 )
 from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.metadata import ArraySpec
@@ -103,7 +106,16 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         paths = [n.removesuffix(V2_FILE) for n in arrays_in(listed) if n.startswith(key_prefix)]
         stale = [path + V2_FILE for path in sorted(paths)]
         owned = sorted(owned_files(store, listed) - set(stale))
-        return manifest, stale + [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
+        stale += [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
+        attempt = _attempt(store, listed)
+        if attempt is not None:
+            kept = parse_files(
+                store.read(names.marker(attempt), max_bytes=MARKER_MAX_BYTES),
+                "checkpoint",
+                where=f"{store.location}/{names.marker(attempt)}",
+            )
+            put_marker(store, attempt, owned=owned + stale, checkpoint=sorted(set(kept) - set(stale)))
+        return manifest, stale
 
     def files_of(self, manifest: Json) -> list[str]:
         """Return the common state, where it is before it is published."""
@@ -138,6 +150,8 @@ class ZarrV2LoadStrategy:
         if allow_unsafe_pickle:
             warn_of_unsafe_pickle(store.location)
         listed = store.names()
+        if not manifest.get("detected"):
+            check_marked(store, listed)
         found = find_arrays_v2(store, listed)
 
         def decode(data: bytes, where: str) -> Any:
