@@ -20,7 +20,7 @@ from typing import Any
 from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
-from megackpt.engine.manifest import is_leftover
+from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.write import Planned, write_out
@@ -311,4 +311,6 @@ class Checkpointer:
             directory.unlink()
             return
         (directory / MANIFEST).unlink(missing_ok=True)
+        with contextlib.closing(LocalStore(directory)) as store:
+            store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
         shutil.rmtree(directory)

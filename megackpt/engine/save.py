@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec import encode, leaf_digests
+from megackpt.codec import leaf_digests
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
@@ -114,7 +114,7 @@ def plan_state(
         CheckpointError: the same on every rank; nothing was written.
     """
     prepared: list[_Local] = []
-    earlier: list[frozenset[str]] = [frozenset()]
+    earlier = [manifest.Earlier()]
 
     def prepare() -> bytes:
         strategy = request.choose()
@@ -125,7 +125,7 @@ def plan_state(
             )
         if group.rank == 0:
             store.create()
-            earlier[0] = manifest.attempts_in(store, strategy)
+            earlier[0] = manifest.earlier_in(store, strategy)
         prepared.append(_prepare(request, strategy, group))
         return _message(request, prepared[0], group)
 
@@ -275,8 +275,7 @@ def _prepare(request: SaveRequest, strategy: SaveStrategy, group: Group) -> _Loc
     for tensor in expanded.tensors:
         check_source(tensor)
     if group.rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
-        encode(expanded.common)
-        encode(request.content_metadata, path="content_metadata")
+        strategy.check_common({"state_dict": expanded.common, "content_metadata": request.content_metadata})
     blobs = [
         strategy.encode_object(o.data, path=o.key)
         if is_main_replica(o.replica_id) or o.key in expanded.replicated

@@ -7,7 +7,7 @@ becomes the same error everywhere; then what was written is removed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ class Planned:
         plan: the plan; at least this rank's own rows of it.
         pieces: the bytes of one of this rank's rows.
         common: what is stored as common state; that of rank 0 counts.
-        earlier: attempts that had files before; known to rank 0.
+        earlier: what was at the place before; known to rank 0.
         collect: collective, after all have written; returns on rank 0 what `complete` needs.
         complete: makes the plan of all ranks from it, on rank 0; None where `plan` is that already.
     """
@@ -37,7 +37,7 @@ class Planned:
     plan: SavePlan
     pieces: Pieces
     common: Any  # whatever the user saves
-    earlier: frozenset[str] = frozenset()
+    earlier: manifest.Earlier = field(default_factory=manifest.Earlier)
     collect: Callable[[], list[bytes]] = list
     complete: Callable[[list[bytes]], SavePlan] | None = None
 
