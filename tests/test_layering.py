@@ -54,8 +54,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "cli": {
-        "bench", "api", "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options",
-        "errors",
+        "bench", "api", "engine", "formats", "validation", "mapping", "metadata", "comm", "storage",
+        "options", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}
