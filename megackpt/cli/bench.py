@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from megackpt.bench.chart import draw
 from megackpt.bench.settings import DTYPES
 from megackpt.cli.frame import FAILED_CHECK
 
+_PIPED_WIDTH = 160  # columns of a table that goes to a file
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(iB|B)?", re.IGNORECASE)
 
@@ -87,7 +89,7 @@ def command(
     report = run_bench(settings)
     if report is None:  # a rank of torchrun other than 0
         return 0
-    _show(report, Console())
+    _show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     if json_path is not None:
         Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if chart is not None:
