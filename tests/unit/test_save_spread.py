@@ -134,6 +134,6 @@ def test_ranks_that_spread_differently_are_told_so() -> None:
         save(state(group, dp=8, fill=True), MemoryStore(), options=options, group=group)
 
     with pytest.raises(
-        DeclarationError, match="SaveOptions.spread is 'none' on rank 0 and 'world' on rank 1"
+        DeclarationError, match=r"SaveOptions\.spread is 'none' on rank 0 and 'world' on rank 1"
     ):
         SimulatedWorld(RANKS).run(run)
