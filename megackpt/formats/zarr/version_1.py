@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megackpt.errors import FormatError
+from megackpt.errors import FormatError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
@@ -75,6 +75,12 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write common state; content metadata is a part of it, as in Megatron-Core."""
         state, content_metadata = common_parts(common)
+        if CONTENT_METADATA in state:  # Megatron-Core would take it for what save() was given
+            raise UnserializableError(
+                f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the "
+                f"content metadata that save() is given. Rename it.",
+                path=CONTENT_METADATA,
+            )
         if content_metadata is not None:
             state = {**state, CONTENT_METADATA: content_metadata}
         put_file(store, names.staged(attempt) + names.COMMON, save_value(state, path=""))
