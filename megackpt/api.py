@@ -14,7 +14,7 @@ import torch
 
 from megackpt.comm import DeviceGroup, GivenGroup, Group, SingleProcess, subgroup, subgroup_label, world_group
 from megackpt.engine.exchange import ExchangeRanks
-from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common
+from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
@@ -321,9 +321,15 @@ def load_plain_tensors(
 
     Local; needs memory for all of them.
 
+    Raises:
+        FormatError: an array is stored as what cannot be loaded.
+
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
     trusted = options is not None and options.allow_unsafe_pickle
+    with _Opened(checkpoint_dir) as store:
+        unreadable = open_checkpoint(store, allow_unsafe_pickle=trusted).unreadable
+        refuse_unreadable(unreadable, unreadable, where=store.location)
     arrays = load_tensors_metadata(checkpoint_dir, allow_unsafe_pickle=trusted)
     for entity in arrays.values():
         entity.init_data()

@@ -21,7 +21,7 @@ from megackpt.comm import Group, together
 from megackpt.engine import manifest
 from megackpt.engine.chunk_bytes import Buffers
 from megackpt.engine.compare import Part, compare_chunks
-from megackpt.engine.load import open_checkpoint, read_common
+from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
@@ -167,6 +167,7 @@ def _is_object(plan: SavePlan, array: int) -> bool:
 def _open(job: _Job) -> _Opened:
     """Open the source, refuse what cannot be converted, and prepare this rank's objects."""
     contents = open_checkpoint(job.source, allow_unsafe_pickle=job.options.allow_unsafe_pickle)
+    refuse_unreadable(contents.unreadable, contents.unreadable, where=job.source.location)
     chunks = contents.chunks(sorted(contents.arrays))
     copy = plan_copy(chunks.table, chunks.place, ranks=job.group.size, block_bytes=chunks.block_bytes)
     plan = copy.plan

@@ -23,7 +23,7 @@ from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
-from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError
+from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError, truncated_list
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
@@ -71,6 +71,18 @@ def read_common(contents: Contents, *, where: str) -> tuple[Any, Any]:
     if not isinstance(common, dict) or not {"state_dict", "content_metadata"} <= set(common):
         raise FormatError(f"{where}: the common state is malformed. The checkpoint is damaged.", path=where)
     return common["state_dict"], common["content_metadata"]
+
+
+def refuse_unreadable(keys: Iterable[str], unreadable: Mapping[str, str], *, where: str) -> None:
+    """Refuse keys that are stored as what cannot be loaded; unreadable is that of `Contents`.
+
+    Raises:
+        FormatError: there are such.
+    """
+    found = sorted(set(keys) & set(unreadable))
+    if found:
+        lines = truncated_list([f"{key!r} {unreadable[key]}" for key in found])
+        raise FormatError(f"{where}: not all of it can be loaded:\n{lines}", key=found[0], path=where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +181,7 @@ class _Prepared:
         )
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
+        refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
         arrays = self.contents.arrays
         excluded |= _kept_elsewhere(self.expanded.per_rank, arrays, group.size, where)
         self.unexpected = settle_unexpected(set(self.asked) - excluded, arrays, rules, where=where)

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from megackpt.errors import CheckpointError, FormatError, UnserializableError
+from megackpt.formats.safe_numpy import STAND_INS, RefusedValueError, no_bytes, plain_values, stand_ins
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ _IN_COMMON_STATE = {
     "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
     "megatron.core.transformer.enums": ("AttnBackend", "CudaGraphScope"),
 }
+
+
+# What makes dtypes and arrays; numpy.dtypes has a class for each dtype.
+_DISPLACED = (*STAND_INS, "numpy.dtypes.")
 
 
 def check_opcodes(data: bytes) -> None:
@@ -121,6 +125,8 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
         return _load_safely(data)
     except CheckpointError:
         raise
+    except RefusedValueError as error:
+        raise FormatError(f"{where}: it holds {error}, so it is refused. {ADVICE}", path=where) from error
     except Exception as error:
         refused = _refused_by_torch(data, error)
         if refused and not allow_unsafe:
@@ -153,6 +159,10 @@ def save_value(value: Any, *, path: str) -> bytes:
     data = out.getvalue()
     try:
         _load_safely(data)
+    except RefusedValueError as error:
+        raise UnserializableError(
+            f"{path}: the value holds {error}. Save plain arrays, or lists, in its place.", path=path
+        ) from error
     except Exception as error:
         refused = _refused_by_torch(data, error) or str(error)[:300]
         raise UnserializableError(
@@ -174,27 +184,19 @@ def warn_of_unsafe_pickle(where: str) -> None:
 
 
 def _load_safely(data: bytes | memoryview) -> Any:
-    with _harmless_classes():
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    with _harmless_classes(), stand_ins():
+        return plain_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 @cache
 def _harmless() -> tuple[Any, ...]:
     """Classes, and functions by the names that pickles give them, that hold data and do nothing else."""
-    multiarray = np.zeros(1).__reduce__()[0]  # numpy's _reconstruct, wherever this version has it
-    scalar = np.float64(0).__reduce__()[0]
-    named = [
-        (function, f"{module}.{name}")
-        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
-        for function, name in ((multiarray, "_reconstruct"), (scalar, "scalar"))
-    ]
-    dtypes = [type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"]
     path = type(pathlib.Path())
     paths = [(path, f"{module}.{path.__name__}") for module in ("pathlib", "pathlib._local")]
-    plain = [np.ndarray, np.dtype, argparse.Namespace, types.SimpleNamespace, io.BytesIO, signal.Signals]
+    plain = [argparse.Namespace, types.SimpleNamespace, io.BytesIO, signal.Signals]
     # Not defaultdict or deque: torch's unpickler cannot fill them.
     builtin = [frozenset, slice, complex]
-    return (*named, *dict.fromkeys(dtypes), *paths, *plain, *builtin)
+    return (*paths, *plain, *builtin, (no_bytes, "builtins.bytes"))
 
 
 def _of_megatron() -> list[Any]:
@@ -209,19 +211,27 @@ def _of_megatron() -> list[Any]:
 _lock = threading.Lock()
 _users = 0
 _added: list[Any] = []
+_displaced: list[Any] = []
 
 
 @contextmanager
 def _harmless_classes() -> Iterator[None]:
     """Let torch know the harmless classes for a while, in all threads: its list is global.
 
-    What was on the list before stays on it; torch.serialization.safe_globals would take it off.
+    What was on the list before stays on it; torch.serialization.safe_globals would take it off. Only classes
+    and functions of numpy that the user has allowed give way to stand-ins meanwhile, under names that no
+    pickle can hold: other threads must still be able to fill their instances.
     """
     global _users
     with _lock:
         if _users == 0:
             known = set(torch.serialization.get_safe_globals())
-            _added[:] = [c for c in (*_harmless(), *_of_megatron()) if c not in known]
+            _displaced[:] = [c for c in known if _name_of(c).startswith(_DISPLACED)]
+            hidden = [(c[0] if isinstance(c, tuple) else c, f"\n{_name_of(c)}") for c in _displaced]
+            named = [(stand_in, name) for name, stand_in in STAND_INS.items()]
+            harmless = (*_harmless(), *_of_megatron(), *named, *hidden)
+            _added[:] = [c for c in harmless if c not in known]
+            torch._weights_only_unpickler._remove_safe_globals(_displaced)
             torch.serialization.add_safe_globals(_added)
         _users += 1
     try:
@@ -231,6 +241,12 @@ def _harmless_classes() -> Iterator[None]:
             _users -= 1
             if _users == 0:
                 torch._weights_only_unpickler._remove_safe_globals(_added)
+                torch.serialization.add_safe_globals(_displaced)
+
+
+def _name_of(allowed: Any) -> str:
+    """Return the name by which a pickle gets a class or function of torch's list."""
+    return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
 
 
 def _refused_by_torch(data: bytes | memoryview, error: Exception) -> str:

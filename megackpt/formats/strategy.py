@@ -7,7 +7,7 @@ decide nothing about who writes or reads what: a strategy only moves bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megackpt.geometry import Ints
@@ -66,6 +66,7 @@ class Contents:
         decode_object: returns the value of an object from the bytes of its chunk; the second argument says
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
+        unreadable: keys that are stored, and not in arrays, with the reason why they cannot be loaded.
     """
 
     arrays: Mapping[str, ArraySpec]
@@ -73,6 +74,7 @@ class Contents:
     common: Callable[[], Any]  # whatever the user saved
     decode_object: Callable[[bytes, str], Any]  # likewise
     identity: str
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
 class SaveStrategy(Protocol):

@@ -11,7 +11,7 @@ import torch
 from megackpt import NotACheckpointError, ShardedObject, ShardedTensor, StorageError, load, save
 from megackpt.api import load_plain_tensors
 from megackpt.storage import LocalStore
-from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.faulty_store import FaultyStore, Operation
 
 Strategy = tuple[str, int]
 STRATEGIES: list[Strategy] = [("zarr", 1), ("zarr", 3)]
@@ -161,3 +161,30 @@ def test_a_checkpoint_that_megatron_core_wrote_is_replaced_whole(tmp_path: Path)
     save(state(2.0), tmp_path, sharded_strategy=("zarr", 1))
     assert value_of(tmp_path) == 2.0
     assert not [name for name in files_of(tmp_path) if name.startswith("t.z")]
+
+
+def test_a_save_that_fails_while_files_are_put_in_place_leaves_the_checkpoint_of_before(
+    tmp_path: Path,
+) -> None:
+    for at in range(100):
+        directory = tmp_path / str(at)
+        save(state(1.0, names="az"), directory, sharded_strategy=("zarr", 1))
+        before = files_of(directory)
+        seen = [0]
+
+        def is_chosen(operation: Operation, at: int = at, seen: list[int] = seen) -> bool:
+            seen[0] += operation.kind == "move"
+            return operation.kind == "move" and seen[0] == at + 1
+
+        try:
+            save(
+                state(2.0),
+                FaultyStore(LocalStore(directory), fail_at=is_chosen),
+                sharded_strategy=("zarr", 1),
+            )
+            break
+        except StorageError:
+            assert value_of(directory) == 1.0
+            assert files_of(directory) == before
+    assert at > 10
+    assert value_of(directory) == 2.0

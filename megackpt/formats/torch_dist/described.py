@@ -86,9 +86,11 @@ class Described:
         self._entries: dict[str, Any] = entries
         self._storage: dict[Any, Any] = storage
         reformulated = getattr(metadata, "mcore_data", None)
+        self.is_of_megatron = hasattr(metadata, "mcore_data")
         self._reformulated = reformulated if isinstance(reformulated, dict) else {}
         self._objects = self._find_objects()
         self.arrays: dict[str, ArraySpec] = {}
+        self.unreadable: dict[str, str] = {}  # as in Contents
         for key in sorted(k for k, v in entries.items() if isinstance(v, TensorStorageMetadata)):
             spec = self._tensor_spec(key)
             if spec is not None:
@@ -173,6 +175,7 @@ class Described:
         dtype = str(getattr(getattr(entry, "properties", None), "dtype", None)).removeprefix("torch.")
         if dtype not in DTYPES:
             log.warning("%s: %r has dtype %s, which cannot be loaded.", self._where, key, dtype)
+            self.unreadable[key] = f"is stored as {dtype}, which cannot be loaded"
             return None
         shape = self._original_shape(key) or self._extents(key, getattr(entry, "size", None))
         if any(n > MAX_NUMEL for n in shape) or math.prod(shape) > MAX_NUMEL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from megackpt.formats.torch_dist.described import COMMON_STATE, Described
 from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
 from megackpt.formats.torch_dist.unpickling import load_metadata
 from megackpt.storage import Store, digest_of
+
+log = logging.getLogger(__name__)
 
 METADATA_MAX_BYTES = 2 << 30
 COMMON_MAX_BYTES = 4 << 30
@@ -131,14 +134,23 @@ def _open_foreign(store: Store, described: Described, *, identity: str, allow_un
         return ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
 
     common = _foreign_common(store, described, arrays, allow_unsafe)
-    return Contents(arrays=arrays, chunks=chunks, common=common, decode_object=decode, identity=identity)
+    return Contents(
+        arrays=arrays,
+        chunks=chunks,
+        common=common,
+        decode_object=decode,
+        identity=identity,
+        unreadable=described.unreadable,
+    )
 
 
 def _foreign_common(
     store: Store, described: Described, arrays: dict[str, Any], allow_unsafe: bool
 ) -> Callable[[], Json]:
     """Return how to read common state; the object that holds it is taken out of arrays."""
-    if store.exists(names.COMMON):
+    # Megatron-Core writes the file in each save, maybe with the bytes of before; DCP alone never does.
+    by_megatron = described.is_of_megatron
+    if store.exists(names.COMMON) and (by_megatron or not _is_of_another_save(store)):
 
         def from_file() -> Json:
             where = f"{store.location}/{names.COMMON}"
@@ -162,6 +174,28 @@ def _foreign_common(
 
         return from_object
     return lambda: {"state_dict": {}, "content_metadata": None}
+
+
+def _is_of_another_save(store: Store) -> bool:
+    """Say whether common.pt was written by a save of ours, whose `.metadata` another library has replaced."""
+    digest = digest_of(store.read(names.COMMON, max_bytes=COMMON_MAX_BYTES))
+    for name in store.names("megackpt-"):
+        if names.note_of(name) is None:
+            continue
+        try:
+            said = json.loads(store.read(name, max_bytes=MANIFEST_MAX_BYTES))["common"]["xxh3_128"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            continue  # a note that is not of this `.metadata` must not keep it from being read
+        if said == digest:
+            log.warning(
+                "%s: %s was written together with another %s, which has been replaced since. There is no "
+                "common state.",
+                store.location,
+                names.COMMON,
+                names.METADATA,
+            )
+            return True
+    return False
 
 
 def _only_one(value: Any, where: str) -> Any:

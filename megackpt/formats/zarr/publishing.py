@@ -19,6 +19,7 @@ from megackpt.storage import Store
 
 MARKER_MAX_BYTES = 2**30
 _COPY_BYTES = 16 * 1024 * 1024
+_ASIDE = ".before/"  # below the staging area; no key has this name there
 
 
 def is_committed(store: Store) -> bool:
@@ -132,7 +133,8 @@ def publish_files(store: Store, *, attempt: str) -> None:
     """Replace what is at this place by the staged files of an attempt; leave it without a commit.
 
     The commit is taken away first, since arrays have fixed names: a crash from there on leaves no
-    checkpoint, and never a mixture. Everything staged is durable before. Rank 0 only.
+    checkpoint, and never a mixture. A failure leaves the one of before, where the store can move files.
+    Everything staged is durable before. Rank 0 only.
 
     Raises:
         StorageError: a file that no checkpoint owns is in the way. Nothing was changed then.
@@ -144,18 +146,26 @@ def publish_files(store: Store, *, attempt: str) -> None:
     _check_room(store, listed - owned, target_of)
     markers = [n for n in listed if names.attempt_of_marker(n) is not None]
     put_marker(store, attempt, owned=owned, checkpoint=target_of.values())
+    manifest = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES) if is_committed(store) else None
+    moved: list[tuple[str, str]] = []  # from, to; in this order
     try:
-        if is_committed(store):
+        if manifest is not None:
             store.delete([MANIFEST])
         store.sync()
-    except CheckpointError:
+        if hasattr(store, "move"):
+            aside = {name: f"{staging}{_ASIDE}{name}" for name in sorted(owned)}
+            _move_all(store, {**aside, **target_of}, moved)
+        else:
+            store.delete(sorted(owned - set(target_of.values())))
+            _move_all(store, target_of, moved)
+    except Exception:
         with contextlib.suppress(CheckpointError):
-            if store.exists(MANIFEST):  # of the old checkpoint, which the new marker knows nothing of
+            if manifest is not None and hasattr(store, "move"):
+                _put_back(store, moved, manifest, marker=names.marker(attempt))
+            elif store.exists(MANIFEST):  # of the old checkpoint, which the new marker knows nothing of
                 store.delete([names.marker(attempt)])
         raise
-    store.delete(sorted(owned - set(target_of.values())))
-    for name, target in target_of.items():
-        move(store, name, target)
+    store.delete([to for _, to in moved if to.startswith(staging)])
     # Only now: until all is in place, the markers of before may be what names some of the files.
     store.delete(markers)
     store.sync()
@@ -186,6 +196,21 @@ def check_marked(store: Store, listed: Sequence[str]) -> None:
         files = parse_files(store.read(name, max_bytes=MARKER_MAX_BYTES), "checkpoint", where=where)
         files = [n for n in files if n != names.COMMON]  # whose reader will miss it
         check_listed(files, listed, location=store.location, holder=where, key_of=str)
+
+
+def _move_all(store: Store, target_of: Mapping[str, str], moved: list[tuple[str, str]]) -> None:
+    for name, target in target_of.items():
+        move(store, name, target)
+        moved.append((name, target))
+
+
+def _put_back(store: Store, moved: list[tuple[str, str]], manifest: bytes, *, marker: str) -> None:
+    """Undo what was moved, and commit what was there before only once all of it is in place."""
+    for name, target in reversed(moved):
+        move(store, target, name)
+    store.sync()
+    store.delete([marker])
+    store.replace(MANIFEST, manifest)
 
 
 def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -> None:

@@ -176,13 +176,13 @@ class ZarrV2LoadStrategy:
 def _encoded_common(common: Any) -> bytes:
     """Return what common.pt holds: common state, and content metadata in it."""
     state, content_metadata = common["state_dict"], common[CONTENT_METADATA]
+    if CONTENT_METADATA in state:  # Megatron-Core would take it for what save() was given
+        raise UnserializableError(
+            f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the content "
+            f"metadata that save() is given. Rename it.",
+            path=CONTENT_METADATA,
+        )
     if content_metadata is not None:
-        if CONTENT_METADATA in state:
-            raise UnserializableError(
-                f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the "
-                f"content metadata that save() was given. Rename one of them.",
-                path=CONTENT_METADATA,
-            )
         state = {**state, CONTENT_METADATA: content_metadata}
     return save_value(state, path="common state")
 
