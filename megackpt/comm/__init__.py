@@ -10,7 +10,7 @@ from megackpt.comm.group import (
     together,
     together_at_root,
 )
-from megackpt.comm.subgroup import GivenGroup, subgroup, subgroup_label
+from megackpt.comm.subgroup import GivenGroup, check_subgroup, subgroup, subgroup_label, subgroup_members
 from megackpt.comm.torch_group import TorchGroup, independent_group, world_group
 
 __all__ = [
@@ -21,10 +21,12 @@ __all__ = [
     "Parcel",
     "SingleProcess",
     "TorchGroup",
+    "check_subgroup",
     "independent_group",
     "moves_bulk",
     "subgroup",
     "subgroup_label",
+    "subgroup_members",
     "together",
     "together_at_root",
     "world_group",
