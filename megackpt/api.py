@@ -62,8 +62,8 @@ def save(
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
     Collective: every rank of the group calls it with its own part. When it returns, the checkpoint is
-    committed; until then an older checkpoint in the same directory stays as it was. The
-    state dict, its entities and tensors are only read.
+    committed; until then an older checkpoint in the same directory stays as it was (in zarr version 1,
+    unless the process dies while it is replaced). The state dict, its entities and tensors are only read.
 
     Args:
         sharded_state_dict: nested dicts and lists whose leaves are sharded entities or DTensors (global
@@ -101,16 +101,17 @@ def save(
     group = group or world_group(timeout_s=options.timeout_s)
     request = SaveRequest(
         state=sharded_state_dict,
+        choose=lambda: save_strategy(sharded_strategy),
         content_metadata=content_metadata,
         validate=validate_access_integrity,
         common_to_compare=preprocess_common_before_consistancy_check,
         plans=plans,
         assume_constant_structure=options.assume_constant_structure,
         spread=options.spread,
-        spread_label=label_to_spread(options, spread_group, rank=group.rank),
+        spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
     )
     with _Opened(checkpoint_dir) as store:
-        save_state(request, store, save_strategy(sharded_strategy), group, options)
+        save_state(request, store, group, options)
 
 
 def label_to_spread(options: SaveOptions, spread_group: GivenGroup | None, *, rank: int) -> int:
@@ -267,8 +268,10 @@ def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool
         return read_common(contents, where=store.location)[1]
 
 
-def load_sharded_metadata(checkpoint_dir: Location) -> dict[str, ShardedBase]:
-    """Return what a checkpoint holds, without data. Local.
+def load_sharded_metadata(
+    checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False
+) -> dict[str, ShardedBase]:
+    """Return what a checkpoint holds, without data. Local. allow_unsafe_pickle as in `LoadOptions`.
 
     Each global array is a ShardedTensor that covers it whole, under its key; each object a ShardedObject,
     under its `unique_key`.
@@ -276,7 +279,7 @@ def load_sharded_metadata(checkpoint_dir: Location) -> dict[str, ShardedBase]:
     Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
     """
     with _Opened(checkpoint_dir) as store:
-        contents = open_checkpoint(store)
+        contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         found: dict[str, ShardedBase] = {}
         for spec in contents.arrays.values():
             if spec.dtype == OBJECT:
@@ -293,12 +296,14 @@ def load_sharded_metadata(checkpoint_dir: Location) -> dict[str, ShardedBase]:
         return found
 
 
-def load_tensors_metadata(checkpoint_dir: Location) -> dict[str, ShardedTensor]:
+def load_tensors_metadata(
+    checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False
+) -> dict[str, ShardedTensor]:
     """Return the global arrays of a checkpoint, without data: `load_sharded_metadata` less objects. Local.
 
     Source: Megatron-Core `dist_checkpointing.load_tensors_metadata`.
     """
-    found = load_sharded_metadata(checkpoint_dir)
+    found = load_sharded_metadata(checkpoint_dir, allow_unsafe_pickle=allow_unsafe_pickle)
     return {key: entity for key, entity in found.items() if isinstance(entity, ShardedTensor)}
 
 
@@ -311,7 +316,8 @@ def load_plain_tensors(
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
-    arrays = load_tensors_metadata(checkpoint_dir)
+    trusted = options is not None and options.allow_unsafe_pickle
+    arrays = load_tensors_metadata(checkpoint_dir, allow_unsafe_pickle=trusted)
     for entity in arrays.values():
         entity.init_data()
     _load({"arrays": arrays}, checkpoint_dir, options, SingleProcess(), StrictHandling.ASSUME_OK_UNEXPECTED)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
-from megackpt.comm import GivenGroup, Group, independent_group, together, world_group
+from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
-from megackpt.engine.manifest import is_leftover
+from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.write import Planned, write_out
@@ -173,14 +173,15 @@ class Checkpointer:
             )
         request = SaveRequest(
             state=state,
+            choose=lambda: save_strategy(sharded_strategy),
             content_metadata=content_metadata,
             plans=self._plans,
             assume_constant_structure=self._save_options.assume_constant_structure,
             spread=self._save_options.spread,
-            spread_label=label_to_spread(self._save_options, self._spread_group, rank=group.rank),
+            spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
-        store, strategy = LocalStore(self.directory(step)), save_strategy(sharded_strategy)
-        planned = plan_state(request, store, strategy, group, self._save_options)
+        store = LocalStore(self.directory(step))
+        planned, strategy = plan_state(request, store, group, self._save_options)
         if not self.async_save:
             self._finish(step, planned, store, strategy, group)
             return
@@ -191,7 +192,7 @@ class Checkpointer:
             return b""
 
         together(group, stage, doing="copying its state to host memory")
-        behind = self._behind or independent_group(group, timeout_s=self._save_options.timeout_s)
+        behind = self._behind or borrow_group(group, timeout_s=self._save_options.timeout_s)
         self._behind = behind
         self._background.start(lambda: self._finish(step, staged[0], store, strategy, behind))
 
@@ -221,6 +222,7 @@ class Checkpointer:
             NotACheckpointError: there is no committed step, or not the one asked for.
             CheckpointError: as `megackpt.load`.
         """
+        self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
         found = self.find_latest() if step is None else step
         if found is None:
             raise NotACheckpointError(
@@ -239,8 +241,12 @@ class Checkpointer:
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
 
-        Warns of a newer step that is torn.
+        Waits for the save that is under way, if any. Warns of a newer step that is torn.
+
+        Raises:
+            CheckpointError: the save under way failed.
         """
+        self.wait()
         group = self._ranks(self._load_options.timeout_s)
 
         def look() -> bytes:
@@ -251,11 +257,21 @@ class Checkpointer:
 
     def content_metadata(self, step: int) -> Any:
         """Return what the step was saved with as `content_metadata`. Local."""
-        return load_content_metadata(self.directory(step))
+        trusted = self._load_options.allow_unsafe_pickle
+        return load_content_metadata(self.directory(step), allow_unsafe_pickle=trusted)
 
     def close(self) -> None:
-        """Wait for the save that is under way, raise its error if it failed, and let go of everything."""
-        self._background.close()
+        """Wait for the save that is under way, raise its error if it failed, and let go of everything.
+
+        Collective, if anything was saved asynchronously. The checkpointer can be used again.
+        """
+        try:
+            self._background.close()
+        finally:
+            behind, self._behind = self._behind, None
+            self._staging = Staging()
+            if behind is not None:
+                return_group(behind)
 
     def _finish(
         self, step: int, planned: Planned, store: LocalStore, strategy: SaveStrategy, group: Group
@@ -295,4 +311,6 @@ class Checkpointer:
             directory.unlink()
             return
         (directory / MANIFEST).unlink(missing_ok=True)
+        with contextlib.closing(LocalStore(directory)) as store:
+            store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
         shutil.rmtree(directory)

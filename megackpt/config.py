@@ -6,13 +6,16 @@ those; nothing in it asks for this object.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from megackpt.errors import DeclarationError
-from megackpt.formats.registry import save_strategy
+from megackpt.formats.registry import check_known, save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.validation import StrictHandling
+
+EXCHANGE_ALGOS = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class CheckpointConfig:
 
     Attributes:
         dist_ckpt_format: backend of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or one of a package
-            that adds a format. Loading detects it.
+            that adds a format; with a version as in `zarr:1`, else the newest. Loading detects it.
         dist_ckpt_load_on_device: load straight into tensors on their device; False: into tensors in host
             memory, which the loaded state dict then holds.
         dist_ckpt_parallel_save: spread replicated chunks over the ranks that hold them; False: main replicas
@@ -70,25 +73,40 @@ class CheckpointConfig:
                 "dist_ckpt_parallel_save_within_dp says where to spread what dist_ckpt_parallel_save=False "
                 "does not spread. Set dist_ckpt_parallel_save, too."
             )
-        if self.dist_ckpt_torch_dist_multiproc < 1:
+        for name in ("dist_ckpt_torch_dist_multiproc", "keep_last", "save_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DeclarationError(f"{name} is {value}; give at least 1.")
+        if self.dist_ckpt_exchange_algo not in EXCHANGE_ALGOS:
             raise DeclarationError(
-                f"dist_ckpt_torch_dist_multiproc is {self.dist_ckpt_torch_dist_multiproc}; give at least 1."
+                f"dist_ckpt_exchange_algo={self.dist_ckpt_exchange_algo!r} is not known. Give one of "
+                f"{', '.join(EXCHANGE_ALGOS)}."
             )
+        if self.exit_signal is not None and self.exit_signal not in signal.Signals.__members__:
+            raise DeclarationError(
+                f"exit_signal={self.exit_signal!r} is no signal of this system. Give a name such as SIGTERM."
+            )
+        check_known(self._format)
         # What options refuse is refused here, too.
         self.save_options()
         self.load_options()
+
+    @property
+    def _format(self) -> str | tuple[str, int]:
+        backend, colon, version = self.dist_ckpt_format.partition(":")
+        return (backend, int(version)) if colon and version.isdecimal() else self.dist_ckpt_format
 
     def save_strategy(self) -> SaveStrategy:
         """Return the strategy of the format.
 
         Raises:
-            DeclarationError: there is no such format.
+            MissingExtraError: it needs a package that is not installed.
         """
-        if self.dist_ckpt_format == "torch_dist":
+        if self.dist_ckpt_format.partition(":")[0] == "torch_dist":
             from megackpt.formats.torch_dist import TorchDistSaveStrategy  # imports much of torch
 
             return TorchDistSaveStrategy(thread_count=self.dist_ckpt_torch_dist_multiproc)
-        return save_strategy(self.dist_ckpt_format)
+        return save_strategy(self._format)
 
     def save_options(self) -> SaveOptions:
         """Return the options of a save. With `spread="group"`, hand it the data-parallel group as well."""

@@ -5,6 +5,7 @@ Owns the option objects; nothing else in the library holds a tunable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -161,8 +162,8 @@ class ConvertOptions:
 
 
 def _check_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise DeclarationError(f"{name} is {value}; give a number above 0.")
+    if not 0 < value < math.inf:  # nan is neither
+        raise DeclarationError(f"{name} is {value}; give a finite number above 0.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

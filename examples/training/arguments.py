@@ -22,7 +22,6 @@ from models import GPTConfig
 from training.signals import EXIT_CODE
 from training.text import VOCAB_SIZE
 
-FORMATS = ("megackpt", "torch_dist", "zarr")
 EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -256,9 +255,10 @@ def _add_format(group: argparse._ArgumentGroup) -> None:
     """Add the knobs of Megatron-LM, under its names; see docs/strategies.md."""
     group.add_argument(
         "--dist-ckpt-format",
-        choices=FORMATS,
-        default=FORMATS[0],
-        help="format of new checkpoints (default: %(default)s); that of an old one is detected",
+        default="megackpt",
+        metavar="NAME[:VERSION]",
+        help="format of new checkpoints: megackpt, torch_dist, zarr, or one that another package adds "
+        "(default: %(default)s); that of an old one is detected",
     )
     _choice(group, "--dist-ckpt-load-on-device", True, "load straight to the device, not to host memory")
     _choice(group, "--dist-ckpt-parallel-save", True, "spread replicated chunks over those who hold them")

@@ -74,9 +74,10 @@ class Report:
         self._seconds += fields["seconds"]
         self._progress.update(self._task, completed=step, description=f"loss {fields['loss']:.4f}")
 
-    def saved(self, step: int, *, seconds: float) -> None:
-        """Report a checkpoint."""
-        self.say(f"step {step}: loss {self._losses[step]:.4f}, checkpoint saved in {seconds:.2f} s")
+    def saved(self, step: int, *, seconds: float, is_committed: bool) -> None:
+        """Report a checkpoint, or that one is being written."""
+        how = "saved" if is_committed else "staged, to be written meanwhile,"
+        self.say(f"step {step}: loss {self._losses[step]:.4f}, checkpoint {how} in {seconds:.2f} s")
         self.event(event="save", step=step, seconds=round(seconds, 3))
 
     def end(self, step: int, checkpoint: Path | None) -> None:

@@ -83,19 +83,26 @@ class Trainer:
         note = self.resume()
         with self._report() as report:
             report.start(step=self.step, layout=self.layout, note=note)
-            last, interval = self.arguments.exit_after, self.arguments.knobs.save_interval
-            signalled = False
-            while self.step < last and not signalled:
-                measured = self.train_step()
-                report.step(self.step, **measured)
-                signalled = self.signal.came()
-                if signalled or self.step == last or (interval is not None and self.step % interval == 0):
-                    self.save(report)
-            if self.checkpointer is not None:
-                self.checkpointer.close()
+            try:
+                signalled = self._train(report)
+            finally:  # also where training fails: a step that is being written shall not be lost
+                if self.checkpointer is not None:
+                    self.checkpointer.close()
             newest = None if self.checkpointer is None else self.checkpointer.directory(self.step)
             report.end(self.step, newest)
         return EXIT_CODE if signalled else 0
+
+    def _train(self, report: Report) -> bool:
+        """Train to the end or until the signal comes; return whether it did."""
+        last, interval = self.arguments.exit_after, self.arguments.knobs.save_interval
+        signalled = False
+        while self.step < last and not signalled:
+            measured = self.train_step()
+            report.step(self.step, **measured)
+            signalled = self.signal.came()
+            if signalled or self.step == last or (interval is not None and self.step % interval == 0):
+                self.save(report)
+        return signalled
 
     def state(self, *, with_rng: bool = True, to_save: bool = False) -> dict[str, Any]:
         """Declare everything that this run is made of: what a checkpoint holds.
@@ -131,7 +138,9 @@ class Trainer:
             content_metadata={"layout": self.layout, "model": _plain(self.arguments.model)},
             sharded_strategy=self.arguments.knobs.save_strategy(),
         )
-        report.saved(self.step, seconds=time.monotonic() - began)
+        report.saved(
+            self.step, seconds=time.monotonic() - began, is_committed=not self.checkpointer.async_save
+        )
 
     def resume(self) -> str:
         """Load the newest committed checkpoint, whatever layout it was saved at; say what was found."""

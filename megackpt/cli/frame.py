@@ -21,6 +21,7 @@ import click
 from megackpt.errors import CheckpointError, CoverageError, IntegrityError, MismatchError
 
 COMMANDS = {
+    "bench": "megackpt.cli.bench",
     "convert": "megackpt.cli.convert",
 }
 """Modules of the commands, by their names."""

@@ -11,7 +11,7 @@ from megackpt.comm.group import (
     together_at_root,
 )
 from megackpt.comm.subgroup import GivenGroup, check_subgroup, subgroup, subgroup_label, subgroup_members
-from megackpt.comm.torch_group import TorchGroup, independent_group, world_group
+from megackpt.comm.torch_group import TorchGroup, borrow_group, return_group, world_group
 
 __all__ = [
     "BulkGroup",
@@ -21,9 +21,10 @@ __all__ = [
     "Parcel",
     "SingleProcess",
     "TorchGroup",
+    "borrow_group",
     "check_subgroup",
-    "independent_group",
     "moves_bulk",
+    "return_group",
     "subgroup",
     "subgroup_label",
     "subgroup_members",

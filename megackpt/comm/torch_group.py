@@ -56,9 +56,19 @@ class TorchGroup:
         self.size = len(self._ranks)
 
     @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for the others, in seconds."""
+        return self._timeout_s
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks in torch.distributed."""
         return tuple(self._ranks)
+
+    def close(self) -> None:
+        """Let go of the connections; the group cannot be used any more. Every rank calls it."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
@@ -178,10 +188,10 @@ class TorchGroup:
         return store.check([str(rank)]) and abs(int(store.get(str(rank))) - self._meetings) <= 2
 
 
-def independent_group(group: Group, *, timeout_s: float) -> Group:
-    """Return a group of the same ranks that another thread may use at the same time.
+def borrow_group(group: Group, *, timeout_s: float) -> Group:
+    """Return a group of the same ranks that another thread may use at the same time, until it is returned.
 
-    Collective over the world.
+    Collective over the ranks of the group; over the world where none is idle.
 
     Raises:
         DeclarationError: the group is of a kind that knows no second channel between its ranks.
@@ -189,11 +199,24 @@ def independent_group(group: Group, *, timeout_s: float) -> Group:
     if isinstance(group, SingleProcess):
         return group
     if isinstance(group, TorchGroup):
-        return TorchGroup(ranks=group.ranks, timeout_s=timeout_s)
+        idle = _idle(group.ranks, timeout_s)
+        return idle.pop() if idle else TorchGroup(ranks=list(group.ranks), timeout_s=timeout_s)
     raise DeclarationError(
         f"Saving asynchronously needs a second channel between ranks, which a {type(group).__name__} does "
         f"not give. Save synchronously, or leave the group to torch.distributed."
     )
+
+
+def return_group(group: Group) -> None:
+    """Give back a borrowed group that nobody uses any more. Every rank does, and all in the same order."""
+    if isinstance(group, TorchGroup) and dist.is_initialized():
+        _idle(group.ranks, group.timeout_s).append(group)
+
+
+def _idle(ranks: Sequence[int], timeout_s: float) -> list[TorchGroup]:
+    world = dist.group.WORLD
+    assert world is not None
+    return _IDLE.setdefault(world, {}).setdefault((tuple(ranks), timeout_s), [])
 
 
 def world_group(*, timeout_s: float) -> Group:
@@ -234,6 +257,12 @@ def process_group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 # Making a process group is a collective and costs descriptors, so one is kept per world and deadline. The
 # weak key forgets it when the world is destroyed.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, TorchGroup]] = weakref.WeakKeyDictionary()
+
+# Groups that were given back. They are kept rather than destroyed: a process group that is made after another
+# was destroyed may look for its ranks at the old ones' addresses in torch's store.
+_IDLE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], float], list[TorchGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _tensor_over(data: memoryview) -> torch.Tensor:

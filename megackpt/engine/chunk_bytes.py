@@ -12,8 +12,10 @@ import numpy as np
 from megackpt.formats.strategy import Chunks
 
 
-def parts_of(chunks: Chunks, row: int, *, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges `[start, stop)` in which a chunk is read, in order.
+def parts_of(
+    chunks: Chunks, row: int, *, buffer_bytes: int, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges in which a chunk, or its bytes `[start, stop)`, are read, in order.
 
     Each begins where the format can begin to read, and is no longer than buffer_bytes, or one block of the
     format where that is longer.
@@ -21,8 +23,9 @@ def parts_of(chunks: Chunks, row: int, *, buffer_bytes: int) -> Iterator[tuple[i
     block = chunks.block_bytes
     step = max(buffer_bytes // block, 1) * block
     nbytes = int(chunks.table.nbytes[row])
-    for start in range(0, nbytes, step):
-        yield start, min(start + step, nbytes)
+    end = nbytes if stop is None else min(-(-stop // block) * block, nbytes)
+    for first in range(start // block * block, end, step):
+        yield first, min(first + step, end)
 
 
 class Buffers:
@@ -31,18 +34,20 @@ class Buffers:
     def __init__(self) -> None:
         self._free: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
 
-    def pieces(self, chunks: Chunks, row: int, *, buffer_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a chunk in order, checked, each part valid until the next is taken.
+    def pieces(
+        self, chunks: Chunks, row: int, *, start: int, stop: int, buffer_bytes: int
+    ) -> Iterator[memoryview]:
+        """Yield the bytes `[start, stop)` of a chunk, checked, each part valid until the next is taken.
 
         Raises:
             IntegrityError, FormatError, StorageError: they cannot be read, or are not those that were saved.
         """
         buffer = self._take(chunks, row, buffer_bytes)
         try:
-            for start, stop in parts_of(chunks, row, buffer_bytes=buffer_bytes):
-                part = buffer.data[: stop - start]
-                chunks.read_into(row, start, part, verify=True)
-                yield part
+            for low, high in parts_of(chunks, row, start=start, stop=stop, buffer_bytes=buffer_bytes):
+                part = buffer.data[: high - low]
+                chunks.read_into(row, low, part, verify=True)
+                yield part[max(start - low, 0) : min(stop, high) - low]
         finally:
             self._free.append(buffer)
 

@@ -33,8 +33,8 @@ _ALIGNMENT = 64  # bytes: tensors of any dtype may begin there
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Bytes `[start, stop)` of a chunk."""
+class Part:
+    """Bytes `[start, stop)` of a chunk, from where its format can begin to read to where it can end."""
 
     row: int
     start: int
@@ -42,7 +42,7 @@ class _Part:
 
 
 def compare_chunks(
-    rows: Sequence[int],
+    compared: Sequence[Part],
     chunks: Chunks,
     other: Contents,
     *,
@@ -50,7 +50,7 @@ def compare_chunks(
     where: str,
     progress: Callable[[int], None],
 ) -> None:
-    """Check that another checkpoint has the elements of these rows, none of them objects. Local.
+    """Check that another checkpoint has the elements of these parts, none of them objects. Local.
 
     where is what the other is called in messages; progress is told of bytes compared.
 
@@ -59,7 +59,7 @@ def compare_chunks(
         FormatError: it lacks elements.
     """
     source, memory = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
-    for parts in _batches(rows, chunks, buffer_bytes):
+    for parts in _batches(compared, chunks, buffer_bytes):
         places = _places(parts)
         if len(memory) < places[-1]:
             memory = torch.empty(places[-1], dtype=torch.uint8)
@@ -80,27 +80,27 @@ def compare_chunks(
             progress(nbytes)
 
 
-def _batches(rows: Sequence[int], chunks: Chunks, buffer_bytes: int) -> Iterator[list[_Part]]:
-    batch: list[_Part] = []
+def _batches(compared: Sequence[Part], chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
+    batch: list[Part] = []
     nbytes = 0
-    for row in rows:
-        for start, stop in parts_of(chunks, row, buffer_bytes=buffer_bytes):
+    for of in compared:
+        for start, stop in parts_of(chunks, of.row, start=of.start, stop=of.stop, buffer_bytes=buffer_bytes):
             if batch and (nbytes + stop - start > buffer_bytes or len(batch) == PARTS_AT_A_TIME):
                 yield batch
                 batch, nbytes = [], 0
-            batch.append(_Part(row, start, stop))
+            batch.append(Part(of.row, start, stop))
             nbytes += stop - start
     if batch:
         yield batch
 
 
-def _places(parts: Sequence[_Part]) -> list[int]:
+def _places(parts: Sequence[Part]) -> list[int]:
     """Return where each part begins in memory, and where the last one ends."""
     rounded = [-(-(part.stop - part.start) // _ALIGNMENT) * _ALIGNMENT for part in parts]
     return [0, *itertools.accumulate(rounded)]
 
 
-def _entity(part: _Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
+def _entity(part: Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
     """Declare a part as a load asks for it, to be read into memory."""
     table = chunks.table
     spec = table.arrays[int(table.array[part.row])]
@@ -125,7 +125,7 @@ def _entity(part: _Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
 def _compare(
     expected: np.ndarray[tuple[int], np.dtype[np.uint8]],
     found: torch.Tensor,
-    part: _Part,
+    part: Part,
     chunks: Chunks,
     where: str,
 ) -> None:

@@ -1,8 +1,8 @@
 """A checkpoint in another format: chunk by chunk, in bounded memory, verified.
 
-Owns the order of the steps. Nothing is resharded: the chunks of the source become those of the new
-checkpoint, as far as its format can have them. They are spread over the ranks of the group, go through
-buffers of bounded size, and are committed all at once, as in a save.
+Owns the order of the steps. Nothing is resharded: the chunks of the source, long ones cut into blocks of
+rows, become those of the new checkpoint, as far as its format can have them. They are spread over the ranks
+of the group, go through buffers of bounded size, and are committed all at once, as in a save.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megackpt.codec import encode, leaf_digests
+from megackpt.codec import leaf_digests
 from megackpt.comm import Group, together
 from megackpt.engine import manifest
 from megackpt.engine.chunk_bytes import Buffers
-from megackpt.engine.compare import compare_chunks
+from megackpt.engine.compare import Part, compare_chunks
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
 from megackpt.formats.strategy import MANIFEST, Chunks, Contents, SaveStrategy
+from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, DeclaredChunks
 from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan, plan_copy, with_sizes
@@ -50,7 +51,8 @@ class Converted:
     Attributes:
         arrays: number of global arrays.
         objects: number of objects.
-        chunks: number of chunks, objects among them.
+        chunks: number of chunks that were handed to the new format, objects among them; long ones of the
+            source were cut.
         nbytes: bytes of all chunks in the source.
         verified: whether the new checkpoint was read again and found equal.
     """
@@ -81,19 +83,21 @@ class _Opened:
     Attributes:
         contents: the source.
         chunks: all of its chunks.
+        start: where each chunk of plan begins in the one of the source that it is a part of, in bytes.
         plan: who writes which of them; objects still with the lengths they have in the source.
         blobs: this rank's objects as the new format holds them, by row of plan.
         common: common state and content metadata; of rank 0, None elsewhere.
-        earlier: attempts that have files at the new place; of rank 0.
+        earlier: what is at the new place; of rank 0.
         others: files at the new place before; None if they are a checkpoint, and on other ranks than 0.
     """
 
     contents: Contents
     chunks: Chunks
     plan: SavePlan
+    start: Ints
     blobs: Mapping[int, bytes]
     common: tuple[Any, Any]
-    earlier: frozenset[str]
+    earlier: manifest.Earlier
     others: frozenset[str] | None
 
 
@@ -164,14 +168,15 @@ def _open(job: _Job) -> _Opened:
     """Open the source, refuse what cannot be converted, and prepare this rank's objects."""
     contents = open_checkpoint(job.source, allow_unsafe_pickle=job.options.allow_unsafe_pickle)
     chunks = contents.chunks(sorted(contents.arrays))
-    plan = plan_copy(chunks.table, chunks.place, ranks=job.group.size)
+    copy = plan_copy(chunks.table, chunks.place, ranks=job.group.size, block_bytes=chunks.block_bytes)
+    plan = copy.plan
     check_coverage(_declared(plan))
     common: tuple[Any, Any] = (None, None)
     if job.group.rank == 0:
         _refuse_place(job)
         common = read_common(contents, where=job.source.location)
-        encode(common[0])  # what is refused is refused before anything is written
-        encode(common[1], path="content_metadata")
+        # What is refused is refused before anything is written.
+        job.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
     blobs = {}
     for row in plan.rows_of(job.group.rank).tolist():
         if _is_object(plan, int(plan.table.array[row])):
@@ -180,11 +185,11 @@ def _open(job: _Job) -> _Opened:
             value = contents.decode_object(data, f"{job.source.location}: object {key!r}")
             blobs[row] = job.strategy.encode_object(value, path=key)
     if job.group.rank > 0:
-        return _Opened(contents, chunks, plan, blobs, common, frozenset(), None)
+        return _Opened(contents, chunks, plan, copy.start, blobs, common, manifest.Earlier(), None)
     job.target.create()
-    earlier = manifest.attempts_in(job.target, job.strategy)
+    earlier = manifest.earlier_in(job.target, job.strategy)
     others = None if manifest.is_committed(job.target) else frozenset(job.target.names())
-    return _Opened(contents, chunks, plan, blobs, common, earlier, others)
+    return _Opened(contents, chunks, plan, copy.start, blobs, common, earlier, others)
 
 
 def _declared(plan: SavePlan) -> DeclaredChunks:
@@ -237,7 +242,13 @@ def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> Planned
         of_row: Iterator[memoryview] = (
             iter([memoryview(local.blobs[row])])
             if row in local.blobs
-            else buffers.pieces(local.chunks, slot, buffer_bytes=job.options.buffer_bytes)
+            else buffers.pieces(
+                local.chunks,
+                slot,
+                start=int(local.start[row]),
+                stop=int(local.start[row] + plan.table.nbytes[row]),
+                buffer_bytes=job.options.buffer_bytes,
+            )
         )
         for piece in of_row:
             yield piece
@@ -256,7 +267,7 @@ def _verify(job: _Job, local: _Opened, planned: Planned) -> None:
         mine = np.sort(planned.plan.rows_of(job.group.rank))
         job.progress.begin("verifying", int(planned.plan.table.nbytes[mine].sum()))
         compare_chunks(
-            [int(planned.plan.slot[row]) for row in mine.tolist() if row not in local.blobs],
+            [_part(local, row) for row in mine.tolist() if row not in local.blobs],
             local.chunks,
             written,
             buffer_bytes=job.options.buffer_bytes,
@@ -272,6 +283,14 @@ def _verify(job: _Job, local: _Opened, planned: Planned) -> None:
         return b""
 
     together(job.group, compare, doing="verifying the new checkpoint")
+
+
+def _part(local: _Opened, row: int) -> Part:
+    """Return the blocks of the source that a row of the plan begins, so that each belongs to one row."""
+    slot, block = int(local.plan.slot[row]), local.chunks.block_bytes
+    start, stop = int(local.start[row]), int(local.start[row] + local.plan.table.nbytes[row])
+    whole = stop == int(local.chunks.table.nbytes[slot])
+    return Part(slot, start // block * block, stop if whole else stop // block * block)
 
 
 def _take_back(job: _Job, local: _Opened, attempt: str) -> None:

@@ -12,13 +12,16 @@ import contextlib
 import json
 import re
 import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
 from megackpt.formats.registry import detect, save_strategies
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, HasFixedNames, Json, SaveStrategy
 from megackpt.storage import Store
 
 _HALF_REPLACED = re.compile(rf"\.{re.escape(MANIFEST)}\.[0-9a-f]+\.tmp")  # of a replace that died
+_ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 
 def is_committed(store: Store) -> bool:
@@ -56,25 +59,74 @@ def read_manifest(store: Store) -> Json:
     return manifest
 
 
-def attempts_in(store: Store, strategy: SaveStrategy) -> frozenset[str]:
-    """Return the attempts that have files in a store: the committed one, and what failed ones left."""
-    return frozenset(a for a in map(strategy.attempt_of, store.names()) if a is not None)
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What was at a place when a save began.
+
+    Attributes:
+        attempts: attempts of any known format that had files: the committed one, and what failed ones left.
+        fixed: files of other formats' saves whose names carry no attempt, in the order of `HasFixedNames`.
+    """
+
+    attempts: frozenset[str] = frozenset()
+    fixed: tuple[str, ...] = ()
+
+
+def earlier_in(store: Store, strategy: SaveStrategy) -> Earlier:
+    """Return what earlier saves of ours have left in a store, before one with a strategy begins.
+
+    Files of the same format whose names carry no attempt are not listed: that format replaces them itself.
+    """
+    names = store.names()
+    if not names:
+        return Earlier()
+    known = _known(strategy)
+    attempts = frozenset(a for name in names if (a := _attempt_of(name, known)) is not None)
+    own = (strategy.backend, strategy.version)
+    fixed = [n for s in known if (s.backend, s.version) != own for n in _fixed_names(store, s)]
+    return Earlier(attempts, tuple(fixed))
 
 
 def is_leftover(store: Store) -> bool:
     """Say whether there is no commit, and nothing but what a save of a known format has written."""
-    known = [strategy.attempt_of for strategy in save_strategies()]
-    ours = (_HALF_REPLACED.fullmatch(n) or any(attempt_of(n) for attempt_of in known) for n in store.names())
-    return not store.exists(MANIFEST) and all(ours)
+    return not store.exists(MANIFEST) and set(store.names()) <= set(files_of_saves(store))
 
 
-def commit(
-    store: Store, said: Json, *, attempt: str, earlier: frozenset[str], strategy: SaveStrategy
-) -> None:
-    """Make an attempt the checkpoint, all at once, then remove what earlier attempts left.
+def files_of_saves(store: Store) -> list[str]:
+    """Return the files, without metadata.json, that saves of known formats have written; none of others.
 
-    said is what the strategy told of its files. Every file of the attempt must be durable before. earlier
-    are the attempts that had files when this save began; any other belongs to a save that began later.
+    If they are removed in this order, and that stops anywhere, what remains is still recognised.
+    """
+    names, known = store.names(), _known()
+    fixed = [n for strategy in known for n in _fixed_names(store, strategy)]
+    others = set(names) - set(fixed)
+    halves = [n for n in names if _HALF_REPLACED.fullmatch(n)]
+    return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n, known) is not None)]
+
+
+def _known(strategy: SaveStrategy | None = None) -> list[SaveStrategy]:
+    """Return a strategy of every known format, this one among them."""
+    return [*save_strategies(), *([strategy] if strategy is not None else [])]
+
+
+def _attempt_of(name: str, known: Iterable[SaveStrategy]) -> str | None:
+    """Return the attempt that any known format sees in a name, if it is one that `new_attempt` could make."""
+    found = (strategy.attempt_of(name) for strategy in known)
+    return next((a for a in found if a is not None and _ATTEMPT.fullmatch(a)), None)
+
+
+def _fixed_names(store: Store, strategy: SaveStrategy) -> list[str]:
+    """Return files of a format whose names carry no attempt; none if what is there cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        return strategy.fixed_names(store) if isinstance(strategy, HasFixedNames) else []
+    return []
+
+
+def commit(store: Store, said: Json, *, attempt: str, earlier: Earlier, strategy: SaveStrategy) -> None:
+    """Make an attempt the checkpoint, all at once, then remove what earlier attempts of any format left.
+
+    said is what the strategy told of its files. Every file of the attempt must be durable before. earlier is
+    what was there when this save began; anything else belongs to a save that began later, or to others.
     Rank 0 only.
 
     Raises:
@@ -91,12 +143,23 @@ def commit(
     manifest = strategy.publish(store, attempt=attempt, said=said)
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. What cannot be removed now is removed by the next save.
-    with contextlib.suppress(StorageError):
-        names = store.names()
-        stale = [n for n in names if strategy.attempt_of(n) in earlier - {attempt}]
-        stale += [n for n in names if _HALF_REPLACED.fullmatch(n)]
-        store.delete(stale)
+    with contextlib.suppress(CheckpointError):
+        store.delete(_stale(store, attempt=attempt, earlier=earlier, strategy=strategy))
         store.sync()
+
+
+def _stale(store: Store, *, attempt: str, earlier: Earlier, strategy: SaveStrategy) -> list[str]:
+    """Return what a commit has made useless: fixed names first, see `HasFixedNames`."""
+    names = dict.fromkeys(store.names())
+    stale = [n for n in names if _HALF_REPLACED.fullmatch(n)]
+    if there := [n for n in earlier.fixed if n in names]:
+        # The new checkpoint may have a file of its own under the same name.
+        own = set(strategy.fixed_names(store) if isinstance(strategy, HasFixedNames) else [])
+        stale += [n for n in there if n not in own]
+    if gone := earlier.attempts - {attempt}:
+        known = _known(strategy)
+        stale += [n for n in names if _attempt_of(n, known) in gone]
+    return stale
 
 
 def remove_arrays(store: Store, *, key_prefix: str, strategy: SaveStrategy) -> None:

@@ -30,6 +30,7 @@ class PlanCache:
         self.last: str | None = None
         self.hits = 0
         self._plans: OrderedDict[str, SavePlan] = OrderedDict()
+        self._declared: dict[str, str] = {}
 
     @property
     def names(self) -> list[str]:
@@ -47,13 +48,19 @@ class PlanCache:
         """Return a plan that is kept, without counting it as used."""
         return self._plans[name]
 
-    def keep(self, name: str, plan: SavePlan) -> None:
-        """Keep a plan."""
+    def declared(self, name: str) -> str:
+        """Return the digest of what this rank had declared when a plan that is kept was made."""
+        return self._declared[name]
+
+    def keep(self, name: str, plan: SavePlan, *, declared: str) -> None:
+        """Keep a plan, and the digest of what this rank has declared for it."""
         self._plans[name] = plan
+        self._declared[name] = declared
         self._plans.move_to_end(name)
         self.last = name
         while len(self._plans) > self.capacity:
-            self._plans.popitem(last=False)
+            forgotten, _ = self._plans.popitem(last=False)
+            del self._declared[forgotten]
 
 
 def name_of(declared: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec import encode, leaf_digests
+from megackpt.codec import leaf_digests
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
@@ -28,6 +28,7 @@ from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
 from megackpt.metadata import (
+    ChunkTable,
     Column,
     DeclaredChunks,
     decode_declarations,
@@ -52,31 +53,36 @@ class SaveRequest:
 
     Attributes:
         state: this rank's sharded state dict.
+        choose: makes the strategy; called where its refusal becomes that of all ranks.
         content_metadata: a value stored beside the common state; that of rank 0 counts.
         validate: prove coverage and equality of common state before anything is written.
         common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
         plans: where plans of earlier saves are; None to plan anew.
         assume_constant_structure: take the last plan, if there is one, without comparing declarations.
         spread: who may write a chunk that several ranks hold; see `SaveOptions`.
-        spread_label: a number that is equal on the ranks of this one's `spread_group`; 0 where there is none.
+        spread_label: returns a number that is equal on the ranks of this one's `spread_group`; 0 where there
+            is none. It may refuse, as choose may.
     """
 
     state: ShardedStateDict
+    choose: Callable[[], SaveStrategy]
     content_metadata: Any = None
     validate: bool = True
     common_to_compare: Any = None
     plans: PlanCache | None = None
     assume_constant_structure: bool = False
     spread: Spread = "world"
-    spread_label: int = 0
+    spread_label: Callable[[], int] = int
 
 
 @dataclass(frozen=True, slots=True)
 class _Local:
     """One rank's side of a save after the first step: the state taken apart, objects encoded."""
 
+    strategy: SaveStrategy
     expanded: Expanded
     blobs: tuple[bytes, ...]
+    spread_label: int
 
     def pieces(self, slot: int, piece_bytes: int) -> Iterator[memoryview]:
         tensors = self.expanded.tensors
@@ -87,30 +93,31 @@ class _Local:
         return pieces_of(data, piece_bytes=piece_bytes)
 
 
-def save_state(
-    request: SaveRequest, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
-) -> None:
+def save_state(request: SaveRequest, store: Store, group: Group, options: SaveOptions) -> None:
     """Save one state dict as one checkpoint. Collective over the group.
 
     Raises:
         CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
-            this one if only the last meeting, after the commit, failed.
+            this one if only the last meeting, after the commit, failed; see `SaveStrategy.writes_in_place`
+            for formats that may leave none.
     """
-    write_out(plan_state(request, store, strategy, group, options), store, strategy, group)
+    planned, strategy = plan_state(request, store, group, options)
+    write_out(planned, store, strategy, group)
 
 
 def plan_state(
-    request: SaveRequest, store: Store, strategy: SaveStrategy, group: Group, options: SaveOptions
-) -> Planned:
+    request: SaveRequest, store: Store, group: Group, options: SaveOptions
+) -> tuple[Planned, SaveStrategy]:
     """Prove the ranks' declarations right and decide who writes what. Collective over the group.
 
     Raises:
         CheckpointError: the same on every rank; nothing was written.
     """
     prepared: list[_Local] = []
-    earlier: list[frozenset[str]] = [frozenset()]
+    earlier = [manifest.Earlier()]
 
     def prepare() -> bytes:
+        strategy = request.choose()
         if strategy.writes_in_place and not request.validate:
             raise DeclarationError(
                 f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
@@ -118,20 +125,22 @@ def plan_state(
             )
         if group.rank == 0:
             store.create()
-            earlier[0] = manifest.attempts_in(store, strategy)
+            earlier[0] = manifest.earlier_in(store, strategy)
         prepared.append(_prepare(request, strategy, group))
         return _message(request, prepared[0], group)
 
-    messages = together(group, prepare, doing="preparing the save")
+    messages = [_Message.decode(m) for m in together(group, prepare, doing="preparing the save")]
     (local,) = prepared
+    headers = [message.header for message in messages]
+    _check_alike(headers)
     if not request.validate:
-        agreed = _agree(local, messages, group)
+        agreed = _agree(local, headers[0]["attempt"], group)
     elif request.plans is None:
-        agreed = _agree_on_all(request, local, _unpack(messages), group)
+        agreed = _agree_on_all(request, local, messages, group)
     else:
-        agreed = _agree_again(request, local, [json.loads(m) for m in messages], request.plans, group)
+        agreed = _agree_again(request, local, headers, request.plans, group)
     slots = agreed.plan.slot
-    return Planned(
+    planned = Planned(
         attempt=agreed.attempt,
         plan=agreed.plan,
         pieces=lambda row: local.pieces(int(slots[row]), options.piece_bytes),
@@ -140,6 +149,42 @@ def plan_state(
         collect=agreed.collect,
         complete=agreed.complete,
     )
+    return planned, local.strategy
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What a rank says first, to be read before it is known that ranks do the same.
+
+    Attributes:
+        header: plain JSON.
+        columns: its declarations, packed; empty where they are not exchanged.
+    """
+
+    header: dict[str, Any]
+    columns: bytes = b""
+
+    def encode(self) -> bytes:
+        text = json.dumps(self.header).encode()
+        return len(text).to_bytes(8, "little") + text + self.columns
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Message:
+        end = 8 + int.from_bytes(data[:8], "little")
+        return cls(json.loads(data[8:end]), data[end:])
+
+
+def _check_alike(headers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that are not about to do the same; every rank comes to the same result."""
+    for setting in headers[0]["settings"]:
+        values = [header["settings"][setting] for header in headers]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise DeclarationError(
+                f"Ranks save differently: {setting} is {values[0]!r} on rank 0 and {values[other]!r} on rank "
+                f"{other}. Give all ranks the same arguments.",
+                rank=other,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +197,18 @@ class _Agreed:
     complete: Callable[[list[bytes]], SavePlan] | None = None
 
 
-def _agree_on_all(
-    request: SaveRequest, local: _Local, columns: Sequence[Mapping[str, Column]], group: Group
-) -> _Agreed:
+def _agree_on_all(request: SaveRequest, local: _Local, messages: Sequence[_Message], group: Group) -> _Agreed:
     """Plan from the declarations of all ranks, after proving them right.
 
     Every rank computes the same from the same, so errors are common by themselves.
     """
-    headers = [json.loads(c["header"].tobytes()) for c in columns]
-    declared = decode_declarations(columns)
+    headers = [message.header for message in messages]
+    declared = decode_declarations(_unpack([message.columns for message in messages]))
     replicated = {key for header in headers for key in header["replicated"]}
     merged = with_one_main_each(merge_declarations(declared), replicated)
     merged = without_copies(merged, {key for header in headers for key in header["part_of_ranks"]})
     check_coverage(merged)
     _compare_values(request, local, headers, group)
-    ways = sorted({header["spread"] for header in headers})
-    if len(ways) > 1:
-        raise DeclarationError(
-            f"Ranks spread differently: {', '.join(map(repr, ways))}. Give all of them one "
-            f"SaveOptions.spread."
-        )
     labels = np.array([header["spread_label"] for header in headers], np.int64)
     plan = plan_save(merged, ranks=group.size, spread=request.spread, labels=labels)
     return _Agreed(headers[0]["attempt"], plan)
@@ -185,12 +222,13 @@ def _agree_again(
     if name is None or any(header["assumed"] != name for header in headers):
         name = name_of([header["declared"] or "" for header in headers])
     if any(name not in header["kept"] for header in headers):
-        columns = _unpack(
-            together(group, lambda: _declarations(request, local, group), doing="exchanging declarations")
+        answers = together(
+            group, lambda: _declarations(request, local, group).encode(), doing="exchanging declarations"
         )
-        agreed = _agree_on_all(request, local, columns, group)
-        name = name_of([json.loads(c["header"].tobytes())["declared"] for c in columns])
-        plans.keep(name, agreed.plan)
+        messages = [_Message.decode(answer) for answer in answers]
+        agreed = _agree_on_all(request, local, messages, group)
+        name = name_of([message.header["declared"] for message in messages])
+        plans.keep(name, agreed.plan, declared=messages[group.rank].header["declared"])
         return agreed
     if headers[0]["assumed"] is None:
         _compare_values(request, local, headers, group)
@@ -210,9 +248,8 @@ def _compare_values(request: SaveRequest, local: _Local, headers: list[dict[str,
         _name_common_difference(request, local, group)
 
 
-def _agree(local: _Local, messages: list[bytes], group: Group) -> _Agreed:
+def _agree(local: _Local, attempt: str, group: Group) -> _Agreed:
     """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
-    attempt: str = json.loads(messages[0])["attempt"]
     # Nobody knows who else holds a replicated value: every holder stores it.
     mine = with_one_main_each(_declare(local, group.rank), set(local.expanded.replicated))
 
@@ -238,15 +275,14 @@ def _prepare(request: SaveRequest, strategy: SaveStrategy, group: Group) -> _Loc
     for tensor in expanded.tensors:
         check_source(tensor)
     if group.rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
-        encode(expanded.common)
-        encode(request.content_metadata, path="content_metadata")
+        strategy.check_common({"state_dict": expanded.common, "content_metadata": request.content_metadata})
     blobs = [
         strategy.encode_object(o.data, path=o.key)
         if is_main_replica(o.replica_id) or o.key in expanded.replicated
         else b""
         for o in expanded.objects
     ]
-    return _Local(expanded, tuple(blobs))
+    return _Local(strategy, expanded, tuple(blobs), request.spread_label())
 
 
 def _declare(local: _Local, rank: int) -> DeclaredChunks:
@@ -256,19 +292,28 @@ def _declare(local: _Local, rank: int) -> DeclaredChunks:
 def _message(request: SaveRequest, local: _Local, group: Group) -> bytes:
     """What the others have to know first: an attempt id and, to be proved, declarations and digests."""
     if not request.validate:
-        return json.dumps({"attempt": new_attempt()}).encode()
+        return _Message({"attempt": new_attempt(), "settings": _settings(request, local)}).encode()
     if request.plans is None:
-        return _declarations(request, local, group)
+        return _declarations(request, local, group).encode()
     assumed = request.plans.last if request.assume_constant_structure else None
     if assumed is not None:
-        _check_unchanged(request.plans.peek(assumed), local, group.rank)
-    return json.dumps(_header(request, local, group, assumed=assumed)).encode()
+        _check_unchanged(request, local, request.plans, assumed, group)
+    return _Message(_header(request, local, group, assumed=assumed)).encode()
 
 
-def _declarations(request: SaveRequest, local: _Local, group: Group) -> bytes:
-    header = json.dumps(_header(request, local, group, assumed=None)).encode()
+def _declarations(request: SaveRequest, local: _Local, group: Group) -> _Message:
     columns = _declare(local, group.rank).to_columns()
-    return pack_columns({**columns, "header": np.frombuffer(header, np.uint8)})
+    return _Message(_header(request, local, group, assumed=None), pack_columns(columns))
+
+
+def _settings(request: SaveRequest, local: _Local) -> dict[str, Any]:
+    """What all ranks must be given alike, by the names that a user knows."""
+    return {
+        "format": [local.strategy.backend, local.strategy.version],
+        "validate_access_integrity": request.validate,
+        "SaveOptions.spread": request.spread,
+        "plans given": request.plans is not None,
+    }
 
 
 def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str | None) -> dict[str, Any]:
@@ -277,49 +322,62 @@ def _header(request: SaveRequest, local: _Local, group: Group, *, assumed: str |
     Where the structure is assumed to be that of the last save, nothing is compared.
     """
     values = {o.key: o.data for o in local.expanded.objects if o.key in local.expanded.replicated}
-    header: dict[str, Any] = {"attempt": new_attempt(), "assumed": assumed}
-    header["tensors"] = len(local.expanded.tensors)
-    header["object_nbytes"] = [len(blob) for blob in local.blobs]
-    header["kept"] = request.plans.names if request.plans is not None else []
     compared = assumed is None
-    header["replicated"] = {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {}
-    header["part_of_ranks"] = sorted(local.expanded.part_of_ranks)
-    header["copies"] = digests_of_copies(local.expanded) if compared else {}
-    header["common"] = digest_of(_common_leaves(request, local)) if compared else ""
-    header["spread"], header["spread_label"] = request.spread, request.spread_label
-    header["declared"] = None
-    if compared and request.plans is not None:
-        structure = describe(
-            local.expanded.entities, rank=group.rank, object_nbytes=[bool(blob) for blob in local.blobs]
-        )
-        named = [str(request.spread), request.spread_label, sorted(local.expanded.replicated)]
-        besides = json.dumps([*named, header["part_of_ranks"]]).encode()
-        header["declared"] = digest_of(pack_columns(structure.to_columns()) + besides)
-    return header
+    return {
+        "attempt": new_attempt(),
+        "settings": _settings(request, local),
+        "assumed": assumed,
+        "tensors": len(local.expanded.tensors),
+        "object_nbytes": [len(blob) for blob in local.blobs],
+        "kept": request.plans.names if request.plans is not None else [],
+        "replicated": {k: digest_of(_leaves(v)) for k, v in values.items()} if compared else {},
+        "part_of_ranks": sorted(local.expanded.part_of_ranks),
+        "copies": digests_of_copies(local.expanded) if compared else {},
+        "common": digest_of(_common_leaves(request, local)) if compared else "",
+        "spread_label": local.spread_label,
+        "declared": _structure(request, local, group) if compared and request.plans is not None else None,
+    }
 
 
-def _check_unchanged(plan: SavePlan, local: _Local, rank: int) -> None:
-    """Refuse a state that is visibly not the one that was planned for.
+def _structure(request: SaveRequest, local: _Local, group: Group) -> str:
+    """Digest of everything that this rank adds to a plan but the sizes of its objects."""
+    structure = describe(
+        local.expanded.entities, rank=group.rank, object_nbytes=[bool(blob) for blob in local.blobs]
+    )
+    replicated, parts = sorted(local.expanded.replicated), sorted(local.expanded.part_of_ranks)
+    besides = json.dumps([request.spread, local.spread_label, replicated, parts]).encode()
+    return digest_of(pack_columns(structure.to_columns()) + besides)
+
+
+def _check_unchanged(request: SaveRequest, local: _Local, plans: PlanCache, name: str, group: Group) -> None:
+    """Refuse a state that is not declared on this rank as the one that was planned for.
 
     Raises:
-        DeclarationError: the plan wants an entity of another size, or one that is not there.
+        DeclarationError: it differs; an array that this rank writes is named where there is one.
     """
-    tensors = local.expanded.tensors
-    for row in plan.rows_of(rank).tolist():
-        slot, spec = int(plan.slot[row]), plan.table.arrays[int(plan.table.array[row])]
-        found = local.expanded.entities[slot] if slot < len(local.expanded.entities) else None
-        same = found is not None and found.key == spec.key
-        if same and slot < len(tensors):
-            data = tensors[slot].data
-            assert data is not None
-            same = data.numel() * data.element_size() == int(plan.table.nbytes[row])
-        if not same:
-            raise DeclarationError(
-                f"{spec.key!r}: the structure of the state dict has changed since the last save, which "
-                f"assume_constant_structure rules out. Save without it once, or leave it out.",
-                key=spec.key,
-                rank=rank,
-            )
+    if plans.declared(name) == _structure(request, local, group):
+        return
+    planned, now = plans.peek(name), _declare(local, group.rank).table
+    moved = [
+        planned.table.arrays[int(planned.table.array[row])].key
+        for row in planned.rows_of(group.rank).tolist()
+        if not _is_same(planned.table, row, now, int(planned.slot[row]))
+    ]
+    what = f"{moved[0]!r}: the" if moved else "The"
+    raise DeclarationError(
+        f"{what} structure of the state dict has changed since the last save, which "
+        f"assume_constant_structure rules out. Save without it once, or leave it out.",
+        key=moved[0] if moved else None,
+        rank=group.rank,
+    )
+
+
+def _is_same(table: ChunkTable, row: int, other: ChunkTable, slot: int) -> bool:
+    """Whether a row of one table is that of another but for its size."""
+    if slot >= len(other):
+        return False
+    arrays = table.arrays[int(table.array[row])], other.arrays[int(other.array[slot])]
+    return arrays[0] == arrays[1] and table.describe(row) == other.describe(slot)
 
 
 def _unpack(messages: Sequence[bytes]) -> list[dict[str, Column]]:

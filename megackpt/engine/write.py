@@ -7,7 +7,7 @@ becomes the same error everywhere; then what was written is removed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ class Planned:
         plan: the plan; at least this rank's own rows of it.
         pieces: the bytes of one of this rank's rows.
         common: what is stored as common state; that of rank 0 counts.
-        earlier: attempts that had files before; known to rank 0.
+        earlier: what was at the place before; known to rank 0.
         collect: collective, after all have written; returns on rank 0 what `complete` needs.
         complete: makes the plan of all ranks from it, on rank 0; None where `plan` is that already.
     """
@@ -37,7 +37,7 @@ class Planned:
     plan: SavePlan
     pieces: Pieces
     common: Any  # whatever the user saves
-    earlier: frozenset[str] = frozenset()
+    earlier: manifest.Earlier = field(default_factory=manifest.Earlier)
     collect: Callable[[], list[bytes]] = list
     complete: Callable[[list[bytes]], SavePlan] | None = None
 
@@ -68,10 +68,12 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
 
 def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> list[list[bytes]]:
     """Write this rank's chunks, round by round; return receipts by rank and round on rank 0."""
+    rounds: list[Ints] = []
 
     def begin() -> bytes:
         if group.rank == 0:
             strategy.begin(store, attempt=planned.attempt)
+        rounds.extend(strategy.rounds(planned.plan, group.rank))
         return b""
 
     def write(rows: Ints) -> bytes:
@@ -86,10 +88,9 @@ def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group)
 
     if strategy.writes_in_place:
         together(group, begin, doing="clearing the place")
-    receipts = [
-        together_at_root(group, partial(write, rows), doing="writing its chunks")
-        for rows in strategy.rounds(planned.plan, group.rank)
-    ]
+    else:  # the rows of a rank, which nothing can refuse: no meeting is needed
+        rounds.extend(strategy.rounds(planned.plan, group.rank))
+    receipts = [together_at_root(group, partial(write, rows), doing="writing its chunks") for rows in rounds]
     return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
 
 

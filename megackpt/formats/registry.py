@@ -56,6 +56,16 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
     raise DeclarationError(f"No strategy saves format {choice!r}{said}. Known are {_list(_names())}.")
 
 
+def check_known(choice: str | Name) -> None:
+    """Refuse a name that stands for no format; nothing is imported.
+
+    Raises:
+        DeclarationError: no such backend or version.
+    """
+    if not any(choice in (name, name[0]) for name in _names()):
+        raise DeclarationError(f"No strategy saves format {choice!r}. Known are {_list(_names())}.")
+
+
 def save_strategies() -> Iterator[SaveStrategy]:
     """Return a strategy of every format that can be saved with what is installed."""
     for name in _names():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable
@@ -78,9 +78,9 @@ class Contents:
 class SaveStrategy(Protocol):
     """Writes checkpoints of one format. Nothing it writes is part of a checkpoint before the commit.
 
-    A save calls, in this order: `encode_object` on every rank; `begin` on rank 0, if it writes in place;
-    `write_chunks` once a round on every rank; `write_common`, `write_index` and `publish` on rank 0. The
-    commit follows.
+    A save calls, in this order: `check_common` on rank 0; `encode_object` on every rank; `begin` on rank 0,
+    if it writes in place; `write_chunks` once a round on every rank; `write_common`, `write_index` and
+    `publish` on rank 0. The commit follows.
     """
 
     @property
@@ -101,6 +101,13 @@ class SaveStrategy(Protocol):
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Clear the place for an attempt. Rank 0, after planning and before any rank writes."""
+
+    def check_common(self, common: Any) -> None:
+        """Refuse common state that `write_common` would refuse, before anything is written. Rank 0.
+
+        Raises:
+            UnserializableError: the format cannot hold it; its place in the state dict is named.
+        """
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return the bytes that stand for an object.
@@ -152,6 +159,19 @@ class SaveStrategy(Protocol):
 
     def attempt_of(self, name: str) -> str | None:
         """Return which attempt wrote a file; None for a file that is not of this format."""
+
+
+@runtime_checkable
+class HasFixedNames(Protocol):
+    """What a `SaveStrategy` also has if some names of its files do not carry the attempt."""
+
+    def fixed_names(self, store: Store) -> list[str]:
+        """Return those files of saves of ours, finished or not, whose names carry no attempt.
+
+        What another program has written, or cannot be told from it, is not among them. They are removed in
+        this order, and before files that carry an attempt: if that stops anywhere, what remains is still
+        recognised.
+        """
 
 
 class LoadStrategy(Protocol):

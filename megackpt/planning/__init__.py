@@ -5,6 +5,7 @@ from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
 from megackpt.planning.read_plan import BlockCopy, Read, block_copy, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
+    CopyPlan,
     SavePlan,
     first_of_equal_chunks,
     plan_copy,
@@ -17,6 +18,7 @@ from megackpt.planning.save_plan import (
 __all__ = [
     "BlockCopy",
     "Copies",
+    "CopyPlan",
     "ExchangePlan",
     "Read",
     "SavePlan",

@@ -15,6 +15,7 @@ from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.metadata.chunk_table import Rows
 from megackpt.options import Spread
 from megackpt.planning.assign import assign_writers
+from megackpt.planning.cutting import cut_into_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,8 +88,26 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
 
 
-def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int) -> SavePlan:
-    """Plan to write the chunks that a checkpoint has, as they are cut there; the slot of each is its row.
+COPIED_BYTES = 16 * 1024 * 1024
+"""A copy writes chunks of no more than this, unless a block that the source can read is larger: some formats
+put a chunk together in memory, and cut arrays into files where chunks are cut."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Chunks to be written as parts of those that a checkpoint has.
+
+    Attributes:
+        plan: who writes which; the slot of each is the row of the stored chunk.
+        start: where it begins in the stored chunk, in bytes, `[n]`.
+    """
+
+    plan: SavePlan
+    start: Ints
+
+
+def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int, block_bytes: int = 1) -> CopyPlan:
+    """Plan to write the chunks that a checkpoint has, as they are cut there; long ones cut into rows.
 
     Each rank gets a run of them in the order of place, in which reading is cheap, of about equal bytes: no
     rank has more than its share and one chunk. Of equal chunks one is written.
@@ -96,13 +115,16 @@ def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int) -> SavePlan:
     rows = _index_order(stored)
     rows = rows[first_of_equal_chunks(stored.take(rows))]
     rows = rows[stored.nbytes[rows] > 0]
-    table = stored.take(rows)
-    order = np.argsort(place[rows], kind="stable")
+    table, of, start = cut_into_rows(stored.take(rows), most=max(COPIED_BYTES, min(block_bytes, 2**40)))
+    sorted_rows = _index_order(table)
+    table, of, start = table.take(sorted_rows), of[sorted_rows], start[sorted_rows]
+    rows = rows[of]
+    order = np.lexsort((start, place[rows]))
     ends = np.cumsum(table.nbytes[order])
     middle = ends - table.nbytes[order] / 2
     writer = np.empty(len(rows), np.int64)
     writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
-    return SavePlan(table, writer, rows, _offsets(table, writer))
+    return CopyPlan(SavePlan(table, writer, rows, _offsets(table, writer)), start)
 
 
 def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:

@@ -191,6 +191,20 @@ class FormatConformance:
             save({"o": ShardedObject("handle", lambda: 0, (1,), (0,))}, store, strategy)
         assert not is_committed(store)
 
+    @pytest.mark.parametrize("where", ["state", "content_metadata"])
+    def test_common_state_it_cannot_hold_is_refused_before_anything_is_written(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], where: str
+    ) -> None:
+        store = new_store()
+        bad = {"f": lambda: 0}  # no format holds a function
+        state, content = (bad, None) if where == "state" else ({}, bad)
+        strategy.check_common({"state_dict": {}, "content_metadata": None})
+        with pytest.raises(UnserializableError):
+            strategy.check_common({"state_dict": state, "content_metadata": content})
+        with pytest.raises(UnserializableError):
+            save({"w": whole("w", torch.zeros(3)), **state}, store, strategy, content_metadata=content)
+        assert store.names() == []
+
     @pytest.mark.parametrize("key", ["a/b", "a.b-c_d", "with space", "ключ", "a" * 150, "metadata.json", "0"])
     def test_a_key_is_kept_or_refused(
         self, strategy: SaveStrategy, new_store: Callable[[], Store], key: str

@@ -50,7 +50,7 @@ CASES = {
     ),
     "stages": Case("--pp=8", r".*num_layers 4 are fewer than pp=8 stages.*", ranks=8),
     "format": Case(
-        "--dist-ckpt-format=tar", r"argument --dist-ckpt-format: invalid choice: 'tar' .*megackpt.*"
+        "--dist-ckpt-format=tar", r"No strategy saves format 'tar'\. Known are megackpt version 1.*"
     ),
     "missing text": Case(
         "--data {root}/none.txt",

@@ -72,12 +72,13 @@ def test_formats_and_files_are_those_asked_for(
     flags = [f"--data={write_text(tmp_path / 'text')}", "--steps=1", *knobs]
     for name, asked in {
         "megackpt": [],
+        "zarr:1": ["--dist-ckpt-format=zarr:1"],
         "torch_dist": ["--dist-ckpt-format=torch_dist", "--dist-ckpt-torch-dist-multiproc=3"],
         "zarr": ["--dist-ckpt-format=zarr"],
     }.items():
         train(rank_pool, "DP4", tmp_path / name, *flags, *asked)
         directory = Checkpointer(tmp_path / name).directory(1)
-        assert json.loads((directory / "metadata.json").read_text())["sharded_backend"] == name
+        assert json.loads((directory / "metadata.json").read_text())["sharded_backend"] == name.split(":")[0]
         if name == "torch_dist":
             assert len(list(directory.glob("*.distcp"))) == 4 * 3
 
@@ -113,7 +114,14 @@ def vars_of_help() -> list[str]:
         ({"dist_ckpt_load_strictness": "strict"}, "strict"),
         ({"dist_ckpt_parallel_save": False, "dist_ckpt_parallel_save_within_dp": True}, "within_dp"),
         ({"dist_ckpt_torch_dist_multiproc": 0}, "multiproc is 0"),
-        ({"dist_ckpt_parallel_load": True, "dist_ckpt_exchange_algo": "pigeon"}, "pigeon"),
+        ({"dist_ckpt_exchange_algo": "pigeon"}, "pigeon"),
+        ({"dist_ckpt_exchange_algo": "direct"}, "direct"),
+        ({"dist_ckpt_format": "tar"}, "'tar'"),
+        ({"dist_ckpt_format": "zarr:2"}, "zarr"),
+        ({"keep_last": 0}, "keep_last is 0"),
+        ({"save_interval": 0}, "save_interval is 0"),
+        ({"exit_signal": "SIGNONSENSE"}, "SIGNONSENSE"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
     ],
 )
 def test_knobs_that_make_no_sense_are_refused(wrong: dict[str, object], says: str) -> None:

@@ -153,5 +153,5 @@ def _end_with_parent() -> None:
 def _outcome(run: Callable[[Job], str], job: Job) -> dict[str, str]:
     try:
         return {"remark": run(job), "error": ""}
-    except Exception as error:  # noqa: BLE001 - handed over to whoever asked
+    except BaseException as error:  # noqa: BLE001 - DCP's CheckpointException is not an Exception
         return {"remark": "", "error": f"{traceback.format_exc()}\n{type(error).__name__}: {error}"}

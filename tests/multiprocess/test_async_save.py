@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -130,3 +131,32 @@ def test_staging_memory_is_kept_and_reused(tmp_path: Path) -> None:
         assert checkpointer._staging.nbytes == 4000
     checkpointer.close()
     assert checkpointer.latest() == 2
+
+
+def load_while_saving(root: Path) -> int:
+    checkpointer = Checkpointer(root, keep_last=1, async_save=True)
+    for step in range(1, 5):
+        checkpointer.save(step, {"w": part(float(step))})
+        loaded = checkpointer.load({"w": part(0.0)})  # the step that is under way
+        assert torch.equal(loaded["w"], part(float(step)).data)
+    checkpointer.close()
+    return checkpointer.find_latest() or 0
+
+
+def test_a_load_waits_for_the_step_under_way(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert rank_pool.run(load_while_saving, 2, tmp_path) == [4, 4]
+
+
+def descriptors_after_many(root: Path) -> tuple[int, int]:
+    def one(number: int) -> int:
+        with Checkpointer(root / str(number), async_save=True) as checkpointer:
+            checkpointer.save(1, {"w": part(1.0)})
+        return len(os.listdir("/proc/self/fd"))
+
+    first = one(0)
+    return first, [one(number) for number in range(1, 8)][-1]
+
+
+def test_a_closed_checkpointer_leaves_no_connections(rank_pool: RankPool, tmp_path: Path) -> None:
+    for first, last in rank_pool.run(descriptors_after_many, 2, tmp_path):
+        assert last <= first + 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megackpt import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
-from megackpt.planning import BlockCopy, ExchangePlan, needed_ranges, plan_exchange, plan_own
+from megackpt.planning import BlockCopy, ExchangePlan, exchange, needed_ranges, plan_exchange, plan_own
 from megackpt.planning.exchange import UNIT_BYTES, aligned
 from megackpt.testing.layouts import arrays, held_chunks
 
@@ -162,3 +162,44 @@ def test_gaps_of_whole_blocks_are_not_read() -> None:
     assert near == [(0, 1300)]
     anywhere = needed_ranges([columns(10, block)], width=4, nbytes=13 * block, block_bytes=1)
     assert sum(b - a for a, b in anywhere) == 4 * 64 * 1024
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    array=arrays(max_extent=9),
+    kinds=st.integers(1, 3),
+    ranks=st.integers(1, 6),
+    mode=st.sampled_from(WAYS),
+)
+def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
+    data: st.DataObject, array: torch.Tensor, kinds: int, ranks: int, mode: Any
+) -> None:
+    source = data.draw(held_chunks(tuple(array.shape), ranks=1))
+    target = data.draw(held_chunks(tuple(array.shape), ranks=kinds))
+    table = stored([h.declare("a", array) for h in source if not h.replica])
+    asked = [[h.declare("a", array) for h in target if h.rank == kind] for kind in range(kinds)]
+    requested = [describe(asked[data.draw(st.integers(0, kinds - 1))], rank=r) for r in range(ranks)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(exchange, "_equal_requests", lambda of: [[rank] for rank in range(len(of))])
+        one_by_one = plan(requested, table, mode)
+    together = plan(requested, table, mode)
+    for part in ("units", "deliveries", "copies"):
+        for name in type(getattr(together, part)).__slots__:
+            found, expected = (getattr(getattr(p, part), name) for p in (together, one_by_one))
+            assert np.array_equal(found, expected), (part, name)
+
+
+def test_ranks_that_ask_for_the_same_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entities = [meta(f"t{i}", (64, 64)) for i in range(8)]
+    requested = [describe(entities[rank % 2 :: 2], rank=rank) for rank in range(64)]
+    planned: list[int] = []
+    plan_load = exchange.plan_load
+
+    def watched(requested: DeclaredChunks, *args: Any, **kwargs: Any) -> Any:
+        planned.append(len(requested))
+        return plan_load(requested, *args, **kwargs)
+
+    monkeypatch.setattr(exchange, "plan_load", watched)
+    plan(requested, stored(entities))
+    assert planned == [8]

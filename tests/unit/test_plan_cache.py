@@ -167,3 +167,64 @@ def test_an_assumed_structure_is_not_compared_between_ranks_but_with_what_a_rank
     with pytest.raises(DeclarationError, match="'w': the structure of the state dict has changed"):
         run.save(3, rows=3)
     run.check(2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.zeros(2, 3, dtype=torch.int32)},  # of the same size in bytes
+        {"w": torch.zeros(3, 2)},
+        {"w": torch.zeros(2, 3), "more": torch.zeros(1)},
+    ],
+)
+def test_an_assumed_structure_that_differs_in_anything_is_refused(other: dict[str, torch.Tensor]) -> None:
+    options, plans = SaveOptions(assume_constant_structure=True), PlanCache()
+
+    def declared(values: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+        return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
+
+    save(declared({"w": torch.ones(2, 3)}), MemoryStore(), options=options, plans=plans)
+    with pytest.raises(DeclarationError, match="structure of the state dict has changed"):
+        save(declared(other), MemoryStore(), options=options, plans=plans)
+
+
+def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
+    run = Run(SaveOptions(assume_constant_structure=True))
+    run.save(1)
+    with pytest.raises(DeclarationError, match="has changed"):
+        run.save_states([state(rank ^ 1, 1) for rank in range(RANKS)])
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        (
+            {"sharded_strategy": "torch_dist"},
+            "format is .'megackpt', 1. on rank 0 and .'torch_dist', 1. on rank 1",
+        ),
+        ({"sharded_strategy": "nonsense"}, "Rank 1.*No strategy saves format 'nonsense'"),
+        (
+            {"validate_access_integrity": False},
+            "validate_access_integrity is True on rank 0 and False on rank 1",
+        ),
+        ({"plans": PlanCache()}, "plans given is False on rank 0 and True on rank 1"),
+        (
+            {"options": SaveOptions(spread="none")},
+            "SaveOptions.spread is 'world' on rank 0 and 'none' on rank 1",
+        ),
+        ({"options": SaveOptions(spread="group")}, "Rank 1.*spread_group is not given"),
+    ],
+)
+def test_ranks_that_save_differently_are_told_so_at_once_and_alike(
+    differs: dict[str, Any], says: str
+) -> None:
+    store = MemoryStore()
+
+    def save_rank(group: Group) -> None:
+        save(state(group.rank, 1), store, group=group, **(differs if group.rank == 1 else {}))
+
+    outcomes = SimulatedWorld(RANKS).outcomes(save_rank)
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert all(isinstance(outcome, DeclarationError) for outcome in outcomes)
+    with pytest.raises(DeclarationError, match=f"(?s){says}"):
+        raise outcomes[0]

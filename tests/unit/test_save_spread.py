@@ -133,5 +133,7 @@ def test_ranks_that_spread_differently_are_told_so() -> None:
         options = SaveOptions(spread="world" if group.rank else "none")
         save(state(group, dp=8, fill=True), MemoryStore(), options=options, group=group)
 
-    with pytest.raises(DeclarationError, match="Ranks spread differently: 'none', 'world'"):
+    with pytest.raises(
+        DeclarationError, match=r"SaveOptions\.spread is 'none' on rank 0 and 'world' on rank 1"
+    ):
         SimulatedWorld(RANKS).run(run)

@@ -42,6 +42,11 @@ class NativeSaveStrategy:
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what `megackpt.codec` cannot encode."""
+        encode(common["state_dict"])
+        encode(common["content_metadata"], path="content_metadata")
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return a value as one blob; see `megackpt.codec`."""
         return pack(value, path=path)

@@ -60,6 +60,12 @@ def staged_metadata_file(attempt: str) -> str:
     return f"metadata-{attempt}.pickle"
 
 
+def is_attempts_common(name: str) -> bool:
+    """Say whether a file is an attempt's own copy of common.pt."""
+    match = _OURS.fullmatch(name)
+    return match is not None and match["common"] is not None
+
+
 def attempt_of(name: str) -> str | None:
     """Return the attempt in a file name of ours; None for any other file, those with fixed names included."""
     match = _OURS.fullmatch(name)

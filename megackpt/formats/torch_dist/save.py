@@ -75,6 +75,10 @@ class TorchDistSaveStrategy:
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what cannot be pickled, or could not be loaded without running code."""
+        _encoded_common(common)
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return what torch.save makes of a list of the value alone, as Megatron-Core stores objects."""
         return save_value([value], path=path)
@@ -121,35 +125,29 @@ class TorchDistSaveStrategy:
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write this attempt's copy of common.pt."""
-        state, content = dict(common["state_dict"]), common["content_metadata"]
-        if content is not None:
-            if CONTENT_METADATA in state:
-                raise UnserializableError(
-                    f"{CONTENT_METADATA}: the state dict has this key, where format torch_dist stores the "
-                    f"content metadata that save() was given. Rename one of them.",
-                    path=CONTENT_METADATA,
-                )
-            state[CONTENT_METADATA] = content
-        data = save_value(state, path="common state")
         return {
-            "common": write_small(store, names.common_file(attempt), data),
-            CONTENT_METADATA: content is not None,
+            "common": write_small(store, names.common_file(attempt), _encoded_common(common)),
+            CONTENT_METADATA: common["content_metadata"] is not None,
         }
 
     def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
         """Note what belongs to the new `.metadata`, then put it in place: the commit; then common.pt.
 
         A reader of ours takes common state from the attempt's own copy, so that it finds the old checkpoint
-        or the new one at any moment between.
+        or the new one at any moment between. Over a checkpoint of another format, replacing its metadata.json
+        is the commit.
         """
         data = store.read(said["metadata"]["file"], max_bytes=METADATA_MAX_BYTES)
         note = {key: value for key, value in said.items() if key != "metadata"} | {"attempt": attempt}
         _write_note(store, attempt, digest_of(data), note)
         store.sync()
         common = store.read(names.common_file(attempt), max_bytes=said["common"]["nbytes"])
-        before = {name: _content(store, name) for name in (names.COMMON, names.METADATA)}
+        others = _manifest_of_another_format(store)
+        before = {name: _content(store, name) for name in (names.COMMON, *others, names.METADATA)}
         store.replace(names.METADATA, data)
         try:
+            for name in others:  # whose common.pt the next file may be
+                store.replace(name, json.dumps(MANIFEST_CONTENT, indent=1, sort_keys=True).encode())
             store.replace(names.COMMON, common)
         except Exception:
             # Old common state first: only beside it is the old metadata the old checkpoint for every reader.
@@ -204,13 +202,54 @@ class TorchDistSaveStrategy:
         """Return the index, `.metadata` before its publication, and this attempt's common state."""
         return [manifest[entry]["file"] for entry in ("index", "metadata", "common") if entry in manifest]
 
+    def fixed_names(self, store: Store) -> list[str]:
+        """Return `.metadata` if a note of ours belongs to it, and common.pt if it is the copy of ours."""
+        listed = store.names()
+        halves = [n for n in listed if _HALF_REPLACED.fullmatch(n)]
+        digests = {note[1] for note in map(names.note_of, listed) if note is not None}
+        if names.METADATA not in listed or digest_of(read_metadata(store)) not in digests:
+            return halves
+        copies = [n for n in listed if names.is_attempts_common(n)] if names.COMMON in listed else []
+        is_ours = any(_are_equal(store, names.COMMON, copy) for copy in copies)
+        return [*halves, *([names.COMMON] if is_ours else []), names.METADATA]
+
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of ours."""
         return names.attempt_of(name)
 
 
+def _encoded_common(common: Any) -> bytes:
+    """Return what common.pt holds: common state, and content metadata in it."""
+    state, content = dict(common["state_dict"]), common["content_metadata"]
+    if content is not None:
+        if CONTENT_METADATA in state:
+            raise UnserializableError(
+                f"{CONTENT_METADATA}: the state dict has this key, where format torch_dist stores the "
+                f"content metadata that save() was given. Rename one of them.",
+                path=CONTENT_METADATA,
+            )
+        state[CONTENT_METADATA] = content
+    return save_value(state, path="common state")
+
+
 def _content(store: Store, name: str) -> bytes | None:
     return store.read(name, max_bytes=COMMON_MAX_BYTES) if store.exists(name) else None
+
+
+def _are_equal(store: Store, first: str, second: str) -> bool:
+    if store.size(first) != store.size(second):
+        return False
+    return store.read(first, max_bytes=COMMON_MAX_BYTES) == store.read(second, max_bytes=COMMON_MAX_BYTES)
+
+
+def _manifest_of_another_format(store: Store) -> list[str]:
+    """Return metadata.json if it is there, and is that of another format."""
+    if not store.exists(MANIFEST):
+        return []
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        manifest = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
+        return [] if manifest.get("sharded_backend") == names.BACKEND else [MANIFEST]
+    return [MANIFEST]
 
 
 def _put_back(store: Store, name: str, content: bytes | None) -> None:

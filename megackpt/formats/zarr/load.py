@@ -31,6 +31,10 @@ _LOCKS = ".sync/"
 """Ends of directories in which Megatron-Core kept empty lock files, named like the files that they lock."""
 
 
+_TELLING = (f"/{V2_FILE}", f"/{V3_FILE}", ".pt", ".bin")
+"""Ends of the names of files without which an array, or an object, would seem never to have been saved."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One object in a file.
@@ -180,6 +184,40 @@ def open_contents(
         decode_object=decode_object,
         identity=identity,
     )
+
+
+def check_listed(
+    files: Sequence[str], listed: Sequence[str], *, location: str, holder: str, key_of: Callable[[str], str]
+) -> None:
+    """Refuse a checkpoint that has lost the document of an array, or an object.
+
+    files are those that a save wrote, by its own list, the file holder; chunks of arrays are looked for when
+    their array is opened.
+
+    Raises:
+        FormatError: one is not there.
+    """
+    lost = sorted(n for n in set(files) - set(listed) if n.endswith(_TELLING))
+    if lost:
+        key = key_of(lost[0].rpartition("/")[0])
+        raise FormatError(
+            f"{key!r}: {location}/{lost[0]} is missing, which {holder} names ({len(lost)} such files). The "
+            f"checkpoint is incomplete: restore it, or load another one.",
+            key=key,
+            path=f"{location}/{lost[0]}",
+        )
+
+
+def parse_files(data: bytes, entry: str, *, where: str) -> list[str]:
+    """Return a list of file names from a JSON document.
+
+    Raises:
+        FormatError: it has none under this name.
+    """
+    files = parse_document(data, where=where).get(entry)
+    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        raise FormatError(f"{where}: {entry!r} is no list of files. The file is damaged.", path=where)
+    return files
 
 
 def identity_of(arrays: Sequence[ZarrArray], listed: Sequence[str]) -> str:

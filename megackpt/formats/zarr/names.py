@@ -20,7 +20,10 @@ STAGING = ".megackpt-"
 _ATTEMPT = "([0-9a-f]{16})"
 _STAGED = re.compile(rf"\.megackpt-{_ATTEMPT}/.*", re.DOTALL)
 _MARKER = re.compile(rf"\.megackpt-{_ATTEMPT}\.json")
-_NATIVE = re.compile(rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors", re.DOTALL)
+_HALF_MARKER = re.compile(rf"\.\.megackpt-{_ATTEMPT}\.json\.[0-9a-f]+\.tmp")  # of a replace that died
+_NATIVE = re.compile(
+    rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors|files-{_ATTEMPT}\.json", re.DOTALL
+)
 _CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.(?:pt|bin)")
 _UNSAFE = re.compile(r"[%/\\\x00-\x1f\x7f]|^\.+$|^__|^zarr\.json$", re.DOTALL)
@@ -44,8 +47,8 @@ def attempt_of_marker(name: str) -> str | None:
 
 
 def attempt_of_staged(name: str) -> str | None:
-    """Return the attempt of a file that waits to be published."""
-    match = _STAGED.fullmatch(name)
+    """Return the attempt of a file that waits to be published, or of a marker that was never finished."""
+    match = _STAGED.fullmatch(name) or _HALF_MARKER.fullmatch(name)
     return match.group(1) if match else None
 
 
@@ -64,10 +67,15 @@ def common_file(attempt: str) -> str:
     return f"common-{attempt}.safetensors"
 
 
+def files_file(attempt: str) -> str:
+    """Return the list of the files of an attempt of version 3."""
+    return f"files-{attempt}.json"
+
+
 def attempt_of_native(name: str) -> str | None:
     """Return the attempt of a file of version 3."""
     match = _NATIVE.fullmatch(name)
-    return match.group(1) or match.group(2) if match else None
+    return next(found for found in match.groups() if found) if match else None
 
 
 def shard_file(offset: Sequence[int], shape: Sequence[int], *, suffix: str) -> str:

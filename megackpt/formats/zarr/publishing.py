@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE, parse_document
+from megackpt.formats.zarr.load import check_listed, parse_files
 from megackpt.storage import Store
 
 MARKER_MAX_BYTES = 2**30
@@ -94,6 +95,20 @@ def _is_part(name: str, paths: set[str]) -> bool:
     return rest in ([V2_FILE], [V2_ATTRIBUTES]) or all(names.is_chunk(part) for part in rest)
 
 
+def marked_files(store: Store, listed: Iterable[str]) -> list[str]:
+    """Return the files that markers name, as far as they are there, then the markers.
+
+    A marker that cannot be read names nothing.
+    """
+    found = set(listed)
+    markers = sorted(n for n in found if names.attempt_of_marker(n) is not None)
+    marked: set[str] = set()
+    for name in markers:
+        with contextlib.suppress(FormatError):
+            marked |= _marked(store, {name})
+    return [*sorted(marked & found), *markers]
+
+
 def _marked(store: Store, listed: set[str]) -> set[str]:
     """Return the files that markers name."""
     marked: set[str] = set()
@@ -128,11 +143,16 @@ def publish_files(store: Store, *, attempt: str) -> None:
     owned = owned_files(store, listed)
     _check_room(store, listed - owned, target_of)
     markers = [n for n in listed if names.attempt_of_marker(n) is not None]
-    files = sorted(owned | set(target_of.values()))
-    store.write(names.marker(attempt), json.dumps({"files": files}).encode())
-    if is_committed(store):
-        store.delete([MANIFEST])
-    store.sync()
+    put_marker(store, attempt, owned=owned, checkpoint=target_of.values())
+    try:
+        if is_committed(store):
+            store.delete([MANIFEST])
+        store.sync()
+    except CheckpointError:
+        with contextlib.suppress(CheckpointError):
+            if store.exists(MANIFEST):  # of the old checkpoint, which the new marker knows nothing of
+                store.delete([names.marker(attempt)])
+        raise
     store.delete(sorted(owned - set(target_of.values())))
     for name, target in target_of.items():
         move(store, name, target)
@@ -140,6 +160,32 @@ def publish_files(store: Store, *, attempt: str) -> None:
     store.delete(markers)
     store.sync()
     prune(store, names.STAGING)
+
+
+def put_marker(store: Store, attempt: str, *, owned: Iterable[str], checkpoint: Iterable[str]) -> None:
+    """Write, all at once, which files are of saves of ours, and which of these the checkpoint consists of."""
+    files = {"files": sorted({*owned, *checkpoint}), "checkpoint": sorted(checkpoint)}
+    store.replace(names.marker(attempt), json.dumps(files).encode())
+
+
+def check_marked(store: Store, listed: Sequence[str]) -> None:
+    """Refuse a checkpoint of ours that has lost the document of an array, or an object.
+
+    The marker of an attempt that still waits to be published says nothing about what is here. Others have no
+    marker, and cannot be checked.
+
+    Raises:
+        FormatError: one is lost, or the marker is damaged.
+    """
+    waiting = {names.attempt_of_staged(name) for name in listed}
+    for name in listed:
+        attempt = names.attempt_of_marker(name)
+        if attempt is None or attempt in waiting:
+            continue
+        where = f"{store.location}/{name}"
+        files = parse_files(store.read(name, max_bytes=MARKER_MAX_BYTES), "checkpoint", where=where)
+        files = [n for n in files if n != names.COMMON]  # whose reader will miss it
+        check_listed(files, listed, location=store.location, holder=where, key_of=str)
 
 
 def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -> None:

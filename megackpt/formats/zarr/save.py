@@ -6,7 +6,6 @@ Owns the order of writing. How keys become directories, and what a commit says, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 
@@ -120,8 +119,3 @@ class ZarrSaveStrategy(ABC):
 def _put_documents(store: Store, array: ZarrArray) -> None:
     for name, data in array.documents().items():
         put_file(store, name, data)
-
-
-def common_parts(common: Any) -> tuple[Any, Any]:
-    """Return common state and content metadata of what the engine hands over."""
-    return common["state_dict"], common["content_metadata"]

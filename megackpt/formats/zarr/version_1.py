@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megackpt.errors import FormatError
+from megackpt.errors import FormatError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
@@ -18,9 +18,19 @@ from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
-from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents
-from megackpt.formats.zarr.publishing import arrays_in, is_committed, owned_files, prune, publish_files
-from megackpt.formats.zarr.save import ZarrSaveStrategy, common_parts
+from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents, parse_files
+from megackpt.formats.zarr.publishing import (
+    MARKER_MAX_BYTES,
+    arrays_in,
+    check_marked,
+    is_committed,
+    marked_files,
+    owned_files,
+    prune,
+    publish_files,
+    put_marker,
+)
+from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.metadata import ArraySpec
 from megackpt.storage import Store
 
@@ -68,16 +78,17 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
             f"{names.staged(attempt)}{spec.key}/{names.shard_file(offset, spec.global_shape, suffix=SUFFIX)}"
         )
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what cannot be pickled, or could not be loaded without running code."""
+        _encoded_common(common)
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return what torch.save makes of a value."""
         return save_value(value, path=path)
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write common state; content metadata is a part of it, as in Megatron-Core."""
-        state, content_metadata = common_parts(common)
-        if content_metadata is not None:
-            state = {**state, CONTENT_METADATA: content_metadata}
-        put_file(store, names.staged(attempt) + names.COMMON, save_value(state, path=""))
+        put_file(store, names.staged(attempt) + names.COMMON, _encoded_common(common))
         return {"common": names.staged(attempt) + names.COMMON}
 
     def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
@@ -95,11 +106,24 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         paths = [n.removesuffix(V2_FILE) for n in arrays_in(listed) if n.startswith(key_prefix)]
         stale = [path + V2_FILE for path in sorted(paths)]
         owned = sorted(owned_files(store, listed) - set(stale))
-        return manifest, stale + [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
+        stale += [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
+        attempt = _attempt(store, listed)
+        if attempt is not None:
+            kept = parse_files(
+                store.read(names.marker(attempt), max_bytes=MARKER_MAX_BYTES),
+                "checkpoint",
+                where=f"{store.location}/{names.marker(attempt)}",
+            )
+            put_marker(store, attempt, owned=owned + stale, checkpoint=sorted(set(kept) - set(stale)))
+        return manifest, stale
 
     def files_of(self, manifest: Json) -> list[str]:
         """Return the common state, where it is before it is published."""
         return [manifest["common"]] if "common" in manifest else []
+
+    def fixed_names(self, store: Store) -> list[str]:
+        """Return the files that markers of ours name, and the markers themselves."""
+        return marked_files(store, store.names())
 
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt of a file that waits to be published; files in place carry none."""
@@ -126,6 +150,8 @@ class ZarrV2LoadStrategy:
         if allow_unsafe_pickle:
             warn_of_unsafe_pickle(store.location)
         listed = store.names()
+        if not manifest.get("detected"):
+            check_marked(store, listed)
         found = find_arrays_v2(store, listed)
 
         def decode(data: bytes, where: str) -> Any:
@@ -145,6 +171,20 @@ class ZarrV2LoadStrategy:
             decode_object=decode,
             identity=_attempt(store, listed) or identity_of(found, listed),
         )
+
+
+def _encoded_common(common: Any) -> bytes:
+    """Return what common.pt holds: common state, and content metadata in it."""
+    state, content_metadata = common["state_dict"], common[CONTENT_METADATA]
+    if content_metadata is not None:
+        if CONTENT_METADATA in state:
+            raise UnserializableError(
+                f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the "
+                f"content metadata that save() was given. Rename one of them.",
+                path=CONTENT_METADATA,
+            )
+        state = {**state, CONTENT_METADATA: content_metadata}
+    return save_value(state, path="common state")
 
 
 def _attempt(store: Store, listed: list[str]) -> str | None:

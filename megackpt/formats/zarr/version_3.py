@@ -10,8 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megackpt.codec import pack, unpack
 from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.index_file import read_small, write_small
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Contents, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
@@ -19,10 +22,17 @@ from megackpt.formats.zarr.chunks import StoredObjects
 from megackpt.formats.zarr.described import V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
-from megackpt.formats.zarr.load import find_arrays_v3, find_objects, identity_of, open_contents
+from megackpt.formats.zarr.load import (
+    check_listed,
+    find_arrays_v3,
+    find_objects,
+    identity_of,
+    open_contents,
+    parse_files,
+)
 from megackpt.formats.zarr.publishing import prune
 from megackpt.formats.zarr.save import ZarrSaveStrategy
-from megackpt.metadata import ArraySpec
+from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.planning import SavePlan
 from megackpt.storage import Store, check_name, digest_of
 
@@ -57,6 +67,11 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         leaf = names.shard_file(offset, spec.global_shape, suffix=SUFFIX)
         return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
 
+    def check_common(self, common: Any) -> None:
+        """Refuse what `megackpt.codec` cannot encode."""
+        pack(common["state_dict"])
+        pack(common["content_metadata"], path="content_metadata")
+
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Return digest and blob of a value."""
         return with_digest(pack(value, path=path))
@@ -65,10 +80,25 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         """Write what makes a group of the arrays."""
         super().write_index(store, attempt=attempt, plan=plan, receipts=receipts)
         put_file(store, names.arrays_directory(attempt) + V3_FILE, group_v3())
+        files = json.dumps({"files": self._telling_files(plan, attempt)}, indent=1)
         return {
+            "files": write_small(store, names.files_file(attempt), files.encode()),
             "arrays": names.arrays_directory(attempt).rstrip("/"),
             "objects": names.objects_directory(attempt).rstrip("/"),
         }
+
+    def _telling_files(self, plan: SavePlan, attempt: str) -> list[str]:
+        """Return the documents of arrays and the files of objects: what says which keys there are."""
+        table, files = plan.table, set()
+        for spec in table.arrays:
+            if spec.dtype != OBJECT:
+                files.add(f"{names.arrays_directory(attempt)}{names.quoted(spec.key)}/{V3_FILE}")
+        is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
+        for row in np.flatnonzero(is_object[table.array]).tolist() if len(table) else ():
+            spec = table.arrays[int(table.array[row])]
+            offset = tuple(table.start[row, : len(spec.global_shape)].tolist())
+            files.add(self.object_name(spec, offset, attempt))
+        return sorted(files)
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write common state as one blob."""
@@ -100,7 +130,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
 
     def files_of(self, manifest: Json) -> list[str]:
         """Return the group's document and the common state."""
-        return [f"{manifest['arrays']}/{V3_FILE}", manifest["common"]["file"]]
+        return [f"{manifest['arrays']}/{V3_FILE}", *(manifest[e]["file"] for e in ("files", "common"))]
 
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of this format."""
@@ -162,6 +192,9 @@ def _find(store: Store, manifest: Json) -> _Found:
             path=store.location,
         )
     gone = tuple(removed)
+    data, where = read_small(store, manifest, "files")
+    files = [name for name in parse_files(data, "files", where=where) if not _key_of(name).startswith(gone)]
+    check_listed(files, listed, location=store.location, holder=where, key_of=_key_of_directory)
     arrays = find_arrays_v3(store, listed, directory=directories[0])
     objects = find_objects(listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX)
     return _Found(
@@ -169,6 +202,15 @@ def _find(store: Store, manifest: Json) -> _Found:
         {key: found for key, found in objects.items() if not key.startswith(gone)},
         listed,
     )
+
+
+def _key_of(name: str) -> str:
+    """Return the key that a file of an array or an object belongs to."""
+    return _key_of_directory(name.rpartition("/")[0])
+
+
+def _key_of_directory(directory: str) -> str:
+    return names.unquoted(directory.rpartition("/")[2])
 
 
 def _identity(manifest: Json) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,9 @@ from megackpt.storage import Store, digest_of
 
 BACKEND, VERSION = "npyfiles", 1
 FILE_ENTRIES = ("index", "common")
+OURS = re.compile(
+    r"(?:chunk-([0-9a-f]{16})-\d+-\d+\.npy|common-([0-9a-f]{16})|index-([0-9a-f]{16})(?:-less)*)"
+)
 
 
 def npy_header(nbytes: int) -> bytes:
@@ -38,6 +42,10 @@ class Save:
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: names carry the attempt."""
+
+    def check_common(self, common: Any) -> None:
+        """Refuse what megackpt's own codec cannot hold."""
+        pack(common, path="common state")
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
         """Encode as megackpt's own format does."""
@@ -120,8 +128,8 @@ class Save:
 
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a name of ours."""
-        kind, _, rest = name.partition("-")
-        return rest.split("-")[0] if kind in ("chunk", *FILE_ENTRIES) and rest else None
+        match = OURS.fullmatch(name)
+        return next(filter(None, match.groups())) if match else None
 
 
 class Load:

@@ -1,0 +1,85 @@
+"""`torch.distributed.checkpoint`, with DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megackpt.bench import page_cache
+from megackpt.bench.settings import WRITE_THREADS
+from megackpt.bench.state import GridLayout, RankState
+
+
+class TorchDistributed:
+    """DCP: one writer per rank, as many threads as ours, files synced; rank 0 syncs the names."""
+
+    name = "dcp"
+
+    def __init__(self) -> None:
+        self._meshes: dict[GridLayout, DeviceMesh] = {}
+        # Its thread needs ranks' attention while the main thread has its own collectives.
+        self._behind = dist.new_group(backend="gloo")
+
+    def refusal(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
+        """What a rank holds has to be rectangles."""
+        if saved_at.is_flat or loaded_at.is_flat:
+            return "DTensors are rectangles: flat optimizer shards cannot be declared"
+        return None
+
+    def declare(self, state: RankState) -> dict[str, Any]:
+        """DTensors over DP and TP of the stage; what is whole on each rank is a plain tensor."""
+        mesh = self._mesh(state.layout)
+        declared: dict[str, Any] = {}
+        for piece in state.pieces:
+            whole = piece.tp_axis is None
+            placements = (Replicate(), Replicate() if piece.tp_axis is None else Shard(piece.tp_axis))
+            declared[piece.key] = (
+                piece.data if whole else DTensor.from_local(piece.data, mesh, placements, run_check=False)
+            )
+        return declared
+
+    def save(self, declared: dict[str, Any], directory: Path) -> None:
+        """`dcp.save`."""
+        save(declared, storage_writer=_writer(directory))
+        _flush(directory)
+
+    def load(self, declared: dict[str, Any], directory: Path) -> None:
+        """`dcp.load`, in place."""
+        load(declared, storage_reader=FileSystemReader(directory))
+
+    def save_behind(self, declared: dict[str, Any], directory: Path) -> Callable[[], Path]:
+        """`dcp.async_save` with a thread."""
+        future: Any = async_save(declared, storage_writer=_writer(directory), process_group=self._behind)
+
+        def wait() -> Path:
+            future.result()
+            _flush(directory)
+            return directory
+
+        return wait
+
+    def _mesh(self, layout: GridLayout) -> DeviceMesh:
+        if layout not in self._meshes:
+            whole = init_device_mesh(
+                "cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp")
+            )
+            self._meshes[layout] = whole["dp", "tp"]
+        return self._meshes[layout]
+
+
+def _writer(directory: Path) -> FileSystemWriter:
+    return FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=WRITE_THREADS)
+
+
+def _flush(directory: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        page_cache.flush(directory)

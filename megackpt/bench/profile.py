@@ -1,0 +1,85 @@
+"""One save and one load of ours, broken into phases.
+
+Owns the run and the file: the JSON that Perfetto and Chrome's tracing page open, one process per rank.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import megackpt.api as api
+from megackpt.bench import page_cache
+from megackpt.bench.ours import Ours
+from megackpt.bench.state import GridLayout, spoil
+from megackpt.bench.stopwatch import timed
+from megackpt.bench.tracing import Tracer, traced_load, traced_store, traced_strategy
+from megackpt.formats.registry import DEFAULT_BACKEND, save_strategy
+from megackpt.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from megackpt.bench.measure import Measuring
+
+Phases = dict[str, list[dict[str, float]]]
+
+
+def profile(measuring: Measuring, path: Path) -> Phases:
+    """Trace a save and a load, cold where that is possible; write the trace to path. Collective.
+
+    Return seconds by "save" and "load", rank and phase, with "all" for the whole; those of phases are sums
+    over threads.
+    """
+    layout = GridLayout(tp=measuring.ranks)
+    state, declared = measuring.state(layout), Ours(DEFAULT_BACKEND)
+    directory = measuring.root / "profile"
+    strategy = save_strategy(None)
+
+    def save(tracer: Tracer, store: Store) -> None:
+        api.save(declared.declare(state), store, traced_strategy(strategy, tracer))
+
+    def load(tracer: Tracer, store: Store) -> None:
+        with traced_load(tracer):
+            api.load(declared.declare(state), store)
+
+    found: Phases = {}
+    events: list[dict[str, Any]] = []
+    for name, work in (("save", save), ("load", load)):
+        store = open_store(directory)
+        tracer = Tracer()
+        seconds = timed(partial(work, tracer, traced_store(store, tracer)))
+        store.close()
+        mine = {"all": seconds, **tracer.seconds()}
+        ranks: list[Any] = [None] * measuring.ranks
+        dist.all_gather_object(ranks, (mine, _events(name, tracer, rank=measuring.rank)))
+        found[name] = [phases for phases, _ in ranks]
+        events += [event for _, of_rank in ranks for event in of_rank]
+        spoil(state)
+        if measuring.rank == 0:
+            page_cache.drop(directory)
+    if measuring.rank == 0:
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return found
+
+
+def _events(name: str, tracer: Tracer, *, rank: int) -> list[dict[str, Any]]:
+    """Spans as complete events, in microseconds. Source: Trace Event Format, Chromium project."""
+    lane = 0 if name == "save" else 1
+    pid = 2 * rank + lane
+    named: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{name}, rank {rank}"}}
+    ]
+    return named + [
+        {
+            "name": span.name,
+            "ph": "X",
+            "ts": span.start_s * 1e6,
+            "dur": (span.stop_s - span.start_s) * 1e6,
+            "pid": pid,
+            "tid": span.thread,
+        }
+        for span in tracer.spans
+    ]

@@ -1,0 +1,85 @@
+"""Times that all ranks agree on, and what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megackpt.bench.report import Row
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds from a common start until the slowest rank has done its work. Collective."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def total(value: int) -> int:
+    """Return the sum over all ranks. Collective."""
+    found = torch.tensor(value)
+    dist.all_reduce(found)
+    return int(found)
+
+
+def all_true(value: bool) -> bool:
+    """Tell whether something is true on all ranks. Collective."""
+    return total(int(value)) == dist.get_world_size()
+
+
+class Results:
+    """Gathers runs by case and contender. Runs that do not count are only checked."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._nbytes: dict[tuple[str, str], int] = {}
+        self._seconds: dict[tuple[str, str], list[float]] = {}
+        self._verified: dict[tuple[str, str], bool] = {}
+        self._differing: dict[tuple[str, str], str] = {}
+        self._refused: dict[tuple[str, str], str] = {}
+
+    def add(self, case: str, who: str, seconds: float, nbytes: int) -> None:
+        """Note a run."""
+        self._nbytes[case, who] = nbytes
+        runs = self._seconds.setdefault((case, who), [])
+        if self.counts:
+            runs.append(seconds)
+
+    def refuse(self, case: str, who: str, reason: str) -> None:
+        """Note why there is no run."""
+        self._seconds.setdefault((case, who), [])
+        self._refused[case, who] = reason
+
+    def verify(self, cases: tuple[str, ...], who: str, difference: str | None) -> None:
+        """Note whether what runs have loaded is right: difference is a key that is not. Collective."""
+        parts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, difference)
+        differing = [part for part in parts if part is not None]
+        for case in cases:
+            self._verified[case, who] = self._verified.get((case, who), True) and not differing
+            if differing:
+                self._differing[case, who] = differing[0]
+
+    def rows(self) -> list[Row]:
+        """Return a row for everything noted, by case and contender in order of appearance."""
+        cases = list(dict.fromkeys(case for case, _ in self._seconds))
+        names = list(dict.fromkeys(who for _, who in self._seconds))
+        ordered = sorted(self._seconds, key=lambda name: (cases.index(name[0]), names.index(name[1])))
+        return [
+            Row(
+                case=name[0],
+                who=name[1],
+                nbytes=self._nbytes.get(name, 0),
+                seconds=tuple(self._seconds[name]),
+                verified=self._verified.get(name),
+                differing=self._differing.get(name),
+                refused=self._refused.get(name),
+            )
+            for name in ordered
+        ]

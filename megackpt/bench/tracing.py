@@ -1,0 +1,220 @@
+"""Where time goes in a save or a load of ours: spans, written by what stands around a store and a strategy.
+
+Owns the wrappers. A save is traced at its two protocols, `Store` and `SaveStrategy`; what a strategy does
+between getting a piece of a tensor and writing it is its digest. A load chooses its strategy by the
+checkpoint, so the few functions that matter are replaced by traced ones while it runs; the engine knows
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+from unittest import mock
+
+import megackpt.engine.load as engine_load
+import megackpt.engine.read as engine_read
+import megackpt.formats.file_chunks as file_chunks
+from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy
+from megackpt.geometry import Ints
+from megackpt.planning import SavePlan
+from megackpt.storage import Store, StreamWriter
+
+_LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
+    (engine_load, "open_checkpoint", "open"),
+    (engine_load, "plan_load", "plan"),
+    (engine_read, "plan_reads", "plan"),
+    (file_chunks, "block_digests", "digest"),
+    (engine_read, "copy_block", "copy"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        name: the phase.
+        start_s, stop_s: seconds since the tracer was made.
+        thread: which thread of the process, counted from 0.
+    """
+
+    name: str
+    start_s: float
+    stop_s: float
+    thread: int
+
+
+class Tracer:
+    """Takes spans from any thread."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._began = time.perf_counter()
+        self._threads: dict[int, int] = {}
+
+    @property
+    def now(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._began
+
+    def add(self, name: str, start_s: float) -> None:
+        """Note a span of this thread that ends now."""
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        self.spans.append(Span(name, start_s, self.now, thread))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note what the block takes."""
+        start = self.now
+        try:
+            yield
+        finally:
+            self.add(name, start)
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, as a span."""
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                return function(*args, **kwargs)
+
+        return traced
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase, summed over threads."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            found[span.name] = found.get(span.name, 0.0) + span.stop_s - span.start_s
+        return found
+
+
+def traced_store(store: Store, tracer: Tracer) -> Store:
+    """Return a store that does the same and notes reads, writes and flushes."""
+    return cast(Store, _TracedStore(store, tracer))
+
+
+def traced_strategy(strategy: SaveStrategy, tracer: Tracer) -> SaveStrategy:
+    """Return a strategy that does the same, and notes the plan before it, copies and the index.
+
+    The plan is what happens from the making of the tracer until the first chunk.
+    """
+    return cast(SaveStrategy, _TracedStrategy(strategy, tracer))
+
+
+@contextlib.contextmanager
+def traced_load(tracer: Tracer) -> Iterator[None]:
+    """Note what a load of this process opens, plans, checks and copies while the block runs."""
+    with contextlib.ExitStack() as stack:
+        for module, name, phase in _LOAD_PHASES:
+            traced = tracer.around(phase, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, traced))
+        yield
+
+
+class _TracedStore:
+    def __init__(self, store: Store, tracer: Tracer) -> None:
+        self._store, self._tracer = store, tracer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open_writer(self, name: str, nbytes: int) -> StreamWriter:
+        with self._tracer.span("write"):  # reserves the room
+            writer = self._store.open_writer(name, nbytes)
+        return cast(StreamWriter, _TracedWriter(writer, self._tracer))
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        with self._tracer.span("read"):
+            self._store.read_into(name, offset_bytes, out)
+
+    def replace(self, name: str, data: bytes) -> None:
+        with self._tracer.span("commit" if name == MANIFEST else "index"):
+            self._store.replace(name, data)
+
+    def sync(self) -> None:
+        with self._tracer.span("sync"):
+            self._store.sync()
+
+
+class _TracedWriter:
+    def __init__(self, writer: StreamWriter, tracer: Tracer) -> None:
+        self._writer, self._tracer = writer, tracer
+
+    def write(self, data: memoryview) -> None:
+        _end_of_digest(self._tracer)
+        with self._tracer.span("write"):
+            self._writer.write(data)
+
+    def close(self) -> None:
+        with self._tracer.span("sync"):
+            self._writer.close()
+
+    def __enter__(self) -> _TracedWriter:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._tracer.span("sync"):
+            self._writer.__exit__(*error)
+
+
+class _TracedStrategy:
+    def __init__(self, strategy: SaveStrategy, tracer: Tracer) -> None:
+        self._strategy, self._tracer = strategy, tracer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+        self._tracer.add("plan", 0.0)
+        return self._strategy.rounds(plan, rank)
+
+    def write_chunks(
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+    ) -> bytes:
+        traced = _TracedPieces(pieces, self._tracer)
+        return self._strategy.write_chunks(
+            store, attempt=attempt, rank=rank, plan=plan, rows=rows, pieces=traced
+        )
+
+    def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
+        with self._tracer.span("index"):
+            return self._strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts)
+
+    def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
+        with self._tracer.span("index"):
+            return self._strategy.write_common(store, attempt=attempt, common=common)
+
+
+_taken = threading.local()  # when this thread was last given a piece that it has not written yet
+
+
+class _TracedPieces:
+    """Pieces whose making is noted as a copy; what follows until they are written, as their digest."""
+
+    def __init__(self, pieces: Pieces, tracer: Tracer) -> None:
+        self._pieces, self._tracer = pieces, tracer
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        pieces = self._pieces(row)
+        while True:
+            start = self._tracer.now
+            piece = next(pieces, None)
+            if piece is None:
+                return
+            self._tracer.add("copy", start)
+            _taken.at = self._tracer.now
+            yield piece
+
+
+def _end_of_digest(tracer: Tracer) -> None:
+    taken = getattr(_taken, "at", None)
+    if taken is not None:
+        tracer.add("digest", taken)
+        _taken.at = None

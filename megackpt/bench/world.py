@@ -1,0 +1,133 @@
+"""Ranks for the benchmark: those of torchrun where it has started this process, else processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+from megackpt.bench.measure import Measuring
+from megackpt.bench.profile import profile
+from megackpt.bench.report import Report
+from megackpt.bench.settings import BenchSettings
+from megackpt.errors import DeclarationError, RankFailedError
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def run_bench(settings: BenchSettings) -> Report | None:
+    """Measure, and return what was found; None on ranks of torchrun other than 0.
+
+    Raises:
+        DeclarationError: torchrun has started another number of ranks.
+        RankFailedError: a rank failed; the text has its error.
+    """
+    Path(settings.directory).mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _run_under_torchrun(settings)
+    with _directory_below(settings) as root:
+        try:
+            spawn(_rank, (settings, str(root)), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RankFailedError(f"A rank of the benchmark failed: {error}") from error
+        return Report.from_json(json.loads((root / "report.json").read_text()))
+
+
+def _rank(rank: int, settings: BenchSettings, root: str) -> None:
+    """One process of `run_bench`."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    address = f"file://{root}/rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=settings.ranks, timeout=_TIMEOUT
+    )
+    try:
+        report = _measure(settings, Path(root))
+        if report is not None:
+            (Path(root) / "report.json").write_text(json.dumps(report.to_json()))
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_under_torchrun(settings: BenchSettings) -> Report | None:
+    if int(os.environ["WORLD_SIZE"]) != settings.ranks:
+        settings = replace(settings, ranks=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        root: list[Any] = [None]
+        if dist.get_rank() == 0:
+            root = [tempfile.mkdtemp(prefix="megackpt-bench-", dir=settings.directory)]
+        dist.broadcast_object_list(root)
+        if not Path(root[0]).is_dir():
+            raise DeclarationError(
+                f"{root[0]} is not there on rank {dist.get_rank()}. Give a directory that all ranks share.",
+                rank=dist.get_rank(),
+                path=root[0],
+            )
+        report = _measure(settings, Path(root[0]))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(root[0])
+        return report
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _directory_below(settings: BenchSettings) -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="megackpt-bench-", dir=settings.directory))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+def _measure(settings: BenchSettings, root: Path) -> Report | None:
+    """Measure on one rank; return the report on rank 0."""
+    load_before = os.getloadavg()[0]
+    measuring = Measuring(settings, root)
+    rows = measuring.run()
+    phases = profile(measuring, Path(settings.profile)) if settings.profile else {}
+    if dist.get_rank():
+        return None
+    return Report(
+        command=asdict(settings),
+        machine=_machine(settings, load_before=load_before),
+        state={
+            "nbytes": measuring.nbytes,
+            "parameters": sum(array.numel for array in measuring.model),
+            "arrays": len(measuring.model) * 4,
+        },
+        rows=tuple(rows),
+        phases=phases,
+    )
+
+
+def _machine(settings: BenchSettings, *, load_before: float) -> dict[str, Any]:
+    packages = {"torch": str(torch.__version__)}
+    for name in ("megackpt", "megatron-core", "tensorstore"):
+        try:
+            packages[name] = version(name)
+        except ImportError:
+            continue
+    return {
+        "directory": settings.directory,
+        "cpus": os.cpu_count(),
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": packages,
+    }

@@ -1,0 +1,110 @@
+"""`megackpt bench`: what a directory and this machine can do, and what checkpoints make of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from megackpt.bench import PEERS, BenchSettings, Report, run_bench
+from megackpt.bench.chart import draw
+from megackpt.bench.settings import DTYPES
+from megackpt.cli.frame import FAILED_CHECK
+
+_PIPED_WIDTH = 160  # columns of a table that goes to a file
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(iB|B)?", re.IGNORECASE)
+
+
+class _Size(click.ParamType[int]):
+    """A number of bytes, as 2GiB, 512MiB or 1000000; K, M, G and T are powers of 1024."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes."""
+        if isinstance(value, int):
+            return value
+        found = _SIZE.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no size; give one as 2GiB, 512MiB or a number of bytes.", param, ctx)
+        return int(float(found["number"]) * _UNITS[found["unit"].upper()])
+
+
+@click.command(name="bench", short_help="Measure saving and loading in a directory.")
+@click.option(
+    "--dir",
+    "directory",
+    required=True,
+    type=click.Path(file_okay=False),
+    help="Where to write; what is written is removed. It takes several times --size.",
+)
+@click.option(
+    "--ranks", default=4, show_default=True, help="Processes to start; torchrun's where it is used."
+)
+@click.option("--size", type=_Size(), default="2GiB", show_default=True, help="Bytes of the whole state.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Of parameters."
+)
+@click.option("--repeats", default=5, show_default=True, help="Measured runs, after one that does not count.")
+@click.option("--vs", "peers", default="", help=f"Others to compare with, by commas: {', '.join(PEERS)}.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers to a file.")
+@click.option("--chart", type=click.Path(dir_okay=False), help="Draw a chart to a file, .png or .svg.")
+@click.option(
+    "--profile", type=click.Path(dir_okay=False), help="Trace one save and one load, for ui.perfetto.dev."
+)
+def command(
+    directory: str,
+    ranks: int,
+    size: int,
+    dtype: str,
+    repeats: int,
+    peers: str,
+    json_path: str | None,
+    chart: str | None,
+    profile: str | None,
+) -> int:
+    """Measure how fast a training state is saved and loaded in a directory, and how fast it could be.
+
+    The state is that of a transformer: parameters, fp32 masters and two moments. Each format of megackpt and
+    each peer saves it and loads it, warm and cold, at the same layout and at others, in turns; everything is
+    flushed to disk within the time that is taken. Every load is compared with what was saved, bit by bit. To
+    use ranks of several machines:
+
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
+    """
+    settings = BenchSettings(
+        directory=directory,
+        ranks=ranks,
+        size=size,
+        dtype=dtype,
+        repeats=repeats,
+        peers=tuple(name.strip() for name in peers.split(",") if name.strip()),
+        profile=profile,
+    )
+    report = run_bench(settings)
+    if report is None:  # a rank of torchrun other than 0
+        return 0
+    _show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    if chart is not None:
+        draw(report, Path(chart))
+    return 0 if report.is_verified else FAILED_CHECK
+
+
+def _show(report: Report, console: Console) -> None:
+    console.print(report.table())
+    console.print(
+        "of raw: share of the fastest raw I/O of that kind. X takes: how many times as long X takes (below "
+        "1, X is faster). equal: every load was compared bit by bit."
+    )
+    for reason in report.refusals():
+        console.print(f"- {reason}")
+    for name, ranks in report.phases.items():
+        shares = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in ranks[0].items())
+        console.print(f"{name}, rank 0, seconds: {shares}")

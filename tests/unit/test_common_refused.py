@@ -1,0 +1,27 @@
+"""Common state that only one format refuses is refused by that format, before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megackpt import ShardedTensor, UnserializableError, save
+from megackpt.storage import MemoryStore
+
+
+@pytest.mark.parametrize("strategy", [("torch_dist", 1), ("zarr", 1)], ids=str)
+def test_a_key_that_is_the_formats_own_is_refused_before_anything_is_written(
+    strategy: tuple[str, int],
+) -> None:
+    store = MemoryStore()
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "content_metadata": "mine"}
+    with pytest.raises(UnserializableError, match=r"content_metadata.*Rename"):
+        save(state, store, strategy, content_metadata={"v": 1})
+    assert store.names() == []
+    save(state, store, strategy)
+
+
+def test_a_format_that_holds_any_text_does_not_refuse_that_key() -> None:
+    state = {"content_metadata": "mine"}
+    for strategy in ("megackpt", ("zarr", 3)):
+        save(state, MemoryStore(), strategy, content_metadata={"v": 1})
