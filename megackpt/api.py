@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from megackpt.comm import DeviceGroup, GivenGroup, Group, SingleProcess, subgroup, subgroup_label, world_group
-from megackpt.engine.exchange import ExchangeRanks
+from megackpt.comm import GivenGroup, Group, SingleProcess, subgroup_label, world_group
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.plan_cache import PlanCache
@@ -170,13 +170,15 @@ def load(
     result has the structure of the request: each entity replaced by its loaded tensor or object,
     non-persistent objects by their own values, and the common state of the checkpoint merged in. A DTensor
     stays itself. A plain tensor whose path, joined with dots, is the key of a stored array is filled with all
-    of it: so a model without DTensors loads what was saved from them. Other leaves are dropped.
+    of it: so a model without DTensors loads what was saved from them. One for whose path there is common
+    state of equal shape and dtype (a buffer) is filled with it, and returned. One for whose path there is
+    nothing is an unexpected key, named by its path; the default mode warns of it. Other leaves are dropped.
 
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.
         checkpoint_dir: the directory of a committed checkpoint; its format is detected.
-        strict: what to do about keys that only one side has. Entities with an unexpected key (not in the
-            checkpoint) that is no error are left out of the result.
+        strict: what to do about keys that only one side has. Entities and plain tensors with an unexpected
+            key (not in the checkpoint) that is no error are left out of the result.
         options: tunables, and rules for keys and arrays that differ.
         group: as for `save`.
         exchange_group: with `LoadOptions(exchange=...)`, the ranks that read for each other, this one among
@@ -197,9 +199,8 @@ def load(
 
     Source: Megatron-Core `dist_checkpointing.load`.
     """
-    mode = StrictHandling.of(strict)
-    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, mode, exchange_group)
-    if mode.returns_keys:
+    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group)
+    if StrictHandling.of(strict).returns_keys:
         return loaded.state, set(loaded.report.missing), set(loaded.report.unexpected)
     return loaded.state
 
@@ -218,9 +219,7 @@ def load_with_report(
     Collective. The report is that of this rank; print it, or look into it. Missing keys are in it where the
     mode, or a rule, looks for them.
     """
-    loaded = _load(
-        sharded_state_dict, checkpoint_dir, options, group, StrictHandling.of(strict), exchange_group
-    )
+    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group)
     return loaded.state, loaded.report
 
 
@@ -229,23 +228,17 @@ def _load(
     location: Location,
     options: LoadOptions | None,
     group: Group | None,
-    strict: StrictHandling,
+    strict: StrictHandling | str,
     exchange_group: GivenGroup | None = None,
 ) -> Loaded:
     options = options or LoadOptions()
-    if options.exchange == "direct" and exchange_group is not None:
-        raise DeclarationError(
-            "exchange_group is given, and LoadOptions.exchange is 'direct': every rank reads by "
-            "itself, and no "
-            "group is needed. Choose how to exchange, 'all_to_all' for instance, or leave the group out."
-        )
     group = group or world_group(timeout_s=options.timeout_s)
-    exchange = None
-    if options.exchange != "direct":
-        devices = None if options.cpu_transfer else DeviceGroup(exchange_group)
-        exchange = ExchangeRanks(subgroup(exchange_group or group, timeout_s=options.timeout_s), devices)
-    with _Opened(location) as store:
-        return load_state(state, store, group, options, strict, exchange=exchange)
+    with ExitStack() as stack:
+        # Opened in the first step that ranks take together: it may fail on some of them only.
+        def opened() -> Store:
+            return stack.enter_context(_Opened(location))
+
+        return load_state(state, opened, group, options, strict, exchange_group=exchange_group)
 
 
 def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> StateDict:

@@ -10,7 +10,7 @@ from megackpt.comm.group import (
     together,
     together_at_root,
 )
-from megackpt.comm.subgroup import GivenGroup, subgroup, subgroup_label
+from megackpt.comm.subgroup import GivenGroup, check_subgroup, subgroup, subgroup_label, subgroup_members
 from megackpt.comm.torch_group import TorchGroup, borrow_group, return_group, world_group
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "SingleProcess",
     "TorchGroup",
     "borrow_group",
+    "check_subgroup",
     "moves_bulk",
     "return_group",
     "subgroup",
     "subgroup_label",
+    "subgroup_members",
     "together",
     "together_at_root",
     "world_group",

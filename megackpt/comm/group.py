@@ -123,16 +123,49 @@ def _run(step: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
 def _settle(group: Group, result: bytes, error: Exception | None, *, doing: str) -> list[bytes]:
     if error is not None and group.size == 1:
         raise error
+    told = (b"\x00" + result) if error is None else (b"\x01" + _encode(error))
+    step = _named(doing)
     try:
-        answers = group.all_gather(b"\x00" + result if error is None else b"\x01" + _encode(error))
+        answers = group.all_gather(step + told)
     except RankFailedError as lost:
         if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
             raise error from lost
         raise lost from error
-    failures = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] != b"\x00"}
+    _check_one_step(answers, doing)
+    at = len(step)
+    failures = {rank: a[at + 1 :] for rank, a in enumerate(answers) if a[at : at + 1] != b"\x00"}
     if failures:
         raise _common_error(failures, doing) from error
-    return [answer[1:] for answer in answers]
+    return [answer[at + 1 :] for answer in answers]
+
+
+def _named(doing: str) -> bytes:
+    """Return what each message of a step begins with."""
+    return len(doing.encode()).to_bytes(4, "little") + doing.encode()
+
+
+def _check_one_step(answers: Sequence[bytes], doing: str) -> None:
+    """Check that all messages are from one step.
+
+    Raises:
+        RankFailedError: some are from another step, so what follows would be taken for what it is not.
+    """
+    others = [rank for rank, answer in enumerate(answers) if not answer.startswith(_named(doing))]
+    if others:
+        raise RankFailedError(
+            f"Ranks are at different steps: rank(s) {describe_ranks(others)} sent "
+            f"{_step_of(answers[others[0]])} while this one was {doing!r}. Call the same functions in the "
+            f"same order on all ranks, with equal options.",
+            rank=others[0],
+        )
+
+
+def _step_of(answer: bytes) -> str:
+    """Say which step a message is from."""
+    length = int.from_bytes(answer[:4], "little")
+    name = answer[4 : 4 + length]
+    is_name = len(answer) > 4 + length and name.isascii() and name.decode("ascii").isprintable()
+    return f"what belongs to {name.decode('ascii')!r}" if is_name and name else "a message of another kind"
 
 
 def _encode(error: Exception) -> bytes:

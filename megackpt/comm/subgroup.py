@@ -5,6 +5,7 @@ Owns their translation into a `BulkGroup` or into a label that tells which ranks
 
 from __future__ import annotations
 
+import hashlib
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -23,10 +24,22 @@ def subgroup(given: GivenGroup, *, timeout_s: float) -> BulkGroup:
 
     Raises:
         DeclarationError: a group of another kind that cannot move bulk data.
+        RankFailedError: a rank of it did not come.
     """
+    check_subgroup(given)
     if isinstance(given, dist.ProcessGroup):
         return torch_subgroup(given, timeout_s=timeout_s)
-    if not moves_bulk(given):
+    assert moves_bulk(given)
+    return given
+
+
+def check_subgroup(given: GivenGroup) -> None:
+    """Check that `subgroup` has a use for a group. Local.
+
+    Raises:
+        DeclarationError: a group of another kind that cannot move bulk data.
+    """
+    if not isinstance(given, dist.ProcessGroup) and not moves_bulk(given):
         raise DeclarationError(
             f"A group of class {type(given).__name__} has no methods exchange, broadcast and "
             f"all_gather_into, so "
@@ -34,7 +47,20 @@ def subgroup(given: GivenGroup, *, timeout_s: float) -> BulkGroup:
             f"give a torch "
             f"process group, or use exchange='direct'."
         )
-    return given
+
+
+def subgroup_members(given: GivenGroup) -> str:
+    """Return text that tells the members of a group, the same on all of them; "" where only they know. Local.
+
+    It begins with how many they are and a colon: as many ranks must name it.
+    """
+    if isinstance(given, dist.ProcessGroup):
+        ranks = process_group_ranks(given)
+    elif isinstance(given, TorchGroup):
+        ranks = given.ranks
+    else:
+        return ""
+    return f"{len(ranks)}:{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
 
 def subgroup_label(given: GivenGroup, *, rank: int) -> int:

@@ -32,17 +32,24 @@ class TorchGroup:
     these ranks, and over no others. Messages may have different lengths on each rank.
 
     Raises:
-        RankFailedError: from every method, when a rank did not answer within `timeout_s`.
+        RankFailedError: from every method, when a rank did not answer within `timeout_s`; also when they
+            cannot be connected.
     """
 
     def __init__(self, *, ranks: Sequence[int] | None = None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._group = dist.new_group(
-            None if ranks is None else list(ranks),
-            backend="gloo",
-            timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=ranks is not None,
-        )
+        try:
+            self._group = dist.new_group(
+                None if ranks is None else list(ranks),
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=ranks is not None,
+            )
+        except RuntimeError as error:  # what the rendezvous store and gloo raise
+            raise RankFailedError(
+                f"The ranks could not be connected (seen by rank {dist.get_rank()}): {error}. Look at the "
+                f"logs of the others, and call with an equal timeout_s and equal groups on all of them."
+            ) from error
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         self._meetings = 0  # how often all have waited for each other
         self.rank = self._ranks.index(dist.get_rank())
@@ -137,17 +144,25 @@ class TorchGroup:
         return [bytes(t[:n].numpy()) for t, n in zip(at_root or [], lengths, strict=False)]
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
+        began = time.monotonic()
         try:
             return exchange()
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
+            waited_s = time.monotonic() - began
             missing = self._missing()
             who = f"rank(s) {describe_ranks(missing)}" if missing else "a rank that has answered since"
-            raise RankFailedError(
-                f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
-                f"process died or is "
-                f"stuck: look at its log. Raise timeout_s if it was only slow.",
-                rank=missing[0] if missing else None,
-            ) from error
+            if waited_s < 0.95 * self._timeout_s:
+                text = (
+                    f"No answer from {who} (seen by rank {self.rank}): the connection broke after "
+                    f"{waited_s:.1f} s, before the deadline of {self._timeout_s:g} s. That process is gone, "
+                    f"or has failed itself: look at its log."
+                )
+            else:
+                text = (
+                    f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
+                    f"process died or is stuck: look at its log. Raise timeout_s if it was only slow."
+                )
+            raise RankFailedError(text, rank=missing[0] if missing else None) from error
 
     def _missing(self) -> list[int]:
         """Ranks of torch.distributed that do not report to the rendezvous store that they lost it too."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt.comm import Group, together
+from megackpt.comm import GivenGroup, Group, subgroup_members, together
+from megackpt.engine.agreement import check_alike, check_exchange, exchange_ranks
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
@@ -28,6 +30,7 @@ from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
+from megackpt.mapping.plain import filled_in_place, plain_tensors
 from megackpt.mapping.tree import iter_leaves, join_dotted
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import LoadOptions
@@ -100,64 +103,67 @@ class Loaded:
 
 def load_state(
     state: ShardedStateDict,
-    store: Store,
+    open_store: Callable[[], Store],
     group: Group,
     options: LoadOptions,
-    strict: StrictHandling,
+    strict: StrictHandling | str,
     *,
-    exchange: ExchangeRanks | None = None,
+    exchange_group: GivenGroup | None = None,
 ) -> Loaded:
     """Load into a sharded state dict. Collective over the group.
 
-    exchange says which ranks of the group, this one among them, exchange what they read.
+    Arguments are checked here, where a failure becomes common. exchange_group are the ranks of the group,
+    this one among them, that exchange what they read; None for all.
 
     Raises:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may hold anything.
     """
-    rules = Rules(options.rules, strict)
     prepared: list[_Prepared] = []
+    exchanging: list[ExchangeRanks] = []
     loaded: list[StateDict] = []
 
     def prepare() -> bytes:
-        prepared.append(_Prepared(state, store, options, rules, group))
-        asked = prepared[0].asked if rules.look_for_missing_keys else []
-        opened = prepared[0].contents.identity
-        return json.dumps({"opened": opened, "asked": asked, "exchange": options.exchange}).encode()
+        rules = Rules(options.rules, StrictHandling.of(strict))
+        check_exchange(options, group, exchange_group)
+        prepared.append(_Prepared(state, open_store(), options, rules, group))
+        said = {
+            "opened": prepared[0].contents.identity,
+            "asked": prepared[0].asked if rules.look_for_missing_keys else [],
+            "missing": [rules.about_missing_keys, dict(options.rename) if rules.look_for_missing_keys else 0],
+            "exchange": options.exchange,
+            "cpu_transfer": options.cpu_transfer,
+            "has_exchange_group": exchange_group is not None,
+            "members": "" if exchange_group is None else subgroup_members(exchange_group),
+        }
+        return json.dumps(said).encode()
+
+    def connect() -> bytes:
+        exchanging.append(exchange_ranks(options, group, exchange_group))
+        return b""
 
     def read() -> bytes:
-        times = prepared[0].read(options, exchange)
+        times = prepared[0].read(options, exchanging[0] if exchanging else None)
         if times is None:  # another rank failed, and says so now
             return b""
         loaded.append(prepared[0].finish())
         return json.dumps([times.read, times.exchange, times.copy]).encode()
 
     answers = [json.loads(a) for a in together(group, prepare, doing="preparing the load")]
-    _check_alike(answers, store.location)
+    where, rules = prepared[0].where, prepared[0].rules
+    check_alike(answers, where)
     missing: frozenset[str] = frozenset()
     if rules.look_for_missing_keys:
         asked = {key for answer in answers for key in answer["asked"]}
-        missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=store.location)
+        missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=where)
+    if options.exchange != "direct":
+        together(group, connect, doing="connecting the ranks that exchange")
     spent = together(group, read, doing="reading")
     if not all(spent):
-        raise RankFailedError(f"{store.location}: the exchange of what was read broke off. Load again.")
+        raise RankFailedError(f"{where}: the exchange of what was read broke off. Load again.")
     times = LoadTimes.over([PhaseTimes(*json.loads(said)) for said in spent])
     if options.exchange != "direct" and group.rank == 0:
-        log.info("%s: loaded by %s. %s", store.location, options.exchange, times)
+        log.info("%s: loaded by %s. %s", where, options.exchange, times)
     return Loaded(loaded[0], replace(prepared[0].report, missing=missing, times=times))
-
-
-def _check_alike(answers: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Check what ranks must have in common before they read; all of them come to the same result."""
-    if any(answer["opened"] != answers[0]["opened"] for answer in answers):
-        raise MismatchError(
-            f"{where} was saved anew while it was being opened: ranks see different checkpoints. Load again.",
-            path=where,
-        )
-    ways = sorted({answer["exchange"] for answer in answers})
-    if len(ways) > 1:
-        raise MismatchError(
-            f"{where}: ranks load by exchange={ways[0]!r} and {ways[1]!r}. Give all of them one.", path=where
-        )
 
 
 class _Prepared:
@@ -168,23 +174,33 @@ class _Prepared:
     ) -> None:
         where = store.location
         self.where = where
+        self.rules = rules
         opened = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
         self.contents = _renamed(opened, options.rename)
         self.common = read_common(self.contents, where=where)[0]
-        stored = _whole_arrays(self.contents, self.common)
+        paths = _paths(self.common)
+        objects = {key for key, spec in self.contents.arrays.items() if spec.dtype == OBJECT}
         self.expanded: Expanded = expand(
             state,
             rank=group.rank,
             ranks=group.size,
-            stored=stored,
+            stored=_AllBut(paths | objects),
             in_host_memory=not options.load_on_device,
         )
+        plain = plain_tensors(state)
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
         arrays = self.contents.arrays
         excluded |= _kept_elsewhere(self.expanded.per_rank, arrays, group.size, where)
-        self.unexpected = settle_unexpected(set(self.asked) - excluded, arrays, rules, where=where)
+        self.unexpected = settle_unexpected(
+            set(self.asked) - excluded,
+            arrays,
+            rules,
+            where=where,
+            plain=_plain_only(self.expanded, plain.keys() - paths - objects),
+        )
+        self.plain = {path: t for path, t in plain.items() if path in paths and _is_filled(path, t, options)}
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
         for tensor in self.tensors:
@@ -233,16 +249,42 @@ class _Prepared:
         for entity, data in zip(self.objects, self.object_bytes, strict=True):
             where = f"{self.where}: object {entity.unique_key!r}"
             entity.data = self.contents.decode_object(data, where)
-        loaded: StateDict = self.expanded.finish(self.common, self.unexpected)
+        common = filled_in_place(self.common, self.plain)
+        loaded: StateDict = self.expanded.finish(common, self.unexpected)
         return loaded
 
 
-def _whole_arrays(contents: Contents, common: Any) -> set[str]:
-    """Return the keys of arrays that a plain tensor may stand for: common state has nothing of that path."""
-    arrays = {key for key, spec in contents.arrays.items() if spec.dtype != OBJECT}
-    if isinstance(common, dict):
-        arrays -= {key for key, _ in iter_leaves(common, step=join_dotted)}
-    return arrays
+@dataclass(frozen=True, slots=True)
+class _AllBut(Container[str]):
+    """All keys but some."""
+
+    others: Set[str]
+
+    def __contains__(self, key: object) -> bool:
+        return key not in self.others
+
+
+def _paths(common: Any) -> set[str]:
+    """Return the paths of leaves of common state, joined with dots, and of the dicts and lists on the way."""
+    found: set[str] = set()
+    if isinstance(common, (dict, list)):
+        for path, _ in iter_leaves(common, step=join_dotted):
+            while path and path not in found:
+                found.add(path)
+                path = path.rpartition(".")[0]
+    return found
+
+
+def _plain_only(expanded: Expanded, plain: Iterable[str]) -> set[str]:
+    """Return the paths of plain tensors that are asked for, and no entity besides asks for the same key."""
+    asked = Counter(entity.key for entity in expanded.entities)
+    return {path for path in plain if asked[path] == 1}
+
+
+def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
+    """Say whether a plain tensor for which there is common state is filled with it in place."""
+    is_here = options.load_on_device or tensor.device.type == "cpu"
+    return is_here and not any(fnmatchcase(path, glob) for glob in options.exclude)
 
 
 def _kept_elsewhere(

@@ -120,7 +120,7 @@ class StandInArray(np.ndarray[Any, Any]):
                 f"an array of numpy of shape {shape} and dtype {value.str} that has {len(raw)} bytes"
             )
         state = (1, shape, value, bool(is_fortran), raw)
-        super().__setstate__(state)  # type: ignore[arg-type] # numpy's annotation asks for a numpy.bool
+        super().__setstate__(state)
         vars(self)["is_filled"] = True
 
 

@@ -7,15 +7,18 @@ checkpoint holds as global arrays.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, map_leaves
+from megackpt.mapping.tree import iter_leaves, join_dotted, map_leaves
+from megackpt.mapping.xla import xla_tensor_of
 
 
 @dataclass(eq=False)
@@ -61,6 +64,54 @@ class Replicated:
         return ShardedObject(self.key, self.data, (1,), (0,), replica_id=rank + 1)
 
 
+def is_plain_tensor(leaf: object) -> bool:
+    """Say whether a leaf is an ordinary strided tensor: all of its elements are here, in its own storage.
+
+    Parameters and subclasses are, but for those that hold other tensors or have no storage yet.
+    """
+    return (
+        isinstance(leaf, torch.Tensor)
+        and not is_dtensor(leaf)
+        and not isinstance(leaf, UninitializedTensorMixin)
+        and leaf.layout == torch.strided
+        and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and xla_tensor_of(leaf) is None
+    )
+
+
+def plain_tensors(state: Any) -> dict[str, torch.Tensor]:
+    """Return the plain tensors of a tree by their paths, joined with dots."""
+    return {path: leaf for path, leaf in iter_leaves(state, step=join_dotted) if is_plain_tensor(leaf)}
+
+
+def filled_in_place(stored: Any, targets: Mapping[str, torch.Tensor]) -> Any:
+    """Return stored common state with what stands in targets, by path, in place of equal-looking tensors.
+
+    Each of these is filled with the stored values. One of another shape or dtype, without memory, or whose
+    elements share memory is left alone, and the stored tensor stays.
+    """
+
+    def filled(path: str, leaf: Any) -> Any:
+        target = targets.get(path)
+        if target is None or not is_plain_tensor(leaf) or not _can_take(target, leaf):
+            return leaf
+        with torch.no_grad():
+            target.detach().copy_(leaf)
+        return target
+
+    return map_leaves(filled, stored, step=join_dotted) if targets else stored
+
+
+def _can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
+    shares_memory = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
+    return (
+        target.shape == value.shape
+        and target.dtype == value.dtype
+        and target.device.type != "meta"
+        and not shares_memory
+    )
+
+
 def whole_tensors(state: Any, keys: Container[str]) -> Any:
     """Return the tree with every plain tensor whose path, joined with dots, is one of keys as a whole array.
 
@@ -69,7 +120,7 @@ def whole_tensors(state: Any, keys: Container[str]) -> Any:
     """
 
     def declared(key: str, leaf: Any) -> Any:
-        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or key not in keys:
+        if not is_plain_tensor(leaf) or key not in keys:
             return leaf
         shape = tuple(leaf.shape)
         return ShardedTensor(key, leaf, leaf.dtype, shape, shape, (0,) * len(shape))

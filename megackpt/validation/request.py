@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -49,15 +49,36 @@ class Rules:
         """Return what to do about a key that the checkpoint lacks."""
         return self.policy("unexpected", key, default=self._strict.on_unexpected)
 
+    def on_unexpected_plain(self, key: str) -> Policy:
+        """Return what to do about a plain tensor for whose path the checkpoint has nothing.
+
+        In the default mode that is a warning, not an error: the trees of Megatron-Core's models and
+        optimizers may hold plain tensors that older checkpoints lack, and its load drops them.
+        """
+        is_default = self._strict is StrictHandling.ASSUME_OK_UNEXPECTED
+        return self.policy(
+            "unexpected", key, default=Policy.WARN if is_default else self._strict.on_unexpected
+        )
+
+    @property
+    def about_missing_keys(self) -> list[str]:
+        """What decides about missing keys, to be compared between ranks: all must come to one result."""
+        if not self.look_for_missing_keys:
+            return []
+        by_key = [f"{r.keys}: {r.missing.value}" for r in self._rules if r.missing is not None]
+        return [f"*: {self._strict.on_missing.value}", *by_key]
+
     def on_missing(self, key: str) -> Policy:
         """Return what to do about a key that no rank asks for."""
         return self.policy("missing", key, default=self._strict.on_missing)
 
 
 def settle_unexpected(
-    asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str
+    asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str, plain: Container[str] = ()
 ) -> frozenset[str]:
     """Return the keys asked for that are not stored; those must not be loaded.
+
+    plain has those that are paths of plain tensors, and keys of no entity.
 
     Raises:
         MissingKeyError: for all of them that a rule makes an error, each with the most similar stored key.
@@ -77,7 +98,10 @@ def settle_unexpected(
             path=where,
         )
 
-    _settle(unexpected, rules.on_unexpected, error)
+    def policy_of(key: str) -> Policy:
+        return rules.on_unexpected_plain(key) if key in plain else rules.on_unexpected(key)
+
+    _settle(unexpected, policy_of, error)
     return frozenset(unexpected)
 
 

@@ -491,3 +491,12 @@ def test_a_save_in_a_process_of_its_own_stores_the_state_at_the_call(tmp_path: P
     process.join(timeout=120)
     assert process.exitcode == 0
     assert torch.equal(megackpt.load_plain_tensors(path)["w"], torch.ones(6))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"exclude": ("w",)}, {"rename": {"a": "b"}}, {"exchange": "all_to_all"}, {"load_on_device": False}],
+)
+def test_options_that_a_dcp_load_does_not_follow_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(megackpt.DeclarationError, match=f"does not follow LoadOptions.{next(iter(options))}"):
+        MegackptStorageReader(tmp_path, options=megackpt.LoadOptions(**options))

@@ -16,6 +16,7 @@ import megackpt
 from megackpt import (
     CheckpointError,
     IntegrityError,
+    LoadOptions,
     MissingKeyError,
     RankFailedError,
     SaveOptions,
@@ -23,6 +24,7 @@ from megackpt import (
     ShardedTensorFactory,
     StorageError,
 )
+from megackpt.comm import together, world_group
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import Outcome, RankPool
@@ -93,6 +95,74 @@ def load_a_key_that_only_rank_3_misspells(directory: Path) -> None:
     megackpt.load({"w": tensor}, directory)
 
 
+def load_unlike_the_other(directory: Path, case: str) -> None:
+    first = dist.get_rank() == 0
+    given: dict[str, Any] = {"options": LoadOptions(timeout_s=60)}
+    group = dist.new_group([0, 1])
+    if case == "cpu_transfer":
+        given["options"] = LoadOptions(timeout_s=60, exchange="broadcast", cpu_transfer=not first)
+    elif case == "direct with a group":
+        given["exchange_group"] = group if first else None
+    elif case == "group of one":
+        given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        given["exchange_group"] = group if first else None
+    elif case == "other groups":
+        alone = [dist.new_group([rank]) for rank in range(2)]
+        given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        given["exchange_group"] = group if first else alone[1]
+    elif case == "no group at all":
+        given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
+        given["exchange_group"] = group if first else "tp"
+    elif case == "strict":
+        given["strict"] = "raise_all" if first else "assume_ok_unexpected"
+    elif case == "no mode":
+        given["strict"] = "raise_all" if first else "lenient"
+    megackpt.load({"w": shard()}, directory, **given)
+
+
+UNLIKE = {
+    "cpu_transfer": "ranks 0 and 1 differ in cpu_transfer",
+    "direct with a group": "Rank 0 failed while preparing the load: exchange_group is given",
+    "group of one": "ranks 0 and 1 differ in whether they give an exchange_group",
+    "other groups": "the exchange_group of rank 0 is not that of each of its members",
+    "no group at all": "Rank 1 failed while preparing the load: A group of class str",
+    "strict": "ranks 0 and 1 differ in what they do about missing keys",
+    "no mode": "Rank 1 failed while preparing the load: strict='lenient' is not a mode",
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_ranks_that_give_unlike_arguments_to_a_load_are_told_the_same_at_once(
+    rank_pool: RankPool, tmp_path: Path, case: str
+) -> None:
+    rank_pool.run(save_well, 2, tmp_path / "c")
+    began = time.monotonic()
+    errors = timed(rank_pool.outcomes(load_unlike_the_other, 2, tmp_path / "c", case), began)
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert str(errors[0]) == str(errors[1])
+    assert UNLIKE[case] in str(errors[0])
+
+
+def take_different_steps() -> None:
+    first = dist.get_rank() == 0
+    group = world_group(timeout_s=60)
+    if dist.get_rank() == 2:
+        group.all_gather(b"\xff\xfe\xfd\xfc\xfb")
+    else:
+        together(group, lambda: b"\xff", doing="reading" if first else "writing")
+
+
+def test_ranks_at_different_steps_are_told_so(rank_pool: RankPool) -> None:
+    errors = [outcome.error for outcome in rank_pool.outcomes(take_different_steps, 3)]
+    for error, other in (
+        (errors[0], "rank(s) 1, 2 sent what belongs to 'writing' while"),
+        (errors[1], "0, 2"),
+    ):
+        assert isinstance(error, RankFailedError)
+        assert "Ranks are at different steps" in str(error)
+        assert other in str(error)
+
+
 def load_everything(directory: Path) -> float:
     tensor = shard(0.0)
     megackpt.load({"w": tensor}, directory)
@@ -133,6 +203,8 @@ def test_a_rank_that_dies_is_named_before_the_deadline(rank_pool: RankPool, tmp_
     for rank in (0, 2, 3):
         assert isinstance(errors[rank], RankFailedError)
         assert "No answer from rank(s) 1" in str(errors[rank])
+    # Its neighbours see the connection break; others may wait for these until the deadline.
+    assert any("before the deadline of 5 s" in str(errors[rank]) for rank in (0, 2, 3))
 
 
 def test_a_rank_that_is_stuck_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -293,3 +293,64 @@ def test_arrays_can_be_taken_out_of_a_checkpoint_and_the_rest_stays_loadable(tmp
     assert not list((tmp_path / "c" / "data").iterdir())
     assert check_is_distributed_checkpoint(tmp_path / "c")
     assert not check_is_distributed_checkpoint(tmp_path)
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of the user's own."""
+
+
+@pytest.fixture
+def module_checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of a module under `model`: an array `model.w`, and common state `model.mean`."""
+    save({"model": {"w": whole("model.w", torch.ones(4)), "mean": torch.full((2,), 5.0)}}, tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("strict", ["raise_unexpected", "raise_all"])
+def test_a_plain_tensor_for_whose_path_there_is_nothing_is_an_unexpected_key(
+    module_checkpoint: Path, strict: str
+) -> None:
+    with pytest.raises(MissingKeyError, match=r"'w' \(the checkpoint has|'w'") as caught:
+        load({"w": torch.zeros(4), "step": 1}, module_checkpoint, strict=strict)  # type: ignore[call-overload]
+    assert caught.value.key == "w"
+    state, _, unexpected = load({"w": torch.zeros(4), "step": 1}, module_checkpoint, strict="return_all")
+    assert unexpected == {"w"}
+    assert "w" not in state
+
+
+def test_the_default_mode_warns_of_plain_tensors_without_a_value_and_rules_decide_otherwise(
+    module_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert set(load({"w": torch.zeros(4)}, module_checkpoint)) == {"model"}
+    assert "'w'" in caplog.text
+    error = LoadOptions(rules=(KeyRule(keys="w", unexpected=Policy.ERROR),))
+    with pytest.raises(MissingKeyError, match="'w'"):
+        load({"w": torch.zeros(4)}, module_checkpoint, options=error)
+    with pytest.raises(MissingKeyError, match="'w'"):  # an entity asks for the key as well
+        load({"w": torch.zeros(4), "x": whole("w", torch.zeros(4))}, module_checkpoint)
+    kept = torch.full((4,), 7.0)
+    state = load(
+        {"w": kept}, module_checkpoint, options=LoadOptions(exclude=("w",)), strict="raise_unexpected"
+    )
+    assert state["w"] is kept
+
+
+def test_tensors_of_common_state_are_filled_in_place_where_shape_and_dtype_are_equal(
+    module_checkpoint: Path,
+) -> None:
+    mean = torch.zeros(2).as_subclass(Marked)
+    weight = torch.zeros(4).as_subclass(Marked)
+    loaded = load({"model": {"w": weight, "mean": mean}}, module_checkpoint, strict="raise_all")
+    assert loaded["model"]["mean"] is mean
+    assert mean.tolist() == [5.0, 5.0]
+    assert weight.tolist() == [1.0] * 4
+    for other in (
+        torch.zeros(3),
+        torch.zeros(2).double(),
+        torch.zeros(1).expand(2),
+        torch.zeros(2, device="meta"),
+    ):
+        loaded = load({"model": {"mean": other, "w": torch.zeros(4)}}, module_checkpoint, strict="raise_all")
+        assert loaded["model"]["mean"].tolist() == [5.0, 5.0]
+        assert other.device.type == "meta" or not other.any()

@@ -178,8 +178,8 @@ def _encoded_common(common: Any) -> bytes:
     state, content_metadata = common["state_dict"], common[CONTENT_METADATA]
     if CONTENT_METADATA in state:  # Megatron-Core would take it for what save() was given
         raise UnserializableError(
-            f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the content "
-            f"metadata that save() is given. Rename it.",
+            f"{CONTENT_METADATA}: the state dict has this key, where format zarr version 1 stores the "
+            f"content metadata that save() is given. Rename it.",
             path=CONTENT_METADATA,
         )
     if content_metadata is not None:

@@ -24,7 +24,7 @@ from torch.futures import Future
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
-from megackpt.errors import MismatchError
+from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.strategy import Contents
 from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
 from megackpt.integrations.dcp.names import flatten
@@ -48,11 +48,16 @@ class MegackptStorageReader(StorageReader):
         path: the directory of the checkpoint, or an open store; None to give it to DCP as checkpoint_id.
         options: tunables; of the rules those on casts count (another dtype is an error by default), what else
             differs is for the planner to decide.
+
+    Raises:
+        DeclarationError: the options ask for what is not done here: other names, leaving keys out, reading
+            for each other, or tensors elsewhere than where they are.
     """
 
     def __init__(self, path: Location | None = None, *, options: LoadOptions | None = None) -> None:
         self.path = path
         self._options = options or LoadOptions()
+        _check_followed(self._options)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Load from another directory, if one is given. DCP calls it on every rank."""
@@ -165,6 +170,23 @@ class MegackptStorageReader(StorageReader):
         start = chunks.table.start[:, : len(entity.global_shape)]
         row = int((start == list(entity.global_offset)).all(axis=1).argmax())
         return contents.decode_object(read_chunk(chunks, row), f"{store.location}: object {name!r}")
+
+
+def _check_followed(options: LoadOptions) -> None:
+    """Refuse options that a DCP load would pass over.
+
+    Raises:
+        DeclarationError: naming them, and what to do instead.
+    """
+    default = LoadOptions()
+    names = ("rename", "exclude", "exchange", "load_on_device")
+    ignored = [name for name in names if getattr(options, name) != getattr(default, name)]
+    if ignored:
+        raise DeclarationError(
+            f"MegackptStorageReader does not follow LoadOptions.{', '.join(ignored)}: with DCP the planner "
+            f"chooses what is loaded under which name, and each rank reads by itself. Leave them out, or "
+            f"load with megackpt.load."
+        )
 
 
 def _target(item: ReadItem, target: torch.Tensor, contents: Contents) -> ShardedTensor:
