@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -33,11 +34,11 @@ def cut_into_rows(table: ChunkTable, *, most: int) -> tuple[ChunkTable, Ints, In
     of, parts, width_of = [], [], []
     for row in np.flatnonzero(long).tolist():
         array = int(table.array[row])
-        width = int(widths[array])
-        of_row = list(_parts_of(table, row, max(most // width, 1), grids[array]))
+        item = int(widths[array])
+        of_row = list(_parts_of(table, row, max(most // item, 1), grids[array]))
         parts += of_row
         of += [row] * len(of_row)
-        width_of += [width] * len(of_row)
+        width_of += [item] * len(of_row)
     start, shape, low, high, first = (np.array(column, np.int64) for column in zip(*parts, strict=True))
     width = np.array(width_of, np.int64)
     rows = np.concatenate([np.flatnonzero(~long), np.array(of, np.int64)])
@@ -50,7 +51,8 @@ def cut_into_rows(table: ChunkTable, *, most: int) -> tuple[ChunkTable, Ints, In
         "flat_stop": high,
         "nbytes": (high - low) * width,
     }
-    cut = replace(cut, **{n: np.concatenate([getattr(cut, n)[:kept], c]) for n, c in columns.items()})
+    longer: dict[str, Any] = {n: np.concatenate([getattr(cut, n)[:kept], c]) for n, c in columns.items()}
+    cut = replace(cut, **longer)
     return cut, rows, np.concatenate([np.zeros(kept, np.int64), first * width])
 
 
@@ -73,8 +75,8 @@ def _parts_of(table: ChunkTable, row: int, most: int, grid: list[int]) -> Iterat
     numel = step * inner[dim]
     if (low, high) != (0, math.prod(shape)):
         for first in range(low // numel * numel, high, numel):
-            begin, end = max(first, low), min(first + numel, high)
-            yield start, shape, begin, end, begin - low
+            first_kept, end = max(first, low), min(first + numel, high)
+            yield start, shape, first_kept, end, first_kept - low
         return
     for index in np.ndindex(*shape[:dim]):
         outer = sum(i * n for i, n in zip(index, inner, strict=False))
