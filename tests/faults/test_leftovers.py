@@ -145,7 +145,7 @@ def test_a_checkpoint_that_dcp_wrote_is_no_leftover_and_never_removed(tmp_path: 
         assert before <= set(files_of(tmp_path))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 def test_what_dcp_wrote_over_ours_is_no_leftover(tmp_path: Path) -> None:
     save(state(1.0), tmp_path, sharded_strategy=("torch_dist", 1))
     (tmp_path / MANIFEST).unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt import ShardedObject, ShardedTensor
@@ -27,6 +27,7 @@ def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
     return places[box].reshape(-1)[int(table.flat_start[row]) : int(table.flat_stop[row])]
 
 
+@settings(deadline=None)
 @given(
     data=st.data(), array=arrays(max_extent=9), ranks=st.integers(1, 4), most=st.sampled_from([1, 16, 40, 99])
 )
