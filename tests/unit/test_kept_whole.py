@@ -1,4 +1,4 @@
-"""What would be lost without a word: arrays of unknown dtypes, common state of another save, reserved keys."""
+"""What would be lost without a word: unknown dtypes, common state of another save, reserved keys."""
 
 from __future__ import annotations
 
