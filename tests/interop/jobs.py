@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 4
-PATIENCE_S = 20  # between the first rank that is done with a job and the last
+PATIENCE_S = 60  # between the first rank that is done with a job and the last
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _rank(rank: int, ranks: int, module: str, jobs: str, first: int, flags: list
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=180))
     peer = importlib.import_module(module)
     peer.start(flags)
     for number, job in enumerate(json.loads(Path(jobs).read_text())[first:]):
