@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from environments import ROOT
-from plan import READERS
+from plan import READERS, Backend
 
 if TYPE_CHECKING:
     from matrix import Table
@@ -17,16 +17,29 @@ HEAD = Path(__file__).with_name("page_head.md")
 
 
 def write_page(tables: Iterable[Table]) -> None:
-    """Write the page."""
-    PAGE.write_text("\n".join([HEAD.read_text(), *(markdown(table) for table in tables)]))
+    """Write the page; tables that are not given stay as they are."""
+    sections = (
+        {section.splitlines()[0]: section for section in PAGE.read_text().split("## ")[1:]}
+        if PAGE.exists()
+        else {}
+    )
+    sections |= {section.splitlines()[0]: section for section in map(markdown, tables)}
+    body = "\n".join(
+        f"## {sections[title].rstrip()}\n" for title in map(title_of, READERS) if title in sections
+    )
+    PAGE.write_text(f"{HEAD.read_text()}\n{body}")
+
+
+def title_of(backend: Backend) -> str:
+    """Return the title of a format's section."""
+    return f"{backend[0]}, version {backend[1]}"
 
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown."""
-    name, version = table.backend
     readers = READERS[table.backend]
     lines = [
-        f"## {name}, version {version}",
+        title_of(table.backend),
         "",
         f"| what | written by | {' | '.join(f'read by {r}' for r in readers)} |",
     ]

@@ -241,10 +241,13 @@ def refusal(written: Written, reader: Program) -> tuple[str, str]:
             "0.12 stores flat slices under a global shape that DCP takes for the tensor's own",
             "Size mismatch",
         )
-    is_old_and_flat = written.form in (*FIXED, "fully_sharded_model_space") and reader is STOCK_OLD
-    if is_old_and_flat and written.program is OURS_OLD and written.backend == TORCH_DIST:
+    from_ours_old = written.program is OURS_OLD and written.backend == TORCH_DIST
+    if from_ours_old and reader is STOCK_OLD and written.form in (*FIXED, "fully_sharded_model_space"):
         return "0.12 reads flat ranges in torch_dist only as it stores them itself", "mcore_data"
     has_bfloat16 = written.kind != "adam" and written.naming == "megatron"
+    if written.program is STOCK_ZARR2 and has_bfloat16 and reader.peer in (MEGACKPT, TENSORSTORE):
+        says = "'<V2'" if reader.peer == MEGACKPT else "numpy.void"
+        return "zarr 2 alone stores bfloat16 as '<V2', bits of no dtype (the other dtypes pass)", says
     if reader is STOCK_ZARR3 and has_bfloat16 and written.backend == ZARR_1:
         return "zarr 3 does not know bfloat16 (the other dtypes pass)", "No Zarr data type found"
     return "", ""
