@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import matrix
 import pytest
 from environments import lacks
-from page import PAGE
-from plan import STOCK_NEW, STOCK_OLD, TORCH_DIST, ZARR_1, ZARR_3, Backend, checkpoints, reads
+from plan import STOCK_NEW, STOCK_OLD, TORCH_DIST, ZARR_1, ZARR_3, Backend
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,16 +33,3 @@ def test_every_cell_passes_or_says_why_that_peer_cannot(
         pytest.skip(missing)
     table = matrix.table_of(backend, tmp_path, few=False)
     assert table.wrong() == []
-
-
-def test_the_page_has_no_cell_that_went_wrong() -> None:
-    assert "WRONG" not in PAGE.read_text()
-
-
-@pytest.mark.parametrize("backend", [TORCH_DIST, ZARR_1, ZARR_3], ids=lambda b: f"{b[0]}{b[1]}")
-def test_the_page_counts_the_readings_that_the_plan_has(backend: Backend) -> None:
-    section = PAGE.read_text().split(f"## {backend[0]}, version {backend[1]}")[1].split("##")[0]
-    readable = [r for w in checkpoints(backend, few=False) for r in reads(w, few=False) if not r.refused]
-    passed = sum(int(n) for n in re.findall(r"pass \((\d+)\)", section))
-    unwritable = [r for r in readable if matrix.unwritten(r.written)[0]]
-    assert passed == len(readable) - len(unwritable), "generate it: python tests/interop/matrix.py --page"
