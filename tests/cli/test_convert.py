@@ -375,7 +375,7 @@ def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, "-m", "megackpt.cli", "convert", str(source), str(target), "--to", NATIVE, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert json.loads(ran.stdout)["verified"] is True  # said once
     assert len(list((target / "data").iterdir())) == 2
