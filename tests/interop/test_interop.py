@@ -12,7 +12,12 @@ from plan import STOCK_NEW, STOCK_OLD, TORCH_DIST, ZARR_1, ZARR_3, Backend
 pytestmark = pytest.mark.multiprocess
 
 
-def test_here_every_peer_reads_what_the_others_wrote_at_another_layout(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_here_every_peer_reads_what_the_others_wrote_at_another_layout(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--interop"):
+        pytest.skip("takes minutes: --interop")
     missing = lacks(STOCK_NEW.env, *STOCK_NEW.modules)
     if missing:
         pytest.skip(missing)

@@ -18,7 +18,8 @@ def test_a_key_that_is_the_formats_own_is_refused_before_anything_is_written(
     with pytest.raises(UnserializableError, match=r"content_metadata.*Rename"):
         save(state, store, strategy, content_metadata={"v": 1})
     assert store.names() == []
-    save(state, store, strategy)
+    if strategy[0] == "torch_dist":  # whose note tells the two apart; zarr 1 has no place for that
+        save(state, store, strategy)
 
 
 def test_a_format_that_holds_any_text_does_not_refuse_that_key() -> None:
