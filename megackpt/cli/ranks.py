@@ -19,6 +19,8 @@ def taking_part(*, timeout_s: float) -> Iterator[Group]:
         return
     dist.init_process_group("gloo")
     try:
-        yield world_group(timeout_s=timeout_s)
+        group = world_group(timeout_s=timeout_s)
+        yield group
+        group.all_gather(b"")  # nobody goes while another still needs the connections
     finally:
         dist.destroy_process_group()
