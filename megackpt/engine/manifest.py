@@ -15,9 +15,10 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
+from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
+from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.registry import detect, save_strategies
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, HasFixedNames, Json, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, HasFixedNames, Json, SaveStrategy
 from megackpt.storage import Store
 
 _HALF_REPLACED = re.compile(rf"\.{re.escape(MANIFEST)}\.[0-9a-f]+\.tmp")  # of a replace that died
@@ -36,27 +37,16 @@ def read_manifest(store: Store) -> Json:
         NotACheckpointError: there is no metadata.json, and no other sign of a known format.
         FormatError: it is not a JSON object.
     """
-    if not store.exists(MANIFEST):
-        detected = detect(store)
-        if detected is not None:
-            return detected
+    found = read_manifest_file(store)
+    found = detect(store) if found is None else found
+    if found is None:
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there or "
             f"the save did not "
             f"finish; name the directory of a finished one.",
             path=store.location,
         )
-    try:
-        manifest = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{store.location}/{MANIFEST}: not JSON ({error}). The file is damaged.", path=MANIFEST
-        ) from error
-    if not isinstance(manifest, dict):
-        raise FormatError(
-            f"{store.location}/{MANIFEST}: not a JSON object. The file is damaged.", path=MANIFEST
-        )
-    return manifest
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ from megackpt.comm import Group
 from megackpt.engine.load import open_checkpoint
 from megackpt.engine.manifest import is_committed
 from megackpt.engine.tensor_bytes import as_bits, byte_view
-from megackpt.errors import CheckpointError, DeclarationError, UnserializableError
-from megackpt.formats.strategy import Format, SaveStrategy
+from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
+from megackpt.formats.strategy import MANIFEST, Format, SaveStrategy
 from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.metadata import DTYPES
 from megackpt.options import Exchange, LoadOptions
@@ -271,6 +271,19 @@ class FormatConformance:
                 except CheckpointError:
                     continue
                 assert value == 1
+
+    @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"null", b"\xff"])
+    def test_a_damaged_manifest_is_an_error_of_ours_to_whoever_loads_or_saves(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], damaged: bytes
+    ) -> None:
+        store = self._saved(strategy, new_store())
+        store.replace(MANIFEST, damaged)
+        with pytest.raises(FormatError, match=MANIFEST):
+            _loaded(store)
+        with contextlib.suppress(CheckpointError):  # it may refuse, or replace what is damaged
+            save(_state(2), store, strategy)
+            assert _loaded(store) == 2
+        store.close()
 
     def test_any_range_of_a_chunk_can_be_read(
         self, strategy: SaveStrategy, new_store: Callable[[], Store]

@@ -105,6 +105,10 @@ def write_megackpt(job: Job, arrays: list[Array]) -> str:
         entity, expected = declare(job, array)
         entity.data.copy_(expected)
         state[array.key] = entity
+        if array.key.endswith(".exp_avg") and job.naming == "dcp":  # DCP's AdamW has a step beside it
+            key = array.key.removesuffix("exp_avg") + "step"
+            step = torch.tensor(float(STEP))
+            state[key] = megackpt.ShardedTensor.from_rank_offsets(key, step, replica_id=dist.get_rank())
     megackpt.save(state, job.path, (job.backend, job.version))
     return ""
 
@@ -169,6 +173,7 @@ def read_dcp(job: Job, arrays: list[Array]) -> str:
         if optimizer is not None:
             for name, states in state["optim"]["state"].items():
                 found.update({f"optim.state.{name}.{k}": v for k, v in states.items()})
+                check_equal(states["step"], torch.tensor(float(STEP)), f"optim.state.{name}.step")
     for key, value in expected.items():
         check_equal(found[key].to_local(), value, key)
     return f"{sum(e.numel() for e in expected.values())} values compared"

@@ -9,6 +9,7 @@ import numpy as np
 import safetensors.torch
 
 from megackpt.codec import encode, pack
+from megackpt.formats.documents import attempt_in_manifest
 from megackpt.formats.index_file import (
     check_files,
     compact,
@@ -19,7 +20,7 @@ from megackpt.formats.index_file import (
 )
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, Pieces
+from megackpt.formats.strategy import Json, Pieces
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     DIGEST_BLOCK_BYTES,
@@ -113,10 +114,7 @@ class NativeSaveStrategy:
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
-        if not store.exists(MANIFEST):
-            return None
-        attempt = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)).get("attempt")
-        return attempt if isinstance(attempt, str) else None
+        return attempt_in_manifest(store)
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Write the index again without some arrays; data files that hold nothing else become stale."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import FormatError
+from megackpt.formats.documents import read_document
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_index, read_small
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
-from megackpt.formats.strategy import MANIFEST_MAX_BYTES, Contents, Json
+from megackpt.formats.strategy import Contents, Json
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.described import COMMON_STATE, Described
 from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
@@ -86,15 +86,7 @@ def find_note(store: Store, metadata_digest: str) -> tuple[Json, str] | None:
         found = names.note_of(name)
         if found is None or found[1] != metadata_digest:
             continue
-        try:
-            note = json.loads(store.read(name, max_bytes=MANIFEST_MAX_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise FormatError(
-                f"{store.location}/{name}: not JSON ({error}). The file is damaged.", path=name
-            ) from error
-        if not isinstance(note, dict):
-            raise FormatError(f"{store.location}/{name}: not a JSON object.", path=name)
-        return note, name
+        return read_document(store, name), name
     return None
 
 
@@ -183,8 +175,8 @@ def _is_of_another_save(store: Store) -> bool:
         if names.note_of(name) is None:
             continue
         try:
-            said = json.loads(store.read(name, max_bytes=MANIFEST_MAX_BYTES))["common"]["xxh3_128"]
-        except (ValueError, RecursionError, KeyError, TypeError):
+            said = read_document(store, name)["common"]["xxh3_128"]
+        except (FormatError, KeyError, TypeError):
             continue  # a note that is not of this `.metadata` must not keep it from being read
         if said == digest:
             log.warning(

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.errors import DeclarationError, StorageError, UnserializableError
+from megackpt.errors import DeclarationError, FormatError, StorageError, UnserializableError
+from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.index_file import (
     check_files,
     compact,
@@ -22,7 +23,7 @@ from megackpt.formats.index_file import (
     write_small,
 )
 from megackpt.formats.safe_pickle import save_value
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, Pieces
+from megackpt.formats.strategy import MANIFEST, Json, Pieces
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
 from megackpt.formats.torch_dist.described import Described
@@ -164,10 +165,9 @@ class TorchDistSaveStrategy:
         """Return the attempt that noted the present `.metadata`."""
         if not store.exists(names.METADATA):
             return None
-        if store.exists(MANIFEST):
-            manifest = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
-            if manifest.get("sharded_backend") != names.BACKEND:
-                return None
+        manifest = read_manifest_file(store)
+        if manifest is not None and manifest.get("sharded_backend") != names.BACKEND:
+            return None
         note = find_note(store, digest_of(read_metadata(store)))
         attempt = note[0].get("attempt") if note else None
         return attempt if isinstance(attempt, str) else None
@@ -244,11 +244,9 @@ def _are_equal(store: Store, first: str, second: str) -> bool:
 
 def _manifest_of_another_format(store: Store) -> list[str]:
     """Return metadata.json if it is there, and is that of another format."""
-    if not store.exists(MANIFEST):
-        return []
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        manifest = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES))
-        return [] if manifest.get("sharded_backend") == names.BACKEND else [MANIFEST]
+    with contextlib.suppress(FormatError):  # a damaged one is of no format
+        manifest = read_manifest_file(store)
+        return [] if manifest is None or manifest.get("sharded_backend") == names.BACKEND else [MANIFEST]
     return [MANIFEST]
 
 

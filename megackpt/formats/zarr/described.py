@@ -180,21 +180,6 @@ def _encoded(document: Json) -> bytes:
     return json.dumps(document, indent=4).encode()
 
 
-def parse_document(data: bytes, *, where: str) -> Json:
-    """Return a metadata document.
-
-    Raises:
-        FormatError: it is not a JSON object.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: not JSON ({error}). The file is damaged.", path=where) from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{where}: not a JSON object. The file is damaged.", path=where)
-    return document
-
-
 def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: str) -> ZarrArray:
     """Return the array that a `.zarray` describes; attributes are those of its `.zattrs`.
 

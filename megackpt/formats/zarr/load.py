@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.errors import FormatError
+from megackpt.formats.documents import parse_document
 from megackpt.formats.strategy import Contents, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
@@ -20,7 +21,6 @@ from megackpt.formats.zarr.described import (
     V2_FILE,
     V3_FILE,
     ZarrArray,
-    parse_document,
     parse_v2,
     parse_v3,
 )

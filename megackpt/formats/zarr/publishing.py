@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from megackpt.errors import CheckpointError, FormatError, StorageError, truncated_list
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
+from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.formats.zarr import names
-from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE, parse_document
+from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE
 from megackpt.formats.zarr.load import check_listed, parse_files
 from megackpt.storage import Store
 
@@ -28,16 +29,8 @@ def is_committed(store: Store) -> bool:
     Raises:
         FormatError: it is not a manifest.
     """
-    manifest = _manifest(store)
+    manifest = read_manifest_file(store) or {}
     return (manifest.get("sharded_backend"), manifest.get("sharded_backend_version")) == (names.BACKEND, 1)
-
-
-def _manifest(store: Store) -> Json:
-    """Return metadata.json; empty if there is none."""
-    if not store.exists(MANIFEST):
-        return {}
-    data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
-    return parse_document(data, where=f"{store.location}/{MANIFEST}")
 
 
 def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
@@ -48,7 +41,8 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
     """
     found = set(listed)
     marked = _marked(store, found)
-    if not store.exists(MANIFEST):
+    manifest = read_manifest_file(store)
+    if manifest is None:
         strange = sorted(arrays_in(found) - marked)
         if strange:
             raise StorageError(
@@ -61,7 +55,7 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
         return marked & found
     if not is_committed(store):
         # A marker of ours may name the file, and another format have written its own there since.
-        if names.COMMON in found and (_manifest(store).get("common_backend") == "torch" or not marked):
+        if names.COMMON in found and (manifest.get("common_backend") == "torch" or not marked):
             raise StorageError(
                 f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
                 f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "

@@ -14,8 +14,9 @@ import numpy as np
 
 from megackpt.codec import pack, unpack
 from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.documents import attempt_in_manifest
 from megackpt.formats.index_file import read_small, write_small
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Contents, Format, Json
+from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.chunks import StoredObjects
@@ -114,10 +115,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
-        if not store.exists(MANIFEST):
-            return None
-        attempt = json.loads(store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)).get("attempt")
-        return attempt if isinstance(attempt, str) else None
+        return attempt_in_manifest(store)
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Let the manifest say that arrays are gone; their files are then not needed."""
