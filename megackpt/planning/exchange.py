@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes, merge_declarations
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.options import Exchange
 from megackpt.planning.assign import assign_writers
+from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
 from megackpt.planning.load_plan import Copies, overlapping_chunks, padded_to, plan_load
 from megackpt.planning.rounds import Loads, schedule_rounds
 
@@ -155,8 +156,8 @@ def plan_exchange(
         FormatError: the checkpoint lacks elements of an array that may not be resized.
     """
     size = len(requested)
-    groups = _equal_requests(requested)
-    merged = _merged([requested[ranks[0]] for ranks in groups], stored)
+    groups = equal_requests(requested)
+    merged = merge_requests([requested[ranks[0]] for ranks in groups], stored)
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
     dims = max(merged.table.dims, stored.dims)
     found = np.unique(overlapping_chunks(padded_to(merged.table, dims), padded_to(stored, dims))[1])
@@ -168,7 +169,7 @@ def plan_exchange(
     copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
     group = merged.rank[copies.slot]
     copies = replace(copies, slot=merged.slot[copies.slot])
-    copies, rank = _for_each_rank(copies, group, groups)
+    copies, rank = for_each_rank(copies, group, groups)
     return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds)
 
 
@@ -201,61 +202,6 @@ def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: 
     else:  # small enough to be given out evenly
         unit_bytes = min(unit_bytes, int(nbytes.sum()) // (UNITS_PER_RANK * size))
     return _Bounds(max(unit_bytes, SMALL_BYTES), give, take)
-
-
-def _equal_requests(requested: Sequence[DeclaredChunks]) -> list[list[int]]:
-    """Return ranks by what they ask for: replicas, as those of data-parallel ranks, are planned once."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    digests: dict[int, bytes] = {}
-    for rank, declared in enumerate(requested):
-        arrays = declared.table.arrays
-        if id(arrays) not in digests:  # ranks often share them
-            digests[id(arrays)] = hashlib.blake2b(repr(arrays).encode()).digest()
-        groups.setdefault((digests[id(arrays)], _digest_of_rows(declared)), []).append(rank)
-    return list(groups.values())
-
-
-def _digest_of_rows(declared: DeclaredChunks) -> bytes:
-    """Return a digest of all that a plan takes from a declaration, besides its arrays."""
-    table = declared.table
-    digest = hashlib.blake2b()
-    digest.update(repr(table.start.shape).encode())
-    for column in (
-        table.array,
-        table.start,
-        table.shape,
-        table.flat_start,
-        table.flat_stop,
-        table.nbytes,
-        declared.resizable,
-        declared.slot,
-    ):
-        digest.update(np.ascontiguousarray(column).tobytes())
-    return digest.digest()
-
-
-def _for_each_rank(copies: Copies, group: Ints, groups: list[list[int]]) -> tuple[Copies, Ints]:
-    """Give the copies of a group to each of its ranks; returns them and their ranks, by unit and rank."""
-    counts = np.array([len(ranks) for ranks in groups], np.int64)
-    first = np.cumsum(counts) - counts
-    row = np.repeat(np.arange(len(copies)), counts[group])
-    ends = np.cumsum(counts[group])
-    within = np.arange(len(row)) - np.repeat(ends - counts[group], counts[group])
-    rank = np.array([rank for ranks in groups for rank in ranks], np.int64)[first[group[row]] + within]
-    order = np.lexsort((rank, copies.stored[row]))
-    return copies.take(row[order]), rank[order]
-
-
-def _merged(requested: Sequence[DeclaredChunks], stored: ChunkTable) -> DeclaredChunks:
-    """Put requests into one table; that a rank asks for another dtype or global shape was settled before."""
-    specs = {spec.key: spec for spec in stored.arrays}
-
-    def as_stored(declared: DeclaredChunks, rank: int) -> DeclaredChunks:
-        arrays = tuple(specs[a.key] for a in declared.table.arrays)
-        table = replace(declared.table, arrays=arrays)
-        return replace(declared, table=table, rank=np.full(len(table), rank, np.int64))
-
-    return merge_declarations([as_stored(declared, rank) for rank, declared in enumerate(requested)])
 
 
 def _cut(
