@@ -181,7 +181,7 @@ def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
     asked = [[h.declare("a", array) for h in target if h.rank == kind] for kind in range(kinds)]
     requested = [describe(asked[data.draw(st.integers(0, kinds - 1))], rank=r) for r in range(ranks)]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(exchange, "_equal_requests", lambda of: [[rank] for rank in range(len(of))])
+        patched.setattr(exchange, "equal_requests", lambda of: [[rank] for rank in range(len(of))])
         one_by_one = plan(requested, table, mode)
     together = plan(requested, table, mode)
     for part in ("units", "deliveries", "copies"):
