@@ -1,11 +1,9 @@
-"""torch.distributed.checkpoint over megackpt: stock and own planners, both directions, errors, async."""
+"""torch.distributed.checkpoint over megackpt: stock and own planners, both directions."""
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,7 @@ import safetensors.numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import megackpt
 from megackpt.integrations.dcp import (
@@ -28,6 +22,7 @@ from megackpt.integrations.dcp import (
     MegackptStorageWriter,
 )
 from megackpt.testing.ranks import RankPool
+from tests.dcp_world import load_by, save_by
 from tests.dtensor_world import RANKS, full, make, same, set_state, state_of, train_step
 
 pytestmark = pytest.mark.multiprocess
@@ -36,36 +31,12 @@ SAVED_BY = ("stock", "own", "megackpt")
 LOADED_BY = ("stock", "own", "megackpt")
 
 
-def _save(state: dict[str, Any], path: str, by: str) -> None:
-    if by == "megackpt":
-        megackpt.save(state, path)
-    else:
-        planner = DefaultSavePlanner() if by == "stock" else MegackptSavePlanner()
-        dcp.save(state, storage_writer=MegackptStorageWriter(path), planner=planner)
-
-
-def _load(state: dict[str, Any], path: str, by: str) -> dict[str, Any]:
-    if by == "megackpt":
-        return megackpt.load(state, path)
-    planner = DefaultLoadPlanner() if by == "stock" else MegackptLoadPlanner()
-    dcp.load(state, storage_reader=MegackptStorageReader(path), planner=planner)
-    return state
-
-
-def _arguments(of: Any) -> Any:
-    """What a function or class of some torch releases takes."""
-    return inspect.signature(of).parameters
-
-
-# ---- models ------------------------------------------------------------------------------------------------
-
-
 def _save_model(mesh: str, root: str) -> dict[str, Any]:
     model, optimizer = make(mesh, seed=0)
     train_step(model, optimizer, seed=1)
     state = {**state_of(model, optimizer), "epoch": 3, "schedule": {"milestones": [1, 2], "name": "cosine"}}
     for by in SAVED_BY:
-        _save(state, f"{root}/{by}", by)
+        save_by(state, f"{root}/{by}", by)
     return full(state)
 
 
@@ -75,7 +46,7 @@ def _load_model(mesh: str, root: str, expected: dict[str, Any]) -> list[str]:
         for loaded_by in LOADED_BY:
             model, optimizer = make(mesh, seed=4)
             state = {**state_of(model, optimizer), "epoch": 0, "schedule": {"milestones": [], "name": ""}}
-            loaded = _load(state, f"{root}/{saved_by}", loaded_by)
+            loaded = load_by(state, f"{root}/{saved_by}", loaded_by)
             differing = same(full(loaded), expected)
             set_state(model, optimizer, loaded)
             again = {k: v for k, v in full(state_of(model, optimizer)).items()}
@@ -109,9 +80,6 @@ def _check_that_files_hold_no_pickle(checkpoint: Path) -> None:
             json.loads(file.read_text())
         else:
             safetensors.numpy.load(file.read_bytes())
-
-
-# ---- entities ----------------------------------------------------------------------------------------------
 
 
 def _entities(*, filled: bool) -> dict[str, Any]:
@@ -177,8 +145,8 @@ def _expected(*, same_ranks: bool) -> dict[str, Any]:
 
 
 def _save_entities(root: str) -> None:
-    _save(_entities(filled=True), f"{root}/own", "own")
-    _save(_entities(filled=True), f"{root}/megackpt", "megackpt")
+    save_by(_entities(filled=True), f"{root}/own", "own")
+    save_by(_entities(filled=True), f"{root}/megackpt", "megackpt")
     dcp.save(_entities(filled=True), checkpoint_id=f"{root}/files", planner=MegackptSavePlanner())
 
 
@@ -187,7 +155,7 @@ def _load_entities(root: str, saved_on: int) -> list[str]:
     wrong = []
     for saved_by in ("own", "megackpt"):
         for loaded_by in ("own", "megackpt"):
-            loaded = _load(_entities(filled=False), f"{root}/{saved_by}", loaded_by)
+            loaded = load_by(_entities(filled=False), f"{root}/{saved_by}", loaded_by)
             wrong += [f"{saved_by} to {loaded_by}: {path}" for path in same(full(loaded), expected)]
     state = _entities(filled=False)
     dcp.load(state, checkpoint_id=f"{root}/files", planner=MegackptLoadPlanner())
@@ -202,242 +170,6 @@ def test_entities_go_through_dcp_to_any_number_of_ranks(
     """Stored by megackpt's writer, by megackpt itself, and by DCP's own files."""
     rank_pool.run(_save_entities, saved_on, str(tmp_path))
     assert rank_pool.run(_load_entities, loaded_on, str(tmp_path), saved_on) == [[]] * loaded_on
-
-
-# ---- errors ------------------------------------------------------------------------------------------------
-
-
-def _sharded(value: float = 1.0) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"w": distribute_tensor(torch.full((6,), value), mesh, [Shard(0)]), "epoch": int(value)}
-
-
-class _LosesAnItem(DefaultSavePlanner):
-    """Forgets what the last rank was to write."""
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        plans[-1].items.clear()
-        return plans, metadata
-
-
-class _FailsOnRankOne(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise OSError("rank 1 cannot read its tensor")
-        return super().resolve_data(write_item)
-
-
-class _GivesBytesOnly(DefaultSavePlanner):
-    lookup_object = None
-
-
-class _ConvertsSilently(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        found = super().resolve_data(write_item)
-        return found.to(torch.float16) if isinstance(found, torch.Tensor) else found
-
-
-def _save_wrongly(path: str, kind: str) -> list[float]:
-    """Save well, then wrongly to the same place; return what is there in the end, and raise."""
-    if not Path(path).exists():
-        _save(_sharded(1.0), path, "stock")
-        dist.barrier()
-    state, planner, options = _sharded(2.0), None, {}
-    if kind == "lost":
-        planner = _LosesAnItem()
-    elif kind == "rank 1":
-        planner = _FailsOnRankOne()
-    elif kind == "no codec":
-        state["epoch"] = object()
-    elif kind == "no codec, own":
-        state["epoch"], planner = object(), MegackptSavePlanner()
-    elif kind == "bytes":
-        planner = _GivesBytesOnly()
-    elif kind == "converts":
-        planner = _ConvertsSilently()
-    elif kind == "entity":
-        state["e"] = megackpt.PerRank("e", 1)
-    elif kind == "unequal":
-        state["epoch"], planner = dist.get_rank(), MegackptSavePlanner()
-    elif kind == "twice":
-        state["t"] = megackpt.ShardedTensor.from_rank_offsets("t", torch.zeros(2))
-        planner = MegackptSavePlanner()
-    elif kind == "alone":
-        options["use_collectives"] = False
-    dcp.save(state, storage_writer=MegackptStorageWriter(path), planner=planner, **options)
-    return []
-
-
-def _what_is_there(path: str) -> tuple[list[float], int]:
-    state = _sharded(0.0)
-    dcp.load(state, storage_reader=MegackptStorageReader(path))
-    return state["w"].full_tensor().tolist(), state["epoch"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("lost", r"'w': elements \[3:6\] are saved by no rank"),
-        ("rank 1", "rank 1 cannot read its tensor"),
-        ("no codec", "epoch: A value of type object has no codec"),
-        ("no codec, own", "epoch: A value of type object has no codec"),
-        ("bytes", "_GivesBytesOnly gives only bytes for it.*use MegackptSavePlanner"),
-        ("converts", r"planned are torch.float32 \(3,\), but the planner gives torch.float16"),
-        ("entity", r"'e' is a megackpt PerRank.*planner=MegackptSavePlanner\(\)"),
-        ("unequal", "Common state .* differs from rank 0's at:\n.*'epoch' on rank"),
-        ("twice", r"'t': elements \[0:2\] are saved by more than one main replica \(ranks 0, 1\)"),
-        ("alone", "use_collectives=False lets every rank commit by itself"),
-    ],
-)
-def test_a_save_that_fails_raises_on_every_rank_and_leaves_the_checkpoint_before(
-    kind: str, text: str, rank_pool: RankPool, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "step")
-    if kind == "alone" and "use_collectives" not in _arguments(dcp.save):
-        pytest.skip("this torch always exchanges")
-    for outcome in rank_pool.outcomes(_save_wrongly, 2, path, kind):
-        with pytest.raises((CheckpointException, megackpt.CheckpointError), match=f"(?s){text}"):
-            raise outcome.error or AssertionError("it was saved")
-    assert rank_pool.run(_what_is_there, 2, path) == [([1.0] * 6, 1)] * 2
-    assert rank_pool.run(_save_again, 2, path) == [([3.0] * 6, 3)] * 2
-    assert len({name.split("-")[-2 if "/" in name else -1][:16] for name in _data_files(path)}) == 1
-
-
-def _save_again(path: str) -> tuple[list[float], int]:
-    _save(_sharded(3.0), path, "stock")
-    return _what_is_there(path)
-
-
-def _data_files(path: str) -> list[str]:
-    return [f"data/{file.name}" for file in Path(path, "data").iterdir()]
-
-
-def _save_twice_with_a_kept_plan(root: str) -> None:
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    for step in range(2):
-        dcp.save(_sharded(), storage_writer=MegackptStorageWriter(f"{root}/{step}"), planner=planner)
-
-
-@pytest.mark.skipif("enable_plan_caching" not in _arguments(DefaultSavePlanner), reason="keeps no plans")
-def test_plans_that_dcp_keeps_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
-    for outcome in rank_pool.outcomes(_save_twice_with_a_kept_plan, 2, str(tmp_path)):
-        assert "enable_plan_caching lets DCP use the plan of an earlier save" in str(outcome.error)
-    assert not (tmp_path / "1" / "metadata.json").exists()
-
-
-def _load_wrongly(path: str, kind: str) -> None:
-    if not Path(path).exists():
-        _save(_sharded(), path, "stock")
-        dist.barrier()
-    own = MegackptLoadPlanner() if kind.endswith("own") else None
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    reader = MegackptStorageReader(path)
-    if kind.startswith("dtype"):
-        state = {"w": distribute_tensor(torch.zeros(6, dtype=torch.float64), mesh, [Shard(0)])}
-    elif kind.startswith("shape"):
-        state = {"w": distribute_tensor(torch.zeros(7), mesh, [Shard(0)])}
-    elif kind.startswith("absent"):
-        state = {"v": torch.zeros(2)}
-    elif kind.startswith("value"):
-        state = {"w": 3}
-    elif kind == "pickles, own":
-        dcp.save(_sharded(), checkpoint_id=f"{path}-dcp")
-        dcp.load(_sharded(), checkpoint_id=f"{path}-dcp", planner=own)
-    elif kind == "nothing":
-        reader = MegackptStorageReader(f"{path}-nothing")
-        state = _sharded()
-    else:
-        state = _sharded()
-        if dist.get_rank() == 0:
-            (file, *_) = sorted(Path(path, "data").iterdir())
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
-        dist.barrier()
-    dcp.load(state, storage_reader=reader, planner=own)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("dtype", "'w'.*float64"),
-        ("dtype, own", "'w': stored as torch.float32, asked for as torch.float64"),
-        ("shape, own", r"'w': the checkpoint has global shape \(6,\), asked for is \(7,\)"),
-        ("absent, own", "The checkpoint has no 'v'.*allow_partial_load=True"),
-        ("value, own", "'w' is stored as a tensor, and asked for as something else"),
-        ("pickles, own", "value 'epoch'"),
-        ("nothing", "is not a checkpoint"),
-        ("damaged", "'w' .*digest differs"),
-        ("damaged, own", "'w' .*digest differs"),
-    ],
-)
-def test_a_load_that_fails_says_why_on_every_rank(
-    kind: str, text: str, rank_pool: RankPool, tmp_path: Path
-) -> None:
-    for outcome in rank_pool.outcomes(_load_wrongly, 2, str(tmp_path / "step"), kind):
-        with pytest.raises(CheckpointException, match=f"(?s){text}"):
-            raise outcome.error or AssertionError("it was loaded")
-
-
-def _load_partly(path: str) -> dict[str, Any]:
-    _save(_sharded(), path, "own")
-    kept = megackpt.ShardedTensor.from_rank_offsets("more", torch.full((2,), 9.0))
-    state = {**_sharded(0.0), "more": kept, "note": "mine"}
-    planner = MegackptLoadPlanner(allow_partial_load=True)
-    dcp.load(state, storage_reader=MegackptStorageReader(path), planner=planner)
-    assert state.pop("more") is kept
-    return full(state)
-
-
-def test_what_the_checkpoint_lacks_stays_when_that_is_allowed(rank_pool: RankPool, tmp_path: Path) -> None:
-    (found,) = rank_pool.run(_load_partly, 1, str(tmp_path / "step"))
-    assert not same(found, {"/w": torch.ones(6), "/epoch": 1, "/note": "mine"})
-
-
-# ---- async -------------------------------------------------------------------------------------------------
-
-
-def _save_in_background(root: str) -> list[tuple[list[float], int, list[float]]]:
-    found = []
-    for by in ("stock", "own"):
-        planner = DefaultSavePlanner() if by == "stock" else MegackptSavePlanner()
-        state, entity = _sharded(1.0), torch.full((2,), 1.0)
-        if by == "own":
-            state["e"] = megackpt.ShardedTensor.from_rank_offsets(
-                "e", entity, (0, dist.get_rank(), dist.get_world_size())
-            )
-        writer = MegackptStorageWriter(f"{root}/{by}")
-        future = dcp.async_save(state, storage_writer=writer, planner=planner)
-        with torch.no_grad():
-            state["w"].to_local().zero_()  # training goes on
-        entity.zero_()
-        future.result()
-        asked = megackpt.ShardedTensor.from_rank_offsets(
-            "e", torch.full((2,), 1.0), (0, dist.get_rank(), dist.get_world_size())
-        )
-        loaded = megackpt.load({**_sharded(0.0), **({"e": asked} if by == "own" else {})}, f"{root}/{by}")
-        found.append((loaded["w"].full_tensor().tolist(), loaded["epoch"], asked.data.tolist()))
-    return found
-
-
-def test_a_save_in_the_background_stores_the_state_at_the_call(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert rank_pool.run(_save_in_background, 2, str(tmp_path)) == [[([1.0] * 6, 1, [1.0, 1.0])] * 2] * 2
-
-
-def _fail_in_background(path: str) -> None:
-    state = {**_sharded(), "code": object()}
-    future = dcp.async_save(state, storage_writer=MegackptStorageWriter(path))
-    future.result()
-
-
-def test_a_save_that_fails_in_the_background_raises_when_asked_for(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    for outcome in rank_pool.outcomes(_fail_in_background, 2, str(tmp_path / "step")):
-        assert isinstance(outcome.error, CheckpointException)
-        assert "code: A value of type object has no codec" in str(outcome.error)
-    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "step")
 
 
 def test_values_reach_a_stock_planner_without_a_pickle_from_the_file(
@@ -461,42 +193,3 @@ def _values_through_stock_planners(path: str) -> bool:
     dcp.load(asked, storage_reader=MegackptStorageReader(path), planner=Planner())
     assert megackpt.load_content_metadata(path) == {"kind": "values"}
     return asked == values and len(seen) == 5
-
-
-def _save_from_another_process(path: str, rendezvous: str) -> None:
-    """Runs in a process of its own: those of the pool must not have children."""
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    state = _sharded(1.0)
-    future = dcp.async_save(
-        state,
-        storage_writer=MegackptStorageWriter(path),
-        planner=MegackptSavePlanner(),
-        async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS,
-    )
-    state["w"].to_local().zero_()
-    future.result()
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(state_dict_saver, "AsyncCheckpointerType"), reason="this torch saves in threads only"
-)
-def test_a_save_in_a_process_of_its_own_stores_the_state_at_the_call(tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
-    process = get_context("spawn").Process(
-        target=_save_from_another_process, args=(path, str(tmp_path / "store"))
-    )
-    process.start()
-    process.join(timeout=120)
-    assert process.exitcode == 0
-    assert torch.equal(megackpt.load_plain_tensors(path)["w"], torch.ones(6))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"exclude": ("w",)}, {"rename": {"a": "b"}}, {"exchange": "all_to_all"}, {"load_on_device": False}],
-)
-def test_options_that_a_dcp_load_does_not_follow_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(megackpt.DeclarationError, match=f"does not follow LoadOptions.{next(iter(options))}"):
-        MegackptStorageReader(tmp_path, options=megackpt.LoadOptions(**options))
