@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megackpt.errors import DeclarationError
 from megackpt.options import LoadOptions
-from megackpt.storage import WriterOptions
+from megackpt.storage import FileOptions
 
 PEERS = ("dcp", "mcore", "torch")
 """Other libraries that the same state can be saved with."""
@@ -14,7 +14,7 @@ PEERS = ("dcp", "mcore", "torch")
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that parameters may have."""
 
-WRITE_THREADS = WriterOptions().threads
+WRITE_THREADS = FileOptions().threads
 READ_THREADS = LoadOptions().threads
 """Threads of one rank. Ours are the defaults; raw I/O has as many, and peers where they can."""
 

@@ -27,7 +27,7 @@ from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError, truncated_list
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import Chunks, Contents
+from megackpt.formats.strategy import Chunks, Contents, LiesInFiles
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.plain import filled_in_place, plain_tensors
@@ -329,13 +329,15 @@ def _renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
 
 
 class _RenamedChunks:
-    """The same chunks with their arrays under other names."""
+    """The same chunks with their arrays under other names; what else formats give is passed on."""
 
     def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
         arrays = tuple(replace(a, key=new_name[a.key]) for a in chunks.table.arrays)
         self.table = replace(chunks.table, arrays=arrays)
         self.block_bytes, self.place = chunks.block_bytes, chunks.place
         self.describe, self.read_into = chunks.describe, chunks.read_into
+        if isinstance(chunks, LiesInFiles):
+            self.file, self.offset_bytes, self.lend = chunks.file, chunks.offset_bytes, chunks.lend
 
 
 def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -> list[int]:

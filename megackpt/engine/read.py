@@ -1,26 +1,31 @@
 """Reading: carries a read plan out, several reads at once.
 
-Owns the buffers and threads. What is read for which tensor was decided by `planning`.
+Owns the threads, and which way the bytes of a read take. What is read for which tensor was decided by
+`planning`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
 
 import numpy as np
 import torch
 
-from megackpt.engine.tensor_bytes import as_bits, byte_view, copy_block, run_in
-from megackpt.formats.strategy import Chunks
+from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in
+from megackpt.formats.strategy import Chunks, LiesInFiles, Part
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
-from megackpt.planning import Copies, Read, plan_reads
-from megackpt.planning.read_plan import READ_BYTES
+from megackpt.planning import Copies, Read, group_reads, plan_reads
+from megackpt.storage import COMMON_POOL, LENT_BYTES
+
+STRAIGHT_BYTES = 256 * 1024
+"""Shorter reads are worth being joined with their neighbours, even if a copy more is made of them."""
 
 
 def read_tensors(
@@ -41,7 +46,7 @@ def read_tensors(
     reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
     reader = _Reader(chunks, targets, verify=options.verify)
     with ThreadPoolExecutor(max_workers=options.threads, thread_name_prefix="megackpt-read") as pool:
-        futures = [pool.submit(reader.perform, read) for read in reads]
+        futures = [pool.submit(job) for job in reader.jobs(reads)]
         done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
         for future in waiting:
             future.cancel()
@@ -103,7 +108,7 @@ def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[t
 
 
 class _Reader:
-    """Performs reads; each thread has one buffer, made when first needed."""
+    """Performs reads, in three ways: straight into a tensor, several at once, or one through a buffer."""
 
     def __init__(self, chunks: Chunks, targets: Sequence[Target], *, verify: bool) -> None:
         self._chunks = chunks
@@ -111,33 +116,51 @@ class _Reader:
         self._verify = verify
         table = chunks.table
         self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
-        self._local = threading.local()
+        self._in_files = chunks if isinstance(chunks, LiesInFiles) else None
 
-    def perform(self, read: Read) -> None:
-        """Read a range of a chunk, and copy out of it."""
-        width = int(self._itemsize[read.stored])
-        into = self._direct(read, width)
-        buffer = None
-        if into is None:
-            buffer = self._buffer()[: read.stop - read.start]
-            into = byte_view(buffer)
-        self._chunks.read_into(read.stored, read.start, into, verify=self._verify)
-        if buffer is not None:
-            for copy in read.copies:
-                target = self._targets[copy.slot]
-                copy_block(buffer.view(target.element), read.start // width, target.memory, copy)
+    def jobs(self, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
+        """Yield what is to be done for all reads, in their order as far as they are of one kind."""
+        straight = [self._is_straight(read) for read in reads]
+        for read in compress(reads, straight):
+            yield partial(self._read_straight, read)
+        others = [read for read, is_straight in zip(reads, straight, strict=True) if not is_straight]
+        chunks = self._in_files
+        if chunks is not None:
+            for group in group_reads(others, chunks.file, chunks.offset_bytes, most=LENT_BYTES):
+                yield partial(self._read_group, chunks, group)
+        else:
+            for read in others:
+                yield partial(self._read_buffered, read)
 
-    def _direct(self, read: Read, width: int) -> memoryview | None:
-        """Return the target's own memory where one contiguous copy takes the whole read."""
+    def _is_straight(self, read: Read) -> bool:
+        """Whether a long read is one contiguous copy, which can go where it belongs at once."""
         copy = read.copies[0]
+        width = int(self._itemsize[read.stored])
         whole = (copy.source * width, copy.source_stop * width) == (read.start, read.stop)
         target = self._targets[copy.slot]
-        if len(read.copies) > 1 or not whole or target.is_cast:
-            return None
-        return run_in(target.memory, copy)
+        is_simple = len(read.copies) == 1 and whole and copy.is_run and not target.is_cast
+        is_long = self._in_files is None or read.stop - read.start >= STRAIGHT_BYTES
+        return is_simple and is_long and target.memory.device.type == "cpu"
 
-    def _buffer(self) -> torch.Tensor:
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(READ_BYTES, dtype=torch.uint8)
-        buffer: torch.Tensor = self._local.buffer
-        return buffer
+    def _read_straight(self, read: Read) -> None:
+        copy = read.copies[0]
+        into = run_in(self._targets[copy.slot].memory, copy)
+        assert into is not None  # by _is_straight
+        self._chunks.read_into(read.stored, read.start, into, verify=self._verify)
+
+    def _read_group(self, chunks: LiesInFiles, group: Sequence[Read]) -> None:
+        parts = [Part(read.stored, read.start, read.stop) for read in group]
+        with chunks.lend(parts, verify=self._verify) as lent:
+            for read, data in zip(group, lent, strict=True):
+                self._copy_out(read, data)
+
+    def _read_buffered(self, read: Read) -> None:
+        with COMMON_POOL.lend() as buffer:
+            data = buffer.data[: read.stop - read.start]
+            self._chunks.read_into(read.stored, read.start, data, verify=self._verify)
+            self._copy_out(read, data)
+
+    def _copy_out(self, read: Read, data: memoryview) -> None:
+        for copy in read.copies:
+            target = self._targets[copy.slot]
+            copy_bytes(data, read.start, target.element, target.memory, copy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from megackpt.errors import DeclarationError
@@ -15,6 +16,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.planning import BlockCopy
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY_OF = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
 def check_source(tensor: ShardedTensor) -> None:
@@ -118,6 +120,29 @@ def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: 
     """
     block = _strided(elements, copy.shape, copy.source_stride, copy.source - origin)
     _strided(target, copy.shape, copy.target_stride, copy.target).copy_(block)
+
+
+def copy_bytes(
+    data: memoryview, begins: int, element: torch.dtype, target: torch.Tensor, copy: BlockCopy
+) -> None:
+    """Copy one strided block from flat bytes into a tensor; values are converted where the dtypes differ.
+
+    data holds the bytes of elements of dtype `element`, from byte `begins` of the stored chunk on.
+    """
+    width = element.itemsize
+    if target.device.type != "cpu" or target.dtype != element:
+        aligned = data if _address_of(data) % width == 0 else memoryview(bytearray(data))
+        copy_block(torch.frombuffer(aligned, dtype=element), begins // width, target, copy)
+        return
+    # numpy, since torch would start as many threads for each copy as training has.
+    strides = [stride * width for stride in copy.source_stride]
+    source = np.ndarray(copy.shape, _NUMPY_OF[width], data, copy.source * width - begins, strides)
+    into = _strided(target, copy.shape, copy.target_stride, copy.target).numpy()
+    np.copyto(into, source)
+
+
+def _address_of(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def _strided(bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], first: int) -> torch.Tensor:

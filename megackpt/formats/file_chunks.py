@@ -5,16 +5,20 @@ Owns reading a range of one, and checking it where digests were stored.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from megackpt.errors import IntegrityError
+from megackpt.formats.strategy import Part
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
-from megackpt.storage import Store, block_digests
+from megackpt.storage import Store, block_digests, lend
 
 
 class FileChunks:
-    """Chunks whose bytes stand in files as they are; see `Chunks` for what its methods do."""
+    """Chunks whose bytes stand in files as they are; see `Chunks` and `LiesInFiles`."""
 
     def __init__(self, store: Store, stored: StoredChunks) -> None:
         self._store = store
@@ -25,6 +29,16 @@ class FileChunks:
     def table(self) -> ChunkTable:
         """The chunks."""
         return self.stored.table
+
+    @property
+    def file(self) -> Ints:
+        """Number of the file of each chunk."""
+        return self.stored.file
+
+    @property
+    def offset_bytes(self) -> Ints:
+        """Where each chunk begins in its file."""
+        return self.stored.offset_bytes
 
     @property
     def place(self) -> Ints:
@@ -45,6 +59,23 @@ class FileChunks:
         self._store.read_into(name, int(self.stored.offset_bytes[row]) + start, out)
         if verify and self.stored.digests is not None:
             self._verify(row, start, out)
+
+    @contextlib.contextmanager
+    def lend(self, parts: Sequence[Part], *, verify: bool) -> Iterator[list[memoryview]]:
+        """Read from the first part to the last one at once, and check each."""
+        offset = self.stored.offset_bytes
+        begins = [int(offset[part.row]) + part.start for part in parts]
+        first = min(begins)
+        last = max(b + p.stop - p.start for b, p in zip(begins, parts, strict=True))
+        name = self.stored.files[int(self.stored.file[parts[0].row])]
+        with lend(self._store, name, first, last - first) as data:
+            lent = [
+                data[b - first : b - first + p.stop - p.start] for b, p in zip(begins, parts, strict=True)
+            ]
+            if verify and self.stored.digests is not None:
+                for part, view in zip(parts, lent, strict=True):
+                    self._verify(part.row, part.start, view)
+            yield lent
 
     def _verify(self, row: int, start: int, data: memoryview) -> None:
         stored = self.stored

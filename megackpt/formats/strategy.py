@@ -6,9 +6,10 @@ decide nothing about who writes or reads what: a strategy only moves bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable
@@ -52,6 +53,34 @@ class Chunks(Protocol):
         Raises:
             IntegrityError: verify is set, and a block does not have the digest it was stored with.
             StorageError, FormatError: the bytes cannot be read, or are not there.
+        """
+
+
+class Part(NamedTuple):
+    """A range of the bytes of a chunk; it begins and ends where `Chunks.block_bytes` lets a read do so."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@runtime_checkable
+class LiesInFiles(Protocol):
+    """What `Chunks` also have whose bytes stand in files as they are, so that neighbours are read at once."""
+
+    @property
+    def file(self) -> Ints:
+        """Number of the file of each chunk, `[n]`."""
+
+    @property
+    def offset_bytes(self) -> Ints:
+        """Where each chunk begins in its file, `[n]`."""
+
+    def lend(self, parts: Sequence[Part], *, verify: bool) -> AbstractContextManager[list[memoryview]]:
+        """Yield the bytes of parts of one file, valid until the end of the block; errors are of `read_into`.
+
+        From the first to the last byte of all, they span at most `megackpt.storage.LENT_BYTES`. Several
+        threads may call it at once.
         """
 
 

@@ -3,7 +3,7 @@
 from megackpt.planning.assign import assign_writers
 from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
-from megackpt.planning.read_plan import BlockCopy, Read, block_copy, needed_ranges, plan_reads
+from megackpt.planning.read_plan import BlockCopy, Read, block_copy, group_reads, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
     CopyPlan,
     SavePlan,
@@ -25,6 +25,7 @@ __all__ = [
     "assign_writers",
     "block_copy",
     "first_of_equal_chunks",
+    "group_reads",
     "needed_ranges",
     "plan_copy",
     "plan_exchange",

@@ -17,8 +17,11 @@ from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
 from megackpt.planning.load_plan import Copies
 
-READ_BYTES = 8 * 1024 * 1024
-"""Upper bound of one read, and so of the buffer it goes through."""
+READ_BYTES = 15 * DIGEST_BLOCK_BYTES
+"""Upper bound of one read. A whole number of blocks that fits into the buffers of a store."""
+
+NEAR_BYTES = 64 * 1024
+"""Reads in one file this near to each other are one request: to ask again costs more than so many bytes."""
 
 FAR_BYTES = 2 * DIGEST_BLOCK_BYTES
 """Rows of a block this far apart in a file are read one by one; nearer ones with what lies between."""
@@ -112,6 +115,28 @@ def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: i
             else:
                 reads.append(Read(row, start, stop, (piece,)))
     return reads
+
+
+def group_reads(reads: Sequence[Read], file: Ints, offset_bytes: Ints, *, most: int) -> list[list[Read]]:
+    """Group reads, sorted by place, that lie near each other in one file; a group spans at most `most` bytes.
+
+    file and offset_bytes say where each chunk lies, `[n]`.
+    """
+    groups: list[list[Read]] = []
+    first = end = 0  # of the last group, in its file
+    for read in reads:
+        begin = int(offset_bytes[read.stored]) + read.start
+        stop = begin + read.stop - read.start
+        last = groups[-1][-1] if groups else None
+        is_near = last is not None and file[last.stored] == file[read.stored] and begin - end <= NEAR_BYTES
+        # Of one chunk, reads may overlap and so go back; a group never begins after its first read.
+        if is_near and begin >= first and max(stop, end) - first <= most:
+            groups[-1].append(read)
+            end = max(stop, end)
+        else:
+            groups.append([read])
+            first, end = begin, stop
+    return groups
 
 
 def block_copy(copies: Copies, i: int) -> BlockCopy:

@@ -3,23 +3,28 @@
 The only part of megackpt that reads and writes files. What the bytes mean is up to formats.
 """
 
+from megackpt.storage.buffers import COMMON_POOL
 from megackpt.storage.digest import BlockDigester, block_digests, digest_of
+from megackpt.storage.lending import LENT_BYTES, lend
 from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
 from megackpt.storage.opening import open_store
-from megackpt.storage.sinks import WriterOptions
+from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
 
 __all__ = [
+    "COMMON_POOL",
+    "LENT_BYTES",
     "BlockDigester",
+    "FileOptions",
     "LocalStore",
     "MemoryStore",
     "Store",
     "StreamWriter",
-    "WriterOptions",
     "block_digests",
     "check_name",
     "digest_of",
     "is_allowed_name",
+    "lend",
     "open_store",
 ]

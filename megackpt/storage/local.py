@@ -15,35 +15,42 @@ from collections.abc import Callable, Iterable
 
 from megackpt.errors import FormatError
 from megackpt.storage.beneath import Beneath, flush_directory
-from megackpt.storage.descriptors import DescriptorCache
+from megackpt.storage.buffers import COMMON_POOL, BufferPool
 from megackpt.storage.rawio import write_fully
+from megackpt.storage.reader import FileReader, fill_cached
 from megackpt.storage.refusal import refusals
-from megackpt.storage.sinks import BufferPool, WriterOptions
+from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import check_name
 from megackpt.storage.writer import FileWriter
 
-_READ_PIECE_BYTES = 1 << 30  # Linux reads at most 2 GiB - 4 KiB at once
+_OWN_BUFFERS = 8  # that a store keeps if its buffers are not of the common size
 
 
 class LocalStore:
     """Files below one directory. A `Store`; see there for what each method does.
 
-    root is the directory; it may be reached through symbolic links, nothing below it may. writing says how
-    streams are written, open_files how many files stay open between reads.
+    root is the directory; it may be reached through symbolic links, nothing below it may. files says how
+    files are written and read, open_files how many stay open between reads.
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
-        writing: WriterOptions | None = None,
+        files: FileOptions | None = None,
         open_files: int = 64,
     ) -> None:
         self._root = os.path.abspath(root)  # the process may change its directory later
         self._files = Beneath(self._root, on_change=self._note_change)
-        self._writing = writing or WriterOptions()
-        self._pool = BufferPool(self._writing.buffer_bytes, limit=self._writing.buffers)
-        self._reading = DescriptorCache(self._open_to_read, limit=open_files)
+        self._options = files or FileOptions()
+        common = self._options.buffer_bytes == COMMON_POOL.buffer_bytes
+        self._pool = COMMON_POOL if common else BufferPool(self._options.buffer_bytes, limit=_OWN_BUFFERS)
+        self._reading = FileReader(
+            self._open_to_read,
+            self._files.path,
+            direct=self._options.direct,
+            open_files=open_files,
+        )
         self._unsynced: set[str] = set()  # directories below root ("" is root) whose entries changed
         self._lock = threading.Lock()
 
@@ -75,7 +82,7 @@ class LocalStore:
             nbytes,
             path=self._files.path(name),
             remove=lambda: self.delete([name]),
-            options=self._writing,
+            options=self._options,
             pool=self._pool,
         )
 
@@ -116,7 +123,7 @@ class LocalStore:
                     path=self._files.path(name),
                 )
             data = bytearray(nbytes)
-            self._read_fully(descriptor, name, 0, memoryview(data))
+            fill_cached(descriptor, self._files.path(name), 0, memoryview(data))
             return bytes(data)
         finally:
             os.close(descriptor)
@@ -127,9 +134,13 @@ class LocalStore:
             raise ValueError(
                 f"{self._files.path(name)}: offset_bytes is {offset_bytes}; it cannot be negative."
             )
-        with self._reading.borrow(name) as descriptor:
-            if out.nbytes:
-                self._read_fully(descriptor, name, offset_bytes, out.cast("B"))
+        self._reading.read_into(name, offset_bytes, out.cast("B") if out.nbytes else memoryview(b""))
+
+    def lend(
+        self, name: str, offset_bytes: int, nbytes: int
+    ) -> contextlib.AbstractContextManager[memoryview]:
+        """Yield a range of a file in memory of the store, valid until the end of the block; see `Lends`."""
+        return self._reading.lend(name, offset_bytes, nbytes)
 
     def size(self, name: str) -> int:
         """Return the size in bytes."""
@@ -183,9 +194,8 @@ class LocalStore:
         self._flush_directories(lambda directory: True)
 
     def close(self) -> None:
-        """Close files kept open for reading and free the staging buffers."""
+        """Close files kept open for reading."""
         self._reading.clear()
-        self._pool.clear()
 
     def _open_to_read(self, name: str) -> int:
         with refusals("open", self._files.path(name)):
@@ -213,20 +223,6 @@ class LocalStore:
     def _try_to_delete(self, name: str) -> None:
         with contextlib.suppress(OSError):  # on the way out of a failure, which matters more
             self.delete([name])
-
-    def _read_fully(self, descriptor: int, name: str, offset: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            with refusals("read", self._files.path(name)):
-                count = os.preadv(descriptor, [out[done : done + _READ_PIECE_BYTES]], offset + done)
-            if not count:
-                raise FormatError(
-                    f"{self._files.path(name)}: the file ends at byte {offset + done:,}, but bytes "
-                    f"[{offset:,}:{offset + len(out):,}) are needed. It was cut short, perhaps by an "
-                    "incomplete copy: restore it, or use another checkpoint.",
-                    path=self._files.path(name),
-                )
-            done += count
 
     def _note_change(self, directory: str) -> None:
         with self._lock:

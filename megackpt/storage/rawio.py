@@ -1,7 +1,7 @@
 """Single requests to the system on one open file, with what the standard library leaves out.
 
-Owns complete writes, switching direct I/O and reserving space. When to ask for which is up to `sinks` and
-`writer`.
+Owns complete writes, reads, switching direct I/O and reserving space. When to ask for which is up to `sinks`,
+`writer` and `reader`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,19 @@ def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
             continue
         data = data[count:]
         offset += count
+
+
+def read_some(descriptor: int, data: memoryview, offset: int) -> int:
+    """Read what the system gives at once; 0 at the end of the file.
+
+    Where the file system turns out to refuse direct I/O of this kind, go on through the page cache.
+    """
+    while True:
+        try:
+            return os.preadv(descriptor, [data], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not disable_direct(descriptor):
+                raise
 
 
 def enable_direct(descriptor: int) -> bool:

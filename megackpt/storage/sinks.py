@@ -1,6 +1,6 @@
 """Two ways to put a stream of bytes into an open file: around the page cache, or through it.
 
-Owns the staging buffers, the background threads and the flushing that make each of them fast. Which one a
+Owns the background threads and the flushing that make each of them fast. Which one a
 file gets, and what a failure does to the file, is up to `writer`.
 
 * Direct: the caller's thread copies into page-aligned buffers, a few threads write full buffers with
@@ -12,20 +12,16 @@ file gets, and what a failure does to the file, is up to `writer`.
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from megackpt.storage.buffers import BUFFER_BYTES, BufferPool, Octets
 from megackpt.storage.rawio import ALIGNMENT, write_fully
-
-Octets = npt.NDArray[np.uint8]  # [n], a view of bytes
 
 # Measured on ext4, 1 GiB into fresh pages: 0.35 GB/s without flushing, 0.37 when only asking for early
 # write-back, 2.1 when flushing and dropping every 32 MiB; O_DIRECT 2.3.
@@ -33,11 +29,11 @@ _FLUSH_EVERY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterOptions:
-    """How streams are written.
+class FileOptions:
+    """How local files are written and read.
 
     Attributes:
-        direct: use O_DIRECT where the file system allows it.
+        direct: use O_DIRECT where the file system allows it, to write, and to read what is not cached.
         direct_from_bytes: smaller files go through the page cache, where a single copy is quicker.
         buffer_bytes: size of one staging buffer, a multiple of 4096.
         buffers: staging buffers of one writer; together they hold at most 16 MiB.
@@ -46,7 +42,7 @@ class WriterOptions:
 
     direct: bool = True
     direct_from_bytes: int = 1 << 20
-    buffer_bytes: int = 4 << 20
+    buffer_bytes: int = BUFFER_BYTES
     buffers: int = 4
     threads: int = 2
 
@@ -64,37 +60,6 @@ class WriterOptions:
                 f"{self.buffers} buffers of {self.buffer_bytes} bytes exceed the 16 MiB that a writer may "
                 "hold. More does not write faster: use fewer or smaller ones."
             )
-
-
-class BufferPool:
-    """Page-aligned buffers that are used again: touching fresh pages costs more than the copy into them.
-
-    Keeps at most `limit` unused ones. Safe for many threads.
-    """
-
-    def __init__(self, buffer_bytes: int, *, limit: int) -> None:
-        self._buffer_bytes = buffer_bytes
-        self._limit = limit
-        self._idle: list[Octets] = []
-        self._lock = threading.Lock()
-
-    def take(self) -> Octets:
-        """Return a buffer, `[buffer_bytes]`, with arbitrary content."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return np.frombuffer(mmap.mmap(-1, self._buffer_bytes), np.uint8)
-
-    def give(self, buffer: Octets) -> None:
-        """Take a buffer back."""
-        with self._lock:
-            if len(self._idle) < self._limit:
-                self._idle.append(buffer)
-
-    def clear(self) -> None:
-        """Return unused buffers to the system."""
-        with self._lock:
-            self._idle.clear()
 
 
 class Sink(Protocol):
@@ -146,7 +111,7 @@ class BufferedSink:
 class DirectSink:
     """Around the page cache, through a bounded pipeline of staging buffers; the descriptor has O_DIRECT."""
 
-    def __init__(self, descriptor: int, *, options: WriterOptions, pool: BufferPool) -> None:
+    def __init__(self, descriptor: int, *, options: FileOptions, pool: BufferPool) -> None:
         self._descriptor = descriptor
         self._options = options
         self._pool = pool

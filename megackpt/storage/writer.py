@@ -14,9 +14,10 @@ from types import TracebackType
 import numpy as np
 
 from megackpt.errors import StorageError
+from megackpt.storage.buffers import BufferPool
 from megackpt.storage.rawio import enable_direct, reserve
 from megackpt.storage.refusal import refusals
-from megackpt.storage.sinks import BufferedSink, BufferPool, DirectSink, Sink, WriterOptions
+from megackpt.storage.sinks import BufferedSink, DirectSink, FileOptions, Sink
 
 
 class FileWriter:
@@ -33,7 +34,7 @@ class FileWriter:
         *,
         path: str,
         remove: Callable[[], None],
-        options: WriterOptions,
+        options: FileOptions,
         pool: BufferPool,
     ) -> None:
         self._descriptor = descriptor

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
+import numpy.typing as npt
 
 from megackpt.errors import CheckpointError, MismatchError, MissingKeyError, truncated_list
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
@@ -212,43 +213,53 @@ def report_arrays(
         np.int64
     )
     held = table.flat_stop - table.flat_start
-    pieces = np.bincount(copies.slot, minlength=slots)
+    itemsize = np.where(held > 0, table.nbytes // np.maximum(held, 1), 0)
+    padded = np.where(held > 0, held - filled[requested.slot], 0) * itemsize
+    moved = (held > 0) & ~_one_whole_chunk(requested, chunks, copies, slots)
+    arrays = len(table.arrays)
+    nbytes = np.zeros(arrays, np.int64)
+    np.add.at(nbytes, table.array, np.where(held > 0, table.nbytes, 0))
+    padded_nbytes = np.zeros(arrays, np.int64)
+    np.add.at(padded_nbytes, table.array, padded)
+    resharded = np.zeros(arrays, np.bool_)
+    np.logical_or.at(resharded, table.array, moved)
+    said = zip(table.arrays, nbytes.tolist(), padded_nbytes.tolist(), resharded.tolist(), strict=True)
+    return tuple(
+        ArrayReport(
+            key=asked.key,
+            stored_dtype=stored[asked.key].dtype,
+            dtype=asked.dtype,
+            stored_shape=stored[asked.key].global_shape,
+            global_shape=asked.global_shape,
+            nbytes=size,
+            padded_nbytes=padding,
+            resharded=is_resharded,
+        )
+        for asked, size, padding, is_resharded in said
+        if asked.dtype != OBJECT
+    )
+
+
+def _one_whole_chunk(
+    requested: DeclaredChunks, chunks: ChunkTable, copies: Copies, slots: int
+) -> npt.NDArray[np.bool_]:
+    """Tell of each row requested whether it is answered by one stored chunk, and is all of that, `[n]`."""
+    table = requested.table
+    pieces = np.bincount(copies.slot, minlength=slots)[requested.slot]
     source = np.full(slots, -1, np.int64)
     source[copies.slot] = copies.stored
-    reports = []
-    for number, asked in enumerate(table.arrays):
-        if asked.dtype == OBJECT:
-            continue
-        rows = np.flatnonzero((table.array == number) & (held > 0))
-        itemsize = int(table.nbytes[rows[0]] // held[rows[0]]) if len(rows) else 0
-        mine = requested.slot[rows]
-        found = stored[asked.key]
-        reports.append(
-            ArrayReport(
-                key=asked.key,
-                stored_dtype=found.dtype,
-                dtype=asked.dtype,
-                stored_shape=found.global_shape,
-                global_shape=asked.global_shape,
-                nbytes=int(table.nbytes[rows].sum()),
-                padded_nbytes=int((held[rows] - filled[mine]).sum()) * itemsize,
-                resharded=any(
-                    pieces[s] != 1 or not _same_chunk(table, int(r), chunks, int(source[s]))
-                    for r, s in zip(rows, mine, strict=True)
-                ),
-            )
-        )
-    return tuple(reports)
-
-
-def _same_chunk(table: ChunkTable, row: int, chunks: ChunkTable, other: int) -> bool:
-    dims = len(table.arrays[int(table.array[row])].global_shape)
-    return bool(
-        (table.start[row, :dims] == chunks.start[other, :dims]).all()
-        and (table.shape[row, :dims] == chunks.shape[other, :dims]).all()
-        and table.flat_start[row] == chunks.flat_start[other]
-        and table.flat_stop[row] == chunks.flat_stop[other]
+    other = source[requested.slot]
+    if not len(chunks):
+        return np.zeros(len(table), np.bool_)
+    dims = min(table.dims, chunks.dims)  # rows are padded to the widest array, which may not be the same
+    same: npt.NDArray[np.bool_] = (
+        (pieces == 1)
+        & (table.start[:, :dims] == chunks.start[other, :dims]).all(axis=1)
+        & (table.shape[:, :dims] == chunks.shape[other, :dims]).all(axis=1)
+        & (table.flat_start == chunks.flat_start[other])
+        & (table.flat_stop == chunks.flat_stop[other])
     )
+    return same
 
 
 def _differences(asked: ArraySpec, found: ArraySpec) -> list[str]:

@@ -18,34 +18,34 @@ from pathlib import Path
 import pytest
 
 from megackpt.errors import FormatError, StorageError
-from megackpt.storage import LocalStore, MemoryStore, Store, WriterOptions, open_store, rawio, sinks
+from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, buffers, open_store, rawio, sinks
 from megackpt.testing.faulty_store import READS, FaultyStore, Operation, access_denied, io_error
 from megackpt.testing.store_suite import StoreConformance, read_range, some_bytes, write_stream
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
-SMALL = WriterOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)
-BUFFERED = WriterOptions(direct=False)
+SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)
+BUFFERED = FileOptions(direct=False)
 MEGABYTES = 3 * (1 << 20) + 12_345
 
 
 class TestLocalStoreDirect(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        return LocalStore(tmp_path / "ckpt", writing=SMALL, open_files=3)
+        return LocalStore(tmp_path / "ckpt", files=SMALL, open_files=3)
 
 
 class TestLocalStoreBuffered(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
         monkeypatch.setattr(sinks, "_FLUSH_EVERY_BYTES", 1 << 20)
-        return LocalStore(tmp_path / "ckpt", writing=BUFFERED)
+        return LocalStore(tmp_path / "ckpt", files=BUFFERED)
 
 
 class TestLocalStoreInSharedMemory(StoreConformance):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megackpt-test-") as root:
-            yield LocalStore(root, writing=SMALL)
+            yield LocalStore(root, files=SMALL)
 
 
 class TestMemoryStore(StoreConformance):
@@ -62,7 +62,7 @@ class TestFaultyStoreWithoutFaults(StoreConformance):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
-    local = LocalStore(tmp_path / "ckpt", writing=SMALL)
+    local = LocalStore(tmp_path / "ckpt", files=SMALL)
     local.create()
     yield local
     local.close()
@@ -372,9 +372,9 @@ def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("options", [SMALL, BUFFERED])
 def test_an_error_while_writing_fails_the_stream_and_removes_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: WriterOptions
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: FileOptions
 ) -> None:
-    store = LocalStore(tmp_path, writing=options)
+    store = LocalStore(tmp_path, files=options)
     monkeypatch.setattr(os, "pwrite", _raiser(errno.EIO))
     with pytest.raises(StorageError, match=r"/a: cannot write: .*EIO.*device reports a fault") as caught:
         write_stream(store, "a", bytes(MEGABYTES), piece_bytes=100_000)
@@ -398,8 +398,10 @@ def test_a_writer_holds_no_more_buffers_than_it_may(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    real = sinks.mmap.mmap
-    monkeypatch.setattr(sinks.mmap, "mmap", lambda fd, nbytes: made.append(nbytes) or real(fd, nbytes))
+    real = buffers.mmap.mmap
+    monkeypatch.setattr(
+        buffers.mmap, "mmap", lambda fd, nbytes, **kind: made.append(nbytes) or real(fd, nbytes, **kind)
+    )
     for name in ("a", "b"):
         write_stream(store, name, bytes(MEGABYTES), piece_bytes=MEGABYTES)
     assert made == [SMALL.buffer_bytes] * SMALL.buffers
@@ -418,7 +420,7 @@ def test_a_buffered_stream_is_flushed_and_dropped_from_the_cache_as_it_goes(
         real(descriptor, offset, nbytes, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", fadvise)
-    write_stream(LocalStore(tmp_path, writing=BUFFERED), "a", bytes(MEGABYTES), piece_bytes=3 << 19)
+    write_stream(LocalStore(tmp_path, files=BUFFERED), "a", bytes(MEGABYTES), piece_bytes=3 << 19)
     assert [offset for offset, _ in dropped] == [0, *itertools.accumulate(n for _, n in dropped)][:-1]
     assert sum(nbytes for _, nbytes in dropped) > MEGABYTES - (1 << 20)
 
@@ -433,7 +435,7 @@ def test_a_buffered_stream_is_flushed_and_dropped_from_the_cache_as_it_goes(
 )
 def test_impossible_options_are_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        WriterOptions(**fields)
+        FileOptions(**fields)
 
 
 def _record_pwrite(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
@@ -592,7 +594,7 @@ def test_faulty_store_records_what_is_done() -> None:
 
 @pytest.mark.parametrize("index", range(11))
 def test_faulty_store_fails_at_each_operation_in_turn(tmp_path: Path, index: int) -> None:
-    store = FaultyStore(LocalStore(tmp_path, writing=SMALL), fail_at=index, error=io_error)
+    store = FaultyStore(LocalStore(tmp_path, files=SMALL), fail_at=index, error=io_error)
     with pytest.raises(StorageError, match="EIO") as caught:
         _save(store)
     assert caught.value.errno == errno.EIO

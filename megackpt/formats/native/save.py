@@ -32,6 +32,8 @@ from megackpt.metadata import (
 from megackpt.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import BlockDigester, Store
 
+_STEP_BYTES = 1 << 20
+
 
 class NativeSaveStrategy:
     """Saves format `megackpt` version 1. Source: docs/format.md."""
@@ -72,8 +74,10 @@ class NativeSaveStrategy:
             for row in range(len(chunks)):
                 digester = BlockDigester(DIGEST_BLOCK_BYTES)
                 for piece in pieces(int(rows[row])):
-                    digester.update(piece)
-                    writer.write(piece)
+                    for at in range(0, len(piece), _STEP_BYTES):
+                        step = piece[at : at + _STEP_BYTES]
+                        digester.update(step)
+                        writer.write(step)  # from the processor's cache, where the digest has brought it
                 digests.append(digester.result())
         store.sync()
         return _receipt(len(header), digests)

@@ -1,0 +1,48 @@
+"""Ranges of files in memory that belongs to the store.
+
+Owns how a caller that only looks at bytes, or copies them on, gets them without a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL
+from megackpt.storage.rawio import ALIGNMENT
+from megackpt.storage.store import Store
+
+LENT_BYTES = BUFFER_BYTES - 2 * ALIGNMENT
+"""The longest range that can be lent: one buffer, less what alignment may cost at both ends."""
+
+
+@runtime_checkable
+class Lends(Protocol):
+    """What a `Store` also has if it reads into buffers of its own."""
+
+    def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        """Yield a range of a file, at most LENT_BYTES, valid until the end of the block.
+
+        Raises:
+            FormatError: the file ends before.
+        """
+
+
+@contextlib.contextmanager
+def lend(store: Store, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
+    """Yield a range of a file, at most LENT_BYTES, valid until the end of the block. Any store will do.
+
+    Raises:
+        FormatError: the file ends before.
+        StorageError: the store refused.
+    """
+    if isinstance(store, Lends):
+        with store.lend(name, offset_bytes, nbytes) as data:
+            yield data
+        return
+    with COMMON_POOL.lend() as buffer:
+        data = buffer.data[:nbytes]
+        store.read_into(name, offset_bytes, data)
+        yield data

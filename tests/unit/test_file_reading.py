@@ -1,0 +1,205 @@
+"""Ranges of local files: around the page cache and through it, into the caller's memory or lent."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megackpt.errors import FormatError
+from megackpt.planning import BlockCopy, Read, group_reads
+from megackpt.storage import (
+    LENT_BYTES,
+    FileOptions,
+    LocalStore,
+    MemoryStore,
+    buffers,
+    lend,
+    rawio,
+    reader,
+    residency,
+)
+from megackpt.storage.buffers import COMMON_POOL, Octets
+from megackpt.storage.residency import is_cached
+
+NBYTES = 9 * 1024 * 1024 + 123  # several buffers, and an end that is not aligned
+RANGES = [(0, NBYTES), (0, 4096), (1, NBYTES - 1), (4095, 4097 + (1 << 20)), (NBYTES - 70_001, 70_001)]
+
+
+@pytest.fixture
+def content() -> bytes:
+    return np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path, content: bytes) -> LocalStore:
+    """A store on a disk with one file, not in the page cache if the file system has one."""
+    store = LocalStore(tmp_path)
+    (tmp_path / "a").write_bytes(content)
+    descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    return store
+
+
+@pytest.fixture(params=["cached", "around"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(reader, "is_cached", lambda *_: request.param == "cached")
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_a_range_is_the_same_either_way(
+    store: LocalStore, content: bytes, way: str, offset: int, nbytes: int
+) -> None:
+    out = bytearray(nbytes)
+    store.read_into("a", offset, memoryview(out))
+    assert out == content[offset : offset + nbytes]
+    nbytes = min(nbytes, LENT_BYTES)
+    with store.lend("a", offset, nbytes) as data:
+        assert data == content[offset : offset + nbytes]
+
+
+def test_what_is_not_cached_is_read_around_the_cache_and_leaves_it_alone(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around: list[bool] = []
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        around.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & rawio._O_DIRECT))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+    if is_cached(descriptor, 0, NBYTES):
+        pytest.skip("this file system keeps files in memory")
+    store.read_into("a", 0, memoryview(bytearray(NBYTES)))
+    assert set(around) == {True}
+    assert not is_cached(descriptor, 0, NBYTES)
+    around.clear()
+    os.pread(descriptor, NBYTES, 0)
+    store.read_into("a", 0, memoryview(bytearray(NBYTES)))
+    assert set(around) == {False}
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("has_cachestat", [True, False])
+def test_both_ways_to_ask_what_is_cached_agree(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cachestat: bool
+) -> None:
+    monkeypatch.setattr(residency, "_has_cachestat", has_cachestat)
+    descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    before = is_cached(descriptor, 0, NBYTES)
+    os.pread(descriptor, 4 << 20, 0)
+    assert is_cached(descriptor, 0, 4 << 20)
+    assert is_cached(descriptor, 5 << 20, 4 << 20) == before
+    assert is_cached(descriptor, NBYTES + (1 << 20), 4096) in (True, False)  # nothing is there, no matter
+    os.close(descriptor)
+
+
+def test_a_file_system_that_refuses_direct_reads_is_read_through_its_cache(
+    store: LocalStore, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "is_cached", lambda *_: False)
+    real = os.preadv
+
+    def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & rawio._O_DIRECT:
+            raise OSError(errno.EINVAL, "direct I/O is refused")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    out = bytearray(NBYTES - 5)
+    store.read_into("a", 5, memoryview(out))
+    assert out == content[5:]
+
+
+def test_short_answers_of_the_system_are_completed(
+    store: LocalStore, content: bytes, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][: 4096 * 7 + 4096]], offset)
+    )
+    out = bytearray(1 << 20)
+    store.read_into("a", 777, memoryview(out))
+    assert out == content[777 : 777 + (1 << 20)]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES + 1), (NBYTES - 100_000, 100_001), (1 << 40, 99)])
+def test_a_file_that_ends_early_is_an_error_either_way(
+    store: LocalStore, way: str, offset: int, nbytes: int
+) -> None:
+    with pytest.raises(FormatError, match=r"the file ends at byte .* are needed"):
+        store.read_into("a", offset, memoryview(bytearray(nbytes)))
+    if nbytes < LENT_BYTES:
+        with pytest.raises(FormatError, match="the file ends at byte"), store.lend("a", offset, nbytes):
+            pass
+
+
+def test_any_store_lends() -> None:
+    store = MemoryStore()
+    store.create()
+    store.write("a", b"0123456789")
+    with lend(store, "a", 3, 4) as data:
+        assert bytes(data) == b"3456"
+
+
+def test_direct_reading_can_be_switched_off(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "is_cached", lambda *_: pytest.fail("nobody has to know"))
+    store = LocalStore(tmp_path, files=FileOptions(direct=False))
+    store.create()
+    store.write("a", content)
+    out = bytearray(NBYTES)
+    store.read_into("a", 0, memoryview(out))
+    assert out == content
+
+
+def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    COMMON_POOL.clear()
+    made: list[int] = []
+    real = buffers._fresh
+
+    def fresh(nbytes: int) -> Octets:
+        made.append(nbytes)
+        return real(nbytes)
+
+    monkeypatch.setattr(buffers, "_fresh", fresh)
+    for name in "ab":
+        store = LocalStore(tmp_path / name)
+        store.create()
+        with store.open_writer("f", 64 << 20) as writer:
+            writer.write(memoryview(bytes(64 << 20)))
+        store.close()
+        assert len(made) <= FileOptions().buffers
+        with store.lend("f", 0, LENT_BYTES):
+            assert len(made) <= FileOptions().buffers
+
+
+def _read(stored: int, start: int, stop: int) -> Read:
+    return Read(stored, start, stop, (BlockCopy(0, (), 0, (), 0, ()),))
+
+
+def test_reads_near_to_each_other_in_one_file_are_grouped() -> None:
+    file = np.array([0, 0, 0, 1])
+    offset = np.array([4096, 5000, 300_000, 310_000])
+    reads = [_read(0, 0, 904), _read(1, 0, 100), _read(1, 100, 200), _read(2, 0, 9), _read(3, 0, 9)]
+    groups = group_reads(reads, file, offset, most=1 << 20)
+    assert groups == [reads[:3], reads[3:4], reads[4:]]  # 300,000 is far, then another file begins
+
+
+def test_a_group_spans_no_more_than_it_may() -> None:
+    reads = [_read(0, start, start + 1000) for start in range(0, 10_000, 1000)]
+    groups = group_reads(reads, np.zeros(1, np.int64), np.array([50]), most=4000)
+    assert [len(group) for group in groups] == [4, 4, 2]
+    back = [_read(0, 5000, 6000), _read(0, 0, 1000)]  # never begins before its first read
+    assert group_reads(back, np.zeros(1, np.int64), np.array([50]), most=1 << 20) == [back[:1], back[1:]]
