@@ -7,7 +7,6 @@ Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import resource
 import sys
@@ -49,7 +48,6 @@ def peak_above(work: Callable[[], object]) -> int:
     What freed memory the allocator had kept is given back first, so that using it again counts. Where the
     system cannot forget an earlier peak, that of the whole process is taken: an upper bound.
     """
-    gc.collect()
     _trim()
     with suppress(OSError):
         (_PROC / "clear_refs").write_text("5")

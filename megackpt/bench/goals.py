@@ -30,6 +30,7 @@ class Goal:
         bound: how much is asked for.
         is_least: whether more is better.
         measured: what the run has found; None where it did not measure it.
+        doubt: how far that may be off, where it is a small difference of large times.
     """
 
     what: str
@@ -37,11 +38,12 @@ class Goal:
     bound: float
     is_least: bool
     measured: float | None
+    doubt: float = 0.0
 
     @property
     def is_met(self) -> bool | None:
-        """Whether it is met; None if it was not measured."""
-        if self.measured is None:
+        """Whether it is met; None if it was not measured, or is closer to the bound than can be told."""
+        if self.measured is None or abs(self.measured - self.bound) < self.doubt:
             return None
         return self.measured >= self.bound if self.is_least else self.measured <= self.bound
 
@@ -53,7 +55,16 @@ class Goal:
     @property
     def said(self) -> str:
         """What was measured in words."""
-        return "" if self.measured is None else self._in_words(self.measured)
+        if self.measured is None:
+            return ""
+        return self._in_words(self.measured) + (f" +- {self.doubt:.2g}" if self.doubt else "")
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is met, in words."""
+        if self.measured is None:
+            return "not measured"
+        return {True: "met", False: "NOT MET", None: "too close to tell"}[self.is_met]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -61,6 +72,7 @@ class Goal:
             "what": self.what,
             "asked": self.asked,
             "measured": self.measured,
+            "doubt": self.doubt,
             "of": self.of,
             "met": self.is_met,
         }
@@ -133,4 +145,12 @@ def _figure(
     bound = at_most if at_most is not None else at_least
     assert bound is not None
     measured = figure.value if figure is not None else None
-    return Goal(what=name, of=unit, bound=bound, is_least=at_least is not None, measured=measured)
+    doubt = report.figure(name + names.DOUBT, OURS)
+    return Goal(
+        what=name,
+        of=unit,
+        bound=bound,
+        is_least=at_least is not None,
+        measured=measured,
+        doubt=doubt.value if doubt is not None else 0.0,
+    )

@@ -35,6 +35,7 @@ from megackpt.bench.state import (
 from megackpt.bench.stopwatch import Results, all_true, timed, total
 
 T = TypeVar("T")
+_FORMAT_ROUNDS = 2
 _RAW = "raw"  # name of the directory of plain files
 
 
@@ -68,14 +69,24 @@ class Measuring:
         """Return this rank's part of the state at a layout."""
         return make_state(self.model, layout, self.rank, self.dtype, filled=filled)
 
-    def turns(self, contenders: Sequence[T], *, rounds: int | None = None) -> Iterator[T]:
-        """Give each contender its turns; the first of each does not count."""
-        for turn in range((rounds or self.settings.repeats) + 1):
+    def turns(
+        self, contenders: Sequence[T], *, rounds: int | None = None, peer_rounds: int | None = None
+    ) -> Iterator[T]:
+        """Give each contender its turns; the first of each does not count.
+
+        By default there are as many rounds as the settings say. Our other formats take part in two of them at
+        most, peers in peer_rounds where that is given: they are slow, and the first are as good as the last.
+        """
+        rounds = rounds or self.settings.repeats
+        most = {id(one): _FORMAT_ROUNDS for one in self.formats}
+        most |= {id(one): peer_rounds or rounds for one in self.peers}
+        for turn in range(rounds + 1):
             self.results.counts = turn > 0
             if self.rank == 0 and sys.stderr.isatty():
-                sys.stderr.write(f"\rround {turn} of {rounds or self.settings.repeats} \r")
-            first = turn % max(1, len(contenders))
-            yield from [*contenders[first:], *contenders[:first]]
+                sys.stderr.write(f"\rround {turn} of {rounds} \r")
+            able = [one for one in contenders if turn <= most.get(id(one), rounds)]
+            first = turn % max(1, len(able))
+            yield from [*able[first:], *able[:first]]
 
     def raw_files(self) -> RawFiles:
         """Return files of the size of the state, and memory for them."""

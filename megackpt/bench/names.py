@@ -19,6 +19,7 @@ UNCHECKED = f"{OURS}, no digests"
 
 MEMORY = "memory beyond the state"  # and what was done; of the rank that took most
 DIGESTS = "cost of digests"
+DOUBT = ", give or take"  # ends the name of a figure's own error
 HASH = "digests alone, share of"
 SCALING = "throughput of {ranks} ranks to that of 1"
 PLAN_FIRST = "planning of a first save"

@@ -21,6 +21,9 @@ WRITE_THREADS = WriterOptions().threads
 READ_THREADS = LoadOptions().threads
 """Threads of one rank. Ours are the defaults; raw I/O has as many."""
 
+PEER_ROUNDS = 3
+"""Rounds that peers take part in at most, in cases that would take too long otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
@@ -31,7 +34,7 @@ class BenchSettings:
         ranks: how many ranks; 1 or even. With 1 nothing is resharded.
         size: bytes of the whole state, about.
         dtype: dtype of parameters; their masters and moments are float32.
-        repeats: measured runs, after one that does not count.
+        repeats: measured runs, after one that does not count; fewer where a case says so.
         peers: with whom to compare, names of PEERS.
         formats: which of our formats take part, the native one always; None for all that can be saved.
         cases: what to measure, names of CASES.

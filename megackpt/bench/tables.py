@@ -17,52 +17,45 @@ def table_of_times(report: Report) -> Table:
     title = (
         f"{decimal(report.state['nbytes'])} on {report.command['ranks']} ranks, {report.machine['directory']}"
     )
-    table = Table(title=title)
-    table.add_column("case", no_wrap=True)
-    table.add_column("who", no_wrap=True)
     takes = (f"{peer} takes" for peer in report.peers)
-    for heading in ("median", "rate", "of raw", *takes, "read", "equal"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before: Row | None = None
-    for row in report.rows:
-        is_new = before is None or row.case != before.case
-        if before is not None and is_new:
-            table.add_section()
-        table.add_row(row.case if is_new else "", row.who, *_cells(report, row))
-        before = row
+    table = _table(title, ("case", "who"), ("median", "rate", "of raw", *takes, "read", "equal"))
+    _fill(table, [(row.case, row.who, *_cells(report, row)) for row in report.rows], has_sections=True)
     return table
 
 
 def table_of_figures(figures: Sequence[Figure]) -> Table:
     """Return what was measured besides times."""
-    table = Table(title="besides times")
-    table.add_column("what")
-    table.add_column("who", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    before = ""
-    for figure in figures:
-        table.add_row(
-            figure.name if figure.name != before else "",
-            figure.who,
-            f"{figure.value:.4g} {figure.unit}".rstrip(),
-        )
-        before = figure.name
+    table = _table("besides times", ("what", "who"), ("measured",))
+    said = (f"{figure.value:.4g} {figure.unit}".rstrip() for figure in figures)
+    _fill(table, [(f.name, f.who, text) for f, text in zip(figures, said, strict=True)])
     return table
 
 
 def table_of_goals(goals: Sequence[Goal]) -> Table:
     """Return what is asked of megackpt, and what this run has found."""
-    table = Table(title="goals")
-    table.add_column("what")
-    table.add_column("asked", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    before = ""
-    for goal in goals:
-        verdict = {True: "met", False: "NOT MET", None: "not measured"}[goal.is_met]
-        table.add_row(goal.what if goal.what != before else "", goal.asked, goal.said, verdict)
-        before = goal.what
+    table = _table("goals", ("what", "asked"), ("measured", ""))
+    _fill(table, [(goal.what, goal.asked, goal.said, goal.verdict) for goal in goals])
     return table
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """Return an empty table with columns that are set to the left and to the right."""
+    table = Table(title=title)
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _fill(table: Table, rows: Sequence[tuple[str, ...]], *, has_sections: bool = False) -> None:
+    """Add rows; a first cell that repeats the one above stays empty."""
+    before: str | None = None
+    for first, *others in rows:
+        if has_sections and before not in (None, first):
+            table.add_section()
+        table.add_row("" if first == before else first, *others)
+        before = first
 
 
 def _cells(report: Report, row: Row) -> Iterator[str]:

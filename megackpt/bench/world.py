@@ -77,7 +77,8 @@ def _joined(report: Report, scaling: Report) -> Report:
         report,
         rows=report.rows + scaling.rows,
         figures=report.figures + scaling.figures,
-        machine=report.machine | {
+        machine=report.machine
+        | {
             "scaling_ranks": scaling.machine["scaling_ranks"],
             "spent_s": report.machine["spent_s"] | scaling.machine["spent_s"],
         },

@@ -88,13 +88,19 @@ def test_every_row_was_measured_and_verified_or_says_why_not(results: dict[str, 
             assert row["who"] in names.RAW or row["case"] in COLD or name in unable, name
             assert row["seconds"] == []
         else:
-            assert len(row["seconds"]) == (3 if row["case"] in SMALL else 1), name
+            assert len(row["seconds"]) == _runs(row), name
             assert row["median_s"] > 0, name
             is_compared = row["who"] not in names.RAW and row["case"] not in (
                 "digests: save",
                 "digests: load, cold",
             )
             assert row["verified"] is (True if is_compared else None), name
+
+
+def _runs(row: dict[str, Any]) -> int:
+    if row["case"] in SMALL:
+        return 3 if row["who"] == "megackpt" else 2
+    return 2 if row["case"].startswith("digests: ") else 1
 
 
 @pytest.mark.multiprocess
@@ -111,7 +117,7 @@ def test_resharded_loads_count_what_they_read_and_have_a_limit_of_their_own(resu
 @pytest.mark.multiprocess
 def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(results: dict[str, Any]) -> None:
     goals = results["report"]["goals"]
-    unmeasured = {goal["what"] for goal in goals if goal["met"] is None}
+    unmeasured = {goal["what"] for goal in goals if goal["measured"] is None}
     against_others = {goal["what"] for goal in goals if "mcore" in goal["of"]}
     raw_refused = {r["case"] for r in results["report"]["rows"] if r["refused"] and r["who"] in names.RAW}
     assert unmeasured <= against_others | raw_refused
@@ -292,6 +298,18 @@ def test_what_the_system_says_is_read_is_what_the_store_was_asked_for(tmp_path: 
     assert after is not None
     assert store.asked >= half.nbytes
     assert store.asked <= after - before < 1.02 * store.asked
+
+
+def test_a_goal_that_is_closer_to_its_bound_than_can_be_told_is_neither_met_nor_not() -> None:
+    of_save = f"{names.DIGESTS}, save"
+    figures = (
+        Figure(name=of_save, who="megackpt", value=6.0, unit="%"),
+        Figure(name=of_save + names.DOUBT, who="megackpt", value=2.0, unit="%"),
+    )
+    (goal,) = [goal for goal in goals_of(_report((), figures)) if goal.what == of_save]
+    assert (goal.is_met, goal.said, goal.verdict) == (None, "6 % +- 2", "too close to tell")
+    assert replace(goal, doubt=0.5).verdict == "NOT MET"
+    assert replace(goal, measured=None).verdict == "not measured"
 
 
 def test_what_another_world_has_measured_is_added_to_a_report() -> None:

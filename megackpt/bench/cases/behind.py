@@ -8,6 +8,7 @@ from pathlib import Path
 from megackpt.bench.contender import Contender
 from megackpt.bench.measure import Measuring
 from megackpt.bench.names import BEHIND, STALL
+from megackpt.bench.settings import PEER_ROUNDS
 from megackpt.bench.state import GridLayout, RankState, fingerprints, first_difference, invert, spoil
 from megackpt.bench.stopwatch import timed
 
@@ -17,7 +18,8 @@ def measure_behind(measuring: Measuring) -> None:
     layout = GridLayout(tp=measuring.ranks)
     source, target = measuring.state(layout), measuring.state(layout, filled=False)
     expected = fingerprints(source)
-    for one in measuring.turns([one for one in measuring.leaders if one.can_save_behind]):
+    able = [one for one in measuring.leaders if one.can_save_behind]
+    for one in measuring.turns(able, peer_rounds=PEER_ROUNDS):
         _save_behind(measuring, one, source, target, expected)
         if one is not measuring.native:  # whose Checkpointer removes old steps itself
             measuring.fresh(one.name)

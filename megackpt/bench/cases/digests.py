@@ -8,18 +8,20 @@ threads of a rank, is measured too: it is what digests would cost if nothing wen
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import xxhash
 
 import megackpt.storage.digest as digest
 from megackpt import api
 from megackpt.bench.measure import Measuring
-from megackpt.bench.names import DIGESTS, HASH, LOAD_COLD, LOAD_WARM, OURS, SAVE, UNCHECKED
+from megackpt.bench.names import DIGESTS, DOUBT, HASH, LOAD_COLD, LOAD_WARM, OURS, SAVE, UNCHECKED
 from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, RankState, as_bytes, fingerprints, first_difference, spoil
 from megackpt.bench.stopwatch import all_true, timed
@@ -27,6 +29,7 @@ from megackpt.options import LoadOptions
 from megackpt.storage import block_digests
 
 _BLOCK_BYTES = 4 << 20
+_MORE = 2  # times the repeats: a difference is small beside what runs vary
 
 
 def measure_digests(measuring: Measuring) -> None:
@@ -36,7 +39,7 @@ def measure_digests(measuring: Measuring) -> None:
     expected = fingerprints(state)
     measuring.save(measuring.native, state)  # what is loaded, each time
     hashing: list[float] = []
-    for who in measuring.turns([OURS, UNCHECKED]):
+    for who in measuring.turns([OURS, UNCHECKED], rounds=_MORE * measuring.settings.repeats):
         _save(measuring, state, who)
         spent = timed(partial(_hash, state))
         if measuring.results.counts:
@@ -86,8 +89,12 @@ def _note_cost(measuring: Measuring, case: str, hashing_s: float) -> None:
     checked, unchecked = results.seconds(_name(case), OURS), results.seconds(_name(case), UNCHECKED)
     if not checked or len(checked) != len(unchecked):
         return
-    added = statistics.median(a - b for a, b in zip(checked, unchecked, strict=True))
-    results.note(f"{DIGESTS}, {case}", OURS, 100 * added / statistics.median(unchecked), "%")
+    added = np.subtract(checked, unchecked) / statistics.median(unchecked)
+    low, high = np.quantile(added, [0.25, 0.75])
+    results.note(f"{DIGESTS}, {case}", OURS, 100 * float(np.median(added)), "%")
+    # The error of a median of n values, from the middle half of them. Source: McGill et al. 1978, notches.
+    doubt = 1.57 * float(high - low) / math.sqrt(len(added))
+    results.note(f"{DIGESTS}, {case}{DOUBT}", OURS, 100 * doubt, "%")
     results.note(f"{HASH} {case}", OURS, 100 * hashing_s / statistics.median(checked), "%")
 
 

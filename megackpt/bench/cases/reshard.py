@@ -14,6 +14,7 @@ from megackpt.bench.contender import Contender
 from megackpt.bench.measure import Measuring
 from megackpt.bench.names import COLD
 from megackpt.bench.raw import RawFiles
+from megackpt.bench.settings import PEER_ROUNDS
 from megackpt.bench.state import GridLayout, RankState, fingerprints
 
 
@@ -92,7 +93,7 @@ def _save(measuring: Measuring, group: Sequence[Change]) -> list[Contender]:
 def _load(measuring: Measuring, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
     state = measuring.state(change.loaded_at)
     target = _Target(state, fingerprints(state))
-    for one in measuring.turns([None, *able]):
+    for one in measuring.turns([None, *able], peer_rounds=PEER_ROUNDS):
         if one is None:
             _read_raw(measuring, change, raw, target.state.nbytes)
             continue

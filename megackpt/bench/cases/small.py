@@ -8,7 +8,7 @@ from megackpt.bench.measure import Measuring
 from megackpt.bench.names import SMALL_LOAD, SMALL_SAVE
 from megackpt.bench.state import GridLayout, fingerprints, make_small_model, make_state, state_nbytes
 
-_ROUNDS = 3  # times the repeats: these runs are short, and vary
+_MORE = 3  # times the repeats: these runs are short, and vary
 
 
 def measure_small(measuring: Measuring) -> None:
@@ -19,7 +19,8 @@ def measure_small(measuring: Measuring) -> None:
     target = make_state(model, layout, measuring.rank, torch.float32, filled=False)
     expected = fingerprints(source)
     nbytes = state_nbytes(model, torch.float32)
-    for one in measuring.turns(measuring.leaders, rounds=_ROUNDS * measuring.settings.repeats):
+    repeats = measuring.settings.repeats
+    for one in measuring.turns(measuring.leaders, rounds=_MORE * repeats, peer_rounds=2 * repeats):
         seconds = measuring.save(one, source)
         measuring.results.add(SMALL_SAVE, one.name, seconds, nbytes)
         measuring.load(one, target, expected, SMALL_LOAD, saved=SMALL_SAVE)
