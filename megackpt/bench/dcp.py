@@ -1,7 +1,8 @@
 """`torch.distributed.checkpoint`, with DTensors.
 
 Owns its settings, the best that its documents name: files synced, one writer per rank with the number of
-threads that was fastest in a trial (see `peers`), plans kept from save to save. Its reader has no settings.
+threads that was fastest in a trial (see `peers`), plans and staging memory kept from save to save. Its reader
+has no settings.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint.staging as staging
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -31,6 +33,7 @@ class TorchDistributed:
 
     def __init__(self) -> None:
         self.threads = 1
+        self._stager = _stager()
         self._meshes: dict[GridLayout, DeviceMesh] = {}
         # Its thread needs ranks' attention while the main thread has its own collectives.
         self._behind = dist.new_group(backend="gloo")
@@ -65,7 +68,11 @@ class TorchDistributed:
     def save_behind(self, declared: dict[str, Any], directory: Path) -> Callable[[], Path]:
         """`dcp.async_save` with a thread."""
         future: Any = async_save(
-            declared, storage_writer=self._writer(directory), planner=_planner(), process_group=self._behind
+            declared,
+            storage_writer=self._writer(directory),
+            planner=_planner(),
+            process_group=self._behind,
+            **({} if self._stager is None else {"async_stager": self._stager}),
         )
 
         def wait() -> Path:
@@ -91,6 +98,22 @@ class TorchDistributed:
 
 def _planner() -> DefaultSavePlanner:
     return DefaultSavePlanner(enable_plan_caching=True)  # what is kept is kept by the class
+
+
+def _stager() -> Any:
+    """Return what keeps the memory for copies from save to save; None in a torch that has none.
+
+    The other options of it are for devices.
+    """
+    if not hasattr(staging, "DefaultStager"):
+        return None
+    options = staging.StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    return staging.DefaultStager(options)
 
 
 def _flush(directory: Path) -> None:

@@ -135,7 +135,11 @@ def _show(report: Report, console: Console) -> None:
         console.print(f"- {reason}")
     if report.figures:
         console.print(table_of_figures(report.figures))
-    console.print(table_of_goals(goals_of(report)))
+    goals = goals_of(report)
+    console.print(table_of_goals([goal for goal in goals if goal.measured is not None]))
+    unmeasured = dict.fromkeys(goal.what for goal in goals if goal.measured is None)
+    if unmeasured:
+        console.print(f"Not measured in this run, or not against all: {'; '.join(unmeasured)}.")
     for name, ranks in report.phases.items():
         shares = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in ranks[0].items())
         console.print(f"{name}, rank 0, seconds: {shares}")
