@@ -339,6 +339,10 @@ def test_raw_files_are_read_around_the_ring(tmp_path: Path) -> None:
     assert before is not None
     assert after is not None
     assert 32_768 <= after - before < 33_500
+    (tmp_path / "raw" / "rank-0").unlink()
+    files[1].read(direct=False)
+    with pytest.raises(FileNotFoundError, match="rank-0"):
+        files[1].read(30_000, direct=False)
 
 
 def test_digests_are_left_out_while_asked_to_and_only_then() -> None:
