@@ -17,6 +17,7 @@ from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_tim
 from megackpt.cli.frame import FAILED_CHECK
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
+_BUSY = 0.5  # load average per CPU
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(iB|B)?", re.IGNORECASE)
 
@@ -131,6 +132,12 @@ def _show(report: Report, console: Console) -> None:
     )
     for peer, kept in report.machine["peers"].items():
         console.print(f"- {peer}: {kept}.")
+    machine = report.machine
+    if machine["load_before"] > _BUSY * machine["cpus"]:
+        console.print(
+            f"- The machine was busy before the run: a load average of {machine['load_before']:.1f} on "
+            f"{machine['cpus']} CPUs. Times of a quiet one differ, and so do ratios."
+        )
     for reason in report.refusals():
         console.print(f"- {reason}")
     if report.figures:
