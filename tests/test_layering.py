@@ -50,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # A user of the whole, beside peers; it stands around stores and strategies, and looks into the engine.
     "bench": {
-        "api", "checkpointer", "engine", "formats", "planning", "mapping", "geometry", "storage", "options",
-        "errors",
+        "api", "checkpointer", "engine", "formats", "planning", "mapping", "geometry", "comm", "storage",
+        "options", "errors",
     },
     "cli": {
         "bench", "api", "engine", "formats", "validation", "mapping", "metadata", "comm", "storage",

@@ -10,7 +10,17 @@ from megackpt.bench.state import GridLayout, RankState
 
 
 class Contender(Protocol):
-    """One way to save and load a state. Saving and loading are collective, and durable when they return."""
+    """One way to save and load a state. Saving and loading are collective, and durable when they return.
+
+    Attributes:
+        thread_counts: numbers of writing threads that it can be given; none where it has none to set.
+        threads: the one that it uses; settable where there are several.
+        can_save_behind: whether `save_behind` is there.
+    """
+
+    thread_counts: tuple[int, ...]
+    threads: int
+    can_save_behind: bool
 
     @property
     def name(self) -> str:

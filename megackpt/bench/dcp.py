@@ -1,4 +1,9 @@
-"""`torch.distributed.checkpoint`, with DTensors."""
+"""`torch.distributed.checkpoint`, with DTensors.
+
+Owns its settings, the best that its documents name: files synced, one writer per rank with the number of
+threads that was fastest in a trial (see `peers`), plans and staging memory kept from save to save. Its reader
+has no settings.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint.staging as staging
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -14,16 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megackpt.bench import page_cache
-from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, RankState
 
 
 class TorchDistributed:
-    """DCP: one writer per rank, as many threads as ours, files synced; rank 0 syncs the names."""
+    """DCP; rank 0 syncs the names of files, which it leaves to the system."""
 
     name = "dcp"
+    thread_counts: tuple[int, ...] = (1, 2, 4)
+    can_save_behind = True
 
     def __init__(self) -> None:
+        self.threads = 1
+        self._stager = _stager()
         self._meshes: dict[GridLayout, DeviceMesh] = {}
         # Its thread needs ranks' attention while the main thread has its own collectives.
         self._behind = dist.new_group(backend="gloo")
@@ -48,7 +58,7 @@ class TorchDistributed:
 
     def save(self, declared: dict[str, Any], directory: Path) -> None:
         """`dcp.save`."""
-        save(declared, storage_writer=_writer(directory))
+        save(declared, storage_writer=self._writer(directory), planner=_planner())
         _flush(directory)
 
     def load(self, declared: dict[str, Any], directory: Path) -> None:
@@ -57,7 +67,13 @@ class TorchDistributed:
 
     def save_behind(self, declared: dict[str, Any], directory: Path) -> Callable[[], Path]:
         """`dcp.async_save` with a thread."""
-        future: Any = async_save(declared, storage_writer=_writer(directory), process_group=self._behind)
+        future: Any = async_save(
+            declared,
+            storage_writer=self._writer(directory),
+            planner=_planner(),
+            process_group=self._behind,
+            **({} if self._stager is None else {"async_stager": self._stager}),
+        )
 
         def wait() -> Path:
             future.result()
@@ -65,6 +81,11 @@ class TorchDistributed:
             return directory
 
         return wait
+
+    def _writer(self, directory: Path) -> FileSystemWriter:
+        return FileSystemWriter(
+            directory, single_file_per_rank=True, sync_files=True, thread_count=self.threads, overwrite=False
+        )
 
     def _mesh(self, layout: GridLayout) -> DeviceMesh:
         if layout not in self._meshes:
@@ -75,8 +96,24 @@ class TorchDistributed:
         return self._meshes[layout]
 
 
-def _writer(directory: Path) -> FileSystemWriter:
-    return FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=WRITE_THREADS)
+def _planner() -> DefaultSavePlanner:
+    return DefaultSavePlanner(enable_plan_caching=True)  # what is kept is kept by the class
+
+
+def _stager() -> Any:
+    """Return what keeps the memory for copies from save to save; None in a torch that has none.
+
+    The other options of it are for devices.
+    """
+    if not hasattr(staging, "DefaultStager"):
+        return None
+    options = staging.StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    return staging.DefaultStager(options)
 
 
 def _flush(directory: Path) -> None:

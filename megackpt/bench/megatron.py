@@ -1,7 +1,11 @@
 """Megatron-Core's own `dist_checkpointing`, format torch_dist, fully parallel.
 
-Owns the one thing that it needs on ranks whose state is in host memory, here as on a machine with GPUs: torch
-takes the device "cuda" for the CPU while Megatron-Core's code runs. That code is as it was installed.
+Owns its settings, the best that its documents name: replicas spread over all ranks at saves, each byte read
+once and broadcast at loads, as many writing processes per rank as were fastest in a trial (see `peers`), and
+everything kept that it can keep between saves of the same structure (plans, metadata, who saves what).
+
+Owns also the one thing that it needs on ranks whose state is in host memory, here as on a machine with GPUs:
+torch takes the device "cuda" for the CPU while Megatron-Core's code runs. That code is as it was installed.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +24,28 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megackpt.bench import page_cache
-from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, RankState
 from megackpt.errors import MissingExtraError
 
 
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """A rank's tensors, and what tells their structure from that of others."""
+
+    tensors: dict[str, Any]
+    structure: tuple[GridLayout, tuple[tuple[str, tuple[int, ...]], ...]]
+
+
 class MegatronCore:
-    """Megatron-Core: replicas spread over all ranks, loads read once and broadcast; rank 0 syncs the rest."""
+    """Megatron-Core; rank 0 syncs what it leaves to the system."""
 
     name = "mcore"
+    thread_counts: tuple[int, ...] = (1, 2, 4)
+    can_save_behind = True
 
     def __init__(self) -> None:
+        self.threads = 2
+        self._saving: dict[Any, Any] = {}  # strategies, by structure and threads
         try:
             library = importlib.import_module("megatron.core.dist_checkpointing")
             strategies = "megatron.core.dist_checkpointing.strategies"
@@ -50,10 +66,10 @@ class MegatronCore:
             return "Megatron-Core has no flattened_range since 0.13: flat optimizer shards cannot be declared"
         return None
 
-    def declare(self, state: RankState) -> dict[str, Any]:
+    def declare(self, state: RankState) -> _Declared:
         """Declare each piece by its place on the grid."""
         tp, tp_rank = state.layout.tp, state.layout.place(state.rank)[0]
-        return {
+        tensors = {
             p.key: self._library.ShardedTensor.from_rank_offsets(
                 p.key,
                 p.data,
@@ -62,29 +78,33 @@ class MegatronCore:
             )
             for p in state.pieces
         }
+        shapes = tuple((p.key, p.block_shape) for p in state.pieces)
+        return _Declared(tensors, (state.layout, shapes))
 
-    def save(self, declared: dict[str, Any], directory: Path) -> None:
+    def save(self, declared: _Declared, directory: Path) -> None:
         """`dist_checkpointing.save`."""
         with _cuda_is_the_cpu():
-            self._library.save(declared, str(directory), self._strategy())
+            self._library.save(declared.tensors, str(directory), self._strategy(declared))
         _flush(directory)
 
-    def load(self, declared: dict[str, Any], directory: Path) -> None:
+    def load(self, declared: _Declared, directory: Path) -> None:
         """`dist_checkpointing.load`; what comes as a tensor of its own is copied into the one declared."""
-        targets = {key: entity.data for key, entity in declared.items()}
+        targets = {key: entity.data for key, entity in declared.tensors.items()}
         strategy = self._parallel.FullyParallelLoadStrategyWrapper(
             self._torch_dist.TorchDistLoadShardedStrategy(), dist.group.WORLD
         )
         with _cuda_is_the_cpu():
-            loaded = self._library.load(declared, str(directory), strategy)
+            loaded = self._library.load(declared.tensors, str(directory), strategy)
         for key, target in targets.items():
             if loaded[key].data_ptr() != target.data_ptr():
                 target.copy_(loaded[key])
 
-    def save_behind(self, declared: dict[str, Any], directory: Path) -> Callable[[], Path]:
+    def save_behind(self, declared: _Declared, directory: Path) -> Callable[[], Path]:
         """Schedule `dist_checkpointing.save(async_sharded_save=True)` on a queue, which forks."""
         with _cuda_is_the_cpu():
-            request = self._library.save(declared, str(directory), self._strategy(), async_sharded_save=True)
+            request = self._library.save(
+                declared.tensors, str(directory), self._strategy(declared), async_sharded_save=True
+            )
             self._queue.schedule_async_request(request)
         return partial(self._finalize, directory)
 
@@ -94,9 +114,17 @@ class MegatronCore:
         _flush(directory)
         return directory
 
-    def _strategy(self) -> Any:
-        base = self._torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITE_THREADS)
-        return self._parallel.FullyParallelSaveStrategyWrapper(base, dist.group.WORLD)
+    def _strategy(self, declared: _Declared) -> Any:
+        """Return the strategy that has saved this structure before: it has kept plans and metadata."""
+        kept = (*declared.structure, self.threads)
+        if kept not in self._saving:
+            base = self._torch_dist.TorchDistSaveShardedStrategy(
+                "torch_dist", 1, thread_count=self.threads, cached_metadata=True
+            )
+            self._saving[kept] = self._parallel.FullyParallelSaveStrategyWrapper(
+                base, dist.group.WORLD, do_cache_distribution=True
+            )
+        return self._saving[kept]
 
 
 class _HostMemory(TorchFunctionMode):

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import megackpt.api as api
+from megackpt.bench.names import OURS
+from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, Piece, RankState
 from megackpt.checkpointer import Checkpointer
+from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, save_strategies
 from megackpt.mapping import ShardedStateDict, ShardedTensor
 
 
 class Ours:
-    """megackpt with one format, and default options."""
+    """megackpt with one format, and default options.
+
+    Asynchronous saves are those of a Checkpointer that is kept, as in a training script: it keeps the memory
+    for copies and the plan.
+    """
+
+    thread_counts: tuple[int, ...] = ()
+    threads = WRITE_THREADS
+    can_save_behind = True
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.name = "megackpt" if backend == DEFAULT_BACKEND else f"megackpt:{backend}"
+        self.name = OURS if backend == DEFAULT_BACKEND else f"{OURS}:{backend}"
         self._checkpointer: Checkpointer | None = None
         self._step = 0
 
@@ -48,16 +59,36 @@ class Ours:
         self._checkpointer.save(self._step, declared, sharded_strategy=self.backend)
         return self._finish
 
+    def close(self) -> None:
+        """Let go of what asynchronous saves keep. Collective."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
     def _finish(self) -> Path:
         assert self._checkpointer is not None
         self._checkpointer.wait()
         return self._checkpointer.directory(self._step)
 
 
-def ours() -> Iterator[Ours]:
-    """Return one for every format that can be saved with what is installed, the native one first."""
-    for backend in dict.fromkeys(strategy.backend for strategy in save_strategies()):
-        yield Ours(backend)
+def native() -> Ours:
+    """Return the one for the native format."""
+    return Ours(DEFAULT_BACKEND)
+
+
+def other_formats(chosen: Collection[str] | None) -> Iterator[Ours]:
+    """Return one for every other format that can be saved with what is installed, or those of them chosen.
+
+    Raises:
+        DeclarationError: a chosen one is not there.
+    """
+    known = list(dict.fromkeys(strategy.backend for strategy in save_strategies()))
+    unknown = [backend for backend in chosen or () if backend not in known]
+    if unknown:
+        raise DeclarationError(f"{unknown[0]!r} is no format here. Known are {', '.join(known)}.")
+    for backend in known:
+        if backend != DEFAULT_BACKEND and (chosen is None or backend in chosen):
+            yield Ours(backend)
 
 
 def _declared(piece: Piece, state: RankState) -> ShardedTensor:

@@ -18,6 +18,9 @@ class PlainTorch:
     """One file per rank, flushed; loaded through a memory map and copied into the tensors."""
 
     name = "torch"
+    thread_counts: tuple[int, ...] = ()
+    threads = 1
+    can_save_behind = False
 
     def refusal(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """A rank gets what it has saved."""

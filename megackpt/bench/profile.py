@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import megackpt.api as api
 from megackpt.bench import page_cache
-from megackpt.bench.ours import Ours
+from megackpt.bench.ours import native
 from megackpt.bench.state import GridLayout, spoil
 from megackpt.bench.stopwatch import timed
 from megackpt.bench.tracing import Tracer, traced_load, traced_store, traced_strategy
-from megackpt.formats.registry import DEFAULT_BACKEND, save_strategy
+from megackpt.formats.registry import save_strategy
 from megackpt.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def profile(measuring: Measuring, path: Path) -> Phases:
     over threads.
     """
     layout = GridLayout(tp=measuring.ranks)
-    state, declared = measuring.state(layout), Ours(DEFAULT_BACKEND)
+    state, declared = measuring.state(layout), native()
     directory = measuring.root / "profile"
     strategy = save_strategy(None)
 

@@ -1,16 +1,18 @@
 """What the place can do: the same bytes, files and threads with nothing in between.
 
-Owns plain writing and reading of one file per rank, around the page cache and through it.
+Owns plain writing and reading of one file per rank, around the page cache and through it. A rank that needs
+more than its own file holds reads on in the files of the next ranks: so all bytes are read about equally
+often, as in a resharded load.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -19,54 +21,88 @@ from megackpt.storage.rawio import reserve
 
 PIECE_BYTES = 4 << 20
 _ALIGNMENT = 4096
-Move: TypeAlias = Callable[[int, memoryview], int]  # offset, memory -> how many bytes were moved
 
 
-class RawFile:
-    """One rank's file of a given size, padded to whole pages, and page-aligned memory for it."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One request to the system: a place in an open file, and the memory that goes there or comes from it."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.path = path
-        self.nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    descriptor: int
+    offset_bytes: int
+    memory: memoryview
+
+    def write(self) -> int:
+        return os.pwrite(self.descriptor, self.memory, self.offset_bytes)
+
+    def read(self) -> int:
+        return os.preadv(self.descriptor, [self.memory], self.offset_bytes)
+
+
+class RawFiles:
+    """One file per rank below root, of equal sizes: the whole size over ranks, padded to whole pages."""
+
+    def __init__(self, root: Path, nbytes: int, *, rank: int, ranks: int) -> None:
+        self.root, self.rank, self.ranks = root, rank, ranks
+        self.nbytes = _padded(-(-nbytes // ranks))
         self._memory = memoryview(mmap.mmap(-1, self.nbytes))
         generator = torch.Generator().manual_seed(0)
         content = torch.frombuffer(self._memory, dtype=torch.int64)
         content.random_(generator=generator)
 
     def write(self, *, direct: bool) -> None:
-        """Write the file anew, durably; the room is reserved first, as a writer of known size does.
+        """Write this rank's file anew, durably; its room is reserved first, as by a writer of known size.
 
         Raises:
             OSError: the file system has no direct I/O.
         """
+        self.root.mkdir(exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
-        descriptor = os.open(self.path, flags, 0o644)
+        descriptor = os.open(self._path(self.rank), flags, 0o644)
         try:
             reserve(descriptor, self.nbytes)
-            self._in_pieces(lambda at, piece: os.pwrite(descriptor, piece, at), WRITE_THREADS)
+            _perform(_Request.write, self._requests(descriptor, self.nbytes), threads=WRITE_THREADS)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def read(self, *, direct: bool) -> None:
-        """Read the file into memory.
+    def read(self, nbytes: int | None = None, *, direct: bool) -> None:
+        """Read so many bytes, by default those of this rank's file, from its beginning on.
 
         Raises:
             OSError: the file system has no direct I/O.
         """
-        descriptor = os.open(self.path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        left = self.nbytes if nbytes is None else _padded(nbytes)
+        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        opened: list[int] = []
+        requests: list[_Request] = []
         try:
-            self._in_pieces(lambda at, piece: os.preadv(descriptor, [piece], at), READ_THREADS)
+            while left > 0:
+                opened.append(os.open(self._path((self.rank + len(opened)) % self.ranks), flags))
+                requests += self._requests(opened[-1], min(left, self.nbytes))
+                left -= self.nbytes
+            _perform(_Request.read, requests, threads=READ_THREADS)
         finally:
-            os.close(descriptor)
+            for descriptor in opened:
+                os.close(descriptor)
 
-    def _in_pieces(self, move: Move, threads: int) -> None:
-        def one(at: int) -> None:
-            piece = self._memory[at : at + PIECE_BYTES]
-            count = move(at, piece)
-            if count != len(piece):
-                raise OSError(f"{self.path}: {count} of {len(piece)} bytes at {at} were moved")
+    def _path(self, rank: int) -> Path:
+        return self.root / f"rank-{rank}"
 
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(one, at) for at in range(0, self.nbytes, PIECE_BYTES)]:
-                done.result()
+    def _requests(self, descriptor: int, nbytes: int) -> Iterator[_Request]:
+        for at in range(0, nbytes, PIECE_BYTES):
+            yield _Request(descriptor, at, self._memory[at : min(at + PIECE_BYTES, nbytes)])
+
+
+def _perform(move: Callable[[_Request], int], requests: Iterable[_Request], *, threads: int) -> None:
+    def one(request: _Request) -> None:
+        count = move(request)
+        if count != len(request.memory):
+            raise OSError(f"{count} of {len(request.memory)} bytes at {request.offset_bytes} were moved")
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(one, request) for request in requests]:
+            done.result()
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch
+import xxhash
 
 LAYERS = 8
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -126,6 +127,11 @@ def make_model(nbytes: int, *, ranks: int, dtype: torch.dtype) -> list[ModelArra
     return arrays
 
 
+def make_small_model() -> list[ModelArray]:
+    """A model whose state is 200 arrays of 1 KiB, if parameters are float32; equal on all ranks. Pure."""
+    return [ModelArray(f"layers.{i}.bias", (256,), None, i) for i in range(50)]
+
+
 def state_nbytes(model: Sequence[ModelArray], dtype: torch.dtype) -> int:
     """Bytes of the whole state, each element once."""
     return sum(array.numel for array in model) * (dtype.itemsize + 4 * len(STATES))
@@ -166,11 +172,22 @@ def spoil(state: RankState) -> None:
         as_bytes(piece.data).fill_(0x55)
 
 
-def first_difference(state: RankState, expected: RankState) -> str | None:
-    """Return the key of a piece that is not what is expected, bit by bit; None if all are."""
-    for found, right in zip(state.pieces, expected.pieces, strict=True):
-        if not torch.equal(as_bytes(found.data), as_bytes(right.data)):
-            return found.key
+def invert(state: RankState) -> None:
+    """Invert every bit that a rank holds, as training would change it; twice is as before."""
+    for piece in state.pieces:
+        as_bytes(piece.data).bitwise_not_()
+
+
+def fingerprints(state: RankState) -> tuple[str, ...]:
+    """Return a 128-bit digest of each piece: what a load is compared with, without a second state."""
+    return tuple(xxhash.xxh3_128_hexdigest(as_bytes(piece.data).numpy().data) for piece in state.pieces)
+
+
+def first_difference(state: RankState, expected: Sequence[str]) -> str | None:
+    """Return the key of a piece that has not the fingerprint expected; None if all have."""
+    for piece, found, right in zip(state.pieces, fingerprints(state), expected, strict=True):
+        if found != right:
+            return piece.key
     return None
 
 

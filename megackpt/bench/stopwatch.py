@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megackpt.bench.report import Row
+from megackpt.bench.report import Figure, Row
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -16,9 +16,14 @@ def timed(work: Callable[[], object]) -> float:
     dist.barrier()
     began = time.perf_counter()
     work()
-    spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
+    return largest(time.perf_counter() - began)
+
+
+def largest(value: float) -> float:
+    """Return the largest over all ranks. Collective."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def total(value: int) -> int:
@@ -43,13 +48,27 @@ class Results:
         self._verified: dict[tuple[str, str], bool] = {}
         self._differing: dict[tuple[str, str], str] = {}
         self._refused: dict[tuple[str, str], str] = {}
+        self._read: dict[tuple[str, str], int] = {}
+        self.figures: list[Figure] = []
 
-    def add(self, case: str, who: str, seconds: float, nbytes: int) -> None:
-        """Note a run."""
+    def add(
+        self, case: str, who: str, seconds: float, nbytes: int, *, read_nbytes: int | None = None
+    ) -> None:
+        """Note a run; read_nbytes is what it has read from files where that is of interest."""
         self._nbytes[case, who] = nbytes
+        if read_nbytes is not None:
+            self._read[case, who] = read_nbytes
         runs = self._seconds.setdefault((case, who), [])
         if self.counts:
             runs.append(seconds)
+
+    def note(self, name: str, who: str, value: float, unit: str = "") -> None:
+        """Note a figure."""
+        self.figures.append(Figure(name=name, who=who, value=value, unit=unit))
+
+    def seconds(self, case: str, who: str) -> list[float]:
+        """Return the times of the runs that count."""
+        return self._seconds.get((case, who), [])
 
     def refuse(self, case: str, who: str, reason: str) -> None:
         """Note why there is no run."""
@@ -64,7 +83,12 @@ class Results:
         for case in cases:
             self._verified[case, who] = self._verified.get((case, who), True) and not differing
             if differing:
+                self._seconds.setdefault((case, who), [])  # a row, also where nothing is timed
                 self._differing[case, who] = differing[0]
+
+    def row(self, case: str, who: str) -> Row:
+        """Return one row; without seconds if nothing was noted."""
+        return next((r for r in self.rows() if (r.case, r.who) == (case, who)), Row(case=case, who=who))
 
     def rows(self) -> list[Row]:
         """Return a row for everything noted, by case and contender in order of appearance."""
@@ -80,6 +104,7 @@ class Results:
                 verified=self._verified.get(name),
                 differing=self._differing.get(name),
                 refused=self._refused.get(name),
+                read_nbytes=self._read.get(name),
             )
             for name in ordered
         ]

@@ -7,10 +7,12 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,31 +21,68 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+from megackpt.bench.cases import CASES
 from megackpt.bench.measure import Measuring
+from megackpt.bench.ours import other_formats
+from megackpt.bench.peers import settle_threads
 from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
 from megackpt.errors import DeclarationError, RankFailedError
 
 _TIMEOUT = timedelta(minutes=30)
+_SCALING = "scaling"
 
 
 def run_bench(settings: BenchSettings) -> Report | None:
     """Measure, and return what was found; None on ranks of torchrun other than 0.
 
+    How throughput scales is measured in a world of its own, of `settings.scaling` ranks where these are not
+    the ranks of the rest; under torchrun in the one that is there.
+
     Raises:
-        DeclarationError: torchrun has started another number of ranks.
+        DeclarationError: a setting that cannot be, or a directory that ranks do not share.
         RankFailedError: a rank failed; the text has its error.
     """
+    list(other_formats(settings.formats))  # refuses what is unknown before anything starts
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(settings)
+    report = reduce(_joined, map(_spawn, _worlds(settings)))
+    return replace(report, command=asdict(settings))
+
+
+def _worlds(settings: BenchSettings) -> list[BenchSettings]:
+    """Return what is measured in which world of processes."""
+    if _SCALING not in settings.cases or settings.scaling == settings.ranks:
+        return [settings]
+    apart = replace(settings, cases=(_SCALING,), ranks=settings.scaling, peers=(), formats=())
+    rest = tuple(case for case in settings.cases if case != _SCALING)
+    return [replace(settings, cases=rest), replace(apart, profile=None)] if rest else [apart]
+
+
+def _spawn(settings: BenchSettings) -> Report:
+    """Measure in processes of our own."""
     with _directory_below(settings) as root:
         try:
             spawn(_rank, (settings, str(root)), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailedError(f"A rank of the benchmark failed: {error}") from error
         return Report.from_json(json.loads((root / "report.json").read_text()))
+
+
+def _joined(report: Report, scaling: Report) -> Report:
+    """Add what was measured in the world for scaling."""
+    return replace(
+        report,
+        rows=report.rows + scaling.rows,
+        figures=report.figures + scaling.figures,
+        machine=report.machine
+        | {
+            "scaling_ranks": scaling.machine["scaling_ranks"],
+            "spent_s": report.machine["spent_s"] | scaling.machine["spent_s"],
+        },
+    )
 
 
 def _rank(rank: int, settings: BenchSettings, root: str) -> None:
@@ -98,19 +137,31 @@ def _measure(settings: BenchSettings, root: Path) -> Report | None:
     """Measure on one rank; return the report on rank 0."""
     load_before = os.getloadavg()[0]
     measuring = Measuring(settings, root)
-    rows = measuring.run()
+    settled = settle_threads(measuring)
+    spent: dict[str, float] = {}
+    for measure in dict.fromkeys(CASES[case] for case in CASES if case in settings.cases):
+        began = time.perf_counter()
+        measure(measuring)
+        spent[measure.__name__.removeprefix("measure_")] = round(time.perf_counter() - began, 1)
     phases = profile(measuring, Path(settings.profile)) if settings.profile else {}
     if dist.get_rank():
         return None
+    machine = _machine(settings, load_before=load_before) | {
+        "peers": settled,
+        "has_cold_files": measuring.has_cold_files,
+        "scaling_ranks": measuring.ranks,
+        "spent_s": spent,
+    }
     return Report(
         command=asdict(settings),
-        machine=_machine(settings, load_before=load_before),
+        machine=machine,
         state={
             "nbytes": measuring.nbytes,
             "parameters": sum(array.numel for array in measuring.model),
             "arrays": len(measuring.model) * 4,
         },
-        rows=tuple(rows),
+        rows=tuple(measuring.results.rows()),
+        figures=tuple(measuring.results.figures),
         phases=phases,
     )
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from megackpt.bench import PEERS, BenchSettings, Report, run_bench
+from megackpt.bench import PEERS, BenchSettings, Report, goals_of, run_bench
 from megackpt.bench.chart import draw
-from megackpt.bench.settings import DTYPES
+from megackpt.bench.settings import CASES, DTYPES
+from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_times
 from megackpt.cli.frame import FAILED_CHECK
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
+_BUSY = 0.5  # load average per CPU
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(iB|B)?", re.IGNORECASE)
 
@@ -52,6 +54,16 @@ class _Size(click.ParamType[int]):
 )
 @click.option("--repeats", default=5, show_default=True, help="Measured runs, after one that does not count.")
 @click.option("--vs", "peers", default="", help=f"Others to compare with, by commas: {', '.join(PEERS)}.")
+@click.option(
+    "--formats", help="Our formats beside the native one, by commas; all that can be saved if not given."
+)
+@click.option(
+    "--cases", default=",".join(CASES), show_default=True, help="What to measure, by commas; some of these."
+)
+@click.option(
+    "--scaling", default=8, show_default=True, help="Ranks to compare with one rank; torchrun's all."
+)
+@click.option("--long-run", default=50, show_default=True, help="Saves and loads of the case long.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers to a file.")
 @click.option("--chart", type=click.Path(dir_okay=False), help="Draw a chart to a file, .png or .svg.")
 @click.option(
@@ -64,6 +76,10 @@ def command(
     dtype: str,
     repeats: int,
     peers: str,
+    formats: str | None,
+    cases: str,
+    scaling: int,
+    long_run: int,
     json_path: str | None,
     chart: str | None,
     profile: str | None,
@@ -72,8 +88,9 @@ def command(
 
     The state is that of a transformer: parameters, fp32 masters and two moments. Each format of megackpt and
     each peer saves it and loads it, warm and cold, at the same layout and at others, in turns; everything is
-    flushed to disk within the time that is taken. Every load is compared with what was saved, bit by bit. To
-    use ranks of several machines:
+    flushed to disk within the time that is taken. Every load is compared with what was saved. Besides times:
+    memory, what digests cost, how throughput scales, planning, a long run; at the end, what is asked of
+    megackpt and whether this run has met it. To use ranks of several machines:
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
     """
@@ -83,7 +100,11 @@ def command(
         size=size,
         dtype=dtype,
         repeats=repeats,
-        peers=tuple(name.strip() for name in peers.split(",") if name.strip()),
+        peers=_names(peers),
+        formats=None if formats is None else _names(formats),
+        cases=_names(cases),
+        scaling=scaling,
+        long_run=long_run,
         profile=profile,
     )
     report = run_bench(settings)
@@ -91,20 +112,41 @@ def command(
         return 0
     _show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     if json_path is not None:
-        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        said = report.to_json() | {"goals": [goal.to_json() for goal in goals_of(report)]}
+        Path(json_path).write_text(json.dumps(said, indent=1) + "\n")
     if chart is not None:
         draw(report, Path(chart))
     return 0 if report.is_verified else FAILED_CHECK
 
 
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
+
+
 def _show(report: Report, console: Console) -> None:
-    console.print(report.table())
+    console.print(table_of_times(report))
     console.print(
-        "of raw: share of the fastest raw I/O of that kind. X takes: how many times as long X takes (below "
-        "1, X is faster). equal: every load was compared bit by bit."
+        "of raw: share of the faster raw I/O of that case. X takes: how many times as long X takes (below "
+        "1, X is faster). read: bytes read from files per byte asked for. equal: what was loaded is what was "
+        "saved, by a 128-bit digest of every tensor."
     )
+    for peer, kept in report.machine["peers"].items():
+        console.print(f"- {peer}: {kept}.")
+    machine = report.machine
+    if machine["load_before"] > _BUSY * machine["cpus"]:
+        console.print(
+            f"- The machine was busy before the run: a load average of {machine['load_before']:.1f} on "
+            f"{machine['cpus']} CPUs. Times of a quiet one differ, and so do ratios."
+        )
     for reason in report.refusals():
         console.print(f"- {reason}")
+    if report.figures:
+        console.print(table_of_figures(report.figures))
+    goals = goals_of(report)
+    console.print(table_of_goals([goal for goal in goals if goal.measured is not None]))
+    unmeasured = dict.fromkeys(goal.what for goal in goals if goal.measured is None)
+    if unmeasured:
+        console.print(f"Not measured in this run, or not against all: {'; '.join(unmeasured)}.")
     for name, ranks in report.phases.items():
         shares = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in ranks[0].items())
         console.print(f"{name}, rank 0, seconds: {shares}")

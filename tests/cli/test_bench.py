@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megackpt.bench import Report, Row
-from megackpt.bench.report import RAW_NAME
-from megackpt.bench.state import GridLayout, as_bytes, first_difference, make_model, make_state, spoil
+import megackpt
+from megackpt.bench import Figure, Report, Row, counters, goals_of, names
+from megackpt.bench.cases.digests import _no_digests
+from megackpt.bench.raw import RawFiles
+from megackpt.bench.state import (
+    GridLayout,
+    as_bytes,
+    fingerprints,
+    first_difference,
+    invert,
+    make_model,
+    make_small_model,
+    make_state,
+    spoil,
+    state_nbytes,
+)
 from megackpt.bench.tracing import Tracer, traced_load, traced_store, traced_strategy
+from megackpt.bench.world import _joined
 from megackpt.cli import main
-from megackpt.formats.registry import save_strategies, save_strategy
-from megackpt.storage import LocalStore
+from megackpt.formats.registry import save_strategy
+from megackpt.storage import LocalStore, block_digests
 
 RANKS = 2
-OURS = {
-    "megackpt" if backend == "megackpt" else f"megackpt:{backend}"
-    for backend in {strategy.backend for strategy in save_strategies()}
-}
-SAME_LAYOUT = ("save", "load, cold", "load, warm")
+OURS = {"megackpt", "megackpt:torch_dist"}
 RESHARDED = ("TP2 to DP2", "PP2 to TP2")
-FLAT = "flat optimizer, DP2 to TP2"
+FLAT = ("flat optimizer, DP2 to PP2", "flat optimizer, DP2 to TP2")
+COLD = {"load, cold", *(f"{case}, cold" for case in (*RESHARDED, *FLAT))}
 BEHIND = ("async, stall", "async, total")
-RAW = ("write, direct", "write, buffered", "read, direct", "read, cold", "read, warm")
+SMALL = ("small state, save", "small state, load")
+ALONE = tuple(f"{case}, {ranks}" for case in ("save", "load, warm") for ranks in ("1 rank", "2 ranks"))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +47,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One tiny run, as a user starts it; everything that it writes, by kind."""
     place = tmp_path_factory.mktemp("bench")
     files = {kind: place / f"out.{kind}" for kind in ("json", "svg", "trace")}
-    arguments = ["--ranks", str(RANKS), "--size", "3MiB", "--repeats", "1", "--vs", "dcp,torch"]
+    arguments = ["--ranks", str(RANKS), "--size", "2MiB", "--repeats", "1", "--vs", "dcp,torch"]
+    arguments += ["--formats", "torch_dist", "--scaling", "2", "--long-run", "4"]
     outputs = ["--json", files["json"], "--chart", files["svg"], "--profile", files["trace"]]
     code = main(["bench", "--dir", str(place / "dir"), *arguments, *map(str, outputs)])
     left = [path.name for path in (place / "dir").iterdir()]
@@ -50,26 +64,67 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.multiprocess
 def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]) -> None:
     found = {(row["case"], row["who"]) for row in results["report"]["rows"]}
-    both = {*OURS, "dcp", "torch"}
-    wanted = {(case, RAW_NAME) for case in RAW}
-    wanted |= {(case, who) for case in (*SAME_LAYOUT, *RESHARDED, FLAT) for who in both}
-    wanted |= {(case, who) for case in BEHIND for who in {*OURS, "dcp"}}
+    both, leaders = {*OURS, "dcp", "torch"}, {"megackpt", "dcp", "torch"}
+    wanted = {(case, who) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT) for who in both}
+    wanted |= {(case, who) for case in SMALL for who in leaders}
+    wanted |= {(case, who) for case in BEHIND for who in ("megackpt", "dcp")}
+    wanted |= {(f"digests: {c}", w) for c in ("save", "load, warm") for w in ("megackpt", names.UNCHECKED)}
+    wanted |= {(case, "megackpt") for case in ALONE}
+    wanted |= {(case, names.RAW_DIRECT) for case in ("save", "load, cold", "save, 1 rank", "save, 2 ranks")}
+    wanted |= {(case, names.RAW_BUFFERED) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT)}
+    if results["report"]["machine"]["has_cold_files"]:
+        wanted |= {("digests: load, cold", who) for who in ("megackpt", names.UNCHECKED)}
+        wanted |= {(c, w) for c in COLD - {"load, cold"} for w in ("megackpt", *names.RAW)}
     assert found == wanted
 
 
 @pytest.mark.multiprocess
 def test_every_row_was_measured_and_verified_or_says_why_not(results: dict[str, Any]) -> None:
     assert results["code"] == 0
+    unable = {*((case, "dcp") for case in FLAT), *((case, "torch") for case in (*RESHARDED, *FLAT))}
     for row in results["report"]["rows"]:
         name = (row["case"], row["who"])
         if row["refused"]:
-            is_allowed = row["who"] == RAW_NAME or row["case"] == "load, cold"
-            assert is_allowed or name in {(FLAT, "dcp"), *((c, "torch") for c in (*RESHARDED, FLAT))}, name
+            assert row["who"] in names.RAW or row["case"] in COLD or name in unable, name
             assert row["seconds"] == []
         else:
-            assert len(row["seconds"]) == 1, name
+            assert len(row["seconds"]) == _runs(row), name
             assert row["median_s"] > 0, name
-            assert row["verified"] is (None if row["who"] == RAW_NAME else True), name
+            is_compared = row["who"] not in names.RAW and row["case"] not in (
+                "digests: save",
+                "digests: load, cold",
+            )
+            assert row["verified"] is (True if is_compared else None), name
+
+
+def _runs(row: dict[str, Any]) -> int:
+    if row["case"] in SMALL:
+        return 3 if row["who"] == "megackpt" else 2
+    return 2 if row["case"].startswith("digests: ") else 1
+
+
+@pytest.mark.multiprocess
+def test_resharded_loads_count_what_they_read_and_have_a_limit_of_their_own(results: dict[str, Any]) -> None:
+    rows = {(row["case"], row["who"]): row for row in results["report"]["rows"]}
+    for case in (*RESHARDED, *FLAT):
+        row, raw = rows[case, "megackpt"], rows[case, names.RAW_BUFFERED]
+        # At least what is needed, and no more than everything for each of two ranks, with the index.
+        assert row["nbytes"] <= row["read_nbytes"] < 2.5 * row["nbytes"]
+        assert raw["nbytes"] == row["nbytes"]
+        assert row["ratios"]["raw"] == pytest.approx(raw["median_s"] / row["median_s"])
+
+
+@pytest.mark.multiprocess
+def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(results: dict[str, Any]) -> None:
+    goals = results["report"]["goals"]
+    unmeasured = {goal["what"] for goal in goals if goal["measured"] is None}
+    against_others = {goal["what"] for goal in goals if "mcore" in goal["of"]}
+    raw_refused = {r["case"] for r in results["report"]["rows"] if r["refused"] and r["who"] in names.RAW}
+    assert unmeasured <= against_others | raw_refused
+    figures = {(f["name"], f["who"]): f["value"] for f in results["report"]["figures"]}
+    assert figures[names.DESCRIPTORS, "megackpt"] == 0
+    assert figures[names.COLLECTIVES, "megackpt"] >= 1
+    assert figures[f"{names.MEMORY}, save", "dcp"] >= 0
 
 
 @pytest.mark.multiprocess
@@ -97,6 +152,10 @@ def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any])
         (["--size", "many"], "'many' is no size"),
         (["--vs", "zip"], "'zip' is no peer"),
         (["--repeats", "0"], "repeats is 0"),
+        (["--cases", "save,nap"], "'nap' is no case"),
+        (["--formats", "zip"], "'zip' is no format"),
+        (["--scaling", "5"], "scaling is 5"),
+        (["--long-run", "2"], "long_run is 2"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(
@@ -142,7 +201,8 @@ def test_flat_ranges_of_a_stage_hold_every_element_of_the_optimizer_once() -> No
 
 def test_one_wrong_bit_is_a_difference_with_its_key() -> None:
     model = make_model(1 << 20, ranks=2, dtype=torch.float32)
-    right, wrong = (make_state(model, GridLayout(tp=2), 1, torch.float32) for _ in range(2))
+    wrong = make_state(model, GridLayout(tp=2), 1, torch.float32)
+    right = fingerprints(wrong)
     assert first_difference(wrong, right) is None
     as_bytes(wrong.pieces[3].data)[-1] ^= 1
     assert first_difference(wrong, right) == wrong.pieces[3].key
@@ -150,22 +210,151 @@ def test_one_wrong_bit_is_a_difference_with_its_key() -> None:
     assert first_difference(wrong, right) == wrong.pieces[0].key
 
 
+def test_a_state_that_is_inverted_differs_everywhere_and_twice_is_as_before() -> None:
+    state = make_state(make_small_model(), GridLayout(dp=2), 1, torch.float32)
+    right = fingerprints(state)
+    invert(state)
+    assert not set(fingerprints(state)) & set(right)
+    invert(state)
+    assert first_difference(state, right) is None
+
+
+def test_the_small_state_is_200_arrays_of_1_kib() -> None:
+    state = make_state(make_small_model(), GridLayout(dp=2), 1, torch.float32)
+    assert [piece.data.nbytes for piece in state.pieces] == [1024] * 200
+    assert state_nbytes(make_small_model(), torch.float32) == 200 * 1024
+
+
 def test_a_report_survives_json_and_its_ratios_are_those_of_medians() -> None:
     rows = (
-        Row(case="write, direct", who=RAW_NAME, nbytes=100, seconds=(1.0,)),
-        Row(case="write, buffered", who=RAW_NAME, nbytes=100, seconds=(2.0,)),
+        Row(case="save", who=names.RAW_DIRECT, nbytes=100, seconds=(1.0,)),
+        Row(case="save", who=names.RAW_BUFFERED, nbytes=100, seconds=(2.0,)),
         Row(case="save", who="megackpt", nbytes=100, seconds=(2.0, 9.0, 1.0), verified=True),
         Row(case="save", who="dcp", nbytes=100, seconds=(5.0,), verified=False, differing="w"),
     )
-    report = Report(command={"peers": ["dcp"], "ranks": 2}, machine={}, state={"nbytes": 100}, rows=rows)
+    report = _report(rows, (Figure(name="a", who="megackpt", value=1.5, unit="ms"),))
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert report.ratios(rows[2]) == {"raw": 0.5, "dcp": 2.5}
+    assert report.limit("async, total") == 100
     assert not report.is_verified
 
 
-def test_a_traced_save_writes_what_an_untraced_one_does(tmp_path: Path) -> None:
-    import megackpt
+def _report(
+    rows: tuple[Row, ...], figures: tuple[Figure, ...] = (), *, has_cold_files: bool = True
+) -> Report:
+    machine = {"has_cold_files": has_cold_files, "scaling_ranks": 8, "spent_s": {"small": 1.0}}
+    command = {"peers": ["dcp"], "ranks": 2}
+    return Report(command=command, machine=machine, state={"nbytes": 100}, rows=rows, figures=figures)
 
+
+def test_a_goal_is_met_at_its_bound_and_not_beyond() -> None:
+    rows = (
+        Row(case="save", who=names.RAW_DIRECT, nbytes=90, seconds=(1.0,)),
+        Row(case="save", who="megackpt", nbytes=90, seconds=(1.0625,)),
+        Row(case="save", who="dcp", nbytes=90, seconds=(1.9125,)),
+        Row(case="TP4 to DP4", who="megackpt", nbytes=100, seconds=(1.0,), read_nbytes=111),
+    )
+    figures = (
+        Figure(name=f"{names.MEMORY}, save", who="megackpt", value=64.0, unit="MiB"),
+        Figure(name=f"{names.MEMORY}, load", who="megackpt", value=64.1, unit="MiB"),
+        Figure(name=f"save, {names.SCALING.format(ranks=8)}", who="megackpt", value=0.95, unit=""),
+    )
+
+    def verdicts(report: Report) -> dict[tuple[str, str], bool | None]:
+        return {(goal.what, goal.of): goal.is_met for goal in goals_of(report)}
+
+    on_disk, in_memory = (verdicts(_report(rows, figures, has_cold_files=cold)) for cold in (True, False))
+    assert on_disk["save", "raw"] is in_memory["save", "raw"] is True
+    assert on_disk["save", "x as fast as dcp"] is False
+    assert in_memory["save", "x as fast as dcp"] is True
+    assert on_disk["load, cold", "raw"] is None
+    assert ("load, cold", "raw") not in in_memory
+    assert on_disk["TP4 to DP4", "x what is needed read"] is False
+    assert on_disk[f"{names.MEMORY}, save", "MiB a rank"] is True
+    assert on_disk[f"{names.MEMORY}, load", "MiB a rank"] is False
+    assert on_disk["save, throughput of 8 ranks to that of 1", ""] is True
+
+
+class _Counting(LocalStore):
+    """Counts the bytes that it is asked for."""
+
+    asked = 0
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        self.asked += out.nbytes
+        super().read_into(name, offset_bytes, out)
+
+
+def test_what_the_system_says_is_read_is_what_the_store_was_asked_for(tmp_path: Path) -> None:
+    state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.arange(1 << 21))}
+    megackpt.save(state, tmp_path)
+    half = torch.zeros(1 << 20, dtype=torch.int64)
+    for _ in range(2):  # the first load imports modules, which are files too
+        store = _Counting(tmp_path)
+        before = counters.read_bytes()
+        megackpt.load({"w": megackpt.ShardedTensor.from_rank_offsets("w", half, (0, 1, 2))}, store)
+        after = counters.read_bytes()
+    assert before is not None
+    assert after is not None
+    assert store.asked >= half.nbytes
+    assert store.asked <= after - before < 1.02 * store.asked
+
+
+def test_a_goal_that_is_closer_to_its_bound_than_can_be_told_is_neither_met_nor_not() -> None:
+    of_save = f"{names.DIGESTS}, save"
+    figures = (
+        Figure(name=of_save, who="megackpt", value=6.0, unit="%"),
+        Figure(name=of_save + names.DOUBT, who="megackpt", value=2.0, unit="%"),
+    )
+    (goal,) = [goal for goal in goals_of(_report((), figures)) if goal.what == of_save]
+    assert (goal.is_met, goal.said, goal.verdict) == (None, "6 % +- 2", "too close to tell")
+    assert replace(goal, doubt=0.5).verdict == "NOT MET"
+    assert replace(goal, measured=None).verdict == "not measured"
+
+
+def test_what_another_world_has_measured_is_added_to_a_report() -> None:
+    here = _report((Row(case="save", who="megackpt"),), (Figure(name="a", who="megackpt", value=1, unit=""),))
+    there = _report((Row(case="save, 8 ranks", who="megackpt"),))
+    both = _joined(here, replace(there, machine={"scaling_ranks": 6, "spent_s": {"scaling": 2.0}}))
+    assert [row.case for row in both.rows] == ["save", "save, 8 ranks"]
+    assert both.figures == here.figures
+    spent = {"small": 1.0, "scaling": 2.0}
+    assert both.machine == {"has_cold_files": True, "scaling_ranks": 6, "spent_s": spent}
+
+
+def test_the_peak_of_memory_is_that_of_the_work_and_not_an_earlier_one() -> None:
+    assert counters.peak_above(lambda: bytearray(64 << 20)) >= 60 << 20
+    assert counters.peak_above(lambda: bytearray(8 << 20)) < 32 << 20
+
+
+def test_raw_files_are_read_around_the_ring(tmp_path: Path) -> None:
+    files = [RawFiles(tmp_path / "raw", 40_000, rank=rank, ranks=2) for rank in range(2)]
+    for file in files:
+        file.write(direct=False)
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "raw").iterdir())]
+    assert sizes == [20_480, 20_480]
+    before = counters.read_bytes()
+    files[1].read(30_000, direct=False)
+    after = counters.read_bytes()
+    assert before is not None
+    assert after is not None
+    assert 32_768 <= after - before < 33_500
+    (tmp_path / "raw" / "rank-0").unlink()
+    files[1].read(direct=False)
+    with pytest.raises(FileNotFoundError, match="rank-0"):
+        files[1].read(30_000, direct=False)
+
+
+def test_digests_are_left_out_while_asked_to_and_only_then() -> None:
+    data = memoryview(b"abcde")
+    right = block_digests(data, 4).tolist()
+    with _no_digests() as hashes:
+        assert block_digests(data, 4).tolist() == [0, 0]
+        assert hashes.calls > 0
+    assert block_digests(data, 4).tolist() == right
+
+
+def test_a_traced_save_writes_what_an_untraced_one_does(tmp_path: Path) -> None:
     state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.arange(3000.0))}
     tracer = Tracer()
     store = traced_store(LocalStore(tmp_path), tracer)

@@ -1,0 +1,76 @@
+"""Planning of a save like the last one: how long it takes, and what ranks have to tell each other.
+
+Owns the two steps of a save, in a row and with a plan cache, as `Checkpointer.save` takes them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from megackpt.bench.collectives import counted
+from megackpt.bench.measure import Measuring
+from megackpt.bench.names import COLLECTIVES, COLLECTIVES_SAVE, OURS, PLAN_AGAIN, PLAN_FIRST
+from megackpt.bench.state import GridLayout, RankState
+from megackpt.bench.stopwatch import largest, timed
+from megackpt.comm import world_group
+from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.write import Planned, write_out
+from megackpt.formats.registry import save_strategy
+from megackpt.formats.strategy import SaveStrategy
+from megackpt.options import SaveOptions
+from megackpt.storage import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One save.
+
+    Attributes:
+        planning_s: seconds until all ranks know what to write.
+        planning, saving: collectives until then, and until the end.
+    """
+
+    planning_s: float
+    planning: int
+    saving: int
+
+
+def measure_planning(measuring: Measuring) -> None:
+    """Save a state for the first time, then again and again. Collective."""
+    state = measuring.state(GridLayout(tp=measuring.ranks))
+    _save(measuring, state, PlanCache())  # opens what is opened once in a process
+    plans = PlanCache()
+    first = _save(measuring, state, plans)
+    again = [_save(measuring, state, plans) for _ in range(measuring.settings.repeats)]
+    measuring.clear()
+    results = measuring.results
+    results.note(PLAN_FIRST, OURS, 1e3 * first.planning_s, "ms")
+    results.note(PLAN_AGAIN, OURS, 1e3 * statistics.median(run.planning_s for run in again), "ms")
+    results.note(COLLECTIVES, OURS, largest(again[-1].planning))
+    results.note(COLLECTIVES_SAVE, OURS, largest(again[-1].saving))
+
+
+def _save(measuring: Measuring, state: RankState, plans: PlanCache) -> _Run:
+    store = open_store(measuring.fresh(OURS))
+    options = SaveOptions()
+    group = world_group(timeout_s=options.timeout_s)
+    request = SaveRequest(
+        state=measuring.native.declare(state), choose=lambda: save_strategy(None), plans=plans
+    )
+    planned: list[tuple[Planned, SaveStrategy]] = []
+    during: list[int] = []
+    with counted() as count:
+
+        def plan() -> None:
+            before = count.value
+            planned.append(plan_state(request, store, group, options))
+            during.append(count.value - before)
+
+        seconds = timed(plan)
+        before = count.value
+        write_out(planned[0][0], store, planned[0][1], group)
+        writing = count.value - before
+    store.close()
+    return _Run(seconds, during[0], during[0] + writing)

@@ -1,0 +1,114 @@
+"""Loads at another layout than that of the save.
+
+Owns which layouts. A resharded load is compared with reading just as many bytes per rank as that rank needs
+from plain files of the size of the checkpoint, with as many threads. Loads of cold files are measured of the
+native format only: peers take several times as long there too, and say nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megackpt.bench.contender import Contender
+from megackpt.bench.measure import Measuring
+from megackpt.bench.names import COLD
+from megackpt.bench.raw import RawFiles
+from megackpt.bench.settings import PEER_ROUNDS
+from megackpt.bench.state import GridLayout, RankState, fingerprints
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A checkpoint's layout, and one at which it is loaded."""
+
+    saved_at: GridLayout
+    loaded_at: GridLayout
+
+    @property
+    def case(self) -> str:
+        """What it is called."""
+        kind = "flat optimizer, " if self.saved_at.is_flat else ""
+        return f"{kind}{self.saved_at} to {self.loaded_at}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a rank loads to, and what has to be there afterwards."""
+
+    state: RankState
+    expected: Sequence[str] = field(repr=False)
+
+
+def changes(ranks: int) -> list[list[Change]]:
+    """Return the changes that are measured, by the layout of the save; none for a single rank.
+
+    They are a change of TP, one of PP, and with a flat optimizer one of DP and one of DP and TP.
+
+    >>> [[change.case for change in group] for group in changes(4)]  # doctest: +NORMALIZE_WHITESPACE
+    [['TP4 to TP2xDP2'], ['PP4 to TP2xPP2'],
+     ['flat optimizer, DP4 to PP2xDP2', 'flat optimizer, DP4 to TP2xDP2']]
+    """
+    if ranks == 1:
+        return []
+    half = ranks // 2
+    flat = GridLayout(dp=ranks, is_flat=True)
+    return [
+        [Change(GridLayout(tp=ranks), GridLayout(tp=half, dp=2))],
+        [Change(GridLayout(pp=ranks), GridLayout(pp=half, tp=2))],
+        [
+            Change(flat, GridLayout(pp=2, dp=half, is_flat=True)),
+            Change(flat, GridLayout(tp=2, dp=half, is_flat=True)),
+        ],
+    ]
+
+
+def measure_reshard(measuring: Measuring) -> None:
+    """Measure every change of layout. Collective."""
+    for group in changes(measuring.ranks):
+        able = _save(measuring, group)
+        raw = measuring.raw_files()
+        raw.write(direct=False)
+        for change in group:
+            _load(measuring, change, able, raw)
+        del raw
+        measuring.clear()
+
+
+def _save(measuring: Measuring, group: Sequence[Change]) -> list[Contender]:
+    """Save once with everyone who can load what was saved; return them."""
+    able: list[Contender] = []
+    source = measuring.state(group[0].saved_at)
+    for one in measuring.everyone:
+        reasons = [one.refusal(change.saved_at, change.loaded_at) for change in group]
+        for change, reason in zip(group, reasons, strict=True):
+            if reason is not None:
+                measuring.results.refuse(change.case, one.name, reason)
+        if None in reasons:
+            able.append(one)
+            measuring.save(one, source)
+    return able
+
+
+def _load(measuring: Measuring, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
+    state = measuring.state(change.loaded_at)
+    target = _Target(state, fingerprints(state))
+    for one in measuring.turns([None, *able], peer_rounds=PEER_ROUNDS):
+        if one is None:
+            _read_raw(measuring, change, raw, target.state.nbytes)
+            continue
+        if one is measuring.native and measuring.drop(measuring.directory(one.name)):
+            measuring.load(one, target.state, target.expected, change.case + COLD)
+        measuring.warm(one.name)
+        measuring.load(one, target.state, target.expected, change.case)
+
+
+def _read_raw(measuring: Measuring, change: Change, raw: RawFiles, nbytes: int) -> None:
+    def read(direct: bool) -> None:
+        raw.read(nbytes, direct=direct)
+
+    if measuring.has_cold_files and measuring.drop_raw():
+        for is_direct in (True, False):
+            measuring.time_raw(change.case + COLD, nbytes, read, is_direct=is_direct)
+    read(False)
+    measuring.time_raw(change.case, nbytes, read, is_direct=False)

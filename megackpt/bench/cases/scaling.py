@@ -1,0 +1,83 @@
+"""One rank beside many, with the same state: whether total throughput falls."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from megackpt import api
+from megackpt.bench.measure import Measuring
+from megackpt.bench.names import LOAD_WARM, OURS, SAVE, SCALING, alone
+from megackpt.bench.raw import RawFiles
+from megackpt.bench.state import GridLayout, RankState, fingerprints, first_difference, make_state, spoil
+from megackpt.bench.stopwatch import timed
+from megackpt.comm import Group, SingleProcess
+
+
+def measure_scaling(measuring: Measuring) -> None:
+    """Save and load with rank 0 alone, while the others wait, and with all ranks. Collective."""
+    if measuring.ranks == 1:
+        return
+    sides = [_Side(measuring, ranks) for ranks in (1, measuring.ranks)]
+    for side in measuring.turns(sides):
+        side.write_raw()
+        side.round_trip()
+        measuring.clear()
+    for case in (SAVE, LOAD_WARM):
+        one, many = (measuring.results.row(alone(case, side.ranks), OURS) for side in sides)
+        if one.rate and many.rate:
+            name = f"{case}, {SCALING.format(ranks=measuring.ranks)}"
+            measuring.results.note(name, OURS, many.rate / one.rate)
+
+
+class _Side:
+    """The state on so many ranks; the others have nothing, and wait."""
+
+    def __init__(self, measuring: Measuring, ranks: int) -> None:
+        self.ranks = ranks
+        self._measuring = measuring
+        self._takes_part = measuring.rank < ranks
+        self._group: Group | None = SingleProcess() if ranks == 1 else None
+        layout = GridLayout(tp=ranks)
+        self._state = (
+            make_state(measuring.model, layout, measuring.rank, measuring.dtype)
+            if self._takes_part
+            else RankState(layout, measuring.rank)
+        )
+        self._expected = fingerprints(self._state)
+        self._raw = None
+        if self._takes_part:
+            self._raw = RawFiles(
+                measuring.directory("raw"), measuring.nbytes, rank=measuring.rank, ranks=ranks
+            )
+
+    def write_raw(self) -> None:
+        """Write plain files, around the page cache."""
+
+        def write(direct: bool) -> None:
+            if self._raw is not None:
+                self._raw.write(direct=direct)
+
+        nbytes = self._raw.nbytes if self._raw is not None else 0
+        self._measuring.time_raw(alone(SAVE, self.ranks), nbytes, write, is_direct=True)
+
+    def round_trip(self) -> None:
+        """Save, load and compare."""
+        results, nbytes = self._measuring.results, self._measuring.nbytes
+        directory = self._measuring.fresh(OURS)
+        saving = timed(partial(self._save, directory))
+        self._measuring.warm(OURS)
+        spoil(self._state)
+        loading = timed(partial(self._load, directory))
+        cases = (alone(SAVE, self.ranks), alone(LOAD_WARM, self.ranks))
+        for case, seconds in zip(cases, (saving, loading), strict=True):
+            results.add(case, OURS, seconds, nbytes)
+        results.verify(cases, OURS, first_difference(self._state, self._expected))
+
+    def _save(self, directory: Path) -> None:
+        if self._takes_part:
+            api.save(self._measuring.native.declare(self._state), directory, group=self._group)
+
+    def _load(self, directory: Path) -> None:
+        if self._takes_part:
+            api.load(self._measuring.native.declare(self._state), directory, group=self._group)

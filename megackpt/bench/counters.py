@@ -1,0 +1,73 @@
+"""What the system counts for this process: memory, bytes read, open files.
+
+Owns the reading of /proc/self. Where there is none (not Linux), what cannot be known is None.
+Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc/self")
+
+
+def read_bytes() -> int | None:
+    """Return the bytes that this process has read from files so far, by any thread and any system call.
+
+    What comes from the page cache counts, what is read through a memory map or a socket does not.
+    """
+    try:
+        lines = (_PROC / "io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("rchar:")), None)
+
+
+def open_descriptors() -> int | None:
+    """Return how many descriptors this process has open."""
+    try:
+        return len(os.listdir(_PROC / "fd"))
+    except OSError:
+        return None
+
+
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process."""
+    return _status("VmRSS")
+
+
+def peak_above(work: Callable[[], object]) -> int:
+    """Do some work; return how far resident memory rose above what it was before, at its highest.
+
+    What freed memory the allocator had kept is given back first, so that using it again counts. Where the
+    system cannot forget an earlier peak, that of the whole process is taken: an upper bound.
+    """
+    _trim()
+    with suppress(OSError):
+        (_PROC / "clear_refs").write_text("5")
+    before = resident_bytes() or 0
+    work()
+    highest = _status("VmHWM")
+    if highest is None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max(0, highest - before)
+
+
+def _status(name: str) -> int | None:
+    try:
+        lines = (_PROC / "status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _trim() -> None:
+    with suppress(AttributeError, OSError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
