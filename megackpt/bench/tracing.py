@@ -30,7 +30,7 @@ _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
     (file_chunks, "block_digests", "digest"),
-    (engine_read, "copy_block", "copy"),
+    (engine_read, "copy_bytes", "copy"),
 )
 
 
