@@ -6,6 +6,7 @@ Owns what is read in one request. Which blocks are needed is `index_reader`'s af
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,16 +58,16 @@ class RowBlocks:
 
         They come as `ROW_COLUMNS`, `array`, and `digest_start`: where their digests begin.
         """
-        rows, array = self._first_dim_meeting(low[:, 0], high[:, 0])
+        rows, array = self._reaching(low[:, 0], high[:, 0])
         start, shape = self._columns["start"], self._columns["shape"]
-        for d in range(1, low.shape[1]):
+        for d in range(low.shape[1]):
             begin = start[rows, d].astype(np.int64)
             meets = (begin < high[array, d]) & (begin + shape[rows, d] > low[array, d])
             rows, array = rows[meets], array[meets]
         taken = {name: values[rows].astype(np.int64) for name, values in self._columns.items()}
         return {"array": array, "digest_start": self._digest_start(rows), **taken}
 
-    def _read(self, store: Store, name: str, buffers: dict[str, bytearray]) -> npt.NDArray[np.generic]:
+    def _read(self, store: Store, name: str, buffers: dict[str, bytearray]) -> npt.NDArray[np.integer[Any]]:
         head, span = self._head, self._head.rows[name]
         nbytes, block_nbytes = self._count * span.row_nbytes, head.block_rows * span.row_nbytes
         if len(buffers.get(name, b"")) < nbytes:
@@ -80,16 +81,22 @@ class RowBlocks:
             raise _differs(head, begin + int(wrong[0]) * block_nbytes, block_nbytes, begin + nbytes)
         return np.frombuffer(data, span.dtype).reshape(self._count, *span.shape[1:])
 
-    def _first_dim_meeting(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return the rows of needed blocks that meet ranges along dim 0, and their arrays."""
+    def _reaching(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """Return the rows of needed blocks that may meet ranges along dim 0, and their arrays.
+
+        Looks at every row, and so only at where each begins, in the dtype of the file.
+        """
         first_row, stop = self._head.first_row, self._first + self._count
         one = int(np.searchsorted(first_row, self._first, side="right")) - 1
         last = int(np.searchsorted(first_row, stop, side="left"))
         ends = np.clip(first_row[one : last + 1], self._first, stop)
         counts = ends[1:] - ends[:-1]
-        start, shape = self._columns["start"][:, 0], self._columns["shape"][:, 0]
-        meets = start < np.repeat(high[one:last], counts)
-        meets &= np.add(start, shape, dtype=np.int64) > np.repeat(low[one:last], counts)
+        start = self._columns["start"][:, 0]
+        most = int(np.iinfo(start.dtype).max)
+        lowest = np.clip(low[one:last] - self._head.reach[one:last] + 1, 0, most).astype(start.dtype)
+        highest = np.clip(high[one:last], 0, most).astype(start.dtype)
+        meets = start >= np.repeat(lowest, counts)
+        meets &= start < np.repeat(highest, counts)
         if not self._needed.all():
             meets &= np.repeat(self._needed, self._head.block_rows)[: self._count]
         rows = np.flatnonzero(meets)

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,13 @@ little, many enough that the head stays below a percent of the index."""
 BLOCK_DIGESTS = 2048
 """Digests of chunks under one digest. An index of large chunks is mostly these."""
 
-_CODES = {"U8": np.uint8, "U32": np.uint32, "I64": np.int64, "U64": np.uint64}
-_NAMES = {np.dtype(dtype): code for code, dtype in _CODES.items()}
+_CODES: dict[str, np.dtype[np.integer[Any]]] = {
+    "U8": np.dtype(np.uint8),
+    "U32": np.dtype(np.uint32),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAMES = {dtype: code for code, dtype in _CODES.items()}
 _ALIGNMENT = 64
 _HEADER_ALIGNMENT = 8
 
@@ -51,18 +57,18 @@ class Span:
     nbytes: int
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> np.dtype[np.integer[Any]]:
         """The dtype of its elements."""
-        return np.dtype(_CODES[self.code])
+        return _CODES[self.code]
 
     @property
     def row_nbytes(self) -> int:
         """Size of a row."""
-        return int(np.dtype(_CODES[self.code]).itemsize) * math.prod(self.shape[1:])
+        return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 def header_of(
-    head: Mapping[str, Column], rows: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]
+    head: Mapping[str, Column], rows: Mapping[str, tuple[np.dtype[np.integer[Any]], tuple[int, ...]]]
 ) -> bytes:
     """Return the header of a file of these columns in this order; of rows, dtypes and shapes are given.
 
@@ -92,7 +98,7 @@ def bytes_of(column: Column) -> memoryview:
     return column.reshape(-1).view(np.uint8).data
 
 
-def pieces_of(values: Column, dtype: np.dtype[np.generic], rows: int) -> Iterator[Column]:
+def pieces_of(values: Column, dtype: np.dtype[np.integer[Any]], rows: int) -> Iterator[Column]:
     """Convert a column to the dtype that it is stored in, so many rows at a time."""
     for start in range(0, len(values), rows):
         yield np.ascontiguousarray(values[start : start + rows], dtype)

@@ -7,6 +7,7 @@ a second copy of the table.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -105,7 +106,7 @@ def _arrays_and_files(stored: StoredChunks) -> dict[str, Column]:
 def _row_blocks(
     stored: StoredChunks,
     rows: Mapping[str, Column],
-    dtypes: Mapping[str, np.dtype[np.generic]],
+    dtypes: Mapping[str, np.dtype[np.integer[Any]]],
     block_rows: int,
 ) -> dict[str, Column]:
     """Return what the head says of blocks of rows: where they begin, and their digests in each column."""
@@ -121,7 +122,7 @@ def _row_blocks(
     }
 
 
-def _digests_of(values: Column, dtype: np.dtype[np.generic], block_rows: int) -> Column:
+def _digests_of(values: Column, dtype: np.dtype[np.integer[Any]], block_rows: int) -> Column:
     row_nbytes = dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
     pieces = pieces_of(values, dtype, block_rows * _PIECE_BLOCKS)
     found = [block_digests(bytes_of(piece), block_rows * row_nbytes) for piece in pieces]
@@ -129,7 +130,7 @@ def _digests_of(values: Column, dtype: np.dtype[np.generic], block_rows: int) ->
 
 
 def _all_pieces(
-    rows: Mapping[str, Column], dtypes: Mapping[str, np.dtype[np.generic]], at_a_time: int
+    rows: Mapping[str, Column], dtypes: Mapping[str, np.dtype[np.integer[Any]]], at_a_time: int
 ) -> Iterator[memoryview]:
     for name, values in rows.items():
         for piece in pieces_of(values, dtypes[name], at_a_time):
