@@ -26,7 +26,7 @@ from megackpt.storage import Store, check_name
 WHOLE_BYTES = 1024 * 1024
 """An index of no more than this is read whole."""
 
-SPAN_ROWS = 64 * 1024
+SPAN_ROWS = 128 * 1024
 """Rows read at once, column by column, into buffers that are used again."""
 
 GAP_ROWS = 16 * 1024
