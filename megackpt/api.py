@@ -20,6 +20,7 @@ from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.formats.strategy import Contents
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions
@@ -281,11 +282,11 @@ def load_sharded_metadata(
     with _Opened(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         found: dict[str, ShardedBase] = {}
+        starts = _object_starts(contents)
         for spec in contents.arrays.values():
             if spec.dtype == OBJECT:
-                table = contents.chunks([spec.key]).table
-                for start in table.start[:, : len(spec.global_shape)].tolist():
-                    entity = ShardedObject(spec.key, None, spec.global_shape, tuple(start))
+                for start in starts.get(spec.key, []):
+                    entity = ShardedObject(spec.key, None, spec.global_shape, start)
                     found[entity.unique_key] = entity
             else:
                 dtype = getattr(torch, spec.dtype)
@@ -294,6 +295,19 @@ def load_sharded_metadata(
                     spec.key, None, dtype, spec.global_shape, spec.global_shape, origin, ones
                 )
         return found
+
+
+def _object_starts(contents: Contents) -> dict[str, list[tuple[int, ...]]]:
+    """Return the offsets of the stored objects of each key."""
+    keys = [spec.key for spec in contents.arrays.values() if spec.dtype == OBJECT]
+    starts: dict[str, list[tuple[int, ...]]] = {}
+    if not keys:
+        return starts
+    table = contents.chunks(keys).table  # of all at once: formats may read them
+    for array, start in zip(table.array.tolist(), table.start.tolist(), strict=True):
+        spec = table.arrays[array]
+        starts.setdefault(spec.key, []).append(tuple(start[: len(spec.global_shape)]))
+    return starts
 
 
 def load_tensors_metadata(

@@ -68,7 +68,7 @@ def compare_chunks(
             for part, at in zip(parts, places, strict=False)
         ]
         requested = describe(entities, rank=0)
-        found = other.chunks([spec.key for spec in requested.table.arrays])
+        found = other.chunks_for([requested.table])
         read_tensors(found, plan_load(requested, found.table, where=where), entities, _OPTIONS)
         for part, entity in zip(parts, entities, strict=True):
             nbytes = part.stop - part.start

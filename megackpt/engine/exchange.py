@@ -112,12 +112,8 @@ def _plan(
     """Decode what the ranks of the group want, and plan for all of them."""
     columns = [unpack_columns(m, where=f"request of rank {rank}") for rank, m in enumerate(messages)]
     requested = decode_declarations(columns)
-    keys = {
-        spec.key
-        for arrays in {id(d.table.arrays): d.table.arrays for d in requested}.values()
-        for spec in arrays
-    }
-    chunks = contents.chunks(sorted(keys))
+    different = dict(zip(messages, requested, strict=True))  # replicas ask for the same
+    chunks = contents.chunks_for([declared.table for declared in different.values()])
     plan = plan_exchange(
         requested,
         chunks.table,

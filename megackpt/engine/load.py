@@ -32,7 +32,7 @@ from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.plain import filled_in_place, plain_tensors
 from megackpt.mapping.tree import iter_leaves, join_dotted
-from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.storage import Store
@@ -213,7 +213,7 @@ class _Prepared:
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
         self.requested = requested
         self.object_bytes: list[bytes] = []
-        self.chunks: Chunks = self.contents.chunks([a.key for a in requested.table.arrays])
+        self.chunks: Chunks = self.contents.chunks_for([requested.table])
         tensors = requested.take(np.arange(len(self.tensors)))
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
         self.object_rows = _object_rows(self.objects, self.chunks, where)
@@ -324,20 +324,29 @@ def _renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
     def chunks(keys: Iterable[str]) -> Chunks:
         return _RenamedChunks(contents.chunks([old_name[key] for key in keys]), new_name)
 
+    def chunks_meeting(wanted: Sequence[ChunkTable]) -> Chunks:
+        return _RenamedChunks(
+            contents.chunks_for([_with_keys(table, old_name) for table in wanted]), new_name
+        )
+
     arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
-    return replace(contents, arrays=arrays, chunks=chunks)
+    return replace(contents, arrays=arrays, chunks=chunks, chunks_meeting=chunks_meeting)
 
 
 class _RenamedChunks:
     """The same chunks with their arrays under other names; what else formats give is passed on."""
 
     def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
-        arrays = tuple(replace(a, key=new_name[a.key]) for a in chunks.table.arrays)
-        self.table = replace(chunks.table, arrays=arrays)
+        self.table = _with_keys(chunks.table, new_name)
         self.block_bytes, self.place = chunks.block_bytes, chunks.place
         self.describe, self.read_into = chunks.describe, chunks.read_into
         if isinstance(chunks, LiesInFiles):
             self.file, self.offset_bytes, self.lend = chunks.file, chunks.offset_bytes, chunks.lend
+
+
+def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:
+    """Return the same table with arrays under other names."""
+    return replace(table, arrays=tuple(replace(a, key=new_name[a.key]) for a in table.arrays))
 
 
 def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -> list[int]:
@@ -358,9 +367,11 @@ def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -
 
 
 def _rows_by_place(chunks: Chunks) -> Mapping[tuple[str, tuple[int, ...]], int]:
+    """Return the rows of objects by their keys and offsets."""
     table = chunks.table
+    is_object = np.array([a.dtype == OBJECT for a in table.arrays], np.bool_)
     places = {}
-    for row in range(len(table)):
+    for row in np.flatnonzero(is_object[table.array]).tolist():
         spec = table.arrays[int(table.array[row])]
         places[spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())] = row
     return places

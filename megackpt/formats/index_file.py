@@ -1,7 +1,8 @@
-"""The index of a checkpoint as a file, and the small files beside it.
+"""The index of a checkpoint as a whole, and the small files beside it.
 
 Owns what formats share that describe their chunks in a table of columns: the columns of places and digests,
-the entry that names a small file with its size and digest, and its check when it is read.
+the entry that names a small file with its size and digest, and its check when it is read. Reading parts of an
+index is `index_reader`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from megackpt.metadata import (
     StoredChunks,
     block_counts,
     column,
-    pack_columns,
-    pack_strings,
     unpack_columns,
     unpack_strings,
 )
@@ -31,14 +30,13 @@ def write_small(store: Store, name: str, data: bytes) -> Json:
     return {"file": name, "nbytes": len(data), "xxh3_128": digest_of(data)}
 
 
-def read_small(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) -> tuple[bytes, str]:
-    """Return the file that an entry of said names, checked, and what to call it in messages.
+def entry_of(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) -> tuple[Json, str]:
+    """Return the entry of said that names a file, and what to call that file in messages.
 
     holder is the file that said comes from.
 
     Raises:
         FormatError: there is no such entry, or it is malformed.
-        IntegrityError: the file does not have the size and digest given there.
     """
     named = said.get(entry)
     holder = f"{store.location}/{holder}"
@@ -47,10 +45,20 @@ def read_small(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) 
             f"{holder} does not say where the {entry} is. The file is damaged or foreign.",
             path=store.location,
         )
-    name, where = named["file"], f"{store.location}/{named['file']}"
-    if not isinstance(name, str) or not isinstance(named["nbytes"], int):
+    if not isinstance(named["file"], str) or not isinstance(named["nbytes"], int):
         raise FormatError(f"{holder}: entry {entry!r} is malformed.", path=store.location)
-    data = store.read(name, max_bytes=named["nbytes"])
+    return named, f"{store.location}/{named['file']}"
+
+
+def read_small(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) -> tuple[bytes, str]:
+    """Return the file that an entry of said names, checked, and what to call it in messages.
+
+    Raises:
+        FormatError: there is no such entry, or it is malformed.
+        IntegrityError: the file does not have the size and digest given there.
+    """
+    named, where = entry_of(store, said, entry, holder=holder)
+    data = store.read(named["file"], max_bytes=named["nbytes"])
     if len(data) != named["nbytes"] or digest_of(data) != named["xxh3_128"]:
         raise IntegrityError(
             f"{where}: the content differs from what was saved ({len(data)} bytes, {named['nbytes']} "
@@ -60,21 +68,8 @@ def read_small(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) 
     return data, where
 
 
-def write_index(store: Store, name: str, stored: StoredChunks) -> Json:
-    """Write an index with digests, durably; return its entry."""
-    assert stored.digests is not None
-    columns = {
-        **stored.table.to_columns(),
-        **pack_strings("file_name", stored.files),
-        "file": stored.file,
-        "offset_bytes": stored.offset_bytes,
-        "digest": stored.digests,
-    }
-    return write_small(store, name, pack_columns(columns))
-
-
 def read_index(store: Store, said: Json, *, holder: str = MANIFEST) -> StoredChunks:
-    """Return the index that the entry `index` of said names, checked.
+    """Return the whole index that the entry `index` of said names, checked.
 
     Raises:
         FormatError, IntegrityError: it is not what the format, or the entry, says.
@@ -129,6 +124,8 @@ def compact(stored: StoredChunks) -> StoredChunks:
     used = np.unique(stored.file)
     blocks = block_counts(stored.table.nbytes)
     start = np.cumsum(blocks) - blocks
+    if len(used) == len(stored.files) and np.array_equal(start, stored.digest_start):
+        return replace(stored, digests=stored.digests[: int(blocks.sum())])
     block = np.arange(int(blocks.sum())) - np.repeat(start, blocks)
     return replace(
         stored,

@@ -96,6 +96,9 @@ class Contents:
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
         unreadable: keys that are stored, and not in arrays, with the reason why they cannot be loaded.
+        chunks_meeting: returns the stored chunks that meet any of the given ones, and maybe others of the
+            same arrays, all of which are stored; None if the format cannot find them faster than all chunks
+            of these arrays.
     """
 
     arrays: Mapping[str, ArraySpec]
@@ -104,6 +107,13 @@ class Contents:
     decode_object: Callable[[bytes, str], Any]  # likewise
     identity: str
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    chunks_meeting: Callable[[Sequence[ChunkTable]], Chunks] | None = None
+
+    def chunks_for(self, wanted: Sequence[ChunkTable]) -> Chunks:
+        """Return the stored chunks that a load of these needs, as few others as the format can; local."""
+        if self.chunks_meeting is not None:
+            return self.chunks_meeting(wanted)
+        return self.chunks(sorted({spec.key for table in wanted for spec in table.arrays}))
 
 
 class SaveStrategy(Protocol):

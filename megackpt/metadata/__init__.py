@@ -1,9 +1,18 @@
 """What a checkpoint contains, as plain columns. No torch, no I/O."""
 
-from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, itemsizes, pad_shapes
+from megackpt.metadata.chunk_table import (
+    ArraySpec,
+    ChunkTable,
+    DecodedArrays,
+    decode_arrays,
+    itemsizes,
+    pad_shapes,
+    place_bases,
+)
 from megackpt.metadata.columns import (
     Column,
     column,
+    narrow_dtype,
     pack_columns,
     pack_strings,
     unpack_columns,
@@ -21,15 +30,19 @@ __all__ = [
     "ChunkTable",
     "Column",
     "DeclaredChunks",
+    "DecodedArrays",
     "StoredChunks",
     "block_counts",
     "column",
+    "decode_arrays",
     "decode_declarations",
     "itemsizes",
     "merge_declarations",
+    "narrow_dtype",
     "pack_columns",
     "pack_strings",
     "pad_shapes",
+    "place_bases",
     "unpack_columns",
     "unpack_strings",
 ]

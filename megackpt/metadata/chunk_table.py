@@ -142,6 +142,15 @@ class ChunkTable:
             for name in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
         }
         decoded = _decode_arrays(columns, where, {} if known is None else known)
+        return cls.of_rows(decoded, per_row, where=where)
+
+    @classmethod
+    def of_rows(cls, decoded: DecodedArrays, per_row: Mapping[str, Ints], *, where: str) -> ChunkTable:
+        """Return the table of these rows of these arrays, checked; per_row has a column for each attribute.
+
+        Raises:
+            FormatError: a chunk does not lie in its array.
+        """
         table = cls(decoded.arrays, **per_row)
         table._check(decoded, where)
         return table
@@ -193,11 +202,17 @@ def _decode_arrays(columns: Mapping[str, Column], where: str, known: KnownArrays
     # The extents of global_shape are part of the identity: its bytes alone do not tell [2, 3] from [3, 2].
     identity = (repr(parts[-1].shape).encode(), *(part.tobytes() for part in parts))
     if identity not in known:
-        known[identity] = _checked_arrays(columns, where)
+        known[identity] = decode_arrays(columns, where=where)
     return known[identity]
 
 
-def _checked_arrays(columns: Mapping[str, Column], where: str) -> DecodedArrays:
+def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays:
+    """Decode and check a list of arrays.
+
+    Raises:
+        FormatError: a column is missing or has the wrong size, keys are not sorted, or no array can have
+            such a dtype or shape.
+    """
     keys = unpack_strings(columns, "key", where=where)
     dtypes = unpack_strings(columns, "dtype", where=where)
     whole = column(columns, "global_shape", where=where, length=len(keys))
@@ -237,6 +252,19 @@ def pad_shapes(shapes: Sequence[Sequence[int]], dims: int, *, fill: int) -> Ints
     for row, shape in enumerate(shapes):
         padded[row, : len(shape)] = shape
     return padded
+
+
+def place_bases(extent: Ints) -> tuple[Ints, int]:
+    """Return what makes one number of `(array, position)`: where arrays begin, and a bound of positions.
+
+    For `0 <= position <= extent[array]`, `bases[array] + min(position, bound)` sorts as they do; positions
+    beyond the bound, for which arrays must be many and absurdly long, are equal. extent and bases are
+    `[arrays]`.
+    """
+    bound = 2**62 // (len(extent) + 1) - 2
+    room = np.minimum(extent, bound) + 2
+    bases: Ints = np.cumsum(room) - room
+    return bases, bound
 
 
 def widen(values: Ints, dims: int, *, fill: int) -> Ints:

@@ -22,7 +22,7 @@ Column = npt.NDArray[Any]  # of any integer or bool dtype
 
 def pack_columns(columns: Mapping[str, Column]) -> bytes:
     """Encode named columns; int64 columns whose values all fit become uint32."""
-    return save_safetensors({name: np.ascontiguousarray(_narrow(c)) for name, c in columns.items()})
+    return save_safetensors({name: np.ascontiguousarray(c, narrow_dtype(c)) for name, c in columns.items()})
 
 
 def unpack_columns(data: bytes, *, where: str) -> dict[str, Column]:
@@ -83,8 +83,9 @@ def column(columns: Mapping[str, Column], name: str, *, where: str, length: int 
     return found
 
 
-def _narrow(values: Column) -> Column:
+def narrow_dtype(values: Column) -> np.dtype[Any]:
+    """Return the dtype that a column is stored in: uint32 for int64 whose values all fit, else its own."""
     if values.dtype != np.int64:
-        return values
+        return values.dtype
     fits = not values.size or (int(values.min()) >= 0 and int(values.max()) < 2**32)
-    return values.astype(np.uint32) if fits else values
+    return np.dtype(np.uint32) if fits else values.dtype

@@ -18,6 +18,8 @@ DIGEST_BLOCK_BYTES = 256 * 1024
 check them, reads little more than it needs; large enough that the index stays under 100 bytes a chunk for
 ordinary chunks, and that hashing releases the interpreter's lock."""
 
+_DIGEST_BLOCK_BITS = DIGEST_BLOCK_BYTES.bit_length() - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredChunks:
@@ -57,4 +59,5 @@ class StoredChunks:
 
 def block_counts(nbytes: Ints) -> Ints:
     """Number of digest blocks of chunks of these lengths."""
-    return -(-nbytes // DIGEST_BLOCK_BYTES)
+    counts: Ints = -(-nbytes >> _DIGEST_BLOCK_BITS)  # rounded up; a shift is much faster than a division
+    return counts

@@ -13,7 +13,7 @@ import numpy as np
 
 from megackpt.errors import FormatError, truncated_list
 from megackpt.geometry import Ints, rectangles_of, strides_of
-from megackpt.metadata import ChunkTable, DeclaredChunks
+from megackpt.metadata import ChunkTable, DeclaredChunks, place_bases
 from megackpt.metadata.chunk_table import widen
 
 
@@ -88,20 +88,16 @@ def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     array_of = np.array([number[spec.key] for spec in want.arrays], np.int64)
     array = array_of[want.array] if len(want) else np.zeros(0, np.int64)
     # Stored rows are sorted by array and first start, so the candidates of a request are one range of rows.
-    reach = np.zeros(len(have.arrays), np.int64)
+    reach, extent = np.zeros((2, len(have.arrays)), np.int64)
     np.maximum.at(reach, have.array, have.shape[:, 0])
-    scale = (
-        int(
-            have.start[:, 0].max(initial=0)
-            + want.start[:, 0].max(initial=0)
-            + want.shape[:, 0].max(initial=0)
-        )
-        + 2
-    )
-    place = have.array * scale + have.start[:, 0]
-    lowest = np.maximum(want.start[:, 0] - reach[array] + 1, 0)
-    low = np.searchsorted(place, array * scale + lowest, side="left")
-    high = np.searchsorted(place, array * scale + want.start[:, 0] + want.shape[:, 0], side="left")
+    np.maximum.at(extent, have.array, have.start[:, 0])
+    bases, bound = place_bases(extent)
+    place = bases[have.array] + np.minimum(have.start[:, 0], bound)
+    beyond = np.minimum(extent, bound)[array] + 1  # of all rows of the array, and of no other
+    lowest = np.clip(want.start[:, 0] - reach[array] + 1, 0, beyond)
+    highest = np.minimum(want.start[:, 0] + want.shape[:, 0], beyond)
+    low = np.searchsorted(place, bases[array] + lowest, side="left")
+    high = np.searchsorted(place, bases[array] + highest, side="left")
     asked, found = _ranges(low, np.maximum(high, low))
     meets = np.ones(len(asked), np.bool_)
     for d in range(want.dims):

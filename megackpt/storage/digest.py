@@ -10,6 +10,8 @@ Source: the XXH3_64bits and XXH3_128bits functions of the xxHash specification, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -31,6 +33,15 @@ def block_digests(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
 def digest_of(data: bytes) -> str:
     """Return the 128-bit digest of a small file as 32 hexadecimal digits, most significant first."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_pieces(pieces: Iterable[memoryview]) -> str:
+    """Like `digest_of`, for the bytes of a file that come one piece after the other."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    hexdigest: str = digest.hexdigest()
+    return hexdigest
 
 
 class BlockDigester:

@@ -1,8 +1,12 @@
-"""How long it takes to prove and plan a save of a million chunks, beside what others do with fewer.
+"""How long it takes to prove, plan and index a save of a million chunks, beside what others do with fewer.
 
 Run by hand: `python tests/benchmarks/bench_validation.py [--chunks N] [--peer-chunks N]`. CPU time of one
 core, median of 3 runs. Each run is a process of its own; for megackpt its peak memory is that of the messages
 of all ranks and the work on them, interpreter and numpy included.
+
+With the index goes how a rank uses it: what it reads of the index, and the CPU time from opening it to its
+load plan, the worst of the first, the middle and the last rank. Once it asks for what it has saved, and, in
+the world "stacked", once for all that it would need at half the tensor and pipeline parallelism, whole.
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -78,7 +85,32 @@ def _grids(chunks: int, edges_of: Callable[[int, int], list[int]]) -> list[Rank]
     return ranks
 
 
-WORLDS = {"megatron": megatron_world, "grid": grid_world, "irregular": irregular_world}
+def stacked_world(chunks: int) -> list[Rank]:
+    """TP 8 x PP 16 x DP 8: few arrays of 128 layers, each layer's part flat over many."""
+    tp, pp, dp, layers, arrays = 8, 16, 8, 8, 12
+    pieces = max(dp, chunks // (arrays * tp * pp * layers))
+    ranks: list[Rank] = []
+    for p, t, d in np.ndindex(pp, tp, dp):
+        mine: Rank = {}
+        for a in range(arrays):
+            box = (1, 512 + 8 * a, 256)
+            numel = math.prod(box)
+            held = [
+                ((p * layers + i, t * box[1], 0), box, numel * n // pieces, numel * (n + 1) // pieces, True)
+                for i in range(layers)
+                for n in range(pieces * d // dp, pieces * (d + 1) // dp)
+            ]
+            mine[f"layers.p{a:02d}"] = ((pp * layers, tp * box[1], box[2]), held)
+        ranks.append(mine)
+    return ranks
+
+
+WORLDS = {
+    "megatron": megatron_world,
+    "grid": grid_world,
+    "irregular": irregular_world,
+    "stacked": stacked_world,
+}
 
 
 # --- ours
@@ -105,9 +137,11 @@ def _messages(ranks: list[Rank]) -> list[bytes]:
 
 
 def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
-    """Decode, merge, prove and plan what came from all ranks."""
+    """Decode, merge, prove and plan what came from all ranks, index it, and plan loads by the index."""
+    from megackpt.formats.native import NativeSaveStrategy
     from megackpt.metadata import decode_declarations, merge_declarations, unpack_columns
     from megackpt.planning import plan_save
+    from megackpt.storage import LocalStore
     from megackpt.validation import check_coverage
 
     clock = _Clock()
@@ -117,8 +151,73 @@ def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
     yield "merge", clock.lap()
     check_coverage(merged)
     yield "coverage", clock.lap()
-    plan_save(merged, ranks=len(messages))
+    plan = plan_save(merged, ranks=len(messages))
     yield "plan", clock.lap()
+    attempt = "0" * 16
+    with tempfile.TemporaryDirectory() as directory:
+        receipts = _receipts(plan, len(messages), Path(directory), attempt)
+        clock.lap()
+        said = NativeSaveStrategy().write_index(
+            LocalStore(directory), attempt=attempt, plan=plan, receipts=receipts
+        )
+        yield "index", clock.lap()
+        yield "chunk_nbytes", said["index"]["nbytes"] / len(plan.table)
+        table, arrays = plan.table, plan.table.arrays
+        del merged, plan, receipts
+        ranks = [declared[i] for i in (0, len(declared) // 2, -1)]
+        loads = [[_load_plan(directory, said, r) for _ in range(3)] for r in ranks]
+        yield "load_ms", max(statistics.median(ms for ms, _ in of_rank) for of_rank in loads)
+        yield "load_read", max(of_rank[0][1] for of_rank in loads) / said["index"]["nbytes"]
+        if len(arrays) == 12 and table.dims == 3:
+            of_all = [_load_plan(directory, said, _half_as_parallel(arrays)) for _ in range(3)]
+            yield "all_ms", statistics.median(ms for ms, _ in of_all)
+
+
+def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list[bytes]]:
+    """What ranks would tell of files that they have written, which are empty."""
+    from megackpt.formats.native import names
+    from megackpt.metadata import block_counts, pack_columns
+
+    counts = np.bincount(plan.writer, block_counts(plan.table.nbytes), minlength=ranks).astype(int)
+    (directory / "data").mkdir()
+    for rank in range(ranks):
+        (directory / names.data_file(attempt, rank)).touch()
+    start = np.array([4096])
+    return [[pack_columns({"data_start": start, "digests": np.arange(n, dtype=np.uint64)})] for n in counts]
+
+
+def _load_plan(directory: str, said: dict[str, Any], requested: Any) -> tuple[float, int]:
+    """Return the time that a rank takes to its load plan, in milliseconds, and what it reads of the index."""
+    from megackpt.formats.index_reader import open_index
+    from megackpt.planning import plan_load
+    from megackpt.storage import LocalStore
+
+    class Counting(LocalStore):
+        nbytes = 0
+
+        def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+            self.nbytes += out.nbytes
+            super().read_into(name, offset_bytes, out)
+
+    store, clock = Counting(directory), _Clock()
+    stored = open_index(store, said).of_boxes([requested.table])
+    plan_load(requested, stored.table, where=directory)
+    return clock.lap() * 1000, store.nbytes
+
+
+def _half_as_parallel(arrays: tuple[Any, ...]) -> Any:
+    """What a rank in the middle needs of the stacked world at TP 4 x PP 8: 16 layers of each array."""
+    from megackpt.metadata import ChunkTable, DeclaredChunks
+
+    n = 16 * len(arrays)
+    array = np.repeat(np.arange(len(arrays)), 16)
+    whole = np.array([a.global_shape for a in arrays])[array]
+    start = np.stack((48 + np.arange(n) % 16, whole[:, 1] // 2, 0 * array), axis=1)
+    shape = np.stack((np.ones(n, np.int64), whole[:, 1] // 4, whole[:, 2]), axis=1)
+    numel = shape.prod(axis=1)
+    yes = np.ones(n, np.bool_)
+    table = ChunkTable(arrays, array, start, shape, 0 * numel, numel, 4 * numel)
+    return DeclaredChunks(table, yes, ~yes, 0 * numel, np.arange(n))
 
 
 # --- others
@@ -235,23 +334,32 @@ def main() -> None:
         _measure(args.measure[0], args.measure[1], int(args.measure[2]))
         return
     todo = [("megackpt", world, args.chunks) for world in WORLDS]
-    # The megatron world is left out for the others: neither of them has flat ranges any more.
+    # The other worlds are left out for the peers: neither of them has flat ranges any more.
     todo += [
         (who, world, args.peer_chunks) for world in ("grid", "irregular") for who in ("megackpt", *PEERS)
     ]
-    head = ("", "world", "chunks", "arrays", "decode s", "merge s", "coverage s", "plan s", "peak MiB")
-    print("{:14} {:10} {:>9} {:>7} {:>9} {:>8} {:>11} {:>7} {:>9}".format(*head))
+    named = ("decode", "merge", "coverage", "plan", "index")
+    head = ("", "world", "chunks", "arrays", *(f"{name} s" for name in named), "sum s", "peak MiB")
+    index = ("B/chunk", "load ms", "read %", "all ms")
+    print(("{:14} {:10} {:>9} {:>7}" + " {:>10}" * 7 + " {:>7}" * 4).format(*head, *index))
     for who, world, chunks in todo:
         found = _medians(who, world, chunks)
         if isinstance(found, str):
             print(f"{who:14} {world:10} {found}")
             continue
-        laps = [
-            f"{found[name]:.2f}" if name in found else "-" for name in ("decode", "merge", "coverage", "plan")
-        ]
+        laps = [f"{found[name]:.2f}" if name in found else "-" for name in named]
+        total = sum(found[name] for name in named if name in found)
+        of_index = [
+            f"{found[name] * factor:.{digits}f}" if name in found else "-"
+            for name, factor, digits in (
+                ("chunk_nbytes", 1, 1), ("load_ms", 1, 1), ("load_read", 100, 1), ("all_ms", 1, 1)
+            )
+        ]  # fmt: skip
         print(
-            f"{who:14} {world:10} {found['rows']:9,.0f} {found['arrays']:7,.0f} {laps[0]:>9} {laps[1]:>8} "
-            f"{laps[2]:>11} {laps[3]:>7} {found['peak_mib']:9,.0f}",
+            f"{who:14} {world:10} {found['rows']:9,.0f} {found['arrays']:7,.0f} "
+            + " ".join(f"{text:>10}" for text in (*laps, f"{total:.2f}", f"{found['peak_mib']:,.0f}"))
+            + " "
+            + " ".join(f"{text:>7}" for text in of_index),
             flush=True,
         )
 

@@ -26,6 +26,7 @@ from megackpt import (
 )
 from megackpt.comm import Group
 from megackpt.storage import LocalStore
+from megackpt.storage.writer import FileWriter
 from megackpt.testing.world import SimulatedWorld
 
 
@@ -178,10 +179,10 @@ def test_of_two_saves_to_one_place_the_later_commit_does_not_point_to_what_is_go
 
 def test_a_save_leaves_the_files_of_saves_that_began_later(tmp_path: Path) -> None:
     class AnotherBegins(LocalStore):
-        def write(self, name: str, data: bytes) -> None:
+        def open_writer(self, name: str, nbytes: int) -> FileWriter:
             if name.startswith("index-"):
                 (tmp_path / "c" / "data" / f"{'a' * 16}-00000.safetensors").write_bytes(b"under way")
-            super().write(name, data)
+            return super().open_writer(name, nbytes)
 
     save({"w": whole("w", torch.ones(2))}, AnotherBegins(tmp_path / "c"))
     assert (tmp_path / "c" / "data" / f"{'a' * 16}-00000.safetensors").exists()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 from safetensors import SafetensorError
 
 from megackpt.codec import Encoded, decode, load_tree, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.file_chunks import FileChunks
-from megackpt.formats.index_file import read_index, read_small
+from megackpt.formats.index_file import read_small
+from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
 from megackpt.formats.strategy import Contents, Json
 from megackpt.storage import Store
@@ -29,17 +28,12 @@ class NativeLoadStrategy:
         return None
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
-        """Read and check the index; the common state is read when asked for. There are no pickles."""
-        index = read_index(store, manifest)
-
-        def chunks(keys: Iterable[str]) -> FileChunks:
-            wanted = set(keys)
-            chosen = np.array([a.key in wanted for a in index.table.arrays], np.bool_)
-            return FileChunks(store, index.take(np.flatnonzero(chosen[index.table.array])))
-
+        """Read and check the index's head; rows, and common state, when asked for. There are no pickles."""
+        index = open_index(store, manifest)
         return Contents(
-            arrays={a.key: a for a in index.table.arrays},
-            chunks=chunks,
+            arrays={a.key: a for a in index.arrays},
+            chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
+            chunks_meeting=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
             common=lambda: _read_common(store, manifest),
             decode_object=lambda data, where: unpack(data, where=where),
             identity=str(manifest.get("attempt")),

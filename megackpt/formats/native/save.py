@@ -15,9 +15,9 @@ from megackpt.formats.index_file import (
     compact,
     read_index,
     without_arrays,
-    write_index,
     write_small,
 )
+from megackpt.formats.index_writer import write_index
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.strategy import Json, Pieces
@@ -84,21 +84,23 @@ class NativeSaveStrategy:
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Put the ranks' digests and file positions into the chunk table and write it."""
-        writers = sorted(set(plan.writer.tolist()))
+        writers = np.unique(plan.writer).tolist()
         file_of = np.zeros(len(receipts), np.int64)
         file_of[writers] = np.arange(len(writers))
         data_start = np.zeros(len(receipts), np.int64)
-        blocks = block_counts(plan.table.nbytes)
-        digest_start = np.cumsum(blocks) - blocks
-        digests = np.zeros(int(blocks.sum()), np.uint64)
+        found = [np.zeros(0, np.uint64)]
         for rank in writers:
             receipt = unpack_columns(receipts[rank][0], where=f"receipt of rank {rank}")
             data_start[rank] = receipt["data_start"][0]
-            rows = plan.rows_of(rank)
-            # The receipt has the digests in the order of the file, the index in the order of its rows.
-            counts = blocks[rows]
-            within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-            digests[np.repeat(digest_start[rows], counts) + within] = receipt["digests"]
+            found.append(receipt["digests"])
+        # Receipts have digests in the order of files, the index in the order of its rows.
+        in_files = np.lexsort((plan.offset_bytes, plan.writer))
+        blocks = block_counts(plan.table.nbytes)
+        digest_start = np.cumsum(blocks) - blocks
+        digests = np.zeros(int(blocks.sum()), np.uint64)
+        counts = blocks[in_files]
+        within = np.arange(len(digests)) - np.repeat(np.cumsum(counts) - counts, counts)
+        digests[np.repeat(digest_start[in_files], counts) + within] = np.concatenate(found)
         stored = StoredChunks(
             table=plan.table,
             file=file_of[plan.writer],
@@ -109,7 +111,8 @@ class NativeSaveStrategy:
         )
         check_files(store, stored, prefix="data/")
         # Of a chunk that several ranks have written, which happens without validation, the first is enough.
-        once = stored.take(first_of_equal_chunks(stored.table))
+        first = first_of_equal_chunks(stored.table)
+        once = stored if len(first) == len(stored) else stored.take(first)
         return {"index": write_index(store, names.index_file(attempt), compact(once))}
 
     def publish(self, store: Store, *, attempt: str, said: Json) -> Json:

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from megackpt.errors import FormatError
 from megackpt.formats.documents import read_document
 from megackpt.formats.file_chunks import FileChunks
-from megackpt.formats.index_file import read_index, read_small
+from megackpt.formats.index_file import read_small
+from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Contents, Json
 from megackpt.formats.torch_dist import names
@@ -91,12 +90,7 @@ def find_note(store: Store, metadata_digest: str) -> tuple[Json, str] | None:
 
 
 def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsafe: bool) -> Contents:
-    index = read_index(store, note, holder=name)
-
-    def chunks(keys: Iterable[str]) -> FileChunks:
-        wanted = set(keys)
-        chosen = np.array([a.key in wanted for a in index.table.arrays], np.bool_)
-        return FileChunks(store, index.take(np.flatnonzero(chosen[index.table.array])))
+    index = open_index(store, note, holder=name)
 
     def common() -> Json:
         data, where = read_small(store, note, "common", holder=name)
@@ -104,8 +98,9 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
         return _split_common(state, where=where, has_content_metadata=bool(note.get(CONTENT_METADATA)))
 
     return Contents(
-        arrays={a.key: a for a in index.table.arrays},
-        chunks=chunks,
+        arrays={a.key: a for a in index.arrays},
+        chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
+        chunks_meeting=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
         common=common,
         decode_object=lambda data, where: _only_one(
             load_value(data, where=where, allow_unsafe=allow_unsafe), where

@@ -19,9 +19,9 @@ from megackpt.formats.index_file import (
     compact,
     read_index,
     without_arrays,
-    write_index,
     write_small,
 )
+from megackpt.formats.index_writer import write_index
 from megackpt.formats.safe_pickle import save_value
 from megackpt.formats.strategy import MANIFEST, Json, Pieces
 from megackpt.formats.torch_dist import names

@@ -155,7 +155,7 @@ class MegackptStorageReader(StorageReader):
         requested = describe(tensors, rank=0)
         rules = Rules(self._options.rules, StrictHandling.ASSUME_OK_UNEXPECTED)
         settle_differences(requested, contents.arrays, rules, where=store.location)
-        chunks = contents.chunks([spec.key for spec in requested.table.arrays])
+        chunks = contents.chunks_for([requested.table])
         copies = plan_load(requested, chunks.table, where=store.location)
         read_tensors(chunks, copies, tensors, self._options)
         for item, target in zip(items, targets, strict=True):
