@@ -11,22 +11,36 @@ from megackpt.metadata.columns import (
 )
 from megackpt.metadata.declared import DeclaredChunks, decode_declarations, merge_declarations
 from megackpt.metadata.dtypes import DTYPES, OBJECT
+from megackpt.metadata.holdings import (
+    PART_OF_RANKS,
+    REPLICATED,
+    Holdings,
+    Lists,
+    lists_of,
+    merge_lists,
+)
 from megackpt.metadata.stored import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
 __all__ = [
     "DIGEST_BLOCK_BYTES",
     "DTYPES",
     "OBJECT",
+    "PART_OF_RANKS",
+    "REPLICATED",
     "ArraySpec",
     "ChunkTable",
     "Column",
     "DeclaredChunks",
+    "Holdings",
+    "Lists",
     "StoredChunks",
     "block_counts",
     "column",
     "decode_declarations",
     "itemsizes",
+    "lists_of",
     "merge_declarations",
+    "merge_lists",
     "pack_columns",
     "pack_strings",
     "pad_shapes",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, Holdings, itemsizes
 from megackpt.metadata.chunk_table import Rows
 from megackpt.options import Spread
 from megackpt.planning.assign import assign_writers
@@ -39,42 +39,90 @@ class SavePlan:
         rows = np.flatnonzero(self.writer == rank)
         return rows[np.argsort(self.offset_bytes[rows], kind="stable")]
 
+    def by_writer(self, *, ranks: int) -> list[Ints]:
+        """Rows of each rank, ascending, which is index order."""
+        order = np.argsort(self.writer, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(self.writer, minlength=ranks))[:-1])
+
+
+PART_BYTES = 8 * 1024 * 1024
+"""Parts of a chunk that several ranks write are not made smaller for the sake of balance."""
+
 
 def plan_save(
     declared: DeclaredChunks, *, ranks: int, spread: Spread = "world", labels: Ints | None = None
 ) -> SavePlan:
+    """Decide who writes what, and where; chunks stay whole. See `plan_holdings`."""
+    held = Holdings.of_each(declared, ranks=ranks)
+    return plan_holdings(held, spread=spread, labels=labels, part_bytes=None)
+
+
+def plan_holdings(
+    held: Holdings,
+    *,
+    spread: Spread = "world",
+    labels: Ints | None = None,
+    part_bytes: int | None = PART_BYTES,
+) -> SavePlan:
     """Decide who writes what, and where.
 
     Chunks that several ranks hold are spread over them by bytes; with spread "group" over those of them whose
-    label, a number for each rank, is that of the main replica. Objects are written by their main replica,
-    as copies of an object need not encode to equal bytes. In a file, wider dtypes come first, so that every
-    chunk is aligned to its own element size.
+    label, a number for each rank, is that of the main replica. Long ones are cut along their outermost dims,
+    into parts of at most part_bytes or 1/32 of what a rank writes, whichever is more. Objects are written by
+    their main replica, as copies of an object need not encode to equal bytes. In a file, wider dtypes come
+    first, so that every chunk is aligned to its own element size.
     """
+    declared = held.declared
     is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
     candidates = declared.table.nbytes > 0
     if len(is_object):
         may_spread = ~is_object[declared.table.array] & (spread != "none")
         candidates &= declared.main | may_spread
-    held = declared.take(candidates)
-    held = held.take(_index_order(held.table))
+    held = _with_mains(held.take(candidates))
+    table = held.declared.table
+    first = first_of_equal_chunks(table)
+    chunk_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(table))))
+    row, rank = held.holders()
     if spread == "group" and labels is not None:
-        held = held.take(_beside_a_main_replica(held, labels))
-    first = first_of_equal_chunks(held.table)
-    has_main = np.logical_or.reduceat(held.main, first) if len(held) else np.zeros(0, np.bool_)
-    starts = np.append(first, len(held))
-    choice = assign_writers(held.table.nbytes[first], starts, held.rank, ranks=ranks)[has_main]
-    table = held.table.take(choice)
-    writer = held.rank[choice]
-    return SavePlan(table, writer, held.slot[choice], _offsets(table, writer))
+        kept = _beside_a_main_replica(held, chunk_of[row], row, rank, labels)
+        row, rank = row[kept], rank[kept]
+    row, rank = _by_chunk_and_rank(chunk_of[row], row, rank, held.ranks)
+    holders = np.bincount(chunk_of[row], minlength=len(first))
+    starts = np.append(0, np.cumsum(holders))
+    parts, of = table.take(first), np.arange(len(first))
+    if part_bytes is not None:
+        share = int(parts.nbytes.sum()) // held.ranks
+        parts, of, _ = cut_into_rows(parts, most=max(part_bytes, share // 32), only=holders > 1)
+        order = _index_order(parts)
+        parts, of = parts.take(order), of[order]
+    choice = assign_writers(parts.nbytes, starts, rank, ranks=held.ranks, set_of=of)
+    writer = rank[choice]
+    return SavePlan(parts, writer, held.slots_of(row[choice], writer), _offsets(parts, writer))
 
 
-def _beside_a_main_replica(held: DeclaredChunks, labels: Ints) -> Rows:
-    """Choose the copies whose rank has the label of a rank with the chunk's main replica; in index order."""
-    first = first_of_equal_chunks(held.table)
-    chunk = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(held))))
+def _with_mains(held: Holdings) -> Holdings:
+    """Sort rows into index order, and leave out the chunks of which nobody has the main replica."""
+    held = held.take(_index_order(held.declared.table))
+    first = first_of_equal_chunks(held.declared.table)
+    if not len(first):
+        return held
+    has_main = np.logical_or.reduceat(held.declared.main, first)
+    return held.take(np.repeat(has_main, np.diff(np.append(first, len(held.declared)))))
+
+
+def _by_chunk_and_rank(chunk: Ints, row: Ints, rank: Ints, ranks: int) -> tuple[Ints, Ints]:
+    place = chunk * ranks + rank
+    if np.all(place[1:] >= place[:-1]):
+        return row, rank
+    order = np.argsort(place, kind="stable")
+    return row[order], rank[order]
+
+
+def _beside_a_main_replica(held: Holdings, chunk: Ints, row: Ints, rank: Ints, labels: Ints) -> Rows:
+    """Choose the holders that have the label of a rank with the chunk's main replica."""
     _, label = np.unique(labels, return_inverse=True)
-    place = chunk * len(labels) + label.reshape(-1)[held.rank]
-    return np.isin(place, place[held.main])
+    place = chunk * len(labels) + label.reshape(-1)[rank]
+    return np.isin(place, place[held.declared.main[row]])
 
 
 def plan_own(declared: DeclaredChunks) -> SavePlan:
