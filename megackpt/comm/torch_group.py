@@ -16,10 +16,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megackpt.comm.group import BulkGroup, Group, Parcel, SingleProcess, describe_ranks
+from megackpt.comm.agreement import MOST_NUMBERS
+from megackpt.comm.group import (
+    BulkGroup,
+    Group,
+    Parcel,
+    SingleProcess,
+    check_one_step,
+    describe_ranks,
+    step_in,
+)
 from megackpt.errors import DeclarationError, RankFailedError
 
 T = TypeVar("T")
+
+_ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER = 1, 2, 3, 4
+_WORDS = 2 + MOST_NUMBERS
+_STEP_BYTES = 200
 
 ROLL_CALL_S = 3.0
 """How long survivors of a broken collective wait for each other's names before they say who is missing."""
@@ -80,6 +93,16 @@ class TorchGroup:
         self._meetings += 1
         return self._guarded(lambda: self._gather(data))
 
+    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+        """Return the largest of what the ranks gave, number by number: one all-reduce of 240 bytes."""
+        self._meetings += 1
+        return self._guarded(lambda: self._open(_MAXIMUM, numbers, step)[: len(numbers)])
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part; rank 0 gives those of all."""
+        self._meetings += 1
+        return self._guarded(lambda: self._scatter(parts))
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Move parcels between pairs of ranks, all of them at once."""
         self._guarded(lambda: self._exchange(sends, receives))
@@ -117,31 +140,67 @@ class TorchGroup:
     def _start(self, move: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Any:
         return move(_tensor_over(data), self._ranks[peer], group=self._group, tag=tag)
 
-    def _lengths(self, data: bytes) -> list[int]:
-        mine = torch.tensor([len(data)])
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, mine, group=self._group)
-        return [int(n) for n in lengths]
+    def _open(self, kind: int, numbers: Sequence[int], said: bytes) -> list[int]:
+        """Begin a meeting: all of them alike, so that none is taken for another. Return the largest numbers.
+
+        Raises:
+            RankFailedError: others are in a meeting of another kind; said begins with the name of a step.
+        """
+        words = [kind, -kind, *numbers]
+        reduced = torch.tensor(words + [0] * (_WORDS - len(words)))
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = reduced.tolist()
+        if found[0] != -found[1]:  # every rank sees it, so they can ask each other
+            step = step_in(said)[:_STEP_BYTES]
+            check_one_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
+            raise RankFailedError(
+                "Ranks are at different steps, which have no names. Call the same functions in the same "
+                "order on all ranks, with equal options."
+            )
+        return found[2:]
+
+    def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
+        """All-gather buffers that are equally long."""
+        received = torch.empty(self.size * len(data), dtype=torch.uint8)
+        dist.all_gather(list(received.chunk(self.size)), data, group=self._group)
+        everyone, length = received.numpy().tobytes(), len(data)
+        return [everyone[i : i + length] for i in range(0, len(everyone), length)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        lengths = self._lengths(data)
-        longest = max(lengths)
-        if not longest:
-            return [b""] * self.size
-        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(received, _padded(data, longest), group=self._group)
-        return [bytes(t[:n].numpy()) for t, n in zip(received, lengths, strict=True)]
+        longest = self._open(_ALL_GATHER, [len(data)], data)[0]
+        head = len(data).to_bytes(8, "little")
+        received = self._gather_equal(_padded(head + data, 8 + longest))
+        return [m[8 : 8 + int.from_bytes(m[:8], "little")] for m in received]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        lengths = self._lengths(data)
-        longest = max(lengths)
-        if not longest:
-            return [b""] * self.size if self.rank == 0 else []
-        at_root = (
-            [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)] if self.rank == 0 else None
-        )
-        dist.gather(_padded(data, longest), at_root, dst=self._ranks[0], group=self._group)
-        return [bytes(t[:n].numpy()) for t, n in zip(at_root or [], lengths, strict=False)]
+        """Send what each has and no more: rank 0 takes up to as many messages as there are ranks."""
+        self._open(_GATHER, [], data)
+        mine = torch.tensor([len(data)])
+        if self.rank:
+            dist.gather(mine, None, dst=self._ranks[0], group=self._group)
+            if data:
+                self._exchange([(0, memoryview(bytearray(data)))], [])
+            return []
+        lengths = torch.zeros(self.size, 1, dtype=torch.int64)
+        dist.gather(mine, list(lengths), dst=self._ranks[0], group=self._group)
+        buffers = [bytearray(n) for n in lengths[:, 0].tolist()]
+        self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
+        return [data, *(bytes(b) for b in buffers[1:])]
+
+    def _scatter(self, parts: Sequence[bytes]) -> bytes:
+        self._open(_SCATTER, [], b"")
+        mine = torch.zeros(1, dtype=torch.int64)
+        if self.rank:
+            dist.scatter(mine, None, src=self._ranks[0], group=self._group)
+            buffer = bytearray(int(mine))
+            if buffer:
+                self._exchange([], [(0, memoryview(buffer))])
+            return bytes(buffer)
+        lengths = torch.tensor([[len(part)] for part in parts])
+        dist.scatter(mine, list(lengths), src=self._ranks[0], group=self._group)
+        going = [(r, memoryview(bytearray(part))) for r, part in enumerate(parts) if r and part]
+        self._exchange(going, [])
+        return parts[0]
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
         began = time.monotonic()

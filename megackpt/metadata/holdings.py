@@ -64,6 +64,14 @@ class Holdings:
         shared = self.declared.rank[rows] >= self.ranks
         return self.declared.slot[rows] + np.where(shared, self.slots_before[ranks], 0)
 
+    def with_alone(self, rows: Ints, ranks: Ints) -> Holdings:
+        """Return these rows once more behind the others: one holder of each is its main replica."""
+        every = np.concatenate([np.arange(len(self.declared)), rows])
+        more, count = self.declared.take(every), len(self.declared)  # copies of the columns
+        more.slot[count:] = self.slots_of(rows, ranks)
+        more.main[count:], more.rank[count:] = True, ranks
+        return replace(self, declared=more)
+
     def of_all(self) -> DeclaredChunks:
         """Return a row for each holder of each row, in the order of ranks: long, to describe faults."""
         rows, rank = self.holders()

@@ -5,7 +5,6 @@ Pure: the merged declarations of all ranks in, the same plan on every rank out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,11 +37,6 @@ class SavePlan:
         """Rows that a rank writes, in the order they have in its file."""
         rows = np.flatnonzero(self.writer == rank)
         return rows[np.argsort(self.offset_bytes[rows], kind="stable")]
-
-    def by_writer(self, *, ranks: int) -> list[Ints]:
-        """Rows of each rank, ascending, which is index order."""
-        order = np.argsort(self.writer, kind="stable")
-        return np.split(order, np.cumsum(np.bincount(self.writer, minlength=ranks))[:-1])
 
 
 PART_BYTES = 8 * 1024 * 1024
@@ -97,7 +91,7 @@ def plan_holdings(
         parts, of = parts.take(order), of[order]
     choice = assign_writers(parts.nbytes, starts, rank, ranks=held.ranks, set_of=of)
     writer = rank[choice]
-    return SavePlan(parts, writer, held.slots_of(row[choice], writer), _offsets(parts, writer))
+    return SavePlan(parts, writer, held.slots_of(row[choice], writer), place_in_files(parts, writer))
 
 
 def _with_mains(held: Holdings) -> Holdings:
@@ -133,7 +127,7 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     """
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
     mains = mains.take(_index_order(mains.table))
-    return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
+    return SavePlan(mains.table, mains.rank, mains.slot, place_in_files(mains.table, mains.rank))
 
 
 COPIED_BYTES = 16 * 1024 * 1024
@@ -172,30 +166,36 @@ def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int, block_bytes: int =
     middle = ends - table.nbytes[order] / 2
     writer = np.empty(len(rows), np.int64)
     writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
-    return CopyPlan(SavePlan(table, writer, rows, _offsets(table, writer)), start)
+    return CopyPlan(SavePlan(table, writer, rows, place_in_files(table, writer)), start)
 
 
 def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
     """Return the plan with chunks of other lengths, `[n]`; who writes what stays."""
     table = replace(plan.table, nbytes=nbytes)
-    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
+    return replace(plan, table=table, offset_bytes=place_in_files(table, plan.writer))
 
 
-def with_object_sizes(
-    plan: SavePlan, *, first_slots: Sequence[int], sizes: Sequence[Sequence[int]]
-) -> SavePlan:
-    """Return the plan for objects of other sizes. Who writes what stays: only places in files move.
+def object_sizes(plan: SavePlan) -> Ints:
+    """Return the lengths of the objects in a plan, in bytes, in the order of ranks and then of rows."""
+    return plan.table.nbytes[_objects(plan)]
 
-    first_slots gives the slot of each rank's first object, and sizes those of its objects, in bytes.
+
+def with_object_sizes(plan: SavePlan, sizes: Ints) -> SavePlan:
+    """Return the plan for objects of other sizes, in the order of `object_sizes`.
+
+    Who writes what stays: only places in files move.
     """
-    is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
-    rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
-    if not len(rows):
+    if not len(sizes):
         return plan
     nbytes = plan.table.nbytes.copy()
-    pairs = zip(plan.writer[rows].tolist(), plan.slot[rows].tolist(), strict=True)
-    nbytes[rows] = [sizes[rank][slot - first_slots[rank]] for rank, slot in pairs]
+    nbytes[_objects(plan)] = sizes
     return with_sizes(plan, nbytes)
+
+
+def _objects(plan: SavePlan) -> Ints:
+    is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
+    rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
+    return rows[np.argsort(plan.writer[rows], kind="stable")]
 
 
 def _index_order(table: ChunkTable) -> Ints:
@@ -217,7 +217,7 @@ def first_of_equal_chunks(table: ChunkTable) -> Ints:
     return np.flatnonzero(differs)
 
 
-def _offsets(table: ChunkTable, writer: Ints) -> Ints:
+def place_in_files(table: ChunkTable, writer: Ints) -> Ints:
     """Place each writer's chunks one after the other, widest elements first."""
     width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
     order = np.lexsort((-width, writer))
