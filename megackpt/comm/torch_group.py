@@ -33,6 +33,7 @@ T = TypeVar("T")
 _ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER = 1, 2, 3, 4
 _WORDS = 2 + MOST_NUMBERS
 _STEP_BYTES = 200
+_SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
 
 ROLL_CALL_S = 3.0
 """How long survivors of a broken collective wait for each other's names before they say who is missing."""
@@ -173,34 +174,43 @@ class TorchGroup:
         return [m[8 : 8 + int.from_bytes(m[:8], "little")] for m in received]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """Send what each has and no more: rank 0 takes up to as many messages as there are ranks."""
-        self._open(_GATHER, [], data)
-        mine = torch.tensor([len(data)])
-        if self.rank:
-            dist.gather(mine, None, dst=self._ranks[0], group=self._group)
-            if data:
-                self._exchange([(0, memoryview(bytearray(data)))], [])
-            return []
-        lengths = torch.zeros(self.size, 1, dtype=torch.int64)
-        dist.gather(mine, list(lengths), dst=self._ranks[0], group=self._group)
-        buffers = [bytearray(n) for n in lengths[:, 0].tolist()]
-        self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
-        return [data, *(bytes(b) for b in buffers[1:])]
+        """Send what each has: small messages at once, others without making them equally long."""
+        padded = 8 + self._open(_GATHER, [len(data)], data)[0]
+        is_small = padded * self.size <= _SMALL_BYTES
+        head = _padded(
+            len(data).to_bytes(8, "little") + (data if is_small else b""), padded if is_small else 8
+        )
+        received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(sent, received, dst=self._ranks[0], group=self._group)
+        if received is not None:
+            lengths = [int.from_bytes(bytes(r[:8].numpy()), "little") for r in received]
+            if is_small:
+                return [bytes(r[8 : 8 + n].numpy()) for r, n in zip(received, lengths, strict=True)]
+            buffers = [bytearray(n) for n in lengths]
+            self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
+            return [data, *(bytes(b) for b in buffers[1:])]
+        if data and not is_small:
+            self._exchange([(0, memoryview(bytearray(data)))], [])
+        return []
 
     def _scatter(self, parts: Sequence[bytes]) -> bytes:
-        self._open(_SCATTER, [], b"")
-        mine = torch.zeros(1, dtype=torch.int64)
-        if self.rank:
-            dist.scatter(mine, None, src=self._ranks[0], group=self._group)
-            buffer = bytearray(int(mine))
-            if buffer:
-                self._exchange([], [(0, memoryview(buffer))])
-            return bytes(buffer)
-        lengths = torch.tensor([[len(part)] for part in parts])
-        dist.scatter(mine, list(lengths), src=self._ranks[0], group=self._group)
-        going = [(r, memoryview(bytearray(part))) for r, part in enumerate(parts) if r and part]
-        self._exchange(going, [])
-        return parts[0]
+        """Send each what is its own, as `_gather` does."""
+        padded = 8 + self._open(_SCATTER, [max(map(len, parts), default=0)], b"")[0]
+        is_small = padded * self.size <= _SMALL_BYTES
+        mine = torch.empty(padded if is_small else 8, dtype=torch.uint8)
+        heads = [len(p).to_bytes(8, "little") + (p if is_small else b"") for p in parts]
+        sent = [_padded(head, len(mine)) for head in heads] if self.rank == 0 else None
+        dist.scatter(mine, sent, src=self._ranks[0], group=self._group)
+        length = int.from_bytes(bytes(mine[:8].numpy()), "little")
+        if is_small:
+            return bytes(mine[8 : 8 + length].numpy())
+        if self.rank == 0:
+            self._exchange([(r, memoryview(bytearray(p))) for r, p in enumerate(parts) if r and p], [])
+            return parts[0]
+        buffer = bytearray(length)
+        if buffer:
+            self._exchange([], [(0, memoryview(buffer))])
+        return bytes(buffer)
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
         began = time.monotonic()

@@ -84,17 +84,17 @@ def plan_together(local: LocalState, group: Group, unequal: Unequal) -> Agreed:
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
     """
-    lists = local.lists()
+    lists, values = local.lists(), b""
+
+    def introduce() -> bytes:
+        nonlocal values
+        values = _values(local, unequal)
+        return digest + local.spread_label.to_bytes(8, "little", signed=True)
+
     digest = bytes.fromhex(digest_of(lists.shared))
-    label = local.spread_label.to_bytes(8, "little", signed=True)
-    said = together(group, lambda: digest + label, doing="comparing declarations")
+    said = together(group, introduce, doing="comparing declarations")
     sends = next(rank for rank, other in enumerate(said) if other[:16] == digest) == group.rank
-
-    def declare() -> bytes:
-        parts = [lists.alone, lists.shared if sends else b"", _values(local, unequal)]
-        return b"".join((*(len(part).to_bytes(8, "little") for part in parts), *parts))
-
-    messages = together_at_root(group, declare, doing="sending declarations")
+    messages = group.gather(_joined([lists.alone, lists.shared if sends else b"", values]))
     whole: list[SavePlan] = []
 
     def plan() -> list[bytes]:
@@ -205,6 +205,10 @@ def _check_values(said: Sequence[dict[str, Any]]) -> None:
         check_copies_equal([of["copies"] for of in said])
     if "common" in said[0]:
         check_common_equal([of["common"] for of in said])
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return b"".join((*(len(part).to_bytes(8, "little") for part in parts), *parts))
 
 
 def _split(message: bytes) -> list[bytes]:

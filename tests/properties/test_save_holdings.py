@@ -58,15 +58,17 @@ def worlds(draw: st.DrawFn) -> World:
     return world
 
 
-@given(worlds(), st.sampled_from(["world", "none", "group"]))
+@given(worlds(), st.sampled_from(["world", "none", "group"]), st.sampled_from([None, 8, 100]))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_plan_is_that_from_the_declarations_of_all(world: World, spread: Spread) -> None:
+def test_the_plan_is_that_from_the_declarations_of_all(
+    world: World, spread: Spread, part_bytes: int | None
+) -> None:
     declared = described(world)
     ranks, merged = len(world), merge_declarations(declared)
     labels = np.arange(ranks) // 2
-    expected = plan_save(merged, ranks=ranks, spread=spread, labels=labels)
+    expected = plan_save(merged, ranks=ranks, spread=spread, labels=labels, part_bytes=part_bytes)
     held, lists = gathered(declared)
-    plan = plan_holdings(held, spread=spread, labels=labels, part_bytes=None)
+    plan = plan_holdings(held, spread=spread, labels=labels, part_bytes=part_bytes)
     assert plan.table.arrays == expected.table.arrays
     for column in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes"):
         assert np.array_equal(getattr(plan.table, column), getattr(expected.table, column))
