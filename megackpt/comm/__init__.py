@@ -18,8 +18,9 @@ from megackpt.comm.group import (
     moves_bulk,
     together,
 )
+from megackpt.comm.known_groups import borrow_group, return_group, world_group
 from megackpt.comm.subgroup import GivenGroup, check_subgroup, subgroup, subgroup_label, subgroup_members
-from megackpt.comm.torch_group import TorchGroup, borrow_group, return_group, world_group
+from megackpt.comm.torch_group import TorchGroup
 
 __all__ = [
     "MOST_NUMBERS",

@@ -51,7 +51,7 @@ def plan_save(
     labels: Ints | None = None,
     part_bytes: int | None = PART_BYTES,
 ) -> SavePlan:
-    """Decide who writes what of rows that each have one holder, in the order of ranks; see `plan_holdings`."""
+    """Decide who writes what of rows in the order of ranks, each of one holder; see `plan_holdings`."""
     held = Holdings.of_each(declared, ranks=ranks)
     return plan_holdings(held, spread=spread, labels=labels, part_bytes=part_bytes)
 
@@ -68,8 +68,8 @@ def plan_holdings(
     Chunks that several ranks hold are spread over them by bytes; with spread "group" over those of them whose
     label, a number for each rank, is that of the main replica. Long ones are cut along their outermost dims,
     into parts of at most part_bytes or 1/32 of what a rank writes, whichever is more; None leaves them whole.
-    Objects are written by their main replica, as copies of an object need not encode to equal bytes. In a file, wider dtypes come
-    first, so that every chunk is aligned to its own element size.
+    Objects are written by their main replica, as copies of an object need not encode to equal bytes. In a
+    file, wider dtypes come first, so that every chunk is aligned to its own element size.
     """
     declared = held.declared
     is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
