@@ -17,7 +17,7 @@ from megackpt.comm import Group, from_root, given_by_root, together, together_at
 from megackpt.engine.copies import with_mains_chosen
 from megackpt.engine.local_state import LocalState
 from megackpt.errors import CoverageError
-from megackpt.formats.strategy import SaveStrategy, TakesOwnRows
+from megackpt.formats.strategy import takes_own_rows
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
@@ -159,11 +159,6 @@ def compare_values(local: LocalState, group: Group, unequal: Unequal) -> None:
         return [b""] * group.size
 
     given_by_root(group, compare, doing="comparing values")
-
-
-def takes_own_rows(strategy: SaveStrategy) -> bool:
-    """Say whether a rank needs no rows but its own to write in a format."""
-    return isinstance(strategy, TakesOwnRows) and strategy.takes_own_rows
 
 
 def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[bytes]) -> SavePlan:

@@ -20,7 +20,7 @@ from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.tensor_bytes import check_source, pieces_of
 from megackpt.errors import DeclarationError
-from megackpt.formats.strategy import SaveStrategy
+from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.geometry import Ints
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
@@ -106,12 +106,16 @@ class LocalState:
         return self._lists(self.declared)
 
     def structure(self) -> str:
-        """Digest of everything that this rank adds to a plan but the sizes of its objects."""
+        """Digest of everything that this rank adds to a plan but the sizes of its objects.
+
+        And of whether it keeps its own rows of the plan, or all.
+        """
         table = self.declared.table
         nbytes = table.nbytes.copy()
         nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
         lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
-        besides = json.dumps([self.request.spread, self.spread_label, len(lists.alone)]).encode()
+        keeps_all = not takes_own_rows(self.strategy)
+        besides = json.dumps([self.request.spread, self.spread_label, len(lists.alone), keeps_all]).encode()
         return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
 
     def alone(self) -> DeclaredChunks:

@@ -218,6 +218,11 @@ class TakesOwnRows(Protocol):
         """Whether it is so."""
 
 
+def takes_own_rows(strategy: SaveStrategy) -> bool:
+    """Say whether a rank needs no rows but its own to write in a format."""
+    return isinstance(strategy, TakesOwnRows) and strategy.takes_own_rows
+
+
 class LoadStrategy(Protocol):
     """Opens checkpoints of one format."""
 

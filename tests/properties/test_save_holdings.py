@@ -59,7 +59,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds(), st.sampled_from(["world", "none", "group"]), st.sampled_from([None, 8, 100]))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_plan_is_that_from_the_declarations_of_all(
     world: World, spread: Spread, part_bytes: int | None
 ) -> None:
@@ -79,7 +79,7 @@ def test_the_plan_is_that_from_the_declarations_of_all(
 
 
 @given(worlds(), st.sampled_from([8, 40, 200]))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_holders(
     world: World, part_bytes: int
 ) -> None:

@@ -111,3 +111,17 @@ def test_long_tensors_are_written_in_parts_by_all_that_hold_them() -> None:
     load({"stacked": stacked}, store)
     assert torch.equal(stacked.data, true)  # type: ignore[arg-type]
     assert all(torch.equal(data, true) for data in wanted.values())
+
+
+def test_a_kept_plan_of_own_rows_is_not_taken_for_one_of_all() -> None:
+    store, caches = MemoryStore(), [PlanCache() for _ in range(RANKS)]
+
+    def run(group: SimulatedRank) -> set[int]:
+        plans = caches[group.rank]
+        save(state(group.rank, 1), store, Noting(), group=group, plans=plans)
+        strategy = NeedsAll()
+        save(state(group.rank, 1), store, strategy, group=group, plans=plans)
+        assert strategy.seen is not None
+        return set(strategy.seen.writer.tolist())
+
+    assert SimulatedWorld(RANKS).run(run) == [set(range(RANKS))] * RANKS
