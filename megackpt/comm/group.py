@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 from megackpt import errors
 from megackpt.errors import CheckpointError, RankFailedError
+
+T = TypeVar("T")
 
 Parcel: TypeAlias = tuple[int, memoryview]
 """A rank of the group, and bytes that go there or come from there."""
@@ -103,80 +105,83 @@ def together(group: Group, step: Callable[[], bytes], *, doing: str) -> list[byt
             one of ours); it names the rank and its cause. On that rank the original stands behind it as
             `__cause__`.
     """
-    return _settle(group, *_run(step), doing=doing)
+    result, error = run_step(step)
+    return settle(group, result or b"", error, doing=doing)
 
 
-def together_at_root(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
-    """Like `together`, but only rank 0 is given the results, which may be large."""
-    result, error = _run(step)
-    _settle(group, b"", error, doing=doing)
-    return group.gather(result)
-
-
-def _run(step: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
+def run_step(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what a step returned, or its error."""
     try:
         return step(), None
     except Exception as error:  # noqa: BLE001 - handed over to all ranks, and raised again there
-        return b"", error
+        return None, error
 
 
-def _settle(group: Group, result: bytes, error: Exception | None, *, doing: str) -> list[bytes]:
+def settle(group: Group, result: bytes, error: Exception | None, *, doing: str) -> list[bytes]:
+    """Return all ranks' results, or raise the common error if there is one; see `together`. Collective."""
     if error is not None and group.size == 1:
         raise error
-    told = (b"\x00" + result) if error is None else (b"\x01" + _encode(error))
-    step = _named(doing)
+    told = (b"\x00" + result) if error is None else (b"\x01" + encode_error(error))
+    step = named_step(doing)
     try:
         answers = group.all_gather(step + told)
     except RankFailedError as lost:
         if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
             raise error from lost
         raise lost from error
-    _check_one_step(answers, doing)
+    check_one_step(answers, step)
     at = len(step)
     failures = {rank: a[at + 1 :] for rank, a in enumerate(answers) if a[at : at + 1] != b"\x00"}
     if failures:
-        raise _common_error(failures, doing) from error
+        raise common_error(failures, doing) from error
     return [answer[at + 1 :] for answer in answers]
 
 
-def _named(doing: str) -> bytes:
+def named_step(doing: str) -> bytes:
     """Return what each message of a step begins with."""
     return len(doing.encode()).to_bytes(4, "little") + doing.encode()
 
 
-def _check_one_step(answers: Sequence[bytes], doing: str) -> None:
-    """Check that all messages are from one step.
+def check_one_step(answers: Sequence[bytes], step: bytes) -> None:
+    """Check that all messages are from one step, which those of this rank begin with.
 
     Raises:
         RankFailedError: some are from another step, so what follows would be taken for what it is not.
     """
-    others = [rank for rank, answer in enumerate(answers) if not answer.startswith(_named(doing))]
+    others = [rank for rank, answer in enumerate(answers) if not answer.startswith(step)]
     if others:
         raise RankFailedError(
             f"Ranks are at different steps: rank(s) {describe_ranks(others)} sent "
-            f"{_step_of(answers[others[0]])} while this one was {doing!r}. Call the same functions in the "
-            f"same order on all ranks, with equal options.",
+            f"{_step_of(answers[others[0]])} while this one sent {_step_of(step)}. Call the same "
+            f"functions in the same order on all ranks, with equal options.",
             rank=others[0],
         )
+
+
+def step_in(message: bytes) -> bytes:
+    """Return what a message of a step begins with, which may be empty for other messages."""
+    return message[: 4 + int.from_bytes(message[:4], "little")]
 
 
 def _step_of(answer: bytes) -> str:
     """Say which step a message is from."""
     length = int.from_bytes(answer[:4], "little")
     name = answer[4 : 4 + length]
-    is_name = len(answer) > 4 + length and name.isascii() and name.decode("ascii").isprintable()
+    is_name = len(answer) >= 4 + length and name.isascii() and name.decode("ascii").isprintable()
     return f"what belongs to {name.decode('ascii')!r}" if is_name and name else "a message of another kind"
 
 
-def _encode(error: Exception) -> bytes:
+def encode_error(error: Exception) -> bytes:
+    """Return an error as it is sent to other ranks."""
     if isinstance(error, CheckpointError):
-        fields = {"class": type(error).__name__, "text": error.message, "key": error.key, "path": error.path}
-    else:
-        fields = {"class": "", "text": f"{type(error).__name__}: {error}", "key": None, "path": None}
+        where = {"key": error.key, "rank": error.rank, "path": error.path}
+        return json.dumps({"class": type(error).__name__, "text": error.message, **where}).encode()
+    fields = {"class": "", "text": f"{type(error).__name__}: {error}", "key": None, "path": None}
     return json.dumps(fields).encode()
 
 
-def _common_error(failures: dict[int, bytes], doing: str) -> CheckpointError:
+def common_error(failures: dict[int, bytes], doing: str) -> CheckpointError:
+    """Return the error of all ranks for the encoded ones of some."""
     first = min(failures)
     fields = json.loads(failures[first])
     others = sorted(set(failures) - {first})
@@ -185,12 +190,12 @@ def _common_error(failures: dict[int, bytes], doing: str) -> CheckpointError:
         if others
         else ""
     )
-    kind = _error_class(fields["class"])
+    kind = error_class(fields["class"])
     text = f"Rank {first} failed while {doing}: {fields['text']}{also}"
     return kind(text, key=fields["key"], rank=first, path=fields["path"])
 
 
-def _error_class(name: str) -> type[CheckpointError]:
+def error_class(name: str) -> type[CheckpointError]:
     """Look a class of our own error tree up by name; anything else becomes a RankFailedError."""
     found: object = getattr(errors, name, None) if name else None
     return found if isinstance(found, type) and issubclass(found, CheckpointError) else RankFailedError

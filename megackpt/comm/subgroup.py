@@ -11,7 +11,8 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from megackpt.comm.group import BulkGroup, Group, moves_bulk
-from megackpt.comm.torch_group import TorchGroup, process_group_ranks, torch_subgroup
+from megackpt.comm.known_groups import process_group_ranks, torch_subgroup
+from megackpt.comm.torch_group import TorchGroup
 from megackpt.errors import DeclarationError
 
 GivenGroup: TypeAlias = "Group | dist.ProcessGroup"

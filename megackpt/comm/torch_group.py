@@ -7,7 +7,6 @@ the training's collectives nor hangs with them, and names the ranks that did not
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,10 +15,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megackpt.comm.group import BulkGroup, Group, Parcel, SingleProcess, describe_ranks
-from megackpt.errors import DeclarationError, RankFailedError
+from megackpt.comm.agreement import MOST_NUMBERS
+from megackpt.comm.group import (
+    Parcel,
+    check_one_step,
+    describe_ranks,
+    step_in,
+)
+from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
+
+_ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER = 1, 2, 3, 4
+_WORDS = 2 + MOST_NUMBERS
+_STEP_BYTES = 200
+_SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
 
 ROLL_CALL_S = 3.0
 """How long survivors of a broken collective wait for each other's names before they say who is missing."""
@@ -80,6 +90,16 @@ class TorchGroup:
         self._meetings += 1
         return self._guarded(lambda: self._gather(data))
 
+    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+        """Return the largest of what the ranks gave, number by number: one all-reduce of 240 bytes."""
+        self._meetings += 1
+        return self._guarded(lambda: self._open(_MAXIMUM, numbers, step)[: len(numbers)])
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part; rank 0 gives those of all."""
+        self._meetings += 1
+        return self._guarded(lambda: self._scatter(parts))
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Move parcels between pairs of ranks, all of them at once."""
         self._guarded(lambda: self._exchange(sends, receives))
@@ -117,36 +137,82 @@ class TorchGroup:
     def _start(self, move: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Any:
         return move(_tensor_over(data), self._ranks[peer], group=self._group, tag=tag)
 
-    def _lengths(self, data: bytes) -> list[int]:
-        mine = torch.tensor([len(data)])
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, mine, group=self._group)
-        return [int(n) for n in lengths]
+    def _open(self, kind: int, numbers: Sequence[int], said: bytes) -> list[int]:
+        """Begin a meeting: all of them alike, so that none is taken for another. Return the largest numbers.
+
+        Raises:
+            RankFailedError: others are in a meeting of another kind; said begins with the name of a step.
+        """
+        words = [kind, -kind, *numbers]
+        reduced = torch.tensor(words + [0] * (_WORDS - len(words)))
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = reduced.tolist()
+        if found[0] != -found[1]:  # every rank sees it, so they can ask each other
+            step = step_in(said)[:_STEP_BYTES]
+            check_one_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
+            raise RankFailedError(
+                "Ranks are at different steps, which have no names. Call the same functions in the same "
+                "order on all ranks, with equal options."
+            )
+        return found[2:]
+
+    def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
+        """All-gather buffers that are equally long."""
+        received = torch.empty(self.size * len(data), dtype=torch.uint8)
+        dist.all_gather(list(received.chunk(self.size)), data, group=self._group)
+        everyone, length = received.numpy().tobytes(), len(data)
+        return [everyone[i : i + length] for i in range(0, len(everyone), length)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        lengths = self._lengths(data)
-        longest = max(lengths)
-        if not longest:
-            return [b""] * self.size
-        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(received, _padded(data, longest), group=self._group)
-        return [bytes(t[:n].numpy()) for t, n in zip(received, lengths, strict=True)]
+        longest = self._open(_ALL_GATHER, [len(data)], data)[0]
+        head = len(data).to_bytes(8, "little")
+        received = self._gather_equal(_padded(head + data, 8 + longest))
+        return [m[8 : 8 + int.from_bytes(m[:8], "little")] for m in received]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        lengths = self._lengths(data)
-        longest = max(lengths)
-        if not longest:
-            return [b""] * self.size if self.rank == 0 else []
-        at_root = (
-            [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)] if self.rank == 0 else None
-        )
-        dist.gather(_padded(data, longest), at_root, dst=self._ranks[0], group=self._group)
-        return [bytes(t[:n].numpy()) for t, n in zip(at_root or [], lengths, strict=False)]
+        """Send what each has: small messages at once, others without making them equally long."""
+        padded = 8 + self._open(_GATHER, [len(data)], data)[0]
+        is_small = padded * self.size <= _SMALL_BYTES
+        head = len(data).to_bytes(8, "little") + (data if is_small else b"")
+        sent = _padded(head, padded if is_small else 8)
+        received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(sent, received, dst=self._ranks[0], group=self._group)
+        if received is not None:
+            lengths = [int.from_bytes(bytes(r[:8].numpy()), "little") for r in received]
+            if is_small:
+                return [bytes(r[8 : 8 + n].numpy()) for r, n in zip(received, lengths, strict=True)]
+            buffers = [bytearray(n) for n in lengths]
+            self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
+            return [data, *(bytes(b) for b in buffers[1:])]
+        if data and not is_small:
+            self._exchange([(0, memoryview(bytearray(data)))], [])
+        return []
+
+    def _scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Send each what is its own, as `_gather` does."""
+        padded = 8 + self._open(_SCATTER, [max(map(len, parts), default=0)], b"")[0]
+        is_small = padded * self.size <= _SMALL_BYTES
+        mine = torch.empty(padded if is_small else 8, dtype=torch.uint8)
+        heads = [len(p).to_bytes(8, "little") + (p if is_small else b"") for p in parts]
+        sent = [_padded(head, len(mine)) for head in heads] if self.rank == 0 else None
+        dist.scatter(mine, sent, src=self._ranks[0], group=self._group)
+        length = int.from_bytes(bytes(mine[:8].numpy()), "little")
+        if is_small:
+            return bytes(mine[8 : 8 + length].numpy())
+        if self.rank == 0:
+            self._exchange([(r, memoryview(bytearray(p))) for r, p in enumerate(parts) if r and p], [])
+            return parts[0]
+        buffer = bytearray(length)
+        if buffer:
+            self._exchange([], [(0, memoryview(buffer))])
+        return bytes(buffer)
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
         began = time.monotonic()
         try:
             return exchange()
+        except RankFailedError:  # a RuntimeError, too, that says already what happened
+            raise
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
             waited_s = time.monotonic() - began
             missing = self._missing()
@@ -186,83 +252,6 @@ class TorchGroup:
         Some get further than others before they notice, but none past the meeting behind the next one.
         """
         return store.check([str(rank)]) and abs(int(store.get(str(rank))) - self._meetings) <= 2
-
-
-def borrow_group(group: Group, *, timeout_s: float) -> Group:
-    """Return a group of the same ranks that another thread may use at the same time, until it is returned.
-
-    Collective over the ranks of the group; over the world where none is idle.
-
-    Raises:
-        DeclarationError: the group is of a kind that knows no second channel between its ranks.
-    """
-    if isinstance(group, SingleProcess):
-        return group
-    if isinstance(group, TorchGroup):
-        idle = _idle(group.ranks, timeout_s)
-        return idle.pop() if idle else TorchGroup(ranks=list(group.ranks), timeout_s=timeout_s)
-    raise DeclarationError(
-        f"Saving asynchronously needs a second channel between ranks, which a {type(group).__name__} does "
-        f"not give. Save synchronously, or leave the group to torch.distributed."
-    )
-
-
-def return_group(group: Group) -> None:
-    """Give back a borrowed group that nobody uses any more. Every rank does, and all in the same order."""
-    if isinstance(group, TorchGroup) and dist.is_initialized():
-        _idle(group.ranks, group.timeout_s).append(group)
-
-
-def _idle(ranks: Sequence[int], timeout_s: float) -> list[TorchGroup]:
-    world = dist.group.WORLD
-    assert world is not None
-    return _IDLE.setdefault(world, {}).setdefault((tuple(ranks), timeout_s), [])
-
-
-def world_group(*, timeout_s: float) -> Group:
-    """Return the group of all ranks, cached; SingleProcess without an initialised process group.
-
-    Collective at the first call with each timeout_s.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return SingleProcess()
-    world = dist.group.WORLD
-    assert world is not None
-    by_timeout = _GROUPS.setdefault(world, {})
-    if timeout_s not in by_timeout:
-        by_timeout[timeout_s] = TorchGroup(timeout_s=timeout_s)
-    return by_timeout[timeout_s]
-
-
-def torch_subgroup(group: dist.ProcessGroup, *, timeout_s: float) -> BulkGroup:
-    """Return a group of the same ranks as a torch process group, cached; SingleProcess for one rank.
-
-    Collective over these ranks at the first call with each timeout_s. It has connections and a deadline of
-    its own, so that checkpointing does not wait behind what else the given group does.
-    """
-    ranks = process_group_ranks(group)
-    if len(ranks) == 1:
-        return SingleProcess()
-    by_timeout = _GROUPS.setdefault(group, {})
-    if timeout_s not in by_timeout:
-        by_timeout[timeout_s] = TorchGroup(ranks=ranks, timeout_s=timeout_s)
-    return by_timeout[timeout_s]
-
-
-def process_group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks in torch.distributed of a process group's members, ascending. Local."""
-    return tuple(sorted(dist.get_process_group_ranks(group)))
-
-
-# Making a process group is a collective and costs descriptors, so one is kept per world and deadline. The
-# weak key forgets it when the world is destroyed.
-_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, TorchGroup]] = weakref.WeakKeyDictionary()
-
-# Groups that were given back. They are kept rather than destroyed: a process group that is made after another
-# was destroyed may look for its ranks at the old ones' addresses in torch's store.
-_IDLE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], float], list[TorchGroup]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def _tensor_over(data: memoryview) -> torch.Tensor:

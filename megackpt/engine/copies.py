@@ -13,9 +13,9 @@ import numpy as np
 
 from megackpt.engine.expand import Expanded
 from megackpt.engine.tensor_bytes import pieces_of
-from megackpt.geometry import Box
+from megackpt.geometry import Box, Ints
 from megackpt.mapping import is_main_replica
-from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks
+from megackpt.metadata import DIGEST_BLOCK_BYTES, PART_OF_RANKS, REPLICATED, DeclaredChunks, Holdings
 from megackpt.planning import first_of_equal_chunks
 from megackpt.storage import BlockDigester, digest_of
 
@@ -49,6 +49,24 @@ def without_copies(declared: DeclaredChunks, keys: set[str]) -> DeclaredChunks:
     main[rows] = False
     main[rows[order[first_of_equal_chunks(table.take(order))]]] = True
     return replace(declared, main=main)
+
+
+def with_mains_chosen(held: Holdings, marks: Ints) -> Holdings:
+    """Choose the main replicas that no rank could choose alone, of marked rows. Pure.
+
+    A replicated value is written by the lowest rank that holds it.
+    """
+    of_array = np.zeros(len(held.declared.table.arrays), np.int64)
+    np.bitwise_or.at(of_array, held.declared.table.array, marks)
+    keys = [a.key for a in held.declared.table.arrays]
+    parts = {keys[i] for i in np.flatnonzero(of_array & PART_OF_RANKS).tolist()}
+    held = replace(held, declared=without_copies(held.declared, parts))
+    rows = np.flatnonzero(marks & REPLICATED)
+    row, rank = held.take(rows).holders()
+    order = np.lexsort((rank, held.declared.table.array[rows][row]))
+    first = order[np.unique(held.declared.table.array[rows][row][order], return_index=True)[1]]
+    chosen, writers = rows[row[first]], rank[first]
+    return held.with_alone(chosen, writers)
 
 
 def with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:

@@ -6,7 +6,7 @@ becomes the same error everywhere; then what was written is removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ class Planned:
         pieces: the bytes of one of this rank's rows.
         common: what is stored as common state; that of rank 0 counts.
         earlier: what was at the place before; known to rank 0.
-        collect: collective, after all have written; returns on rank 0 what `complete` needs.
-        complete: makes the plan of all ranks from it, on rank 0; None where `plan` is that already.
+        report: what this rank tells rank 0 when it has written.
+        complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
     """
 
     attempt: str
@@ -38,8 +38,8 @@ class Planned:
     pieces: Pieces
     common: Any  # whatever the user saves
     earlier: manifest.Earlier = field(default_factory=manifest.Earlier)
-    collect: Callable[[], list[bytes]] = list
-    complete: Callable[[list[bytes]], SavePlan] | None = None
+    report: bytes = b""
+    complete: Callable[[Sequence[bytes]], SavePlan] | None = None
 
 
 def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> None:
@@ -50,12 +50,11 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
             this one if only the last meeting, after the commit, failed.
     """
     try:
-        receipts = _write(planned, store, strategy, group)
-        parts = planned.collect()
+        receipts, reports = _write(planned, store, strategy, group)
 
         def finish() -> bytes:
             if group.rank == 0:
-                plan = planned.complete(parts) if planned.complete is not None else planned.plan
+                plan = planned.complete(reports) if planned.complete is not None else planned.plan
                 finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size)
             return b""
 
@@ -66,8 +65,10 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
         raise
 
 
-def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> list[list[bytes]]:
-    """Write this rank's chunks, round by round; return receipts by rank and round on rank 0."""
+def _write(
+    planned: Planned, store: Store, strategy: SaveStrategy, group: Group
+) -> tuple[list[list[bytes]], list[bytes]]:
+    """Write this rank's chunks, round by round; return receipts by rank and round, and reports, on rank 0."""
     rounds: list[Ints] = []
 
     def begin() -> bytes:
@@ -76,8 +77,8 @@ def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group)
         rounds.extend(strategy.rounds(planned.plan, group.rank))
         return b""
 
-    def write(rows: Ints) -> bytes:
-        return strategy.write_chunks(
+    def write(rows: Ints, report: bytes) -> bytes:
+        receipt = strategy.write_chunks(
             store,
             attempt=planned.attempt,
             rank=group.rank,
@@ -85,13 +86,24 @@ def _write(planned: Planned, store: Store, strategy: SaveStrategy, group: Group)
             rows=rows,
             pieces=planned.pieces,
         )
+        return len(report).to_bytes(8, "little") + report + receipt
 
     if strategy.writes_in_place:
         together(group, begin, doing="clearing the place")
     else:  # the rows of a rank, which nothing can refuse: no meeting is needed
         rounds.extend(strategy.rounds(planned.plan, group.rank))
-    receipts = [together_at_root(group, partial(write, rows), doing="writing its chunks") for rows in rounds]
-    return [list(of_rank) for of_rank in zip(*receipts, strict=True)]
+    told: list[list[tuple[bytes, bytes]]] = []
+    for number, rows in enumerate(rounds):
+        step = partial(write, rows, b"" if number else planned.report)
+        told.append([_split(t) for t in together_at_root(group, step, doing="writing its chunks")])
+    receipts = [[receipt for _, receipt in of_rank] for of_rank in zip(*told, strict=True)]
+    return receipts, [report for report, _ in told[0]] if told else []
+
+
+def _split(told: bytes) -> tuple[bytes, bytes]:
+    """Take a report and the receipt behind it apart."""
+    end = 8 + int.from_bytes(told[:8], "little")
+    return told[8:end], told[end:]
 
 
 def finish_attempt(

@@ -215,6 +215,24 @@ class HasFixedNames(Protocol):
         """
 
 
+@runtime_checkable
+class TakesOwnRows(Protocol):
+    """What a `SaveStrategy` also has if a rank needs no rows of the plan but its own to write.
+
+    `rounds` and `write_chunks` are then given a plan of these rows alone, which saves memory and messages
+    that grow with the number of ranks; `write_index` has the plan of all. Others have it everywhere.
+    """
+
+    @property
+    def takes_own_rows(self) -> bool:
+        """Whether it is so."""
+
+
+def takes_own_rows(strategy: SaveStrategy) -> bool:
+    """Say whether a rank needs no rows but its own to write in a format."""
+    return isinstance(strategy, TakesOwnRows) and strategy.takes_own_rows
+
+
 class LoadStrategy(Protocol):
     """Opens checkpoints of one format."""
 

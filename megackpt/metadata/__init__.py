@@ -20,24 +20,38 @@ from megackpt.metadata.columns import (
 )
 from megackpt.metadata.declared import DeclaredChunks, decode_declarations, merge_declarations
 from megackpt.metadata.dtypes import DTYPES, OBJECT
+from megackpt.metadata.holdings import (
+    PART_OF_RANKS,
+    REPLICATED,
+    Holdings,
+    Lists,
+    lists_of,
+    merge_lists,
+)
 from megackpt.metadata.stored import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
 __all__ = [
     "DIGEST_BLOCK_BYTES",
     "DTYPES",
     "OBJECT",
+    "PART_OF_RANKS",
+    "REPLICATED",
     "ArraySpec",
     "ChunkTable",
     "Column",
     "DeclaredChunks",
     "DecodedArrays",
+    "Holdings",
+    "Lists",
     "StoredChunks",
     "block_counts",
     "column",
     "decode_arrays",
     "decode_declarations",
     "itemsizes",
+    "lists_of",
     "merge_declarations",
+    "merge_lists",
     "narrow_dtype",
     "pack_columns",
     "pack_strings",

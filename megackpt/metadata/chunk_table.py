@@ -152,10 +152,15 @@ class ChunkTable:
             FormatError: a chunk does not lie in its array.
         """
         table = cls(decoded.arrays, **per_row)
-        table._check(decoded, where)
+        table.check(decoded, where)
         return table
 
-    def _check(self, decoded: DecodedArrays, where: str) -> None:
+    def check(self, decoded: DecodedArrays, where: str) -> None:
+        """Check that every chunk lies in its array, of which decoded holds what is known.
+
+        Raises:
+            FormatError: one does not; where names the table.
+        """
         fit = self.start.ndim == 2 and self.start.shape == self.shape.shape == (
             len(self),
             decoded.whole.shape[1],

@@ -118,28 +118,34 @@ def _merge_arrays(per_rank: Sequence[DeclaredChunks]) -> tuple[tuple[ArraySpec, 
             if first is not spec and first != spec:
                 conflicts.add(spec.key)
     if conflicts:
-        raise _conflict_error(conflicts, per_rank)
+        raise conflict_error(_versions(conflicts, per_rank))
     keys = sorted(specs)
     number = {key: i for i, key in enumerate(keys)}
     numbers = {at: np.array([number[a.key] for a in arrays], np.int64) for at, arrays in distinct.items()}
     return tuple(specs[k] for k in keys), [numbers[id(d.table.arrays)] for d in per_rank]
 
 
-def _conflict_error(keys: set[str], per_rank: Sequence[DeclaredChunks]) -> MismatchError:
-    versions: dict[str, dict[ArraySpec, list[int]]] = {key: {} for key in sorted(keys)}
+def _versions(keys: set[str], per_rank: Sequence[DeclaredChunks]) -> dict[str, dict[ArraySpec, list[int]]]:
+    versions: dict[str, dict[ArraySpec, list[int]]] = {key: {} for key in keys}
     for rank, declared in enumerate(per_rank):
         for spec in declared.table.arrays:
             if spec.key in keys:
                 versions[spec.key].setdefault(spec, []).append(rank)
+    return versions
+
+
+def conflict_error(versions: Mapping[str, Mapping[ArraySpec, Sequence[int]]]) -> MismatchError:
+    """Return the error for keys that ranks declare differently: by key, which ranks say what."""
     lines = []
-    for key, said in versions.items():
-        texts = [f"{s.dtype} {s.global_shape} on ranks {rank_list(ranks)}" for s, ranks in said.items()]
+    for key, said in sorted(versions.items()):
+        by_first = sorted(said.items(), key=lambda item: item[1][0])
+        texts = [f"{s.dtype} {s.global_shape} on ranks {rank_list(ranks)}" for s, ranks in by_first]
         lines.append(f"{key!r}: {'; '.join(texts)}")
     return MismatchError(
         f"Ranks declare different global arrays under one key:\n{truncated_list(lines)}\n"
         f"Every rank must give the same dtype and global shape; check the sharded_state_dict() of these "
         f"keys.",
-        key=min(keys),
+        key=min(versions),
     )
 
 

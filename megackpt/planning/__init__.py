@@ -3,12 +3,15 @@
 from megackpt.planning.assign import assign_writers
 from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
+from megackpt.planning.own_rows import pack_rows, unpack_rows
 from megackpt.planning.read_plan import BlockCopy, Read, block_copy, group_reads, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
     CopyPlan,
     SavePlan,
     first_of_equal_chunks,
+    object_sizes,
     plan_copy,
+    plan_holdings,
     plan_own,
     plan_save,
     with_object_sizes,
@@ -27,12 +30,16 @@ __all__ = [
     "first_of_equal_chunks",
     "group_reads",
     "needed_ranges",
+    "object_sizes",
+    "pack_rows",
     "plan_copy",
     "plan_exchange",
+    "plan_holdings",
     "plan_load",
     "plan_own",
     "plan_reads",
     "plan_save",
+    "unpack_rows",
     "with_object_sizes",
     "with_sizes",
 ]

@@ -8,7 +8,6 @@ of data-parallel replicas do, its outcome is computed for all chunks of a size a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,40 +18,57 @@ FEW = 16
 """So many equal chunks are given out one by one faster than together."""
 
 
-def assign_writers(nbytes: Ints, holder_start: Ints, holders: Ints, *, ranks: int) -> Ints:
+def assign_writers(
+    nbytes: Ints, holder_start: Ints, holders: Ints, *, ranks: int, set_of: Ints | None = None
+) -> Ints:
     """Choose one holder for each chunk, keeping bytes per rank even; returns positions in `holders`, `[n]`.
 
-    Chunk i is held by `holders[holder_start[i] : holder_start[i + 1]]`, ranks in ascending order. Chunks
-    with the fewest holders are given out first, since the others can still go where there is room; among
-    equals the largest first, each to the holder with the fewest bytes so far, ties to the lowest rank.
+    Chunk i is held by set i of ranks, or by set `set_of[i]`, as several chunks may be. Set s is
+    `holders[holder_start[s] : holder_start[s + 1]]`, ranks in ascending order. Chunks with the fewest holders
+    are given out first, since the others can still go where there is room; among equals the largest first,
+    each to the holder with the fewest bytes so far, ties to the lowest rank.
 
     >>> two = assign_writers(np.array([8, 8]), np.array([0, 2, 4]), np.array([0, 1, 0, 1]), ranks=2)
     >>> two.tolist()  # chunk 0 goes to its first holder (rank 0), chunk 1 to its second (rank 1)
     [0, 3]
     """
-    choice: Ints = holder_start[:-1].copy()
-    counts = np.diff(holder_start)
+    sets = np.arange(len(nbytes)) if set_of is None else set_of
+    choice: Ints = holder_start[sets]
+    counts = np.diff(holder_start)[sets]
     load = np.zeros(ranks, np.int64)
     alone = counts == 1
     np.add.at(load, holders[choice[alone]], nbytes[alone])
     for count in np.unique(counts[~alone]).tolist():
         chunks = np.flatnonzero(counts == count)
-        held_by = holders[holder_start[chunks, None] + np.arange(count)]  # [chunks, count]
-        for group, is_one_set in _independent_groups(held_by, ranks):
-            order = group[np.argsort(-nbytes[chunks[group]], kind="stable")]
+        used, own = np.unique(sets[chunks], return_inverse=True)
+        held_by = holders[holder_start[used, None] + np.arange(count)]  # [sets, count]
+        groups = _independent_groups(held_by, ranks)
+        for (_, is_one_set), members in zip(groups, _members(groups, own), strict=True):
+            order = members[np.argsort(-nbytes[chunks[members]], kind="stable")]
             sizes = nbytes[chunks[order]]
             if is_one_set:
-                place = _spread_over_one_set(sizes, held_by[order[0]], load)
+                place = _spread_over_one_set(sizes, held_by[own[order[0]]], load)
             else:
-                place = _spread_over_many_sets(sizes, held_by[order], load)
+                place = _spread_over_many_sets(sizes, held_by[own[order]], load)
             choice[chunks[order]] += place
     return choice
 
 
-def _independent_groups(held_by: Ints, ranks: int) -> Iterator[tuple[Ints, bool]]:
-    """Split chunks, rows of `[n, holders]`, into groups without a common holder, rows ascending in each.
+def _members(groups: list[tuple[Ints, bool]], set_of: Ints) -> list[Ints]:
+    """Return the chunks of each group of sets, ascending."""
+    lengths = [len(group) for group, _ in groups]
+    number = np.empty(sum(lengths), np.int64)
+    number[np.concatenate([group for group, _ in groups])] = np.repeat(np.arange(len(groups)), lengths)
+    of_chunk = number[set_of]
+    return np.split(
+        np.argsort(of_chunk, kind="stable"), np.cumsum(np.bincount(of_chunk, minlength=len(groups)))[:-1]
+    )
 
-    A group is either all chunks of one set of holders (True), or all those whose sets overlap others (False).
+
+def _independent_groups(held_by: Ints, ranks: int) -> list[tuple[Ints, bool]]:
+    """Split sets, rows of `[n, holders]`, into groups without a common holder.
+
+    A group is either all rows of one set of holders (True), or all those whose sets overlap others (False).
     """
     order = np.argsort(_mixed(held_by), kind="stable")
     begins = np.ones(len(order), np.bool_)
@@ -63,9 +79,10 @@ def _independent_groups(held_by: Ints, ranks: int) -> Iterator[tuple[Ints, bool]
     sets = held_by[order[first]]
     overlaps = (np.bincount(sets.ravel(), minlength=ranks)[sets] > 1).any(axis=1)
     members = np.split(order, first[1:])
-    yield from ((members[i], True) for i in np.flatnonzero(~overlaps).tolist())
+    groups = [(members[i], True) for i in np.flatnonzero(~overlaps).tolist()]
     if overlaps.any():
-        yield np.sort(np.concatenate([members[i] for i in np.flatnonzero(overlaps).tolist()])), False
+        groups.append((np.concatenate([members[i] for i in np.flatnonzero(overlaps).tolist()]), False))
+    return groups
 
 
 def _mixed(held_by: Ints) -> npt.NDArray[np.uint64]:

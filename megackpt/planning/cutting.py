@@ -14,18 +14,22 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, itemsizes
+from megackpt.metadata.chunk_table import Rows
 
 _Part = tuple[list[int], list[int], int, int, int]  # start, shape, flat range, first element in the chunk
 
 
-def cut_into_rows(table: ChunkTable, *, most: int) -> tuple[ChunkTable, Ints, Ints]:
+def cut_into_rows(table: ChunkTable, *, most: int, only: Rows | None = None) -> tuple[ChunkTable, Ints, Ints]:
     """Cut chunks of more than `most` bytes along their outermost dims; objects stay whole.
 
-    Returns the new chunks, not sorted; the row each comes from, `[n]`; where it begins in the bytes of that,
-    `[n]`. A whole box is cut into boxes, and a flat range of one into flat ranges of the same box.
+    Where only, a mask `[n]`, is given, other rows stay whole, too. Returns the new chunks, not sorted; the
+    row each comes from, `[n]`; where it begins in the bytes of that, `[n]`. A whole box is cut into boxes,
+    and a flat range of one into flat ranges of the same box.
     """
     is_object = np.array([a.dtype == OBJECT for a in table.arrays], np.bool_)
     long = table.nbytes > most
+    if only is not None:
+        long &= only.astype(np.bool_)
     long &= ~is_object[table.array] if len(table) else long
     if not long.any():
         return table, np.arange(len(table)), np.zeros(len(table), np.int64)

@@ -5,13 +5,12 @@ Pure: the merged declarations of all ranks in, the same plan on every rank out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, Holdings, itemsizes
 from megackpt.metadata.chunk_table import Rows
 from megackpt.options import Spread
 from megackpt.planning.assign import assign_writers
@@ -40,41 +39,89 @@ class SavePlan:
         return rows[np.argsort(self.offset_bytes[rows], kind="stable")]
 
 
+PART_BYTES = 8 * 1024 * 1024
+"""Parts of a chunk that several ranks write are not made smaller for the sake of balance."""
+
+
 def plan_save(
-    declared: DeclaredChunks, *, ranks: int, spread: Spread = "world", labels: Ints | None = None
+    declared: DeclaredChunks,
+    *,
+    ranks: int,
+    spread: Spread = "world",
+    labels: Ints | None = None,
+    part_bytes: int | None = PART_BYTES,
+) -> SavePlan:
+    """Decide who writes what of rows in the order of ranks, each of one holder; see `plan_holdings`."""
+    held = Holdings.of_each(declared, ranks=ranks)
+    return plan_holdings(held, spread=spread, labels=labels, part_bytes=part_bytes)
+
+
+def plan_holdings(
+    held: Holdings,
+    *,
+    spread: Spread = "world",
+    labels: Ints | None = None,
+    part_bytes: int | None = PART_BYTES,
 ) -> SavePlan:
     """Decide who writes what, and where.
 
     Chunks that several ranks hold are spread over them by bytes; with spread "group" over those of them whose
-    label, a number for each rank, is that of the main replica. Objects are written by their main replica,
-    as copies of an object need not encode to equal bytes. In a file, wider dtypes come first, so that every
-    chunk is aligned to its own element size.
+    label, a number for each rank, is that of the main replica. Long ones are cut along their outermost dims,
+    into parts of at most part_bytes or 1/32 of what a rank writes, whichever is more; None leaves them whole.
+    Objects are written by their main replica, as copies of an object need not encode to equal bytes. In a
+    file, wider dtypes come first, so that every chunk is aligned to its own element size.
     """
+    declared = held.declared
     is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
     candidates = declared.table.nbytes > 0
     if len(is_object):
         may_spread = ~is_object[declared.table.array] & (spread != "none")
         candidates &= declared.main | may_spread
-    held = declared.take(candidates)
-    held = held.take(_index_order(held.table))
+    held = _with_mains(held.take(candidates))
+    table = held.declared.table
+    first = first_of_equal_chunks(table)
+    chunk_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(table))))
+    row, rank = held.holders()
     if spread == "group" and labels is not None:
-        held = held.take(_beside_a_main_replica(held, labels))
-    first = first_of_equal_chunks(held.table)
-    has_main = np.logical_or.reduceat(held.main, first) if len(held) else np.zeros(0, np.bool_)
-    starts = np.append(first, len(held))
-    choice = assign_writers(held.table.nbytes[first], starts, held.rank, ranks=ranks)[has_main]
-    table = held.table.take(choice)
-    writer = held.rank[choice]
-    return SavePlan(table, writer, held.slot[choice], _offsets(table, writer))
+        kept = _beside_a_main_replica(held, chunk_of[row], row, rank, labels)
+        row, rank = row[kept], rank[kept]
+    row, rank = _by_chunk_and_rank(chunk_of[row], row, rank, held.ranks)
+    holders = np.bincount(chunk_of[row], minlength=len(first))
+    starts = np.append(0, np.cumsum(holders))
+    parts, of = table.take(first), np.arange(len(first))
+    if part_bytes is not None:
+        share = int(parts.nbytes.sum()) // held.ranks
+        parts, of, _ = cut_into_rows(parts, most=max(part_bytes, share // 32), only=holders > 1)
+        order = _index_order(parts)
+        parts, of = parts.take(order), of[order]
+    choice = assign_writers(parts.nbytes, starts, rank, ranks=held.ranks, set_of=of)
+    writer = rank[choice]
+    return SavePlan(parts, writer, held.slots_of(row[choice], writer), place_in_files(parts, writer))
 
 
-def _beside_a_main_replica(held: DeclaredChunks, labels: Ints) -> Rows:
-    """Choose the copies whose rank has the label of a rank with the chunk's main replica; in index order."""
-    first = first_of_equal_chunks(held.table)
-    chunk = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(held))))
+def _with_mains(held: Holdings) -> Holdings:
+    """Sort rows into index order, and leave out the chunks of which nobody has the main replica."""
+    held = held.take(_index_order(held.declared.table))
+    first = first_of_equal_chunks(held.declared.table)
+    if not len(first):
+        return held
+    has_main = np.logical_or.reduceat(held.declared.main, first)
+    return held.take(np.repeat(has_main, np.diff(np.append(first, len(held.declared)))))
+
+
+def _by_chunk_and_rank(chunk: Ints, row: Ints, rank: Ints, ranks: int) -> tuple[Ints, Ints]:
+    place = chunk * ranks + rank
+    if np.all(place[1:] >= place[:-1]):
+        return row, rank
+    order = np.argsort(place, kind="stable")
+    return row[order], rank[order]
+
+
+def _beside_a_main_replica(held: Holdings, chunk: Ints, row: Ints, rank: Ints, labels: Ints) -> Rows:
+    """Choose the holders that have the label of a rank with the chunk's main replica."""
     _, label = np.unique(labels, return_inverse=True)
-    place = chunk * len(labels) + label.reshape(-1)[held.rank]
-    return np.isin(place, place[held.main])
+    place = chunk * len(labels) + label.reshape(-1)[rank]
+    return np.isin(place, place[held.declared.main[row]])
 
 
 def plan_own(declared: DeclaredChunks) -> SavePlan:
@@ -85,7 +132,7 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     """
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
     mains = mains.take(_index_order(mains.table))
-    return SavePlan(mains.table, mains.rank, mains.slot, _offsets(mains.table, mains.rank))
+    return SavePlan(mains.table, mains.rank, mains.slot, place_in_files(mains.table, mains.rank))
 
 
 COPIED_BYTES = 16 * 1024 * 1024
@@ -124,30 +171,36 @@ def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int, block_bytes: int =
     middle = ends - table.nbytes[order] / 2
     writer = np.empty(len(rows), np.int64)
     writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
-    return CopyPlan(SavePlan(table, writer, rows, _offsets(table, writer)), start)
+    return CopyPlan(SavePlan(table, writer, rows, place_in_files(table, writer)), start)
 
 
 def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
     """Return the plan with chunks of other lengths, `[n]`; who writes what stays."""
     table = replace(plan.table, nbytes=nbytes)
-    return replace(plan, table=table, offset_bytes=_offsets(table, plan.writer))
+    return replace(plan, table=table, offset_bytes=place_in_files(table, plan.writer))
 
 
-def with_object_sizes(
-    plan: SavePlan, *, first_slots: Sequence[int], sizes: Sequence[Sequence[int]]
-) -> SavePlan:
-    """Return the plan for objects of other sizes. Who writes what stays: only places in files move.
+def object_sizes(plan: SavePlan) -> Ints:
+    """Return the lengths of the objects in a plan, in bytes, in the order of ranks and then of rows."""
+    return plan.table.nbytes[_objects(plan)]
 
-    first_slots gives the slot of each rank's first object, and sizes those of its objects, in bytes.
+
+def with_object_sizes(plan: SavePlan, sizes: Ints) -> SavePlan:
+    """Return the plan for objects of other sizes, in the order of `object_sizes`.
+
+    Who writes what stays: only places in files move.
     """
-    is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
-    rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
-    if not len(rows):
+    if not len(sizes):
         return plan
     nbytes = plan.table.nbytes.copy()
-    pairs = zip(plan.writer[rows].tolist(), plan.slot[rows].tolist(), strict=True)
-    nbytes[rows] = [sizes[rank][slot - first_slots[rank]] for rank, slot in pairs]
+    nbytes[_objects(plan)] = sizes
     return with_sizes(plan, nbytes)
+
+
+def _objects(plan: SavePlan) -> Ints:
+    is_object = np.array([a.dtype == OBJECT for a in plan.table.arrays], np.bool_)
+    rows = np.flatnonzero(is_object[plan.table.array]) if len(is_object) else np.zeros(0, np.int64)
+    return rows[np.argsort(plan.writer[rows], kind="stable")]
 
 
 def _index_order(table: ChunkTable) -> Ints:
@@ -169,7 +222,7 @@ def first_of_equal_chunks(table: ChunkTable) -> Ints:
     return np.flatnonzero(differs)
 
 
-def _offsets(table: ChunkTable, writer: Ints) -> Ints:
+def place_in_files(table: ChunkTable, writer: Ints) -> Ints:
     """Place each writer's chunks one after the other, widest elements first."""
     width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
     order = np.lexsort((-width, writer))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megackpt.comm import BulkGroup, Parcel
+from megackpt.comm.group import check_one_step
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
@@ -122,12 +123,24 @@ class SimulatedRank:
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave."""
-        return self._world._meet(self.rank, data, len(data))
+        everyone = self._world._meet(self.rank, data, len(data))
+        return _messages(everyone)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return on rank 0 what every rank gave."""
         everyone = self._world._meet(self.rank, data, len(data))
         return everyone if self.rank == 0 else []
+
+    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+        """Return the largest of what the ranks gave, number by number."""
+        everyone = self._world._meet(self.rank, (step, list(numbers)), 8 * len(numbers))
+        check_one_step(_messages(everyone), step)
+        return [max(column) for column in zip(*(numbers for _, numbers in everyone), strict=True)]
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part; rank 0 gives those of all."""
+        everyone = self._world._meet(self.rank, list(parts), sum(map(len, parts)))
+        return bytes(everyone[0][self.rank])
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Move parcels between pairs of ranks."""
@@ -148,3 +161,8 @@ class SimulatedRank:
     def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
         """Fill everyone with what each rank has in data."""
         everyone[:] = b"".join(self._world._meet(self.rank, bytes(data), len(data)))
+
+
+def _messages(everyone: Sequence[Any]) -> list[bytes]:
+    """Return what was said as messages; of ranks that are in a meeting of another kind, their step if any."""
+    return [s[0] if isinstance(s, tuple) else s if isinstance(s, bytes) else b"" for s in everyone]

@@ -114,6 +114,39 @@ def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str]
     return (state_bytes, declaring, *strategy.at_end_of_planning)
 
 
+PLANNING = [
+    "all_reduce",  # settings, digests, plans that are kept
+    *("all_reduce", "all_gather"),  # digests of lists
+    *("all_reduce", "gather"),  # declarations
+    *("all_reduce", "scatter"),  # each rank's rows
+]
+"""Each message but the first begins with what it is and how long."""
+
+
+def calls_of_four_saves(directory: Path) -> list[list[str]]:
+    """Return the collectives until the end of planning, for saves of two structures in turn."""
+    plans, found = megackpt.PlanCache(), []
+    megackpt.save({}, directory)  # makes the process group, once
+    for number in range(4):
+        rows = 2 + number % 2
+        value = torch.full((rows,), float(number))
+        shard = megackpt.ShardedTensor.from_rank_offsets(
+            "w", value, (0, dist.get_rank(), dist.get_world_size())
+        )
+        noted = megackpt.ShardedObject("o", "x" * number, (1,), (0,), replica_id=dist.get_rank())
+        with Traffic() as traffic:
+            strategy = StopAfterPlanning(traffic)
+            megackpt.save({"w": shard, "o": noted, "step": number}, directory, strategy, plans=plans)
+        assert strategy.at_end_of_planning is not None
+        found.append(strategy.at_end_of_planning[0])
+    return found
+
+
+def test_planning_with_a_plan_that_is_kept_is_one_all_reduce(rank_pool: RankPool, tmp_path: Path) -> None:
+    for calls in rank_pool.run(calls_of_four_saves, 4, tmp_path / "c"):
+        assert calls == [PLANNING, PLANNING, ["all_reduce"], ["all_reduce"]]
+
+
 def test_declaring_and_planning_flat_state_moves_nothing_proportional_to_it(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
@@ -124,7 +157,7 @@ def test_declaring_and_planning_flat_state_moves_nothing_proportional_to_it(
     ):
         print(f"state {bytes_small} B: {calls} {moved_small} B; state {bytes_large} B: {moved_large} B")
         assert declaring == []
-        assert calls == calls_large == ["all_gather", "all_gather"]  # lengths, then declarations
+        assert calls == calls_large == PLANNING
         assert bytes_large > 100 * bytes_small
         # Equal numbers of chunks give equally long tables, but for how parameters fall into shards.
         assert moved_large <= 1.2 * moved_small

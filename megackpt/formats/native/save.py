@@ -41,6 +41,7 @@ class NativeSaveStrategy:
     backend = names.BACKEND
     version = names.VERSION
     writes_in_place = False
+    takes_own_rows = True
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""

@@ -67,6 +67,7 @@ class TorchDistSaveStrategy:
     backend = names.BACKEND
     version = names.VERSION
     writes_in_place = False
+    takes_own_rows = True
 
     def __init__(self, *, thread_count: int = 2) -> None:
         if thread_count < 1:

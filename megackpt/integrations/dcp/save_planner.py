@@ -243,7 +243,7 @@ def _is_array(value: Any) -> bool:
 
 def _chosen_items(merged: DeclaredChunks, said: list[_Said]) -> list[list[WriteItem]]:
     """Return the items that each rank writes."""
-    plan = plan_save(merged, ranks=len(said))
+    plan = plan_save(merged, ranks=len(said), part_bytes=None)
     slots = [plan.slot[plan.rows_of(rank)].tolist() for rank in range(len(said))]
     planned = set(plan.table.array.tolist())
     for number in range(len(merged.table.arrays)):

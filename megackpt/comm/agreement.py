@@ -1,0 +1,162 @@
+"""Meetings whose messages do not grow with the number of ranks, and those in which rank 0 speaks.
+
+Owns what ranks compare by numbers alone, how rank 0 gives each rank its part, and how both are done in a
+group that has only the two methods of `Group`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeGuard
+
+from megackpt.comm.group import (
+    Group,
+    check_one_step,
+    common_error,
+    encode_error,
+    error_class,
+    moves_bulk,
+    named_step,
+    run_step,
+    settle,
+)
+from megackpt.errors import CheckpointError
+
+MOST_NUMBERS = 28
+"""A meeting compares no more numbers than this, so that all its messages are equally long."""
+
+
+class ReducingGroup(Group, Protocol):
+    """A group that also compares numbers, and lets rank 0 give each rank something. Collectives all.
+
+    Raises:
+        RankFailedError: from every method, when a rank did not answer before the deadline.
+    """
+
+    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+        """Return the largest of what the ranks gave, number by number: at most MOST_NUMBERS, 64 bits each.
+
+        step names what the ranks do, for the error where others do something else.
+        """
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part; rank 0 gives those of all ranks, others an empty list."""
+
+
+def reduces(group: Group) -> TypeGuard[ReducingGroup]:
+    """Say whether a group compares numbers itself."""
+    return hasattr(group, "maximum") and hasattr(group, "scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a rank says of itself, or all ranks say together; each at least 0 and below 2**62.
+
+    Attributes:
+        alike: from a rank, numbers to be compared; from all, 1 for each that all ranks have alike, else 0.
+        largest: from all, the largest of the ranks' numbers.
+    """
+
+    alike: tuple[int, ...]
+    largest: tuple[int, ...] = ()
+
+
+def compare(
+    group: Group, step: Callable[[], Numbers], *, alike: int, largest: int = 0, doing: str
+) -> Numbers:
+    """Run a step on every rank and compare what the steps return; a failure on any rank is raised on all.
+
+    Collective: one small all-reduce where the group has one. alike and largest say how many numbers steps
+    return; doing says what is done, for the error's text.
+
+    Raises:
+        CheckpointError: as `together`.
+    """
+    said, error = run_step(step)
+    mine = said or Numbers((0,) * alike, (0,) * largest)
+    step_number = zlib.crc32(named_step(doing))
+    compared = (step_number, *mine.alike)
+    sent = [int(error is not None), *compared, *(-n for n in compared), *mine.largest]
+    if not reduces(group) or group.size == 1:
+        packed = struct.pack(f"<{len(sent)}q", *sent)
+        everyone = settle(group, packed, error, doing=doing)
+        columns = zip(*(struct.unpack(f"<{len(sent)}q", p) for p in everyone), strict=True)
+        found = [max(column) for column in columns]
+    else:
+        found = group.maximum(sent, step=named_step(doing))
+        if found[0] or found[1] != -found[2 + alike]:  # every rank sees it, so they can tell each other more
+            settle(group, b"", error, doing=doing)
+    high, low = found[2 : 2 + alike], found[3 + alike : 3 + 2 * alike]
+    same = tuple(int(a == -b) for a, b in zip(high, low, strict=True))
+    return Numbers(same, tuple(found[3 + 2 * alike :]))
+
+
+def together_at_root(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
+    """Like `together`, but only rank 0 is given the results, which may be large."""
+    result: list[bytes] = []
+
+    def run() -> Numbers:
+        result.append(step())
+        return Numbers(())
+
+    compare(group, run, alike=0, doing=doing)
+    return group.gather(result[0])
+
+
+def given_by_root(group: Group, step: Callable[[], Sequence[bytes]], *, doing: str) -> bytes:
+    """Run a step on rank 0, which returns what each rank is given; a failure is raised on all.
+
+    Collective. An error of ours is that of all ranks, as it is: the step finds faults of others, too.
+
+    Raises:
+        CheckpointError: what the step raised; RankFailedError where that was not one of ours.
+    """
+    parts: Sequence[bytes] = []
+    error: Exception | None = None
+    if group.rank == 0:
+        made, error = run_step(step)
+        if error is not None and group.size == 1:
+            raise error
+        told = [b"\x00" + part for part in made or []]
+        parts = told if error is None else [b"\x01" + encode_error(error)] * group.size
+    answer = _scattered(group, parts, doing)
+    if answer[:1] == b"\x00":
+        return answer[1:]
+    if isinstance(error, CheckpointError):
+        raise error
+    fields = json.loads(answer[1:])
+    if not fields["class"]:
+        raise common_error({0: answer[1:]}, doing) from error
+    kind = error_class(fields["class"])
+    raise kind(fields["text"], key=fields["key"], rank=fields["rank"], path=fields["path"])
+
+
+def _scattered(group: Group, parts: Sequence[bytes], doing: str) -> bytes:
+    if reduces(group):
+        return group.scatter(parts)
+    step = named_step(doing)
+    lengths = struct.pack(f"<{len(parts)}q", *map(len, parts))
+    answers = group.all_gather(step + lengths + b"".join(parts))  # to all: such a group has no other way
+    check_one_step(answers, step)
+    said = memoryview(answers[0])[len(step) :]
+    ends = [0]
+    for length in struct.unpack(f"<{group.size}q", said[: 8 * group.size]):
+        ends.append(ends[-1] + length)
+    body = said[8 * group.size :]
+    return bytes(body[ends[group.rank] : ends[group.rank + 1]])
+
+
+def from_root(group: Group, data: bytes, *, doing: str) -> bytes:
+    """Return on every rank what rank 0 has in data. Collective."""
+    length = given_by_root(group, lambda: [struct.pack("<q", len(data))] * group.size, doing=doing)
+    if not moves_bulk(group):
+        answers = group.all_gather(named_step(doing) + (data if group.rank == 0 else b""))
+        check_one_step(answers, named_step(doing))
+        return answers[0][len(named_step(doing)) :]
+    buffer = bytearray(data) if group.rank == 0 else bytearray(struct.unpack("<q", length)[0])
+    group.broadcast(memoryview(buffer), root=0)
+    return bytes(buffer)

@@ -1,0 +1,187 @@
+"""One rank's side of a save: its state taken apart, objects encoded, chunks declared.
+
+Owns what is computed of a rank's state before ranks meet: declarations, digests to be compared, and the bytes
+of each row of a plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.codec import leaf_digests
+from megackpt.engine.copies import digests_of_copies, with_one_main_each
+from megackpt.engine.expand import Expanded, expand
+from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.tensor_bytes import check_source, pieces_of
+from megackpt.errors import DeclarationError
+from megackpt.formats.strategy import SaveStrategy, takes_own_rows
+from megackpt.geometry import Ints
+from megackpt.mapping import ShardedStateDict, is_main_replica
+from megackpt.mapping.describe import describe
+from megackpt.mapping.tree import ABSENT, without_empty
+from megackpt.metadata import DeclaredChunks, Lists, lists_of
+from megackpt.options import Spread
+from megackpt.planning import SavePlan
+from megackpt.storage import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is saved, besides where and how.
+
+    Attributes:
+        state: this rank's sharded state dict.
+        choose: makes the strategy; called where its refusal becomes that of all ranks.
+        content_metadata: a value stored beside the common state; that of rank 0 counts.
+        validate: prove coverage and equality of common state before anything is written.
+        common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
+        plans: where plans of earlier saves are; None to plan anew.
+        assume_constant_structure: take the last plan, if there is one, without comparing declarations.
+        spread: who may write a chunk that several ranks hold; see `SaveOptions`.
+        spread_label: returns a number that is equal on the ranks of this one's `spread_group`; 0 where there
+            is none. It may refuse, as choose may.
+    """
+
+    state: ShardedStateDict
+    choose: Callable[[], SaveStrategy]
+    content_metadata: Any = None
+    validate: bool = True
+    common_to_compare: Any = None
+    plans: PlanCache | None = None
+    assume_constant_structure: bool = False
+    spread: Spread = "world"
+    spread_label: Callable[[], int] = int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """One rank's state, ready to be declared and written.
+
+    Attributes:
+        request: what is saved.
+        strategy: the format that writes it.
+        expanded: the state taken apart.
+        blobs: its objects, encoded; empty where another rank writes them.
+        declared: its declarations; slots count tensors, then objects.
+        spread_label: see `SaveRequest`.
+    """
+
+    request: SaveRequest
+    strategy: SaveStrategy
+    expanded: Expanded
+    blobs: tuple[bytes, ...]
+    declared: DeclaredChunks
+    spread_label: int
+
+    def settings(self) -> dict[str, Any]:
+        """What all ranks must be given alike, by the names that a user knows."""
+        return {
+            "format": [self.strategy.backend, self.strategy.version],
+            "validate_access_integrity": self.request.validate,
+            "SaveOptions.spread": self.request.spread,
+            "plans given": self.request.plans is not None,
+        }
+
+    def common_leaves(self) -> bytes:
+        """Digests of the leaves of this rank's common state that are compared, as sorted JSON."""
+        prune = self.request.common_to_compare or (lambda common: common)
+        # A container that is empty on one rank may hold sharded entities of another.
+        compared = without_empty(prune(self.expanded.common))
+        return leaves({} if compared is ABSENT else compared)
+
+    def values(self) -> dict[str, dict[str, str]]:
+        """Digests of what ranks may hold copies of: replicated values by key, chunks of DTensors by name."""
+        held = {o.key: o.data for o in self.expanded.objects if o.key in self.expanded.replicated}
+        replicated = {key: digest_of(leaves(value)) for key, value in held.items()}
+        return {"replicated": replicated, "copies": digests_of_copies(self.expanded)}
+
+    def lists(self) -> Lists:
+        """Return what this rank declares as it is sent to the one that plans."""
+        return self._lists(self.declared)
+
+    def structure(self) -> str:
+        """Digest of everything that this rank adds to a plan but the sizes of its objects.
+
+        And of whether it keeps its own rows of the plan, or all.
+        """
+        table = self.declared.table
+        nbytes = table.nbytes.copy()
+        nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
+        lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
+        keeps_all = not takes_own_rows(self.strategy)
+        besides = json.dumps([self.request.spread, self.spread_label, len(lists.alone), keeps_all]).encode()
+        return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
+
+    def alone(self) -> DeclaredChunks:
+        """Return its declarations for a save in which it knows of no other rank: it stores what it holds."""
+        return with_one_main_each(self.declared, set(self.expanded.replicated))
+
+    def object_sizes(self, plan: SavePlan, *, rank: int) -> Ints:
+        """Return the lengths of the objects of a plan that this rank writes, in the order of its rows."""
+        first = len(self.expanded.tensors)
+        slots = plan.slot[plan.writer == rank]
+        return np.array([len(self.blobs[s - first]) for s in slots.tolist() if s >= first], np.int64)
+
+    def pieces(self, plan: SavePlan, row: int, *, piece_bytes: int) -> Iterator[memoryview]:
+        """Return the bytes of a row of a plan that this rank writes."""
+        slot, tensors = int(plan.slot[row]), self.expanded.tensors
+        if slot >= len(tensors):
+            return iter([memoryview(self.blobs[slot - len(tensors)])])
+        data = tensors[slot].data
+        assert data is not None
+        return pieces_of(self._part(data, plan, row, slot), piece_bytes=piece_bytes)
+
+    def _lists(self, declared: DeclaredChunks) -> Lists:
+        expanded = self.expanded
+        return lists_of(declared, replicated=expanded.replicated, part_of_ranks=expanded.part_of_ranks)
+
+    def _part(self, data: torch.Tensor, plan: SavePlan, row: int, slot: int) -> torch.Tensor:
+        """Return the part of a tensor that a row stands for: a box of it, or a range of a flat one."""
+        part, whole = plan.table, self.declared.table
+        if part.nbytes[row] == whole.nbytes[slot]:
+            return data
+        if self.expanded.tensors[slot].flattened_range is not None:
+            low = int(part.flat_start[row] - whole.flat_start[slot])
+            return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
+        dims = len(whole.arrays[int(whole.array[slot])].global_shape)
+        start = (part.start[row] - whole.start[slot])[dims - data.ndim : dims].tolist()
+        shape = part.shape[row][dims - data.ndim : dims].tolist()
+        return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+
+
+def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: int) -> LocalState:
+    """Take a rank's state apart, encode its objects and declare its chunks. Local.
+
+    Raises:
+        CheckpointError: it cannot be saved in this format.
+    """
+    expanded = expand(request.state, rank=rank, ranks=ranks)
+    empty = [t.key for t in expanded.tensors if t.data is None]
+    if empty:
+        raise DeclarationError(
+            f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
+            key=empty[0],
+        )
+    for tensor in expanded.tensors:
+        check_source(tensor)
+    if rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
+        strategy.check_common({"state_dict": expanded.common, "content_metadata": request.content_metadata})
+    blobs = [
+        strategy.encode_object(o.data, path=o.key)
+        if is_main_replica(o.replica_id) or o.key in expanded.replicated
+        else b""
+        for o in expanded.objects
+    ]
+    declared = describe(expanded.entities, rank=rank, object_nbytes=[len(b) for b in blobs])
+    return LocalState(request, strategy, expanded, tuple(blobs), declared, request.spread_label())
+
+
+def leaves(value: Any) -> bytes:
+    """Digests of the leaves of a value, as sorted JSON: equal for equal values."""
+    return json.dumps(leaf_digests(value), sort_keys=True).encode()

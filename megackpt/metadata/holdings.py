@@ -1,0 +1,216 @@
+"""What all ranks declare, as the rank that plans a save learns it: equal lists once.
+
+Owns the lists of rows that ranks send, packed so that those of many thousand ranks are put together in
+arrays, and the table made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megackpt.errors import FormatError
+from megackpt.geometry import Ints
+from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, DecodedArrays, Rows, itemsizes
+from megackpt.metadata.declared import DeclaredChunks, conflict_error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """Chunks held by ranks; a list of rows that several ranks have alike stands here once.
+
+    Attributes:
+        declared: the rows; `rank` is that of the one holder, or `ranks + i` for a row that all of
+            `sharers[i]` hold.
+        sharers: ranks that have a list alike, ascending; a rank has at most one such list.
+        slots_before: how many slots each rank has before those of its shared list, `[ranks]`.
+    """
+
+    declared: DeclaredChunks
+    sharers: tuple[Ints, ...]
+    slots_before: Ints
+
+    @classmethod
+    def of_each(cls, declared: DeclaredChunks, *, ranks: int) -> Holdings:
+        """Take rows each of which has its one holder."""
+        return cls(declared, (), np.zeros(ranks, np.int64))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.slots_before)
+
+    def take(self, rows: Rows) -> Holdings:
+        """Return the chosen rows."""
+        return replace(self, declared=self.declared.take(rows))
+
+    def holders(self) -> tuple[Ints, Ints]:
+        """Return pairs of a row and a rank that holds it: rows, ascending, and ranks, ascending in each."""
+        rows = np.arange(len(self.declared))
+        if not self.sharers:
+            return rows, self.declared.rank
+        sizes = np.concatenate([np.ones(self.ranks, np.int64), [len(s) for s in self.sharers]])
+        member = np.concatenate([np.arange(self.ranks), *self.sharers])
+        first = np.cumsum(sizes) - sizes
+        count = sizes[self.declared.rank]
+        pair_row = np.repeat(rows, count)
+        within = np.arange(len(pair_row)) - np.repeat(np.cumsum(count) - count, count)
+        return pair_row, member[first[self.declared.rank[pair_row]] + within]
+
+    def slots_of(self, rows: Ints, ranks: Ints) -> Ints:
+        """Return the slot that each of these rows has on one of its holders."""
+        shared = self.declared.rank[rows] >= self.ranks
+        return self.declared.slot[rows] + np.where(shared, self.slots_before[ranks], 0)
+
+    def with_alone(self, rows: Ints, ranks: Ints) -> Holdings:
+        """Return these rows once more behind the others: one holder of each is its main replica."""
+        every = np.concatenate([np.arange(len(self.declared)), rows])
+        more, count = self.declared.take(every), len(self.declared)  # copies of the columns
+        more.slot[count:] = self.slots_of(rows, ranks)
+        more.main[count:], more.rank[count:] = True, ranks
+        return replace(self, declared=more)
+
+    def of_all(self) -> DeclaredChunks:
+        """Return a row for each holder of each row, in the order of ranks: long, to describe faults."""
+        rows, rank = self.holders()
+        order = np.argsort(rank, kind="stable")
+        rows, rank = rows[order], rank[order]
+        return replace(self.declared.take(rows), rank=rank, slot=self.slots_of(rows, rank))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lists:
+    """What one rank declares, in two lists.
+
+    Attributes:
+        slots: the slot of each row of the first list, then of the second, `[n]`.
+        alone: the rows of which it is the main replica, packed.
+        shared: other rows, packed: equal on ranks that hold the same.
+    """
+
+    slots: Ints
+    alone: bytes
+    shared: bytes
+
+
+REPLICATED, PART_OF_RANKS = 1, 2
+"""Marks of rows: the array is a replicated value, whose main replica is to be chosen; it lies on a mesh that
+is not all ranks, beside which others may hold copies."""
+
+
+def lists_of(declared: DeclaredChunks, *, replicated: Set[str], part_of_ranks: Set[str]) -> Lists:
+    """Pack the declarations of one rank; the sets name arrays whose rows get a mark."""
+    keys = [a.key for a in declared.table.arrays]
+    marks = np.array([REPLICATED * (k in replicated) | PART_OF_RANKS * (k in part_of_ranks) for k in keys])
+    marks = marks.astype(np.int64)[declared.table.array]
+    alone = declared.main & (marks & REPLICATED == 0)
+    slots = np.concatenate((np.flatnonzero(alone), np.flatnonzero(~alone)))
+    first, second = slots[: alone.sum()], slots[alone.sum() :]
+    return Lists(
+        declared.slot[slots],
+        _packed(declared.table.take(first), marks[first]),
+        _packed(declared.table.take(second), marks[second]),
+    )
+
+
+def _packed(table: ChunkTable, marks: Ints) -> bytes:
+    used, number = np.unique(table.array, return_inverse=True)
+    entries = [_entry(table.arrays[i]) for i in used.tolist()]
+    matrix = np.column_stack(
+        (number, table.flat_start, table.flat_stop, table.nbytes, marks, table.start, table.shape)
+    )
+    head = np.array([len(table), table.dims, len(entries), *(len(e) for e in entries)], np.int64)
+    return head.tobytes() + matrix.astype(np.int64).tobytes() + b"".join(entries)
+
+
+def _entry(spec: ArraySpec) -> bytes:
+    return f"{spec.dtype} {','.join(map(str, spec.global_shape))} {spec.key}".encode()
+
+
+def _spec(entry: bytes) -> ArraySpec:
+    dtype, shape, key = entry.decode().split(" ", 2)
+    return ArraySpec(key, dtype, tuple(int(n) for n in shape.split(",") if n))
+
+
+def merge_lists(
+    alone: Sequence[bytes], shared: Sequence[bytes], sharers: Sequence[Ints]
+) -> tuple[Holdings, Ints]:
+    """Put the lists of ranks into one table with one list of arrays; return the marks of its rows, too.
+
+    alone has the first list of each rank; shared has the different second ones, and sharers the ranks that
+    have each. Slots are places in the two lists of a rank, one behind the other.
+
+    Raises:
+        MismatchError: ranks give different dtypes or global shapes for a key; all such keys are listed,
+            with ranks.
+        FormatError: a chunk does not lie in its array.
+    """
+    messages = [*alone, *shared]
+    heads = [np.frombuffer(m, np.int64, 3) for m in messages]
+    counts = np.array([h[0] for h in heads], np.int64)
+    dims = max((int(h[1]) for h in heads), default=1)
+    numbering: dict[bytes, int] = {}
+    ids, matrices = [], []
+    for message, head in zip(messages, heads, strict=True):
+        rows, own_dims, arrays = head.tolist()
+        width, at = 5 + 2 * own_dims, 8 * (3 + arrays)
+        matrix = np.frombuffer(message, np.int64, rows * width, at).reshape(rows, width)
+        end = at + matrix.nbytes
+        mine = []
+        for length in np.frombuffer(message, np.int64, arrays, 24).tolist():
+            mine.append(numbering.setdefault(message[end : end + length], len(numbering)))
+            end += length
+        ids.append(np.array(mine, np.int64)[matrix[:, 0]])
+        matrices.append(matrix if own_dims == dims else _widened(matrix, own_dims, dims))
+    specs = [_spec(entry) for entry in numbering]
+    order = sorted(range(len(specs)), key=lambda i: specs[i].key)
+    if len({s.key for s in specs}) < len(specs):
+        holders = [np.array([rank], np.int64) for rank in range(len(alone))]
+        raise _conflict(specs, ids, [*holders, *sharers])
+    place = np.empty(len(specs), np.int64)
+    place[order] = np.arange(len(specs))
+    joined = np.concatenate([np.zeros((0, 5 + 2 * dims), np.int64), *matrices])
+    array = place[np.concatenate([np.zeros(0, np.int64), *ids])]
+    arrays_sorted = tuple(specs[i] for i in order)
+    table = ChunkTable(
+        arrays_sorted, array, joined[:, 5 : 5 + dims], joined[:, 5 + dims :], *joined[:, 1:4].T
+    )
+    holder = np.repeat(np.arange(len(messages)), counts)
+    slot = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
+    _check_inside(table, holder, ranks=len(alone), sharers=sharers)
+    declared = DeclaredChunks(table, holder < len(alone), np.zeros(len(table), np.bool_), holder, slot)
+    return Holdings(declared, tuple(sharers), counts[: len(alone)]), joined[:, 4]
+
+
+def _widened(matrix: Ints, own_dims: int, dims: int) -> Ints:
+    wide = np.ones((len(matrix), 5 + 2 * dims), np.int64)
+    wide[:, : 5 + own_dims] = matrix[:, : 5 + own_dims]
+    wide[:, 5 + own_dims : 5 + dims] = 0
+    wide[:, 5 + dims : 5 + dims + own_dims] = matrix[:, 5 + own_dims :]
+    return wide
+
+
+def _check_inside(table: ChunkTable, holder: Ints, *, ranks: int, sharers: Sequence[Ints]) -> None:
+    decoded = DecodedArrays(table.arrays, table.padded_global_shape(), itemsizes(table.arrays))
+    try:
+        table.check(decoded, "declarations")
+    except FormatError:
+        for at in np.unique(holder).tolist():  # slow, to name the rank
+            rank = at if at < ranks else int(sharers[at - ranks][0])
+            table.take(holder == at).check(decoded, f"declarations of rank {rank}")
+        raise
+
+
+def _conflict(specs: Sequence[ArraySpec], ids: Sequence[Ints], holders: Sequence[Ints]) -> Exception:
+    """Say which ranks give which dtype and shape to the keys that have several."""
+    seen: dict[str, int] = {}
+    for spec in specs:
+        seen[spec.key] = seen.get(spec.key, 0) + 1
+    versions: dict[str, dict[ArraySpec, set[int]]] = {}
+    for used, ranks in zip(ids, holders, strict=True):
+        for i in np.unique(used).tolist():
+            if seen[specs[i].key] > 1:
+                versions.setdefault(specs[i].key, {}).setdefault(specs[i], set()).update(ranks.tolist())
+    return conflict_error({key: {s: sorted(r) for s, r in said.items()} for key, said in versions.items()})

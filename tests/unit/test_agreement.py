@@ -1,0 +1,111 @@
+"""Meetings in which ranks compare numbers, and in which rank 0 speaks: in all kinds of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megackpt import CoverageError, RankFailedError, StorageError
+from megackpt.comm import Group, Numbers, compare, from_root, given_by_root, together, together_at_root
+from megackpt.testing.world import SimulatedWorld
+
+
+class Plain:
+    """A group with the two methods that every group has."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather(data)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._group.gather(data)
+
+
+KINDS: dict[str, Callable[[Group], Group]] = {"reducing": lambda group: group, "plain": Plain}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_learn_what_is_alike_and_what_is_largest(kind: str, ranks: int) -> None:
+    def run(group: Group) -> Numbers:
+        said = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
+        return compare(KINDS[kind](group), lambda: said, alike=3, largest=2, doing="comparing")
+
+    for found in SimulatedWorld(ranks).run(run):
+        assert found == Numbers((1, int(ranks == 1), 1), (ranks - 1, 2**61))
+
+
+@kinds
+def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
+    def step(rank: int) -> Numbers:
+        if rank == 2:
+            raise StorageError("no space", path="p")
+        return Numbers((1,))
+
+    def run(group: Group) -> Numbers:
+        return compare(KINDS[kind](group), lambda: step(group.rank), alike=1, doing="comparing")
+
+    for error in SimulatedWorld(3).outcomes(run):
+        assert isinstance(error, StorageError)
+        assert (error.rank, error.path) == (2, "p")
+        assert "Rank 2 failed while comparing: no space" in str(error)
+
+
+@kinds
+@pytest.mark.parametrize("other", ["together", "compare"])
+def test_ranks_that_compare_while_others_do_something_else_are_told_so(kind: str, other: str) -> None:
+    def run(simulated: Group) -> object:
+        group = KINDS[kind](simulated)
+        if group.rank == 1 and other == "together":
+            return together(group, lambda: b"x", doing="reading")
+        doing = "reading" if group.rank == 1 else "comparing"
+        return compare(group, lambda: Numbers((1,)), alike=1, doing=doing)
+
+    for rank, error in enumerate(SimulatedWorld(2).outcomes(run)):
+        assert isinstance(error, RankFailedError)
+        assert f"rank(s) {1 - rank} sent what belongs to {('reading', 'comparing')[rank]!r}" in str(error)
+
+
+@kinds
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, ranks: int) -> None:
+    def run(simulated: Group) -> tuple[bytes, bytes, list[bytes]]:
+        group = KINDS[kind](simulated)
+        part = given_by_root(group, lambda: [bytes([r] * r) for r in range(ranks)], doing="giving")
+        shared = from_root(group, b"abc" if group.rank == 0 else b"", doing="sharing")
+        return part, shared, together_at_root(group, lambda: part, doing="gathering")
+
+    parts = [bytes([r] * r) for r in range(ranks)]
+    for rank, found in enumerate(SimulatedWorld(ranks).run(run)):
+        assert found == (parts[rank], b"abc", parts if rank == 0 else [])
+
+
+@kinds
+def test_what_rank_0_finds_wrong_with_others_is_said_as_it_is(kind: str) -> None:
+    def find() -> list[bytes]:
+        raise CoverageError("nobody saves 'w'", key="w", rank=2)
+
+    def run(group: Group) -> bytes:
+        return given_by_root(KINDS[kind](group), find, doing="planning")
+
+    for error in SimulatedWorld(3).outcomes(run):
+        assert isinstance(error, CoverageError)
+        assert (error.message, error.key, error.rank) == ("nobody saves 'w'", "w", 2)
+
+
+@kinds
+def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
+    def fail() -> list[bytes]:
+        raise ZeroDivisionError("oh")
+
+    def run(group: Group) -> bytes:
+        return given_by_root(KINDS[kind](group), fail, doing="planning")
+
+    for error in SimulatedWorld(3).outcomes(run):
+        assert isinstance(error, RankFailedError)
+        assert error.rank == 0
+        assert "Rank 0 failed while planning: ZeroDivisionError: oh" in str(error)
