@@ -1,0 +1,358 @@
+"""What the ranks of a job hold, in columns.
+
+Owns the step from a model at a layout to declarations. Ranks that hold the same parameters, as data-parallel
+ones do, are one `Holding`: what is equal on them is computed once, and the flat ranges of the distributed
+optimizer, which differ, for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.geometry import Ints
+from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes
+from megackpt.optim.ranges import BufferLayout, plan_buffer
+from megackpt.simulation.arrays import JobArrays, padded_rows
+from megackpt.simulation.layout import JobLayout, layers_of_stages
+from megackpt.simulation.model import Model, Weight
+
+BUCKET_SIZE = 40_000_000
+"""Elements of a bucket of the distributed optimizer; its default."""
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Parts of local parameters, `[p]` rows; each is a box of an array of its own.
+
+    Attributes:
+        param: the parameter each belongs to.
+        arrays: numbers of the part's array and of those of its states, `[p, 1 + states]`.
+        start: first element of the box, `[p, dims]`.
+        shape: its extents, `[p, dims]`.
+        offset: where it begins in the flattened local parameter, in elements.
+        numel: its elements.
+        main: whether these ranks, and not others, hold what is saved.
+        resizable: whether the global shape depends on tp.
+    """
+
+    param: Ints
+    arrays: Ints
+    start: Ints
+    shape: Ints
+    offset: Ints
+    numel: Ints
+    main: Flags
+    resizable: Flags
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Parameters in flat buckets that ranks own equal slices of, `[m]` rows.
+
+    Attributes:
+        first: first element of the parameter in the buffer.
+        last: one past its last.
+        bucket: first element of its bucket.
+        slice: elements of that bucket that each rank owns.
+    """
+
+    first: Ints
+    last: Ints
+    bucket: Ints
+    slice: Ints
+
+    @classmethod
+    def of(cls, buffer: BufferLayout) -> Packed:
+        """Put a layout into columns."""
+        bucket = np.array(buffer.bucket_of_param, np.int64)
+        start = np.array([span.start for span in buffer.buckets], np.int64)
+        length = np.array([span.numel // buffer.dp for span in buffer.buckets], np.int64)
+        first, last = (
+            np.array([getattr(span, end) for span in buffer.params], np.int64) for end in ("start", "stop")
+        )
+        return cls(first, last, start[bucket], length[bucket])
+
+    def owned(self, members: Ints) -> tuple[Ints, Ints]:
+        """Return the range of each parameter that ranks own, `[members, m]` twice; empty ones are (0, 0)."""
+        begin = self.bucket + members[:, None] * self.slice
+        low = np.maximum(begin, self.first) - self.first
+        high = np.minimum(begin + self.slice, self.last) - self.first
+        empty = low >= high
+        return np.where(empty, 0, low), np.where(empty, 0, high)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """Parameters that several ranks hold, and that an optimizer shards over these ranks.
+
+    Attributes:
+        ranks: the ranks, in the order in which they own slices, `[d]`.
+        parts: the parameters' parts.
+        step: number of each parameter's array of counts, `[m]`; empty without an optimizer.
+        step_start: where its count stands there, `[m, dims]`.
+        step_main: whether it is these ranks' that is saved, `[m]`.
+        packed: how the parameters are packed, and the slices of these ranks.
+    """
+
+    ranks: Ints
+    parts: Parts
+    step: Ints
+    step_start: Ints
+    step_main: Flags
+    packed: Packed
+
+    def declare(self, arrays: JobArrays, members: Ints) -> DeclaredChunks:
+        """Return what some of the ranks declare, by their positions in `ranks`. Pure.
+
+        Slots are left 0; see `with_slots`.
+        """
+        tables = [self._params(arrays, members), *self._states(arrays, members)]
+        return _joined(arrays, tables)
+
+    def boxes(self, arrays: JobArrays) -> ChunkTable:
+        """Return the boxes of everything that these ranks hold together; they are declared by parts."""
+        whole = self.parts.arrays.reshape(-1)  # every part in each of its arrays
+        rows = np.repeat(np.arange(len(self.parts.param)), self.parts.arrays.shape[1])
+        numel = self.parts.numel[rows]
+        boxes = _Rows(whole, self.parts.start[rows], self.parts.shape[rows], np.zeros_like(numel), numel)
+        counts = _Rows(
+            self.step,
+            self.step_start,
+            np.ones_like(self.step_start),
+            np.zeros_like(self.step),
+            np.ones_like(self.step),
+        )
+        return _table(arrays, [boxes, counts])
+
+    def _params(self, arrays: JobArrays, members: Ints) -> _Declared:
+        parts = self.parts
+        row, member = _pairs(len(parts.param), members)
+        numel = parts.numel[row]
+        rows = _Rows(parts.arrays[row, 0], parts.start[row], parts.shape[row], np.zeros_like(numel), numel)
+        main = parts.main[row] & (member == 0)
+        return _Declared(rows, main, parts.resizable[row], self.ranks[member])
+
+    def _states(self, arrays: JobArrays, members: Ints) -> Iterator[_Declared]:
+        if not len(self.step):
+            return
+        low, high = self.packed.owned(members)  # [d, m]
+        parts = self.parts
+        start = np.maximum(low[:, parts.param] - parts.offset, 0)  # [d, p]
+        stop = np.minimum(high[:, parts.param] - parts.offset, parts.numel)
+        at, row = np.nonzero(start < stop)
+        begin, end = start[at, row], stop[at, row]
+        for state in range(1, parts.arrays.shape[1]):
+            rows = _Rows(parts.arrays[row, state], parts.start[row], parts.shape[row], begin, end)
+            yield _Declared(rows, parts.main[row], parts.resizable[row], self.ranks[members[at]])
+        at, param = np.nonzero(low < high)
+        one = np.ones_like(param)
+        rows = _Rows(
+            self.step[param],
+            self.step_start[param],
+            np.ones_like(self.step_start[param]),
+            one - 1,
+            one,
+        )
+        # Of the ranks with a part of the parameter, the one with its first element speaks for it.
+        main = self.step_main[param] & (low[at, param] == 0)
+        yield _Declared(rows, main, np.zeros(len(param), np.bool_), self.ranks[members[at]])
+
+
+def holdings(
+    model: Model, layout: JobLayout, arrays: JobArrays, *, bucket_size: int = BUCKET_SIZE
+) -> list[list[Holding]]:
+    """Return what ranks hold, by stage. Each rank is in one holding of its stage, or in two with experts. Pure.
+
+    Raises:
+        DeclarationError: there are more stages than layers.
+    """
+    layers = layers_of_stages(model.layers, layout.pp, ends_count=model.ends_count_as_layers)
+    found = []
+    for pp in range(layout.pp):
+        of_stage = []
+        for tp in range(layout.tp):
+            ranks = layout.ranks_of(tp=tp, pp=pp)
+            placed = list(_of_stage(model, layers[pp], is_first=pp == 0, is_last=pp == layout.pp - 1))
+            dense = [p for p in placed if not p.weight.experts]
+            of_stage.append(_hold(dense, model, arrays, ranks, tp, layout, bucket_size))
+            experts = [p for p in placed if p.weight.experts]
+            for ep in range(layout.ep if experts else 0):
+                mine = list(_of_experts(experts, ep, layout.ep))
+                of_stage.append(_hold(mine, model, arrays, ranks[ep :: layout.ep], tp, layout, bucket_size))
+        found.append(of_stage)
+    return found
+
+
+def with_slots(declared: DeclaredChunks) -> DeclaredChunks:
+    """Number the rows of each rank, which become its slots."""
+    order = np.argsort(declared.rank, kind="stable")
+    ranks = declared.rank[order]
+    begins = np.flatnonzero(np.diff(ranks, prepend=-1))
+    counts = np.diff(np.append(begins, len(ranks)))
+    slot = np.empty(len(order), np.int64)
+    slot[order] = np.arange(len(order)) - np.repeat(begins, counts)
+    return DeclaredChunks(declared.table, declared.main, declared.resizable, declared.rank, slot)
+
+
+def joined(declared: Sequence[DeclaredChunks]) -> DeclaredChunks:
+    """Put declarations of one job, which have one list of arrays, into one table with slots."""
+    tables = [d.table for d in declared]
+    columns = ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
+    table = ChunkTable(tables[0].arrays, *(np.concatenate([getattr(t, c) for t in tables]) for c in columns))
+    return with_slots(
+        DeclaredChunks(
+            table,
+            np.concatenate([d.main for d in declared]),
+            np.concatenate([d.resizable for d in declared]),
+            np.concatenate([d.rank for d in declared]),
+            np.concatenate([d.slot for d in declared]),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A parameter of a stage: its leading axes `(index, total)`, and whether it is the one that is saved."""
+
+    weight: Weight
+    leading: tuple[tuple[int, int], ...] = ()
+    is_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Chunks in columns, without their sizes."""
+
+    array: Ints
+    start: Ints
+    shape: Ints
+    flat_start: Ints
+    flat_stop: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Declared:
+    rows: _Rows
+    main: Flags
+    resizable: Flags
+    rank: Ints
+
+
+def _of_stage(model: Model, owned: range, *, is_first: bool, is_last: bool) -> Iterator[_Placed]:
+    """Yield the parameters of a stage in order of registration."""
+    if is_first:
+        yield from (_Placed(weight) for weight in model.first)
+    begin = 0
+    for stack in model.stacks:
+        for layer in range(max(owned.start, begin), min(owned.stop, begin + stack.layers)):
+            yield from (_Placed(weight, ((layer - begin, stack.layers),)) for weight in stack.weights)
+        begin += stack.layers
+    if is_last:
+        yield from (_Placed(weight) for weight in model.last)
+        if model.shared is not None and not is_first:
+            yield _Placed(model.shared, is_copy=True)
+
+
+def _of_experts(placed: Sequence[_Placed], ep: int, of: int) -> Iterator[_Placed]:
+    """Yield the parameters of the experts that one of `of` groups of ranks holds."""
+    for param in placed:
+        count = param.weight.experts // of
+        for expert in range(ep * count, (ep + 1) * count):
+            yield _Placed(param.weight, (*param.leading, (expert, param.weight.experts)))
+
+
+def _hold(
+    placed: Sequence[_Placed],
+    model: Model,
+    arrays: JobArrays,
+    ranks: Ints,
+    tp: int,
+    layout: JobLayout,
+    bucket_size: int,
+) -> Holding:
+    """Place the local parameters of one tp rank in their arrays, and pack them for the optimizer."""
+    dims = arrays.dims
+    rows: list[tuple[int, list[int], list[int], list[int], int, int, bool, bool]] = []
+    numels, step, step_start, step_main = [], [], [], []
+    for at, param in enumerate(placed):
+        weight, index = param.weight, [i for i, _ in param.leading]
+        offset, is_cut = 0, weight.tp_dim is not None
+        main = not param.is_copy and (is_cut or tp == 0)
+        for name, extent in weight.parts:
+            shape = [padded_rows(weight, extent, model, layout.tp), *weight.inner]
+            start = [0] * len(shape)
+            if weight.tp_dim is not None:
+                shape[weight.tp_dim] //= layout.tp
+                start[weight.tp_dim] = tp * shape[weight.tp_dim]
+            numel = int(np.prod(shape))
+            fill = dims - len(index) - len(shape)
+            rows.append(
+                (
+                    at,
+                    arrays.of_part(weight, name),
+                    [*index, *start, *([0] * fill)],
+                    [*([1] * len(index)), *shape, *([1] * fill)],
+                    offset,
+                    numel,
+                    main,
+                    weight.is_vocabulary,
+                )
+            )
+            offset += numel
+        numels.append(offset)
+        if arrays.states:
+            step.append(arrays.step_of(weight))
+            step_start.append([*index, *([0] * (dims - len(index)))])
+            # Another slice over tp has the same count.
+            step_main.append(not param.is_copy and tp == 0)
+    columns = list(zip(*rows, strict=True)) or [()] * 8
+    kinds: list[type] = [np.int64] * 6 + [np.bool_] * 2
+    width = {1: 1 + len(arrays.states), 2: dims, 3: dims}
+    made = [
+        np.array(column, kind).reshape((len(rows), width[i]) if i in width else (len(rows),))
+        for i, (column, kind) in enumerate(zip(columns, kinds, strict=True))
+    ]
+    return Holding(
+        ranks=ranks,
+        parts=Parts(*made),
+        step=np.array(step, np.int64),
+        step_start=np.array(step_start, np.int64).reshape(len(step), dims),
+        step_main=np.array(step_main, np.bool_),
+        packed=Packed.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
+    )
+
+
+def _pairs(rows: int, members: Ints) -> tuple[Ints, Ints]:
+    """All rows for each member, member by member."""
+    return np.tile(np.arange(rows), len(members)), np.repeat(members, rows)
+
+
+def _joined(arrays: JobArrays, declared: Sequence[_Declared]) -> DeclaredChunks:
+    table = _table(arrays, [d.rows for d in declared])
+    return DeclaredChunks(
+        table,
+        np.concatenate([d.main for d in declared]),
+        np.concatenate([d.resizable for d in declared]),
+        np.concatenate([d.rank for d in declared]),
+        np.zeros(len(table), np.int64),
+    )
+
+
+def _table(arrays: JobArrays, rows: Sequence[_Rows]) -> ChunkTable:
+    array = np.concatenate([r.array for r in rows])
+    start, stop = (np.concatenate([getattr(r, n) for r in rows]) for n in ("flat_start", "flat_stop"))
+    return ChunkTable(
+        arrays.specs,
+        array,
+        np.concatenate([r.start for r in rows]),
+        np.concatenate([r.shape for r in rows]),
+        start,
+        stop,
+        (stop - start) * itemsizes(arrays.specs)[array],
+    )

@@ -1,0 +1,132 @@
+"""The parameters of a model: names, shapes, and which dim tp cuts.
+
+Owns what is known of a parameter before a layout is chosen, and the check that a layout can hold a model. Where
+parameters come from is for `transformer` and `stored` to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megackpt.errors import DeclarationError, truncated_list
+from megackpt.simulation.layout import JobLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One parameter, of one layer (and one expert) where there are several.
+
+    Attributes:
+        key: its key without that of a part.
+        parts: named parts along dim 0, one after the other, and their extents over all of tp; one of the empty
+            name where it is not fused.
+        inner: extents of the dims behind it; empty for a vector.
+        tp_dim: the dim that tp cuts; None: every rank of tp has all of it.
+        experts: so many of them stand along an axis behind that of the layers; 0: it is no expert's.
+        is_vocabulary: whether dim 0 is padded to what tp divides.
+        dtype: of the parameter; its master copy and moments follow from it.
+    """
+
+    key: str
+    parts: tuple[tuple[str, int], ...]
+    inner: tuple[int, ...] = ()
+    tp_dim: int | None = None
+    experts: int = 0
+    is_vocabulary: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def numel(self) -> int:
+        """Elements over all of tp and of all experts, without padding."""
+        rows = sum(extent for _, extent in self.parts)
+        return rows * math.prod(self.inner) * (self.experts or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Equal layers, stored as arrays with a leading axis of `layers`."""
+
+    layers: int
+    weights: tuple[Weight, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """All parameters, by where they stand.
+
+    Attributes:
+        first: parameters of the first stage besides its layers.
+        stacks: the layers, in order.
+        last: parameters of the last stage besides its layers.
+        shared: the parameter of the first stage that the last one holds a second copy of; None: there is none.
+        vocab_multiple: rows of a vocabulary on each tp rank are a multiple of this.
+        ends_count_as_layers: whether first and last count as a layer each when layers are split over stages.
+        heads: what tp has to divide besides the extents that it cuts, by name.
+    """
+
+    first: tuple[Weight, ...]
+    stacks: tuple[Stack, ...]
+    last: tuple[Weight, ...]
+    shared: Weight | None = None
+    vocab_multiple: int = 1
+    ends_count_as_layers: bool = False
+    heads: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers over all stages."""
+        return sum(stack.layers for stack in self.stacks)
+
+    def placed(self) -> Iterator[tuple[Weight, tuple[int, ...]]]:
+        """Yield all parameters with the extents of the axes that stand before their own."""
+        for weight in (*self.first, *self.last):
+            yield weight, _leading(weight, ())
+        for stack in self.stacks:
+            for weight in stack.weights:
+                yield weight, _leading(weight, (stack.layers,))
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters, without padding; what is held twice counts once."""
+        ends = sum(weight.numel for weight in (*self.first, *self.last))
+        return ends + sum(stack.layers * w.numel for stack in self.stacks for w in stack.weights)
+
+
+def check_layout(model: Model, layout: JobLayout) -> None:
+    """Check that a layout can hold a model. Pure.
+
+    Raises:
+        DeclarationError: tp does not divide heads or an extent that it cuts, ep not the experts, or there are
+            more stages than layers; all of them are named.
+    """
+    faults = [
+        f"{name} {n} is not a multiple of tp={layout.tp}" for name, n in model.heads.items() if n % layout.tp
+    ]
+    experts = {weight.experts for weight, _ in model.placed() if weight.experts}
+    for weight, _ in model.placed():
+        faults += [
+            f"{weight.key} has {extent} along the dim that tp={layout.tp} cuts"
+            for extent in _cut_extents(weight)
+            if extent % layout.tp
+        ]
+    faults += [f"{n} experts cannot be shared by ep={layout.ep}" for n in sorted(experts) if n % layout.ep]
+    if layout.ep > 1 and not experts:
+        faults.append(f"there are no experts to share by ep={layout.ep}")
+    if layout.pp > max(model.layers, 1):
+        faults.append(f"{model.layers} layers are fewer than pp={layout.pp} stages")
+    if faults:
+        raise DeclarationError(
+            f"The model does not fit {layout}:\n{truncated_list(list(dict.fromkeys(faults)))}\nChange either."
+        )
+
+
+def _leading(weight: Weight, stacked: tuple[int, ...]) -> tuple[int, ...]:
+    return (*stacked, weight.experts) if weight.experts else stacked
+
+
+def _cut_extents(weight: Weight) -> list[int]:
+    if weight.tp_dim is None or weight.is_vocabulary:
+        return []
+    return [weight.inner[weight.tp_dim - 1]] if weight.tp_dim else [extent for _, extent in weight.parts]
