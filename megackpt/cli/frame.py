@@ -23,6 +23,7 @@ from megackpt.errors import CheckpointError, CoverageError, IntegrityError, Mism
 COMMANDS = {
     "bench": "megackpt.cli.bench",
     "convert": "megackpt.cli.convert",
+    "plan": "megackpt.cli.plan",
 }
 """Modules of the commands, by their names."""
 

@@ -1,13 +1,15 @@
-"""A progress bar on stderr, where that is a terminal."""
+"""Progress bars on stderr, where that is a terminal."""
 
 from __future__ import annotations
 
 from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
@@ -15,7 +17,25 @@ from rich.progress import (
 )
 
 
-class Bars:
+T = TypeVar("T", bound="_Shown")
+
+
+class _Shown:
+    """A progress that is drawn for as long as a context lasts."""
+
+    _progress: Progress
+
+    def __enter__(self: T) -> T:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class Bars(_Shown):
     """Draws what a conversion says of its progress, one bar for each part. A context manager.
 
     Under torchrun only rank 0 draws, its own share.
@@ -41,11 +61,23 @@ class Bars:
         """Move the last one."""
         self._progress.advance(self._task, nbytes)
 
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+class RankBar(_Shown):
+    """Draws how many of a number of ranks are done. A context manager."""
+
+    def __init__(self, doing: str, ranks: int, *, console: Console | None = None) -> None:
+        on = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=on,
+            transient=True,
+            disable=not on.is_terminal,
+        )
+        self._task = self._progress.add_task(doing, total=ranks)
+
+    def advance(self, ranks: int) -> None:
+        """Move it."""
+        self._progress.advance(self._task, ranks)

@@ -1,7 +1,7 @@
 """The global arrays of a job: parameters, and what an optimizer keeps of each.
 
-Owns their keys, dtypes and shapes, which follow from a model and from tp, to which vocabularies are padded. Keys
-of optimizer state are those of `megackpt.optim`.
+Owns their keys, dtypes and shapes, which follow from a model and from tp, to which vocabularies are padded.
+Keys of optimizer state are those of `megackpt.optim`.
 """
 
 from __future__ import annotations

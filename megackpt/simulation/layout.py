@@ -101,7 +101,8 @@ class JobLayout:
 
     def by_place(self, of_rank: Ints) -> Ints:
         """Put a number of each rank, `[world]`, where it stands: `[pp, tp, dp]`."""
-        return of_rank.reshape(self.pp, self.dp, self.tp).transpose(0, 2, 1)
+        placed: Ints = of_rank.reshape(self.pp, self.dp, self.tp).transpose(0, 2, 1)
+        return placed
 
 
 def layers_of_stages(num_layers: int, stages: int, *, ends_count: bool) -> Sequence[range]:

@@ -1,7 +1,7 @@
 """The parameters of a model: names, shapes, and which dim tp cuts.
 
-Owns what is known of a parameter before a layout is chosen, and the check that a layout can hold a model. Where
-parameters come from is for `transformer` and `stored` to say.
+Owns what is known of a parameter before a layout is chosen, and the check that a layout can hold a model.
+Where parameters come from is for `transformer` and `stored` to say.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Weight:
 
     Attributes:
         key: its key without that of a part.
-        parts: named parts along dim 0, one after the other, and their extents over all of tp; one of the empty
-            name where it is not fused.
+        parts: named parts along dim 0, one after the other, and their extents over all of tp; one of the
+            empty name where it is not fused.
         inner: extents of the dims behind it; empty for a vector.
         tp_dim: the dim that tp cuts; None: every rank of tp has all of it.
         experts: so many of them stand along an axis behind that of the layers; 0: it is no expert's.
@@ -46,10 +46,17 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Equal layers, stored as arrays with a leading axis of `layers`."""
+    """Equal layers.
+
+    Attributes:
+        layers: how many.
+        weights: the parameters of each.
+        has_axis: whether arrays have a leading axis of `layers`; without it there is one layer.
+    """
 
     layers: int
     weights: tuple[Weight, ...]
+    has_axis: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +67,7 @@ class Model:
         first: parameters of the first stage besides its layers.
         stacks: the layers, in order.
         last: parameters of the last stage besides its layers.
-        shared: the parameter of the first stage that the last one holds a second copy of; None: there is none.
+        shared: the parameter of the first stage that the last one holds a second copy of, if there is one.
         vocab_multiple: rows of a vocabulary on each tp rank are a multiple of this.
         ends_count_as_layers: whether first and last count as a layer each when layers are split over stages.
         heads: what tp has to divide besides the extents that it cuts, by name.
@@ -85,7 +92,7 @@ class Model:
             yield weight, _leading(weight, ())
         for stack in self.stacks:
             for weight in stack.weights:
-                yield weight, _leading(weight, (stack.layers,))
+                yield weight, _leading(weight, (stack.layers,) if stack.has_axis else ())
 
     @property
     def numel(self) -> int:
@@ -101,15 +108,14 @@ def check_layout(model: Model, layout: JobLayout) -> None:
         DeclarationError: tp does not divide heads or an extent that it cuts, ep not the experts, or there are
             more stages than layers; all of them are named.
     """
-    faults = [
-        f"{name} {n} is not a multiple of tp={layout.tp}" for name, n in model.heads.items() if n % layout.tp
-    ]
+    tp = layout.tp
+    faults = [f"{name} {n} is not a multiple of tp={tp}" for name, n in model.heads.items() if n % tp]
     experts = {weight.experts for weight, _ in model.placed() if weight.experts}
     for weight, _ in model.placed():
         faults += [
-            f"{weight.key} has {extent} along the dim that tp={layout.tp} cuts"
+            f"{weight.key} has {extent} along the dim that tp={tp} cuts"
             for extent in _cut_extents(weight)
-            if extent % layout.tp
+            if extent % tp
         ]
     faults += [f"{n} experts cannot be shared by ep={layout.ep}" for n in sorted(experts) if n % layout.ep]
     if layout.ep > 1 and not experts:

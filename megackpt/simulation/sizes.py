@@ -1,6 +1,6 @@
 """What a transformer is, as numbers: the description that a user gives, or picks by name.
 
-Owns the fields, their checks and reading them from a file; which arrays follow from them is `weights`' affair.
+Owns the fields, their checks and reading them from a file; which arrays follow is for `transformer` to say.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class ModelSizes:
                 )
         if self.num_heads % self.kv_heads:
             raise DeclarationError(
-                f"ModelSizes.query_groups {self.kv_heads} does not divide num_heads {self.num_heads}. Choose a "
-                f"divisor."
+                f"ModelSizes.query_groups {self.kv_heads} does not divide num_heads {self.num_heads}. Choose "
+                f"a divisor."
             )
         if self.experts is not None and self.experts.dense_layers > self.num_layers:
             raise DeclarationError(
@@ -174,7 +174,8 @@ _NESTED = {"latent": dict, "experts": dict}
 def _fields_of(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise DeclarationError(
-            f"{where}: a {type(said).__name__} where an object should be. Give the fields of {kind.__name__}.",
+            f"{where}: a {type(said).__name__} where an object should be. Give the fields of "
+            f"{kind.__name__}.",
             path=where,
         )
     known = {field.name: field for field in fields(kind)}

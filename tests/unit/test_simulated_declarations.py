@@ -15,8 +15,8 @@ from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
-from megackpt.simulation import JobLayout, ModelSizes, build_model, holdings, job_arrays
-from megackpt.simulation.holdings import joined
+from megackpt.simulation import JobLayout, ModelSizes, build_model, job_arrays, replica_groups
+from megackpt.simulation.replicas import boxes_of, joined
 from megackpt.simulation.sizes import Experts
 from megackpt.validation import check_coverage
 from models.config import GPTConfig
@@ -68,7 +68,7 @@ def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
     """All ranks."""
     model = build_model(sizes)
     arrays = job_arrays(model, tp=layout.tp)
-    held = [h for stage in holdings(model, layout, arrays, bucket_size=BUCKET) for h in stage]
+    held = [h for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for h in stage]
     return joined([h.declare(arrays, np.arange(len(h.ranks))) for h in held])
 
 
@@ -97,21 +97,19 @@ def test_experts_are_held_once_by_each_group_that_shares_them(layout: str) -> No
     held = of_expert[table.array] & (declared.rank == where.world - 1)
     numbers = set(table.start[held, 1].tolist())
     assert numbers == set(range(8 - 8 // where.ep, 8))
-    boxes = [
-        (int(a), *map(int, s)) for a, s in zip(table.array[held], table.start[held, :2], strict=True)
-    ]
+    boxes = [(int(a), *map(int, s)) for a, s in zip(table.array[held], table.start[held, :2], strict=True)]
     copies = of_expert[table.array] & (table.array == boxes[0][0])
     copies &= (table.start[:, :2] == boxes[0][1:3]).all(axis=1)
     assert copies.sum() == where.tp * where.dp // where.ep
 
 
-def test_the_flat_ranges_of_a_holding_tile_its_boxes() -> None:
+def test_the_flat_ranges_of_a_group_tile_its_boxes() -> None:
     sizes = ModelSizes(**SIZES)
     layout = JobLayout.parse("tp2,dp5")
     model = build_model(sizes)
     arrays = job_arrays(model, tp=2)
-    (stage,) = holdings(model, layout, arrays, bucket_size=BUCKET)
-    boxes, declared = stage[0].boxes(arrays), stage[0].declare(arrays, np.arange(5)).table
+    (stage,) = replica_groups(model, layout, arrays, bucket_size=BUCKET)
+    boxes, declared = boxes_of(stage[:1], arrays).table, stage[0].declare(arrays, np.arange(5)).table
     states = np.array([spec.key.startswith("optimizer.state.exp_avg.") for spec in arrays.specs])
     cut = rectangles_of(declared.shape, declared.flat_start, declared.flat_stop)
     covered = np.bincount(declared.array[cut.row], cut.shape.prod(axis=1), minlength=len(states))

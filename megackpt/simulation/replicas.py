@@ -1,20 +1,21 @@
 """What the ranks of a job hold, in columns.
 
-Owns the step from a model at a layout to declarations. Ranks that hold the same parameters, as data-parallel
-ones do, are one `Holding`: what is equal on them is computed once, and the flat ranges of the distributed
-optimizer, which differ, for all of them together.
+Owns the step from a model at a layout to declarations. Ranks that hold the same parameters, as
+data-parallel ones do, are one `ReplicaGroup`: what is equal on them is computed once, and the flat ranges of
+the distributed optimizer, which differ, for all of them together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes
+from megackpt.metadata import ChunkTable, DeclaredChunks, itemsizes, merge_declarations
 from megackpt.optim.ranges import BufferLayout, plan_buffer
 from megackpt.simulation.arrays import JobArrays, padded_rows
 from megackpt.simulation.layout import JobLayout, layers_of_stages
@@ -88,7 +89,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class ReplicaGroup:
     """Parameters that several ranks hold, and that an optimizer shards over these ranks.
 
     Attributes:
@@ -98,6 +99,7 @@ class Holding:
         step_start: where its count stands there, `[m, dims]`.
         step_main: whether it is these ranks' that is saved, `[m]`.
         packed: how the parameters are packed, and the slices of these ranks.
+        holds_experts: whether they are parameters of experts.
     """
 
     ranks: Ints
@@ -106,6 +108,7 @@ class Holding:
     step_start: Ints
     step_main: Flags
     packed: Packed
+    holds_experts: bool
 
     def declare(self, arrays: JobArrays, members: Ints) -> DeclaredChunks:
         """Return what some of the ranks declare, by their positions in `ranks`. Pure.
@@ -115,20 +118,17 @@ class Holding:
         tables = [self._params(arrays, members), *self._states(arrays, members)]
         return _joined(arrays, tables)
 
-    def boxes(self, arrays: JobArrays) -> ChunkTable:
-        """Return the boxes of everything that these ranks hold together; they are declared by parts."""
+    def boxes(self, arrays: JobArrays) -> _Declared:
+        """Return the boxes of everything that these ranks hold together, as one rank would declare them."""
         whole = self.parts.arrays.reshape(-1)  # every part in each of its arrays
         rows = np.repeat(np.arange(len(self.parts.param)), self.parts.arrays.shape[1])
-        numel = self.parts.numel[rows]
+        numel, one = self.parts.numel[rows], np.ones_like(self.step)
+        start, shape = self.step_start, np.ones_like(self.step_start)
         boxes = _Rows(whole, self.parts.start[rows], self.parts.shape[rows], np.zeros_like(numel), numel)
-        counts = _Rows(
-            self.step,
-            self.step_start,
-            np.ones_like(self.step_start),
-            np.zeros_like(self.step),
-            np.ones_like(self.step),
-        )
-        return _table(arrays, [boxes, counts])
+        counts = _Rows(self.step, start, shape, one - 1, one)
+        resizable = np.concatenate([self.parts.resizable[rows], np.zeros(len(one), np.bool_)])
+        none = np.zeros(len(resizable), np.int64)
+        return _Declared(_stacked([boxes, counts]), none.astype(np.bool_), resizable, none)
 
     def _params(self, arrays: JobArrays, members: Ints) -> _Declared:
         parts = self.parts
@@ -164,10 +164,10 @@ class Holding:
         yield _Declared(rows, main, np.zeros(len(param), np.bool_), self.ranks[members[at]])
 
 
-def holdings(
+def replica_groups(
     model: Model, layout: JobLayout, arrays: JobArrays, *, bucket_size: int = BUCKET_SIZE
-) -> list[list[Holding]]:
-    """Return what ranks hold, by stage. Each rank is in one holding of its stage, or in two with experts. Pure.
+) -> list[list[ReplicaGroup]]:
+    """Return what ranks hold, by stage. A rank is in one group of its stage, or in two with experts. Pure.
 
     Raises:
         DeclarationError: there are more stages than layers.
@@ -189,6 +189,11 @@ def holdings(
     return found
 
 
+def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunks:
+    """Return everything that groups hold together, as one rank would declare it. Pure."""
+    return with_slots(_joined(arrays, [group.boxes(arrays) for group in groups]))
+
+
 def with_slots(declared: DeclaredChunks) -> DeclaredChunks:
     """Number the rows of each rank, which become its slots."""
     order = np.argsort(declared.rank, kind="stable")
@@ -201,19 +206,8 @@ def with_slots(declared: DeclaredChunks) -> DeclaredChunks:
 
 
 def joined(declared: Sequence[DeclaredChunks]) -> DeclaredChunks:
-    """Put declarations of one job, which have one list of arrays, into one table with slots."""
-    tables = [d.table for d in declared]
-    columns = ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
-    table = ChunkTable(tables[0].arrays, *(np.concatenate([getattr(t, c) for t in tables]) for c in columns))
-    return with_slots(
-        DeclaredChunks(
-            table,
-            np.concatenate([d.main for d in declared]),
-            np.concatenate([d.resizable for d in declared]),
-            np.concatenate([d.rank for d in declared]),
-            np.concatenate([d.slot for d in declared]),
-        )
-    )
+    """Put declarations of one job, whose arrays are the same, into one table with slots."""
+    return with_slots(merge_declarations(declared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +245,8 @@ def _of_stage(model: Model, owned: range, *, is_first: bool, is_last: bool) -> I
     begin = 0
     for stack in model.stacks:
         for layer in range(max(owned.start, begin), min(owned.stop, begin + stack.layers)):
-            yield from (_Placed(weight, ((layer - begin, stack.layers),)) for weight in stack.weights)
+            leading = ((layer - begin, stack.layers),) if stack.has_axis else ()
+            yield from (_Placed(weight, leading) for weight in stack.weights)
         begin += stack.layers
     if is_last:
         yield from (_Placed(weight) for weight in model.last)
@@ -275,7 +270,7 @@ def _hold(
     tp: int,
     layout: JobLayout,
     bucket_size: int,
-) -> Holding:
+) -> ReplicaGroup:
     """Place the local parameters of one tp rank in their arrays, and pack them for the optimizer."""
     dims = arrays.dims
     rows: list[tuple[int, list[int], list[int], list[int], int, int, bool, bool]] = []
@@ -314,17 +309,18 @@ def _hold(
     columns = list(zip(*rows, strict=True)) or [()] * 8
     kinds: list[type] = [np.int64] * 6 + [np.bool_] * 2
     width = {1: 1 + len(arrays.states), 2: dims, 3: dims}
-    made = [
+    made: list[npt.NDArray[Any]] = [
         np.array(column, kind).reshape((len(rows), width[i]) if i in width else (len(rows),))
         for i, (column, kind) in enumerate(zip(columns, kinds, strict=True))
     ]
-    return Holding(
+    return ReplicaGroup(
         ranks=ranks,
         parts=Parts(*made),
         step=np.array(step, np.int64),
         step_start=np.array(step_start, np.int64).reshape(len(step), dims),
         step_main=np.array(step_main, np.bool_),
         packed=Packed.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
+        holds_experts=any(param.weight.experts for param in placed),
     )
 
 
@@ -345,14 +341,17 @@ def _joined(arrays: JobArrays, declared: Sequence[_Declared]) -> DeclaredChunks:
 
 
 def _table(arrays: JobArrays, rows: Sequence[_Rows]) -> ChunkTable:
-    array = np.concatenate([r.array for r in rows])
-    start, stop = (np.concatenate([getattr(r, n) for r in rows]) for n in ("flat_start", "flat_stop"))
+    all_rows = _stacked(rows)
     return ChunkTable(
         arrays.specs,
-        array,
-        np.concatenate([r.start for r in rows]),
-        np.concatenate([r.shape for r in rows]),
-        start,
-        stop,
-        (stop - start) * itemsizes(arrays.specs)[array],
+        all_rows.array,
+        all_rows.start,
+        all_rows.shape,
+        all_rows.flat_start,
+        all_rows.flat_stop,
+        (all_rows.flat_stop - all_rows.flat_start) * itemsizes(arrays.specs)[all_rows.array],
     )
+
+
+def _stacked(rows: Sequence[_Rows]) -> _Rows:
+    return _Rows(*(np.concatenate([getattr(r, name) for r in rows]) for name in _Rows.__slots__))

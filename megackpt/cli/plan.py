@@ -1,0 +1,168 @@
+"""`megackpt plan`: what saves and loads of a job would do, without the job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from megackpt.cli.progress import RankBar
+from megackpt.errors import DeclarationError
+from megackpt.metadata import DIGEST_BLOCK_BYTES
+from megackpt.simulation import (
+    PRESETS,
+    Cluster,
+    JobLayout,
+    Model,
+    PlanReport,
+    Stored,
+    build_model,
+    check_layout,
+    estimate,
+    open_stored,
+    read_sizes,
+    simulate_load,
+    simulate_save,
+)
+from megackpt.simulation.chart import check_chart, draw
+from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
+
+_PIPED_WIDTH = 120  # columns of a table that goes to a file
+
+
+@click.command(name="plan", short_help="Plan saves and loads of a job of any size, without running it.")
+@click.argument("subject", metavar="MODEL|CHECKPOINT")
+@click.option("--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (ep, world).")
+@click.option("--to", "target", help="Layout of the job that loads; left out: that of --from.")
+@click.option("--weights-only", is_flag=True, help="Without the state of a distributed Adam optimizer.")
+@click.option(
+    "--ranks-planned", type=click.IntRange(1), help="Plan so many ranks of the load; all if left out."
+)
+@click.option("--ranks-per-node", default=8, show_default=True, help="Neighbouring ranks on one machine.")
+@click.option("--write-gbps", type=float, help="GB/s (10^9 bytes) that one machine writes.")
+@click.option("--read-gbps", type=float, help="GB/s that one machine reads.")
+@click.option("--total-write-gbps", type=float, help="GB/s that the storage takes from all of them.")
+@click.option("--total-read-gbps", type=float, help="GB/s that the storage gives to all of them.")
+@click.option("--network-gbps", type=float, help="GB/s that one machine receives from others.")
+@click.option(
+    "--mtbf-hours", type=float, help="Hours between failures of the job: advises how often to save."
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers to a file.")
+@click.option("--chart", type=click.Path(dir_okay=False), help="Draw heat maps by rank: .png, .svg or .pdf.")
+def command(
+    subject: str,
+    source: str | None,
+    target: str | None,
+    *,
+    weights_only: bool,
+    ranks_planned: int | None,
+    ranks_per_node: int,
+    write_gbps: float | None,
+    read_gbps: float | None,
+    total_write_gbps: float | None,
+    total_read_gbps: float | None,
+    network_gbps: float | None,
+    mtbf_hours: float | None,
+    json_path: str | None,
+    chart: str | None,
+) -> None:
+    """Plan the save of a job at one layout and its load at another, for every rank, in this process.
+
+    MODEL is the name of a published model (an unknown name lists them) or a JSON file with its sizes. The
+    directory of a CHECKPOINT takes its place where only loads of it matter. No GPU is used, no process is
+    started, no tensor is made. What is planned is what a real job would do: the planner is run, and timed.
+
+    megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
+    """
+    cluster = Cluster(
+        ranks_per_node=ranks_per_node,
+        write=write_gbps,
+        read=read_gbps,
+        total_write=total_write_gbps,
+        total_read=total_read_gbps,
+        network=network_gbps,
+        mtbf_hours=mtbf_hours,
+    )
+    if chart is not None:
+        check_chart(Path(chart))
+    at, to = (None if text is None else JobLayout.parse(text) for text in (source, target))
+    if Path(subject).is_dir():
+        name, parameters, save, load = _of_checkpoint(Path(subject), at, to, ranks_planned)
+    else:
+        states = () if weights_only else None
+        name, parameters, save, load = _of_model(subject, at, to, ranks_planned, states=states)
+    times = estimate(save, load, cluster)
+    report = PlanReport(
+        subject=name, parameters=parameters, save=save, load=load, cluster=cluster, times=times
+    )
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    for table in report.tables():
+        console.print(table)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    if chart is not None:
+        draw(name, save, load, Path(chart))
+
+
+_Planned = tuple[str, int | None, SaveOutcome, LoadOutcome | None]
+
+
+def _of_model(
+    subject: str,
+    source: JobLayout | None,
+    target: JobLayout | None,
+    ranks_planned: int | None,
+    *,
+    states: tuple[str, ...] | None,
+) -> _Planned:
+    if source is None:
+        raise DeclarationError(
+            "--from is missing: give the layout of the job that saves, as --from tp8,pp16,dp128."
+        )
+    name, model = _model(subject)
+    target = target or source
+    for layout in (source, target):  # before the first is planned, which takes a while
+        check_layout(model, layout)
+    with RankBar("planning the save", source.world) as bar:
+        save, plan = simulate_save(model, source, states=states, advance=bar.advance)
+    stored = Stored(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
+    with RankBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
+        load = simulate_load(
+            model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
+        )
+    return f"{name} ({model.numel:,} parameters)", model.numel, save, load
+
+
+def _of_checkpoint(
+    path: Path, source: JobLayout | None, target: JobLayout | None, ranks_planned: int | None
+) -> _Planned:
+    if source is not None:
+        raise DeclarationError(
+            f"--from {source} is given for {path}, which is a checkpoint and has been saved. Leave it out; "
+            f"the layout to load at is --to.",
+            path=str(path),
+        )
+    save, stored, model, states = open_stored(path)
+    if target is None:
+        return str(path), None, save, None
+    with RankBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
+        load = simulate_load(
+            model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
+        )
+    return str(path), None, save, load
+
+
+def _model(subject: str) -> tuple[str, Model]:
+    if subject in PRESETS:
+        return subject, build_model(PRESETS[subject])
+    path = Path(subject)
+    if not path.is_file():
+        raise DeclarationError(
+            f"{subject!r} is no model, file or directory. Models are {', '.join(sorted(PRESETS))}; a JSON "
+            f"file has the sizes of another one.",
+            path=subject,
+        )
+    return path.stem, build_model(read_sizes(path))

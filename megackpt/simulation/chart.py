@@ -1,0 +1,85 @@
+"""A picture of a plan: what each rank writes and reads, by where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megackpt.errors import DeclarationError
+from megackpt.geometry import Ints
+from megackpt.simulation.layout import JobLayout
+from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+GB = 1e9
+
+
+def check_chart(path: Path) -> None:
+    """Check that a chart can be drawn to a path, before anything is planned.
+
+    Raises:
+        DeclarationError: its ending names no known format, or its directory is not there.
+    """
+    if path.suffix.lower() not in ENDINGS or not path.absolute().parent.is_dir():
+        raise DeclarationError(
+            f"{path}: no chart can be drawn there. Give a file with one of the endings "
+            f"{', '.join(ENDINGS)} in a directory that exists.",
+            path=str(path),
+        )
+
+
+def draw(title: str, save: SaveOutcome, load: LoadOutcome | None, path: Path) -> None:
+    """Write heat maps in the format that the ending of path says: a row a (pp, tp), a column a dp rank."""
+    panels: list[tuple[str, JobLayout, npt.NDArray[np.float64]]] = []
+    if save.layout is not None:
+        panels.append(("written", save.layout, save.nbytes / GB))
+    if load is not None:
+        panels.append(("read, each rank by itself", load.layout, _everywhere(load.read, load) / GB))
+        group = load.shared_read / load.layout.dp / GB
+        panels.append(("read, exchanged over dp", load.layout, _of_groups(group, load.layout)))
+    figure = Figure(figsize=(9.0, 1.2 + 3.4 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    for axes, (what, layout, numbers) in zip(
+        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+    ):
+        _draw_panel(figure, axes, what, layout, numbers)
+    figure.savefig(path)
+
+
+def _draw_panel(
+    figure: Figure, axes: Axes, what: str, layout: JobLayout, of_rank: npt.NDArray[np.float64]
+) -> None:
+    placed = of_rank.reshape(layout.pp, layout.dp, layout.tp).transpose(0, 2, 1)
+    rows = placed.reshape(layout.pp * layout.tp, layout.dp)
+    # From 0, so that even loads look even.
+    drawn = axes.imshow(
+        rows, aspect="auto", interpolation="nearest", vmin=0.0, vmax=float(np.nanmax(rows)) or 1.0
+    )
+    mean, most = float(np.nanmean(rows)), float(np.nanmax(rows))
+    axes.set_title(f"{layout}: {what}; mean {mean:.3g} GB, most {most:.3g} GB", fontsize="medium")
+    axes.set_xlabel("dp rank")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("pp stage" if layout.tp == 1 else f"pp stage, in each tp 0 to {layout.tp - 1}")
+    step = max(1, layout.pp // 8)
+    stages = range(0, layout.pp, step)
+    axes.set_yticks([pp * layout.tp for pp in stages], [str(pp) for pp in stages])
+    figure.colorbar(drawn, ax=axes, label="GB per rank")
+
+
+def _everywhere(of_planned: Ints, load: LoadOutcome) -> npt.NDArray[np.float64]:
+    """Put numbers of planned ranks where they belong; nothing where no rank was planned."""
+    placed = np.full(load.layout.world, np.nan)
+    placed[load.planned] = of_planned
+    return placed
+
+
+def _of_groups(of_group: npt.NDArray[np.float64], layout: JobLayout) -> npt.NDArray[np.float64]:
+    """Give each rank the number of its data-parallel group; groups are in the order of (pp, tp)."""
+    by_group = of_group.reshape(layout.pp, 1, layout.tp)
+    return np.broadcast_to(by_group, (layout.pp, layout.dp, layout.tp)).reshape(-1)

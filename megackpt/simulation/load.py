@@ -1,0 +1,149 @@
+"""The load of a simulated job from what another one, or a real one, has stored.
+
+Owns which ranks are planned, and what is counted of their plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megackpt.geometry import Ints
+from megackpt.metadata import DeclaredChunks
+from megackpt.simulation import run_planner
+from megackpt.simulation.arrays import JobArrays, job_arrays
+from megackpt.simulation.layout import JobLayout
+from megackpt.simulation.model import Model, check_layout
+from megackpt.simulation.outcome import LoadOutcome
+from megackpt.simulation.reads import copied_nbytes, read_nbytes
+from megackpt.simulation.replicas import BUCKET_SIZE, ReplicaGroup, boxes_of, joined, replica_groups
+from megackpt.simulation.save import Advance, Stored, table_nbytes
+
+
+def simulate_load(
+    model: Model,
+    layout: JobLayout,
+    stored: Stored,
+    *,
+    states: tuple[str, ...] | None = None,
+    bucket_size: int = BUCKET_SIZE,
+    ranks_planned: int | None = None,
+    advance: Advance = lambda ranks: None,
+) -> LoadOutcome:
+    """Plan the load of the ranks of a job; return what it costs.
+
+    ranks_planned are planned, evenly spread over the job; None: all of them. Keys that are not stored are not
+    asked for.
+
+    Raises:
+        DeclarationError: the layout cannot hold the model.
+        FormatError: the checkpoint lacks elements that are asked for.
+    """
+    check_layout(model, layout)
+    arrays = job_arrays(model, tp=layout.tp, states=states)
+    stages = replica_groups(model, layout, arrays, bucket_size=bucket_size)
+    chosen = _chosen(layout.world, ranks_planned)
+    is_chosen = np.zeros(layout.world, np.bool_)
+    is_chosen[chosen] = True
+    counts = _Counts()
+    for stage in stages:
+        for dense, experts in _by_data_parallel_group(stage):
+            _count_group([dense, *experts], arrays, stored, counts)
+            for ep in range(max(1, len(experts))):
+                groups = [dense, *experts[ep : ep + 1]]
+                members = groups[-1].ranks[is_chosen[groups[-1].ranks]]
+                _plan_ranks(groups, members, arrays, stored, counts)
+                advance(len(members))
+    order = np.argsort(np.array(counts.rank, np.int64))
+    return LoadOutcome(
+        layout=layout,
+        planned=chosen,
+        needed=np.array(counts.needed, np.int64)[order],
+        read=np.array(counts.read, np.int64)[order],
+        files=np.array(counts.files, np.int64)[order],
+        plan_s=np.array(counts.plan_s, np.float64)[order],
+        region_s=np.array(counts.region_s, np.float64),
+        region_nbytes=counts.region_nbytes,
+        unique=np.array(counts.unique, np.int64),
+        shared_read=np.array(counts.shared_read, np.int64),
+    )
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What has been counted so far: by planned rank, and by data-parallel group."""
+
+    rank: list[int] = field(default_factory=list)
+    needed: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    plan_s: list[float] = field(default_factory=list)
+    region_s: list[float] = field(default_factory=list)
+    region_nbytes: int = 0
+    unique: list[int] = field(default_factory=list)
+    shared_read: list[int] = field(default_factory=list)
+
+
+def _count_group(groups: Sequence[ReplicaGroup], arrays: JobArrays, stored: Stored, counts: _Counts) -> None:
+    """Count what data-parallel ranks ask for together: their flat ranges tile the boxes."""
+    boxes = _stored_only(boxes_of(groups, arrays), stored)
+    region = run_planner.region_of(boxes.table, stored.table)
+    copies, _ = run_planner.plan_rank(boxes, region, where=stored.where)
+    counts.unique.append(copied_nbytes(copies, region.table))
+    counts.shared_read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
+
+
+def _plan_ranks(
+    groups: Sequence[ReplicaGroup], ranks: Ints, arrays: JobArrays, stored: Stored, counts: _Counts
+) -> None:
+    """Plan ranks that are members of all the groups, one by one."""
+    if not len(ranks):
+        return
+    region = run_planner.region_of(_stored_only(boxes_of(groups, arrays), stored).table, stored.table)
+    counts.region_s.append(region.seconds)
+    counts.region_nbytes = max(counts.region_nbytes, table_nbytes(region.table) + region.rows.nbytes)
+    file = stored.file[region.rows]
+    members = [np.searchsorted(group.ranks, ranks) for group in groups]  # ranks of a group are ascending
+    for at, rank in enumerate(ranks.tolist()):
+        mine = zip(groups, members, strict=True)
+        requested = joined([group.declare(arrays, places[at : at + 1]) for group, places in mine])
+        copies, seconds = run_planner.plan_rank(_stored_only(requested, stored), region, where=stored.where)
+        counts.rank.append(rank)
+        counts.needed.append(copied_nbytes(copies, region.table))
+        counts.read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
+        counts.files.append(len(np.unique(file[copies.stored])))
+        counts.plan_s.append(seconds)
+
+
+def _by_data_parallel_group(
+    stage: Sequence[ReplicaGroup],
+) -> list[tuple[ReplicaGroup, list[ReplicaGroup]]]:
+    """Return each group of a stage that holds no experts with those that hold the experts of its ranks."""
+    found: list[tuple[ReplicaGroup, list[ReplicaGroup]]] = []
+    for group in stage:
+        if group.holds_experts:
+            found[-1][1].append(group)
+        else:
+            found.append((group, []))
+    return found
+
+
+def _stored_only(requested: DeclaredChunks, stored: Stored) -> DeclaredChunks:
+    """Leave out arrays that are not stored."""
+    known = {spec.key for spec in stored.table.arrays}
+    is_known = np.array([spec.key in known for spec in requested.table.arrays], np.bool_)
+    if is_known.all():
+        return requested
+    kept = requested.take(is_known[requested.table.array])
+    number = np.cumsum(is_known) - 1
+    arrays = tuple(spec for spec in kept.table.arrays if spec.key in known)
+    table = replace(kept.table, arrays=arrays, array=number[kept.table.array])
+    return replace(kept, table=table)
+
+
+def _chosen(world: int, wanted: int | None) -> Ints:
+    if wanted is None or wanted >= world:
+        return np.arange(world, dtype=np.int64)
+    return np.arange(wanted, dtype=np.int64) * world // max(1, wanted)

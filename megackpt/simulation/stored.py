@@ -1,0 +1,164 @@
+"""A checkpoint that is there, as the source of a simulated load.
+
+Owns what its index tells, and a guess at the model behind it: which arrays are parts of one parameter, which
+have an axis of layers, which dim tp cuts. Guesses go by names and by how chunks are cut; where parameters lie
+in the optimizer's buffers is not stored, so their order there is that of keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from megackpt.engine.load import open_checkpoint
+from megackpt.engine.manifest import read_manifest
+from megackpt.formats.file_chunks import FileChunks
+from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
+from megackpt.simulation.arrays import STEP, state_key
+from megackpt.simulation.model import Model, Stack, Weight
+from megackpt.simulation.outcome import SaveOutcome
+from megackpt.simulation.save import Stored, table_nbytes
+from megackpt.storage import open_store
+
+_FUSED = (("q", "k", "v"), ("gate", "up"))
+_STATE = re.compile(r"optimizer\.state\.(?P<state>\w+)\.(?P<key>.+)")
+_LAYER = re.compile(r"\.layers\.(?P<index>\d+\.)?")
+_VOCABULARY = re.compile(r"(word_embeddings|output_layer|embed_tokens|lm_head)\.weight$")
+_ROWS = re.compile(r"(qkv|query_key_value|[qkv]_proj|fc1|(gate|up|gate_up)_proj|h_to_4h)\.(weight|bias)$")
+_COLUMNS = re.compile(r"(linear_proj|o_proj|out_proj|fc2|down_proj|4h_to_h|attention\.dense)\.weight$")
+_COMPRESSED = re.compile(r"(q|kv)_down_proj\.")
+
+
+def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]]:
+    """Return what a checkpoint of any format holds, its model, and the states that an optimizer has stored.
+
+    Raises:
+        NotACheckpointError, FormatError, IntegrityError: it is not one, or is damaged.
+    """
+    store = open_store(path)
+    contents = open_checkpoint(store)
+    chunks = contents.chunks(sorted(contents.arrays))
+    table = chunks.table
+    # Where chunks lie in no common files, each is one.
+    file = chunks.stored.file if isinstance(chunks, FileChunks) else np.arange(len(table), dtype=np.int64)
+    files = int(file.max(initial=-1)) + 1
+    nbytes = np.zeros(files, np.int64)
+    np.add.at(nbytes, file, table.nbytes)
+    said = read_manifest(store).get("index")
+    outcome = SaveOutcome(
+        layout=None,
+        nbytes=nbytes,
+        chunks=np.bincount(file, minlength=files).astype(np.int64),
+        arrays=len(table.arrays),
+        index_nbytes=int(said["nbytes"]) if isinstance(said, dict) and "nbytes" in said else 0,
+        declare_s=np.zeros(0),
+        plan_s=0.0,
+        prove_s=0.0,
+        index_s=0.0,
+        plan_nbytes=table_nbytes(table),
+    )
+    model, states = model_of(table)
+    return outcome, Stored(table, file, chunks.block_bytes, store.location), model, states
+
+
+def model_of(table: ChunkTable) -> tuple[Model, tuple[str, ...]]:
+    """Return the parameters that arrays belong to, and the states kept for each of their elements. Pure.
+
+    Objects, and arrays without a dim of their own, are left out.
+    """
+    arrays = {spec.key: spec for spec in table.arrays if spec.dtype != OBJECT}
+    matches = [match for key in arrays if (match := _STATE.fullmatch(key))]
+    plain = {key: spec for key, spec in arrays.items() if not _STATE.fullmatch(key)}
+    states = {match["state"] for match in matches if match["key"] in plain} - {STEP}
+    cut = _cut_dims(table)
+    first: list[Weight] = []
+    last: list[Weight] = []
+    stacked: dict[int, list[Weight]] = {}
+    single: dict[int, list[Weight]] = {}
+    for key, names in sorted(_parameters(plain).items()):
+        weight, layers = _weight(key, names, arrays, cut)
+        if weight is None:
+            continue
+        layer = _LAYER.search(key)
+        if layers:
+            stacked.setdefault(layers, []).append(weight)
+        elif layer is not None and layer["index"]:
+            single.setdefault(int(layer["index"].rstrip(".")), []).append(weight)
+        else:
+            (first if "embed" in key else last).append(weight)
+    stacks = [Stack(layers=n, weights=tuple(weights)) for n, weights in sorted(stacked.items())]
+    stacks += [Stack(layers=1, weights=tuple(w), has_axis=False) for _, w in sorted(single.items())]
+    return Model(first=tuple(first), stacks=tuple(stacks), last=tuple(last)), tuple(sorted(states))
+
+
+def _parameters(plain: Mapping[str, ArraySpec]) -> dict[str, tuple[str, ...]]:
+    """Return the keys of parameters with the names of their parts; one of the empty name if not fused."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key in plain:
+        base, _, name = key.rpartition(".")
+        fused = next((f for f in _FUSED if name in f and all(f"{base}.{part}" in plain for part in f)), None)
+        if fused is None:
+            found[key] = ("",)
+        else:
+            found[base] = fused
+    return found
+
+
+def _weight(
+    key: str, names: tuple[str, ...], arrays: Mapping[str, ArraySpec], cut: Mapping[str, set[int]]
+) -> tuple[Weight | None, int]:
+    """Return a parameter and the extent of its axis of layers, 0 if it has none."""
+    keys = [f"{key}.{name}" if name else key for name in names]
+    shapes = [arrays[k].global_shape for k in keys]
+    leading = _leading_axes(key, shapes[0], arrays)
+    if len(shapes[0]) <= leading:
+        return None, 0
+    is_expert = ".experts." in key and leading > 0
+    has_layers = leading - is_expert > 0
+    tp_dim = _tp_dim(key, len(shapes[0]) - leading, {d - leading for k in keys for d in cut[k]})
+    weight = Weight(
+        key=key,
+        parts=tuple((name, shape[leading]) for name, shape in zip(names, shapes, strict=True)),
+        inner=shapes[0][leading + 1 :],
+        tp_dim=tp_dim,
+        experts=shapes[0][leading - 1] if is_expert else 0,
+        is_vocabulary=_VOCABULARY.search(key) is not None,
+        dtype=arrays[keys[0]].dtype,
+    )
+    return weight, shapes[0][0] if has_layers else 0
+
+
+def _leading_axes(key: str, shape: tuple[int, ...], arrays: Mapping[str, ArraySpec]) -> int:
+    """Return how many axes stand before a parameter's own: as many as its count of updates has, if any."""
+    counted = arrays.get(state_key(STEP, key))
+    if counted is not None:
+        return len(counted.global_shape)
+    layer = _LAYER.search(key)
+    leading = int(layer is not None and not layer["index"])
+    is_expert = ".experts." in key and len(shape) > leading + 2
+    return leading + is_expert
+
+
+def _tp_dim(key: str, dims: int, cut: set[int]) -> int | None:
+    if _VOCABULARY.search(key) or (_ROWS.search(key) and not _COMPRESSED.search(key)):
+        return 0
+    if _COLUMNS.search(key):
+        return 1 if dims > 1 else None
+    own = sorted(d for d in cut if d in (0, 1))
+    is_known = re.search(r"norm|bias|router|down_proj|position", key) is not None
+    return own[0] if len(own) == 1 and not is_known else None
+
+
+def _cut_dims(table: ChunkTable) -> dict[str, set[int]]:
+    """Return the dims along which the chunks of each array are cut."""
+    whole = table.padded_global_shape()[table.array]
+    is_cut = np.zeros((len(table.arrays), table.dims), np.bool_)
+    np.logical_or.at(is_cut, table.array, table.shape < whole)
+    array, dim = np.nonzero(is_cut)
+    found: dict[str, set[int]] = {spec.key: set() for spec in table.arrays}
+    for i, d in zip(array.tolist(), dim.tolist(), strict=True):
+        found[table.arrays[i].key].add(d)
+    return found
