@@ -16,7 +16,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-
 T = TypeVar("T", bound="_Shown")
 
 

@@ -138,7 +138,11 @@ class LoadOutcome:
 
     @property
     def exchanged(self) -> int:
-        """Bytes that are sent from rank to rank if groups exchange what they read."""
+        """Bytes that are sent from rank to rank if groups exchange what they read, at least.
+
+        So many they are where whoever reads something needs it, too. A unit of a real exchange may hold
+        shards of an optimizer that only others need.
+        """
         return max(0, self.total_needed - int(self.unique.sum()))
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +163,7 @@ class LoadOutcome:
                 "read_bytes": int(self.shared_read.sum()),
                 "read_bytes_by_group": spread_json(self.shared_read),
                 "over_read": self.shared_over_read,
-                "sent_bytes": self.exchanged,
+                "sent_bytes_at_least": self.exchanged,
                 "ranks_in_group": self.layout.dp,
             },
             "planning": {

@@ -7,8 +7,9 @@ the distributed optimizer, which differ, for all of them together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class ReplicaGroup:
     def declare(self, arrays: JobArrays, members: Ints) -> DeclaredChunks:
         """Return what some of the ranks declare, by their positions in `ranks`. Pure.
 
-        Slots are left 0; see `with_slots`.
+        Slots are left 0; see `joined`.
         """
         tables = [self._params(arrays, members), *self._states(arrays, members)]
         return _joined(arrays, tables)
@@ -191,23 +192,17 @@ def replica_groups(
 
 def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunks:
     """Return everything that groups hold together, as one rank would declare it. Pure."""
-    return with_slots(_joined(arrays, [group.boxes(arrays) for group in groups]))
-
-
-def with_slots(declared: DeclaredChunks) -> DeclaredChunks:
-    """Number the rows of each rank, which become its slots."""
-    order = np.argsort(declared.rank, kind="stable")
-    ranks = declared.rank[order]
-    begins = np.flatnonzero(np.diff(ranks, prepend=-1))
-    counts = np.diff(np.append(begins, len(ranks)))
-    slot = np.empty(len(order), np.int64)
-    slot[order] = np.arange(len(order)) - np.repeat(begins, counts)
-    return DeclaredChunks(declared.table, declared.main, declared.resizable, declared.rank, slot)
+    return joined([_joined(arrays, [group.boxes(arrays) for group in groups])])
 
 
 def joined(declared: Sequence[DeclaredChunks]) -> DeclaredChunks:
-    """Put declarations of one job, whose arrays are the same, into one table with slots."""
-    return with_slots(merge_declarations(declared))
+    """Put declarations of one job into one table, in the order of ranks; number the rows of each: slots."""
+    merged = merge_declarations(declared)
+    if len(merged) and (np.diff(merged.rank) < 0).any():
+        merged = merged.take(np.argsort(merged.rank, kind="stable"))
+    begins = np.flatnonzero(np.diff(merged.rank, prepend=-1))
+    counts = np.diff(np.append(begins, len(merged)))
+    return replace(merged, slot=np.arange(len(merged)) - np.repeat(begins, counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +280,7 @@ def _hold(
             if weight.tp_dim is not None:
                 shape[weight.tp_dim] //= layout.tp
                 start[weight.tp_dim] = tp * shape[weight.tp_dim]
-            numel = int(np.prod(shape))
+            numel = math.prod(shape)
             fill = dims - len(index) - len(shape)
             rows.append(
                 (

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megackpt.engine.expand import expand
 from megackpt.geometry import rectangles_of
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks
-from megackpt.optim import DistributedOptimizer
-from megackpt.parallel import ParallelGroups, ParallelLayout
 from megackpt.simulation import JobLayout, ModelSizes, build_model, job_arrays, replica_groups
 from megackpt.simulation.replicas import boxes_of, joined
 from megackpt.simulation.sizes import Experts
 from megackpt.validation import check_coverage
-from models.config import GPTConfig
-from models.gpt import GPT
-
-BUCKET = 20_000  # elements: several parameters in some buckets, one in others
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_layers": 3,
-    "num_heads": 4,
-    "ffn_size": 192,
-    "query_groups": 2,
-}
+from tests.simulated_job import BUCKET, SIZES, TIED, real_state
 
 
 def rows_of(declared: DeclaredChunks) -> list[tuple[Any, ...]]:
@@ -49,21 +34,6 @@ def rows_of(declared: DeclaredChunks) -> list[tuple[Any, ...]]:
     )
 
 
-def real(sizes: dict[str, Any], layout: JobLayout, rank: int, dtype: torch.dtype) -> DeclaredChunks:
-    kwargs = {("ffn_hidden_size" if k == "ffn_size" else k): v for k, v in sizes.items()}
-    kwargs = {("num_query_groups" if k == "query_groups" else k): v for k, v in kwargs.items()}
-    groups = ParallelGroups.offline(ParallelLayout(tp=layout.tp, pp=layout.pp, dp=layout.dp), rank)
-    model = GPT(GPTConfig(**kwargs, params_dtype=dtype), groups)
-    optimizer = DistributedOptimizer(
-        model.parameters(), lambda g: torch.optim.AdamW(g), groups, bucket_size=BUCKET
-    )
-    state = model.sharded_state_dict()
-    expanded = expand(
-        {"model": state, "optimizer": optimizer.sharded_state_dict(state)}, rank=rank, ranks=layout.world
-    )
-    return describe(expanded.entities, rank=rank)
-
-
 def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
     """All ranks."""
     model = build_model(sizes)
@@ -73,22 +43,22 @@ def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
 
 
 @pytest.mark.parametrize("layout", ["tp2,pp2,dp2", "pp3,dp1", "tp1,dp3", "tp2,dp4"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sizes", [SIZES, TIED])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_simulated_ranks_declare_what_real_ones_do(layout: str, tied: bool, dtype: str) -> None:
-    where = JobLayout.parse(layout)
-    sizes = {**SIZES, "tied_embeddings": tied, "linear_bias": tied}
-    everyone = simulated(ModelSizes(**sizes, dtype=dtype), where)
+def test_simulated_ranks_declare_what_real_ones_do(layout: str, sizes: ModelSizes, dtype: str) -> None:
+    where, sizes = JobLayout.parse(layout), replace(sizes, dtype=dtype)
+    everyone = simulated(sizes, where)
     for rank in range(where.world):
         mine = everyone.take(everyone.rank == rank)
-        assert rows_of(mine) == rows_of(real(sizes, where, rank, getattr(torch, dtype)))
+        expanded = expand(real_state(sizes, where, rank), rank=rank, ranks=where.world)
+        assert rows_of(mine) == rows_of(describe(expanded.entities, rank=rank))
         assert sorted(mine.slot.tolist()) == list(range(len(mine)))
 
 
 @pytest.mark.parametrize("layout", ["tp2,pp2,dp4,ep2", "tp1,pp3,dp4,ep4", "pp1,dp2"])
 def test_experts_are_held_once_by_each_group_that_shares_them(layout: str) -> None:
     experts = Experts(count=8, ffn_size=48, shared_ffn_size=16, dense_layers=1, router_bias=True)
-    sizes = ModelSizes(**SIZES, experts=experts)
+    sizes = replace(SIZES, experts=experts)
     where = JobLayout.parse(layout)
     declared = simulated(sizes, where)
     check_coverage(declared)
@@ -104,9 +74,8 @@ def test_experts_are_held_once_by_each_group_that_shares_them(layout: str) -> No
 
 
 def test_the_flat_ranges_of_a_group_tile_its_boxes() -> None:
-    sizes = ModelSizes(**SIZES)
     layout = JobLayout.parse("tp2,dp5")
-    model = build_model(sizes)
+    model = build_model(SIZES)
     arrays = job_arrays(model, tp=2)
     (stage,) = replica_groups(model, layout, arrays, bucket_size=BUCKET)
     boxes, declared = boxes_of(stage[:1], arrays).table, stage[0].declare(arrays, np.arange(5)).table

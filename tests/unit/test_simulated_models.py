@@ -1,0 +1,149 @@
+"""Models by their sizes: known totals, and layouts that can hold them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt.errors import DeclarationError
+from megackpt.simulation import PRESETS, JobLayout, ModelSizes, build_model, check_layout, read_sizes
+from megackpt.simulation.arrays import job_arrays
+from megackpt.simulation.layout import layers_of_stages
+from megackpt.simulation.sizes import sizes_from_json
+
+# Exact totals of the weights that were published, and what the papers round them to.
+TOTALS = {
+    "llama3-8b": 8_030_261_248,  # meta-llama/Meta-Llama-3-8B
+    "llama3-70b": 70_553_706_496,  # meta-llama/Meta-Llama-3-70B
+    "llama3-405b": 405_853_388_800,  # meta-llama/Llama-3.1-405B; "405B"
+    "llama3-1b": 1_235_814_400,  # meta-llama/Llama-3.2-1B
+    "mixtral-8x7b": 46_702_792_704,  # mistralai/Mixtral-8x7B-v0.1; "47B"
+    "deepseek-v3": 671_026_419_200,  # "671B"; the module for further tokens is not among them
+    # Not published; "175.0B" and "125M". 12 L h^2 + 13 L h + (V + positions) h + 2 h, sizes of table 2.1.
+    "gpt3-175b": 174_604_259_328,
+    "gpt-125m": 125_226_240,
+}
+
+
+def test_presets_have_the_published_numbers_of_parameters() -> None:
+    assert {name: build_model(sizes).numel for name, sizes in PRESETS.items()} == TOTALS
+
+
+def test_an_optimizer_adds_twelve_bytes_for_each_parameter_of_two() -> None:
+    sizes = PRESETS["llama3-8b"]  # no padding at tp 1: 128256 rows are a multiple of 128
+    arrays = job_arrays(build_model(sizes), tp=1)
+    counts = 4 * sum(spec.numel for spec in arrays.specs if ".step." in spec.key)
+    assert counts == 4 * (32 * 6 + 3)
+    assert arrays.nbytes == 14 * TOTALS["llama3-8b"] + counts
+
+
+def test_vocabularies_are_padded_to_what_tp_divides() -> None:
+    shapes = {s.key: s.global_shape for s in job_arrays(build_model(PRESETS["llama3-8b"]), tp=8).specs}
+    assert shapes["output_layer.weight"] == (129024, 4096)
+    assert shapes["optimizer.state.exp_avg.output_layer.weight"] == (129024, 4096)
+
+
+def test_first_and_last_stage_have_a_layer_less_where_the_ends_count() -> None:
+    # Dubey et al. 2024, section 3.3.2.
+    counts = [len(owned) for owned in layers_of_stages(126, 16, ends_count=True)]
+    assert counts == [7] + [8] * 14 + [7]
+    assert [len(owned) for owned in layers_of_stages(126, 16, ends_count=False)] == [8] * 14 + [7] * 2
+    assert [len(owned) for owned in layers_of_stages(5, 1, ends_count=True)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("tp8,pp16,dp128", JobLayout(tp=8, pp=16, dp=128)),
+        ("TP8, PP16, world=16384", JobLayout(tp=8, pp=16, dp=128)),
+        ("dp8,ep4", JobLayout(dp=8, ep=4)),
+        ("world4", JobLayout(dp=4)),
+    ],
+)
+def test_layouts_are_read_as_they_are_written(text: str, layout: JobLayout) -> None:
+    assert JobLayout.parse(text) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is not an axis"),
+        ("tp8,xp2", "'xp2' is not an axis"),
+        ("tp8,tp4", "names an axis twice"),
+        ("tp0", "tp must be at least 1"),
+        ("tp3,pp2,world16", r"16 ranks cannot be divided so; tp=3 x pp=2 x dp=2 are 12"),
+        ("tp2,dp3,world8", "8 ranks cannot be divided"),
+        ("dp6,ep4", "ep=4 does not divide dp=6"),
+        ("tp8,pp512,dp128", "at most 131072"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        JobLayout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "said"),
+    [
+        ("llama3-8b", "tp16", r"query_groups 8 is not a multiple of tp=16"),
+        ("gpt3-175b", "tp64", r"num_heads 96 is not a multiple of tp=64"),
+        ("llama3-8b", "pp64", r"32 layers are fewer than pp=64"),
+        ("llama3-8b", "dp2,ep2", r"no experts to share by ep=2"),
+        ("mixtral-8x7b", "dp16,ep16", r"8 experts cannot be shared by ep=16"),
+        ("gpt-125m", "tp5", r"linear_fc1.weight has 3072 along the dim that tp=5 cuts"),
+    ],
+)
+def test_a_layout_that_cannot_hold_a_model_is_refused(preset: str, layout: str, said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        check_layout(build_model(PRESETS[preset]), JobLayout.parse(layout))
+
+
+def test_sizes_come_back_from_json(tmp_path: Path) -> None:
+    for sizes in PRESETS.values():
+        path = tmp_path / "model.json"
+        path.write_text(json.dumps(sizes.to_json()))
+        assert read_sizes(path) == sizes
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "ffn_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hiden_size": 8}, r"unknown fields \['hiden_size'\]"),
+        ({"ffn_size": None}, r"of another type \['ffn_size'\]"),
+        ({"gated": "yes"}, r"of another type \['gated'\]"),
+        ({"experts": {"count": 4}}, r"model, experts: .*missing ones \['ffn_size'\]"),
+        ({"experts": 8}, r"another type \['experts'\]"),
+        (
+            {"experts": {"count": 4, "ffn_size": 8, "dense_layers": 3}},
+            "dense_layers 3 is more than num_layers 2",
+        ),
+        ({"experts": {"count": 0, "ffn_size": 8}}, "Experts.count is 0"),
+        ({"query_groups": 3}, "query_groups 3 does not divide num_heads 2"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"dtype": "bf16"}, "'bf16' is none of"),
+    ],
+)
+def test_a_description_that_is_wrong_is_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        sizes_from_json({**SMALL, **changed}, where="model")
+
+
+def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    for name in ("text", "absent"):
+        with pytest.raises(DeclarationError, match=f"{name}: not a description of a model"):
+            read_sizes(tmp_path / name)
+    with pytest.raises(DeclarationError, match="a list where an object should be"):
+        sizes_from_json([], where="model")
+
+
+def test_what_is_given_makes_sizes() -> None:
+    assert sizes_from_json(SMALL, where="model") == ModelSizes(
+        vocab_size=64, hidden_size=8, num_layers=2, num_heads=2, ffn_size=16
+    )
