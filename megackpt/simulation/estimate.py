@@ -96,7 +96,7 @@ def estimate(save: SaveOutcome, load: LoadOutcome | None, cluster: Cluster) -> E
     writing = None
     if save.layout is not None:
         writing = slowest(save.nbytes, cluster.ranks_per_node, cluster.write, cluster.total_write)
-    save_s = None if writing is None else writing + save.coordinator_s
+    save_s = None if writing is None else writing + save.coordinator_s + float(save.rank_s.max(initial=0.0))
     direct = exchange = None
     if load is not None:
         planning = float(load.plan_s.max(initial=0.0) + load.region_s.max(initial=0.0))

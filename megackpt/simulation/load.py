@@ -18,7 +18,14 @@ from megackpt.simulation.layout import JobLayout
 from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.outcome import LoadOutcome
 from megackpt.simulation.reads import copied_nbytes, read_nbytes
-from megackpt.simulation.replicas import BUCKET_SIZE, ReplicaGroup, boxes_of, joined, replica_groups
+from megackpt.simulation.replicas import (
+    BUCKET_SIZE,
+    ReplicaGroup,
+    boxes_of,
+    data_parallel_groups,
+    joined,
+    replica_groups,
+)
 from megackpt.simulation.save import Advance, Stored, table_nbytes
 
 
@@ -49,7 +56,7 @@ def simulate_load(
     is_chosen[chosen] = True
     counts = _Counts()
     for stage in stages:
-        for dense, experts in _by_data_parallel_group(stage):
+        for dense, experts in data_parallel_groups(stage):
             _count_group([dense, *experts], arrays, stored, counts)
             for ep in range(max(1, len(experts))):
                 groups = [dense, *experts[ep : ep + 1]]
@@ -115,19 +122,6 @@ def _plan_ranks(
         counts.read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
         counts.files.append(len(np.unique(file[copies.stored])))
         counts.plan_s.append(seconds)
-
-
-def _by_data_parallel_group(
-    stage: Sequence[ReplicaGroup],
-) -> list[tuple[ReplicaGroup, list[ReplicaGroup]]]:
-    """Return each group of a stage that holds no experts with those that hold the experts of its ranks."""
-    found: list[tuple[ReplicaGroup, list[ReplicaGroup]]] = []
-    for group in stage:
-        if group.holds_experts:
-            found[-1][1].append(group)
-        else:
-            found.append((group, []))
-    return found
 
 
 def _stored_only(requested: DeclaredChunks, stored: Stored) -> DeclaredChunks:

@@ -28,11 +28,15 @@ class SaveOutcome:
         chunks: chunks that each writes, `[world]`.
         arrays: number of global arrays.
         index_nbytes: size of the index.
-        declare_s: time in which each rank makes what it sends, `[world]`; empty where there is nothing to.
-        plan_s: time for the plan of all ranks.
-        prove_s: time for the proof that everything is covered once.
-        index_s: time for the index, digests apart.
-        plan_nbytes: memory that the plan takes on the rank that has all of it.
+        rank_s: time in which each rank packs what it declares and unpacks what it is to write, `[world]`;
+            empty for a checkpoint.
+        merge_s: time in which rank 0 merges what ranks declare.
+        prove_s: its time for the proof that everything is covered once.
+        plan_s: its time for the plan of all ranks.
+        pack_s: its time for the rows of each rank.
+        index_s: its time for the index.
+        gathered_nbytes: what it receives before it plans.
+        plan_nbytes: memory that the plan takes there; other ranks have their own rows.
     """
 
     layout: JobLayout | None
@@ -40,11 +44,14 @@ class SaveOutcome:
     chunks: Ints
     arrays: int
     index_nbytes: int
-    declare_s: Seconds
-    plan_s: float
-    prove_s: float
-    index_s: float
-    plan_nbytes: int
+    rank_s: Seconds
+    merge_s: float = 0.0
+    prove_s: float = 0.0
+    plan_s: float = 0.0
+    pack_s: float = 0.0
+    index_s: float = 0.0
+    gathered_nbytes: int = 0
+    plan_nbytes: int = 0
 
     @property
     def total_nbytes(self) -> int:
@@ -63,8 +70,8 @@ class SaveOutcome:
 
     @property
     def coordinator_s(self) -> float:
-        """Time that the rank needs which plans, proves and writes the index."""
-        return self.plan_s + self.prove_s + self.index_s
+        """Time that rank 0 needs in all, beside its own part."""
+        return self.merge_s + self.prove_s + self.plan_s + self.pack_s + self.index_s
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -79,11 +86,14 @@ class SaveOutcome:
             "index_bytes": self.index_nbytes,
             "plan_bytes": self.plan_nbytes,
             "planning": {
-                "declare_s_by_rank": spread_json(self.declare_s),
-                "plan_s": self.plan_s,
+                "rank_s": spread_json(self.rank_s),
+                "merge_s": self.merge_s,
                 "prove_s": self.prove_s,
+                "plan_s": self.plan_s,
+                "pack_s": self.pack_s,
                 "index_s": self.index_s,
                 "coordinator_s": self.coordinator_s,
+                "gathered_bytes": self.gathered_nbytes,
             },
         }
 

@@ -190,6 +190,19 @@ def replica_groups(
     return found
 
 
+def data_parallel_groups(
+    stage: Sequence[ReplicaGroup],
+) -> list[tuple[ReplicaGroup, list[ReplicaGroup]]]:
+    """Return each group of a stage that holds no experts with those that hold the experts of its ranks."""
+    found: list[tuple[ReplicaGroup, list[ReplicaGroup]]] = []
+    for group in stage:
+        if group.holds_experts:
+            found[-1][1].append(group)
+        else:
+            found.append((group, []))
+    return found
+
+
 def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunks:
     """Return everything that groups hold together, as one rank would declare it. Pure."""
     return joined([_joined(arrays, [group.boxes(arrays) for group in groups])])

@@ -47,7 +47,10 @@ class PlanReport:
     def host_memory(self) -> dict[str, int]:
         """Bytes of host memory beside the state, at most, by what needs them on a rank."""
         writer = WriterOptions()
-        said = {"save, buffers": writer.buffers * writer.buffer_bytes, "save, plan": self.save.plan_nbytes}
+        said = {
+            "save, buffers": writer.buffers * writer.buffer_bytes,
+            "save, plan (rank 0)": self.save.plan_nbytes,
+        }
         if self.save.layout is not None:
             said["async save, copy of what a rank writes"] = int(self.save.nbytes.max(initial=0))
         if self.load is not None:
@@ -115,12 +118,13 @@ def _save_lines(save: SaveOutcome) -> Iterator[Line]:
     yield "index", decimal(save.index_nbytes)
     if save.layout is None:
         return
-    if len(save.declare_s):
-        yield "measured: declare, a rank", _times(save.declare_s)
-    yield "measured: plan, all ranks", _seconds(save.plan_s)
-    yield "measured: prove coverage", _seconds(save.prove_s)
-    yield "measured: build the index", _seconds(save.index_s)
-    yield "measured: coordinator in all", _seconds(save.coordinator_s)
+    yield "measured: a rank's own planning", _times(save.rank_s)
+    yield "measured, rank 0: merge what ranks declare", _seconds(save.merge_s)
+    yield "measured, rank 0: prove coverage", _seconds(save.prove_s)
+    yield "measured, rank 0: plan, pack each rank's rows", _seconds(save.plan_s + save.pack_s)
+    yield "measured, rank 0: build the index", _seconds(save.index_s)
+    yield "measured, rank 0: in all", _seconds(save.coordinator_s)
+    yield "rank 0 is sent", decimal(save.gathered_nbytes)
 
 
 def _load_lines(load: LoadOutcome) -> Iterator[Line]:

@@ -12,17 +12,35 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.formats.index_file import write_index
 from megackpt.formats.native import names
+from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable, DeclaredChunks, StoredChunks, block_counts
-from megackpt.planning import Copies, SavePlan, plan_load, plan_save
+from megackpt.metadata import (
+    ChunkTable,
+    DeclaredChunks,
+    Lists,
+    block_counts,
+    lists_of,
+    merge_lists,
+    pack_columns,
+)
+from megackpt.planning import Copies, SavePlan, pack_rows, plan_holdings, plan_load, unpack_rows
 from megackpt.planning.bounding import sorted_for_search, with_bounding_boxes
 from megackpt.planning.load_plan import overlapping_chunks
-from megackpt.storage import MemoryStore
+from megackpt.storage import MemoryStore, digest_of
 from megackpt.validation import check_coverage
 
 _ATTEMPT = "0" * 16  # names of files are as long as real ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinated:
+    """How long the steps of rank 0 took, in s: merge, proof, plan, and packing the rows of each rank."""
+
+    merge_s: float
+    prove_s: float
+    plan_s: float
+    pack_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,60 +58,58 @@ class Region:
     seconds: float
 
 
-def plan_part(declared: DeclaredChunks, *, ranks: int) -> tuple[SavePlan, float]:
-    """Plan the save of ranks that share no chunk with others; return the plan and how long that took, in s.
-
-    What others hold has no influence on it, so the plans of all parts together are the plan of the job.
-    """
+def list_of(declared: DeclaredChunks) -> tuple[Lists, bytes, float]:
+    """Pack what one rank sends; return it, the digest of its shared list, and how long that took."""
     began = time.thread_time()
-    plan = plan_save(declared, ranks=ranks)
+    lists = lists_of(declared, replicated=frozenset(), part_of_ranks=frozenset())
+    digest = bytes.fromhex(digest_of(lists.shared))
+    return lists, digest, time.thread_time() - began
+
+
+def plan_all(
+    alone: Sequence[bytes], shared: Sequence[bytes], sharers: Sequence[Ints]
+) -> tuple[SavePlan, list[bytes], Coordinated]:
+    """Do what rank 0 does: merge the lists of all ranks, prove coverage, plan, and pack the rows of each.
+
+    shared has the lists that several ranks have alike, and sharers the ranks that have each.
+
+    Raises:
+        CoverageError: main replicas do not cover everything once.
+    """
+    clock = _Clock()
+    held, _ = merge_lists(alone, shared, sharers)
+    merge_s = clock.lap()
+    check_coverage(held.declared)
+    prove_s = clock.lap()
+    plan = plan_holdings(held)
+    plan_s = clock.lap()
+    rows = pack_rows(plan, ranks=len(alone))
+    return plan, rows, Coordinated(merge_s=merge_s, prove_s=prove_s, plan_s=plan_s, pack_s=clock.lap())
+
+
+def take_rows(rows: bytes, declared: DeclaredChunks, lists: Lists, *, rank: int) -> tuple[SavePlan, float]:
+    """Make one rank's plan of the rows that it is sent; return it and how long that took."""
+    began = time.thread_time()
+    plan = unpack_rows(rows, declared, lists.slots, rank=rank)
     return plan, time.thread_time() - began
 
 
-def prove(mains: DeclaredChunks) -> float:
-    """Prove that main replicas cover everything once; return how long that took, in s.
-
-    Raises:
-        CoverageError: they do not.
-    """
-    began = time.thread_time()
-    check_coverage(mains)
-    return time.thread_time() - began
-
-
-def merge_plans(plans: Sequence[SavePlan]) -> SavePlan:
-    """Put the plans of parts, which have one list of arrays, into one in the order of an index."""
-    columns = ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
-    table = ChunkTable(
-        plans[0].table.arrays, *(np.concatenate([getattr(p.table, c) for p in plans]) for c in columns)
-    )
-    order = np.lexsort((table.flat_stop, table.flat_start, table.extents(), table.places()))
-    writer, slot, offset = (
-        np.concatenate([getattr(p, c) for p in plans])[order] for c in ("writer", "slot", "offset_bytes")
-    )
-    return SavePlan(table.take(order), writer, slot, offset)
-
-
 def build_index(plan: SavePlan, *, world: int) -> tuple[int, float]:
-    """Write the index of a checkpoint to memory; return its size in bytes and how long that took, in s.
+    """Write the index to memory as rank 0 does; return its size in bytes and how long that took.
 
     Digests are zeros: they take the same place whatever they are.
     """
+    store, blocks = MemoryStore(), np.zeros(world, np.int64)
+    np.add.at(blocks, plan.writer, block_counts(plan.table.nbytes))
+    start = np.zeros(1, np.int64)
+    receipts = []
+    for rank, count in enumerate(blocks.tolist()):
+        receipts.append([pack_columns({"data_start": start, "digests": np.zeros(count, np.uint64)})])
+        if count:
+            store.write(names.data_file(_ATTEMPT, rank), b"")
     began = time.thread_time()
-    writers = np.unique(plan.writer)
-    file_of = np.zeros(world, np.int64)
-    file_of[writers] = np.arange(len(writers))
-    blocks = block_counts(plan.table.nbytes)
-    stored = StoredChunks(
-        table=plan.table,
-        file=file_of[plan.writer],
-        offset_bytes=plan.offset_bytes,
-        digest_start=np.cumsum(blocks) - blocks,
-        digests=np.zeros(int(blocks.sum()), np.uint64),
-        files=tuple(names.data_file(_ATTEMPT, rank) for rank in writers.tolist()),
-    )
-    entry = write_index(MemoryStore(), names.index_file(_ATTEMPT), stored)
-    return int(entry["nbytes"]), time.thread_time() - began
+    said = NativeSaveStrategy().write_index(store, attempt=_ATTEMPT, plan=plan, receipts=receipts)
+    return int(said["index"]["nbytes"]), time.thread_time() - began
 
 
 def region_of(boxes: ChunkTable, stored: ChunkTable) -> Region:
@@ -115,3 +131,12 @@ def plan_rank(requested: DeclaredChunks, region: Region, *, where: str) -> tuple
     told = replace(requested, table=with_bounding_boxes(requested.table))
     copies = plan_load(told, region.table, where=where)
     return copies, time.thread_time() - began
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._at = time.thread_time()
+
+    def lap(self) -> float:
+        before, self._at = self._at, time.thread_time()
+        return self._at - before

@@ -1,24 +1,31 @@
 """The save of a simulated job: every rank declared, planned and counted.
 
-Owns the order of the steps, and that no more than one independent part of the job is held in full at a time.
+Owns the order of the steps, which is that of a real save. Ranks are declared one by one: what is held of all
+of them is what rank 0 would hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable
+from megackpt.metadata import ChunkTable, DeclaredChunks, Lists
 from megackpt.planning import SavePlan
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
 from megackpt.simulation.layout import JobLayout
 from megackpt.simulation.model import Model, check_layout
-from megackpt.simulation.outcome import SaveOutcome
-from megackpt.simulation.replicas import BUCKET_SIZE, ReplicaGroup, joined, replica_groups
+from megackpt.simulation.outcome import SaveOutcome, Seconds
+from megackpt.simulation.replicas import (
+    BUCKET_SIZE,
+    ReplicaGroup,
+    data_parallel_groups,
+    joined,
+    replica_groups,
+)
 
 Advance = Callable[[int], None]
 """Told how many ranks have been planned since it was called last."""
@@ -57,20 +64,70 @@ def simulate_save(
     check_layout(model, layout)
     arrays = job_arrays(model, tp=layout.tp, states=states)
     stages = replica_groups(model, layout, arrays, bucket_size=bucket_size)
-    plans, mains, plan_s = [], [], 0.0
-    for part in _parts(model, stages):
-        declared = joined([group.declare(arrays, np.arange(len(group.ranks))) for group in part])
-        plan, seconds = run_planner.plan_part(declared, ranks=layout.world)
-        plans.append(plan)
-        mains.append(declared.take(declared.main))
-        plan_s += seconds
-        advance(len(np.unique(declared.rank)))
-    plan = run_planner.merge_plans(plans)
-    del plans
-    prove_s = run_planner.prove(joined(mains))
-    del mains
+    sent = _Sent.nothing(layout.world)
+    for rank, declared in each_rank(stages, arrays):
+        sent.add(rank, *run_planner.list_of(declared))
+        advance(1)
+    plan, rows, coordinated = run_planner.plan_all(
+        sent.alone, [data for _, data in sent.shared.values()], sent.sharers()
+    )
+    for rank, declared in each_rank(stages, arrays):
+        _, seconds = run_planner.take_rows(rows[rank], declared, sent.lists[rank], rank=rank)
+        sent.seconds[rank] += seconds
+    del rows
     index_nbytes, index_s = run_planner.build_index(plan, world=layout.world)
-    return _outcome(arrays, layout, plan, (plan_s, prove_s, index_s), index_nbytes), plan
+    return _outcome(arrays, layout, plan, sent, coordinated, index_nbytes, index_s), plan
+
+
+def each_rank(
+    stages: Sequence[Sequence[ReplicaGroup]], arrays: JobArrays
+) -> Iterator[tuple[int, DeclaredChunks]]:
+    """Yield every rank of a job and what it declares."""
+    for stage in stages:
+        for dense, experts in data_parallel_groups(stage):
+            for at, rank in enumerate(dense.ranks.tolist()):
+                mine = [dense.declare(arrays, np.array([at]))]
+                if experts:  # neighbours hold different ones
+                    place = np.array([at // len(experts)])
+                    mine.append(experts[at % len(experts)].declare(arrays, place))
+                yield rank, joined(mine)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What ranks have told rank 0, and how long that took each of them, in s.
+
+    Attributes:
+        lists: of each rank; the bytes of its shared list are left out.
+        alone: the first list of each rank.
+        shared: the different second ones and their numbers, by their digests.
+        kind: which of these each rank has, `[world]`.
+        seconds: `[world]`.
+    """
+
+    lists: list[Lists]
+    alone: list[bytes]
+    shared: dict[bytes, tuple[int, bytes]]
+    kind: Ints
+    seconds: Seconds
+
+    @classmethod
+    def nothing(cls, world: int) -> _Sent:
+        none = Lists(np.zeros(0, np.int64), b"", b"")
+        return cls([none] * world, [b""] * world, {}, np.zeros(world, np.int64), np.zeros(world))
+
+    def add(self, rank: int, lists: Lists, digest: bytes, seconds: float) -> None:
+        number, _ = self.shared.setdefault(digest, (len(self.shared), lists.shared))
+        self.kind[rank] = number
+        self.lists[rank], self.alone[rank] = replace(lists, alone=b"", shared=b""), lists.alone
+        self.seconds[rank] = seconds
+
+    def sharers(self) -> list[Ints]:
+        return [np.flatnonzero(self.kind == kind) for kind in range(len(self.shared))]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.alone)) + sum(len(data) for _, data in self.shared.values())
 
 
 def table_nbytes(table: ChunkTable) -> int:
@@ -78,20 +135,14 @@ def table_nbytes(table: ChunkTable) -> int:
     return sum(getattr(table, f.name).nbytes for f in fields(table) if f.name != "arrays")
 
 
-def _parts(model: Model, stages: Sequence[Sequence[ReplicaGroup]]) -> list[list[ReplicaGroup]]:
-    """Put stages together that hold a chunk in common: first and last, where they share the embedding."""
-    parts = [list(stage) for stage in stages]
-    if model.shared is not None and len(parts) > 1:
-        parts[0] += parts.pop()
-    return parts
-
-
 def _outcome(
     arrays: JobArrays,
     layout: JobLayout,
     plan: SavePlan,
-    seconds: tuple[float, float, float],
+    sent: _Sent,
+    coordinated: run_planner.Coordinated,
     index_nbytes: int,
+    index_s: float,
 ) -> SaveOutcome:
     nbytes = np.zeros(layout.world, np.int64)
     np.add.at(nbytes, plan.writer, plan.table.nbytes)
@@ -102,9 +153,12 @@ def _outcome(
         chunks=np.bincount(plan.writer, minlength=layout.world).astype(np.int64),
         arrays=len(arrays.specs),
         index_nbytes=index_nbytes,
-        declare_s=np.zeros(0),
-        plan_s=seconds[0],
-        prove_s=seconds[1],
-        index_s=seconds[2],
+        rank_s=sent.seconds,
+        merge_s=coordinated.merge_s,
+        prove_s=coordinated.prove_s,
+        plan_s=coordinated.plan_s,
+        pack_s=coordinated.pack_s,
+        index_s=index_s,
+        gathered_nbytes=sent.nbytes,
         plan_nbytes=table_nbytes(plan.table) + sum(column.nbytes for column in columns),
     )

@@ -54,10 +54,7 @@ def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]
         chunks=np.bincount(file, minlength=files).astype(np.int64),
         arrays=len(table.arrays),
         index_nbytes=int(said["nbytes"]) if isinstance(said, dict) and "nbytes" in said else 0,
-        declare_s=np.zeros(0),
-        plan_s=0.0,
-        prove_s=0.0,
-        index_s=0.0,
+        rank_s=np.zeros(0),
         plan_nbytes=table_nbytes(table),
     )
     model, states = model_of(table)

@@ -36,7 +36,7 @@ def test_each_rank_writes_as_many_bytes_as_in_a_real_save(text: str, tmp_path: P
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parts_planned_apart_are_the_plan_of_the_whole(tied: bool) -> None:
+def test_lists_of_ranks_give_the_plan_of_all_their_rows(tied: bool) -> None:
     experts = Experts(count=4, ffn_size=48, dense_layers=1)
     sizes = replace(SIZES, num_layers=4, tied_embeddings=tied, experts=experts)
     model, layout = build_model(sizes), JobLayout.parse("tp2,pp4,dp4,ep2")
