@@ -88,6 +88,10 @@ def command(
     )
     if chart is not None:
         check_chart(Path(chart))
+    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
+        raise DeclarationError(
+            f"{json_path}: there is no such directory. Give a file in one that exists.", path=json_path
+        )
     at, to = (None if text is None else JobLayout.parse(text) for text in (source, target))
     if Path(subject).is_dir():
         name, parameters, save, load = _of_checkpoint(Path(subject), at, to, ranks_planned)

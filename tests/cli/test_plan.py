@@ -1,0 +1,129 @@
+"""`megackpt plan`: tables, JSON and a picture of a job that is not there, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt.cli import main
+from megackpt.simulation import JobLayout
+from tests.simulated_job import SIZES, save_for_real
+
+BANDWIDTHS = ["--write-gbps", "2", "--read-gbps", "2", "--network-gbps", "20", "--mtbf-hours", "24"]
+
+KEYS = {
+    "schema": 1,
+    "save": {
+        "layout", "arrays", "chunks", "files", "total_bytes", "bytes_by_rank", "balance", "index_bytes",
+        "plan_bytes", "planning",
+    },
+    "load": {
+        "layout", "ranks_planned", "needed_bytes", "needed_bytes_by_rank", "files_by_rank", "direct",
+        "exchange", "planning", "index_rows_bytes",
+    },
+    "estimate_s": {"save", "load_direct", "load_exchange", "interval"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A file with the sizes of a small model."""
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SIZES.to_json()))
+    return str(path)
+
+
+def plan(*arguments: str, out: Path) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json", str(out)]) == 0
+    said: dict[str, Any] = json.loads(out.read_text())
+    return said
+
+
+def test_the_json_says_what_the_tables_do(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layouts = ["--from", "tp2,pp3,dp2", "--to", "tp1,dp4"]
+    said = plan(model, *layouts, *BANDWIDTHS, out=tmp_path / "plan.json")
+    assert set(said) == {"subject", "parameters", "host_memory_bytes", *KEYS}
+    for part in ("save", "load", "estimate_s"):
+        assert set(said[part]) == KEYS[part], part
+    assert said["save"]["layout"] == {"tp": 2, "pp": 3, "dp": 2, "ep": 1, "world": 12}
+    assert said["load"]["ranks_planned"] == said["load"]["layout"]["world"] == 4
+    assert said["save"]["files"] == 12
+    # Seconds of bandwidth alone, as both fit into one machine of 8 ranks, or two.
+    assert said["estimate_s"]["save"] > said["save"]["total_bytes"] / (2 * 2e9)
+    assert said["estimate_s"]["load_direct"] > said["load"]["direct"]["read_bytes"] / 2e9
+    interval = said["estimate_s"]["interval"]
+    assert interval["young"] == pytest.approx((2 * said["estimate_s"]["save"] * 86400) ** 0.5)
+    text = capsys.readouterr().out
+    assert f"{said['parameters']:,} parameters" in text
+    assert "TP2 PP3 DP2" in text
+    assert f"{said['save']['balance']:.3f}" in text
+
+
+def test_without_a_target_the_load_is_at_the_layout_of_the_save(model: str, tmp_path: Path) -> None:
+    said = plan(model, "--from", "tp2,dp2", "--weights-only", out=tmp_path / "plan.json")
+    assert said["load"]["layout"] == said["save"]["layout"]
+    assert said["load"]["direct"]["over_read"] == 1.0
+    # Rows of the vocabulary, twice 300, are padded to 512 each.
+    assert said["save"]["total_bytes"] == 2 * (said["parameters"] + 2 * 212 * 64)
+    assert said["estimate_s"] == {
+        "save": None,
+        "load_direct": None,
+        "load_exchange": None,
+        "interval": None,
+    }
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_chart_is_a_picture(model: str, tmp_path: Path, ending: str) -> None:
+    chart = tmp_path / f"plan.{ending}"
+    layouts = ["--from", "tp2,dp2", "--to", "pp3,dp2"]
+    assert main(["plan", model, *layouts, "--chart", str(chart), "--ranks-planned", "3"]) == 0
+    start = chart.read_bytes()[:2000]
+    assert (b"<svg" in start) if ending == "svg" else start.startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    save_for_real(SIZES, JobLayout.parse("tp2,dp2"), directory)
+    said = plan(str(directory), "--to", "tp1,pp3,dp2", out=tmp_path / "plan.json")
+    assert said["parameters"] is None
+    assert said["save"]["layout"] is None
+    assert said["save"]["files"] == len(list((directory / "data").iterdir()))
+    assert said["load"]["layout"]["world"] == 6
+    assert said["load"]["needed_bytes"] >= said["save"]["total_bytes"]
+    alone = plan(str(directory), out=tmp_path / "alone.json")
+    assert alone["load"] is None
+    assert alone["save"] == said["save"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpt-5", "--from", "tp1"], "'gpt-5' is no model, file or directory. Models are deepseek-v3, gpt"),
+        (["gpt-125m"], "--from is missing"),
+        (["gpt-125m", "--from", "tp2,world7"], "7 ranks cannot be divided so"),
+        (["gpt-125m", "--from", "tp8"], "num_heads 12 is not a multiple of tp=8"),
+        (["gpt-125m", "--from", "tp2", "--to", "tp2,pp13"], "12 layers are fewer than pp=13"),
+        (["gpt-125m", "--from", "tp2", "--write-gbps", "0"], "write is 0.0; give a finite number above 0"),
+        (["gpt-125m", "--from", "tp2", "--chart", "plan.bmp"], "endings .png, .svg, .pdf"),
+        (["gpt-125m", "--from", "tp2", "--json", "no/plan.json"], "no/plan.json: there is no such directory"),
+        (["gpt-125m", "--from", "tp2", "--ranks-planned", "0"], "0 is not in the range"),
+        ([".", "--from", "tp2"], "which is a checkpoint and has been saved"),
+        ([".", "--to", "tp2"], "is not a checkpoint"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments]) == 2
+    assert said in capsys.readouterr().err
