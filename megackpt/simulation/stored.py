@@ -25,11 +25,13 @@ from megackpt.storage import open_store
 
 _FUSED = (("q", "k", "v"), ("gate", "up"))
 _STATE = re.compile(r"optimizer\.state\.(?P<state>\w+)\.(?P<key>.+)")
-_LAYER = re.compile(r"\.layers\.(?P<index>\d+\.)?")
+_LAYER = re.compile(r"[._]layers\.(?P<index>\d+\.)?")
 _VOCABULARY = re.compile(r"(word_embeddings|output_layer|embed_tokens|lm_head)\.weight$")
 _ROWS = re.compile(r"(qkv|query_key_value|[qkv]_proj|fc1|(gate|up|gate_up)_proj|h_to_4h)\.(weight|bias)$")
-_COLUMNS = re.compile(r"(linear_proj|o_proj|out_proj|fc2|down_proj|4h_to_h|attention\.dense)\.weight$")
-_COMPRESSED = re.compile(r"(q|kv)_down_proj\.")
+_COLUMNS = re.compile(
+    r"(linear_proj|o_proj|out_proj|fc2|(?<!q_)(?<!kv_)down_proj|4h_to_h|attention\.dense)\.weight$"
+)
+_NEVER_CUT = re.compile(r"norm|bias|router|down_proj|position")  # what is not named above
 
 
 def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]]:
@@ -140,13 +142,12 @@ def _leading_axes(key: str, shape: tuple[int, ...], arrays: Mapping[str, ArraySp
 
 
 def _tp_dim(key: str, dims: int, cut: set[int]) -> int | None:
-    if _VOCABULARY.search(key) or (_ROWS.search(key) and not _COMPRESSED.search(key)):
+    if _VOCABULARY.search(key) or _ROWS.search(key):
         return 0
     if _COLUMNS.search(key):
         return 1 if dims > 1 else None
     own = sorted(d for d in cut if d in (0, 1))
-    is_known = re.search(r"norm|bias|router|down_proj|position", key) is not None
-    return own[0] if len(own) == 1 and not is_known else None
+    return own[0] if len(own) == 1 and not _NEVER_CUT.search(key) else None
 
 
 def _cut_dims(table: ChunkTable) -> dict[str, set[int]]:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megackpt.errors import DeclarationError
-from megackpt.simulation import PRESETS, JobLayout, ModelSizes, build_model, check_layout, read_sizes
+from megackpt.metadata import ArraySpec, ChunkTable, pad_shapes
+from megackpt.simulation import (
+    PRESETS,
+    JobLayout,
+    ModelSizes,
+    Stored,
+    build_model,
+    check_layout,
+    read_sizes,
+    simulate_load,
+    simulate_save,
+)
 from megackpt.simulation.arrays import job_arrays
 from megackpt.simulation.layout import layers_of_stages
 from megackpt.simulation.sizes import sizes_from_json
+from megackpt.simulation.stored import model_of
 
 # Exact totals of the weights that were published, and what the papers round them to.
 TOTALS = {
@@ -147,3 +161,59 @@ def test_what_is_given_makes_sizes() -> None:
     assert sizes_from_json(SMALL, where="model") == ModelSizes(
         vocab_size=64, hidden_size=8, num_layers=2, num_heads=2, ffn_size=16
     )
+
+
+def arrays_of(*shapes: tuple[str, tuple[int, ...]]) -> ChunkTable:
+    """Whole arrays of bfloat16 in one chunk each, as a single process saves them."""
+    specs = tuple(ArraySpec(key, "bfloat16", shape) for key, shape in sorted(shapes))
+    dims = max(len(spec.global_shape) for spec in specs)
+    numel = np.array([spec.numel for spec in specs])
+    return ChunkTable(
+        specs,
+        np.arange(len(specs)),
+        np.zeros((len(specs), dims), np.int64),
+        pad_shapes([spec.global_shape for spec in specs], dims, fill=1),
+        np.zeros(len(specs), np.int64),
+        numel,
+        2 * numel,
+    )
+
+
+@pytest.mark.parametrize("preset", ["llama3-1b", "gpt-125m", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize("states", [None, ()])
+def test_a_model_is_recognised_by_the_arrays_of_one_process(
+    preset: str, states: tuple[str, ...] | None
+) -> None:
+    # A multiple of 128, so that no padding is taken for a part of the vocabulary.
+    model = build_model(replace(PRESETS[preset], num_layers=5, vocab_size=1024))
+    _, plan = simulate_save(model, JobLayout(), states=states)
+    found, found_states = model_of(plan.table)
+    assert found.layers == 5
+    assert {w.key: (w, axes) for w, axes in found.placed()} == {
+        w.key: (w, axes) for w, axes in model.placed()
+    }
+    assert set(found_states) == (set() if states == () else {"fp32_param", "exp_avg", "exp_avg_sq"})
+
+
+def test_layers_with_keys_of_their_own_are_recognised_by_their_numbers() -> None:
+    layers = [
+        array
+        for i in range(3)
+        for array in (
+            (f"model.layers.{i}.mlp.down_proj.weight", (8, 32)),
+            (f"model.layers.{i}.self_attn.q_proj.weight", (8, 8)),
+            (f"model.layers.{i}.input_layernorm.weight", (8,)),
+        )
+    ]
+    table = arrays_of(*layers, ("model.embed_tokens.weight", (64, 8)), ("lm_head.weight", (64, 8)))
+    model, _ = model_of(table)
+    cuts = {weight.key.rpartition(".layers.")[2]: weight.tp_dim for weight, _ in model.placed()}
+    assert model.layers == 3
+    assert cuts["2.mlp.down_proj.weight"] == 1
+    assert cuts["0.self_attn.q_proj.weight"] == 0
+    assert cuts["1.input_layernorm.weight"] is None
+    assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == 0
+    stored = Stored(table, np.zeros(len(table), np.int64), 1, "x")
+    load = simulate_load(model, JobLayout.parse("tp2,pp3"), stored, states=())
+    # Norms are needed on both tp ranks, all else once.
+    assert load.total_needed == int(table.nbytes.sum()) + 2 * 3 * 8
