@@ -12,10 +12,9 @@ from rich.table import Table
 
 from megackpt.geometry import Ints
 from megackpt.options import LoadOptions
-from megackpt.planning.read_plan import READ_BYTES
 from megackpt.simulation.estimate import Cluster, Estimate
 from megackpt.simulation.outcome import LoadOutcome, SaveOutcome, Seconds
-from megackpt.storage import WriterOptions
+from megackpt.storage import COMMON_POOL, FileOptions
 
 SCHEMA = 1
 """Version of the JSON; what a program that knows an older one would misread gets another."""
@@ -46,7 +45,7 @@ class PlanReport:
     @property
     def host_memory(self) -> dict[str, int]:
         """Bytes of host memory beside the state, at most, by what needs them on a rank."""
-        writer = WriterOptions()
+        writer = FileOptions()
         said = {
             "save, buffers": writer.buffers * writer.buffer_bytes,
             "save, plan (rank 0)": self.save.plan_nbytes,
@@ -55,7 +54,7 @@ class PlanReport:
             said["async save, copy of what a rank writes"] = int(self.save.nbytes.max(initial=0))
         if self.load is not None:
             options = LoadOptions()
-            said["load, buffers"] = options.threads * READ_BYTES
+            said["load, buffers"] = options.threads * COMMON_POOL.buffer_bytes
             said["load by exchange, buffers"] = options.exchange_bytes
             said["load, rows of the index"] = self.load.region_nbytes
         return said

@@ -15,7 +15,7 @@ import numpy as np
 
 from megackpt.engine.load import open_checkpoint
 from megackpt.engine.manifest import read_manifest
-from megackpt.formats.file_chunks import FileChunks
+from megackpt.formats.strategy import LiesInFiles
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.simulation.arrays import STEP, state_key
 from megackpt.simulation.model import Model, Stack, Weight
@@ -45,7 +45,7 @@ def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]
     chunks = contents.chunks(sorted(contents.arrays))
     table = chunks.table
     # Where chunks lie in no common files, each is one.
-    file = chunks.stored.file if isinstance(chunks, FileChunks) else np.arange(len(table), dtype=np.int64)
+    file = chunks.file if isinstance(chunks, LiesInFiles) else np.arange(len(table), dtype=np.int64)
     files = int(file.max(initial=-1)) + 1
     nbytes = np.zeros(files, np.int64)
     np.add.at(nbytes, file, table.nbytes)
