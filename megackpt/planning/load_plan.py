@@ -15,6 +15,7 @@ from megackpt.errors import FormatError, truncated_list
 from megackpt.geometry import Ints, rectangles_of, strides_of
 from megackpt.metadata import ChunkTable, DeclaredChunks, place_bases
 from megackpt.metadata.chunk_table import widen
+from megackpt.planning.bounding import with_bounding_boxes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +81,9 @@ def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
 
 
 def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
-    """Return pairs (wanted row, stored row) of the same array whose boxes meet.
+    """Return pairs (wanted row, stored row) of the same array which may have an element in common.
 
-    Of equal boxes also the flat ranges meet; those of different ones may have no element in common.
+    The boxes around their flat ranges meet; of equal ones also the ranges in them.
     """
     number = {spec.key: i for i, spec in enumerate(have.arrays)}
     array_of = np.array([number[spec.key] for spec in want.arrays], np.int64)
@@ -105,12 +106,12 @@ def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
         meets &= (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
     asked, found = asked[meets], found[meets]
     # Shards of a distributed optimizer are many flat ranges of one box, of which few meet.
-    apart = (want.flat_start[asked] >= have.flat_stop[found]) | (
-        have.flat_start[found] >= want.flat_stop[asked]
-    )
-    apart &= (want.start[asked] == have.start[found]).all(axis=1)
-    apart &= (want.shape[asked] == have.shape[found]).all(axis=1)
-    return asked[~apart], found[~apart]
+    a, b = with_bounding_boxes(want.take(asked)), with_bounding_boxes(have.take(found))
+    boxes_meet = ((a.start < b.start + b.shape) & (b.start < a.start + a.shape)).all(axis=1)
+    are_equal = ((a.start == b.start) & (a.shape == b.shape)).all(axis=1)
+    ranges_meet = (a.flat_start < b.flat_stop) & (b.flat_start < a.flat_stop)
+    pairs = np.flatnonzero(boxes_meet & (~are_equal | ranges_meet))
+    return asked[pairs], found[pairs]
 
 
 def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
