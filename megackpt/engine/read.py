@@ -7,7 +7,6 @@ Owns the threads, and which way the bytes of a read take. What is read for which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in
+from megackpt.engine.workers import do_all
 from megackpt.formats.strategy import Chunks, LiesInFiles, Part
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
@@ -45,14 +45,7 @@ def read_tensors(
     placed = placed_in(copies, tensors, [t.memory for t in targets])
     reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
     reader = _Reader(chunks, targets, verify=options.verify)
-    with ThreadPoolExecutor(max_workers=options.threads, thread_name_prefix="megackpt-read") as pool:
-        futures = [pool.submit(job) for job in reader.jobs(reads)]
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-        for future in done:
-            if not future.cancelled():
-                future.result()
+    do_all(reader.jobs(reads), threads=options.threads, name="megackpt-read")
 
 
 def read_chunk(chunks: Chunks, row: int) -> bytes:

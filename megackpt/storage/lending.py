@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL
 from megackpt.storage.rawio import ALIGNMENT
@@ -18,7 +18,6 @@ LENT_BYTES = BUFFER_BYTES - 2 * ALIGNMENT
 """The longest range that can be lent: one buffer, less what alignment may cost at both ends."""
 
 
-@runtime_checkable
 class Lends(Protocol):
     """What a `Store` also has if it reads into buffers of its own."""
 
@@ -38,8 +37,9 @@ def lend(store: Store, name: str, offset_bytes: int, nbytes: int) -> Iterator[me
         FormatError: the file ends before.
         StorageError: the store refused.
     """
-    if isinstance(store, Lends):
-        with store.lend(name, offset_bytes, nbytes) as data:
+    lend_own = getattr(store, "lend", None)  # isinstance with a protocol takes as long as a short read
+    if lend_own is not None:
+        with lend_own(name, offset_bytes, nbytes) as data:
             yield data
         return
     with COMMON_POOL.lend() as buffer:

@@ -1,6 +1,6 @@
 """What of a file is in memory already.
 
-Owns the one question that decides how a range is read: bytes in the page cache are copied from there, others
+Owns the questions that decide whether direct I/O pays: bytes in the page cache are copied from there, others
 come quicker around it.
 """
 
@@ -15,6 +15,7 @@ import sys
 import numpy as np
 
 _CACHESTAT = 451  # the number of the system call on every architecture but Alpha
+_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)  # tmpfs, ramfs, hugetlbfs
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
@@ -28,6 +29,19 @@ class _Pages(ctypes.Structure):
     ]
 
 
+def is_in_memory(descriptor: int) -> bool:
+    """Tell whether an open file is on a file system without a disk; False where the system does not say.
+
+    Some of them take O_DIRECT, and make a copy all the same.
+
+    Source: fstatfs(2).
+    """
+    if _libc is None or sys.platform != "linux":
+        return False
+    state = (ctypes.c_long * 64)()  # struct statfs, which begins with the type and is much shorter
+    return not _libc.fstatfs(descriptor, ctypes.byref(state)) and state[0] in _IN_MEMORY
+
+
 def is_cached(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
     """Tell whether at least half of a range of an open file is in the page cache.
 
@@ -37,6 +51,8 @@ def is_cached(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
     """
     global _has_cachestat
     if _libc is None or sys.platform != "linux" or nbytes <= 0:
+        return True
+    if is_in_memory(descriptor):  # quicker than to count its pages
         return True
     if _has_cachestat:
         pages = _Pages()

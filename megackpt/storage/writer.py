@@ -17,6 +17,7 @@ from megackpt.errors import StorageError
 from megackpt.storage.buffers import BufferPool
 from megackpt.storage.rawio import enable_direct, reserve
 from megackpt.storage.refusal import refusals
+from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import BufferedSink, DirectSink, FileOptions, Sink
 
 
@@ -50,7 +51,8 @@ class FileWriter:
         except BaseException:
             self._abandon()
             raise
-        if options.direct and nbytes >= options.direct_from_bytes and enable_direct(descriptor):
+        is_long = nbytes >= options.direct_from_bytes and not is_in_memory(descriptor)
+        if options.direct and is_long and enable_direct(descriptor):
             self._sink = DirectSink(descriptor, options=options, pool=pool)
 
     def write(self, data: memoryview) -> None:

@@ -1,0 +1,44 @@
+"""Many short jobs, done by a few threads.
+
+Owns how jobs are handed out, and that a failure ends all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+Job = Callable[[], object]
+
+
+def do_all(jobs: Iterable[Job], *, threads: int, name: str) -> None:
+    """Do every job, in about this order, on at most `threads` threads; the calling one is among them.
+
+    Raises:
+        Exception: what a job has raised; of several that failed the first in the order of jobs. Jobs that had
+            not begun by then are left out.
+    """
+    # One iterator for all: a queue of futures wakes a thread for each job, which costs more than a short one.
+    numbered = list(enumerate(jobs))
+    todo = iter(numbered)
+    failed: list[tuple[int, BaseException]] = []
+
+    def work() -> None:
+        for number, job in todo:
+            if failed:
+                return
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - raised by the calling thread
+                failed.append((number, error))
+
+    others = [
+        threading.Thread(target=work, name=f"{name}-{i}") for i in range(min(threads, len(numbered)) - 1)
+    ]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if failed:
+        raise min(failed, key=lambda failure: failure[0])[1]

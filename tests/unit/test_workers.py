@@ -1,0 +1,43 @@
+"""Short jobs done by a few threads."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from megackpt.engine.workers import do_all
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_job_is_done_once(threads: int) -> None:
+    done: list[int] = []
+    do_all([partial(done.append, i) for i in range(1000)], threads=threads, name="test")
+    assert sorted(done) == list(range(1000))
+
+
+def test_the_calling_thread_takes_part_and_no_more_are_made_than_there_are_jobs() -> None:
+    names: set[str] = set()
+    do_all([lambda: names.add(threading.current_thread().name)], threads=8, name="test")
+    assert names == {threading.current_thread().name}
+    do_all([], threads=8, name="test")
+    meeting = threading.Barrier(3)  # only three at the same time get past it
+    do_all([partial(meeting.wait, 20)] * 3, threads=3, name="test")
+
+
+def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
+    done: list[int] = []
+    meeting = threading.Barrier(2)
+
+    def fail(number: int) -> None:
+        meeting.wait(20)  # both have begun before either fails
+        raise ValueError(str(number))
+
+    with pytest.raises(ValueError, match=r"^0$"):
+        do_all(
+            [partial(fail, 0), partial(fail, 1), *[partial(done.append, i) for i in range(50)]],
+            threads=2,
+            name="test",
+        )
+    assert done == []
