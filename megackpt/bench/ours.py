@@ -10,6 +10,7 @@ from megackpt.bench.names import OURS
 from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, Piece, RankState
 from megackpt.checkpointer import Checkpointer
+from megackpt.engine.plan_cache import PlanCache
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, save_strategies
 from megackpt.mapping import ShardedStateDict, ShardedTensor
@@ -18,8 +19,8 @@ from megackpt.mapping import ShardedStateDict, ShardedTensor
 class Ours:
     """megackpt with one format, and default options.
 
-    Asynchronous saves are those of a Checkpointer that is kept, as in a training script: it keeps the memory
-    for copies and the plan.
+    Plans are kept from one save to the next, as peers keep theirs. Asynchronous saves are those of a
+    Checkpointer that is kept, as in a training script: it keeps the memory for copies, too.
     """
 
     thread_counts: tuple[int, ...] = ()
@@ -29,6 +30,7 @@ class Ours:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.name = OURS if backend == DEFAULT_BACKEND else f"{OURS}:{backend}"
+        self._plans = PlanCache()
         self._checkpointer: Checkpointer | None = None
         self._step = 0
 
@@ -43,7 +45,7 @@ class Ours:
 
     def save(self, declared: ShardedStateDict, directory: Path) -> None:
         """`megackpt.save`."""
-        api.save(declared, directory, self.backend)
+        api.save(declared, directory, self.backend, plans=self._plans)
 
     def load(self, declared: ShardedStateDict, directory: Path) -> None:
         """`megackpt.load`."""
