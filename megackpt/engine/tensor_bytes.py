@@ -72,12 +72,12 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
 
 
 def pieces_of(tensor: torch.Tensor, *, piece_bytes: int) -> Iterator[memoryview]:
-    """Yield the tensor's elements in row-major order as bytes.
+    """Return the tensor's elements in row-major order as bytes.
 
-    A contiguous tensor in host memory is yielded as it lies, without a copy; anything else in copies of at
+    A contiguous tensor in host memory comes as it lies, without a copy; anything else in copies of at
     most piece_bytes (at least one element), each valid until the next is asked for.
     """
-    yield from _pieces(as_bits(tensor), piece_bytes)
+    return _pieces(as_bits(tensor), piece_bytes)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,12 +98,8 @@ def as_elements(buffer: torch.Tensor, width: int) -> torch.Tensor:
 
 def byte_view(bits: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    if bits.dtype == torch.complex128:
-        bits = torch.view_as_real(bits).view(torch.int64)
-    # Not reshape: a contiguous tensor of one element may still have another stride than 1, which view()
-    # refuses.
-    flat = bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
-    return flat.numpy().data
+    # By numpy, to which any strides of one element are contiguous: view() of torch would refuse them.
+    return bits.numpy().reshape(-1).view(np.uint8).data
 
 
 def run_in(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
@@ -152,7 +148,7 @@ def _strided(bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
 def _pieces(bits: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
     if not bits.numel():
         return
-    if bits.device.type == "cpu" and bits.is_contiguous():
+    if bits.is_cpu and bits.is_contiguous():
         yield byte_view(bits)
     elif bits.ndim == 0 or bits.numel() * bits.element_size() <= piece_bytes:
         yield byte_view(bits.cpu().contiguous())

@@ -45,7 +45,10 @@ def digest_of_pieces(pieces: Iterable[memoryview]) -> str:
 
 
 class BlockDigester:
-    """Like `block_digests`, for bytes that arrive in pieces of any size. Copies nothing. For one thread."""
+    """Like `block_digests`, for bytes that arrive in pieces of any size. Copies nothing. For one thread.
+
+    It may digest several pieces of data one after the other, each with blocks of its own; see `end`.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes <= 0:
@@ -71,6 +74,11 @@ class BlockDigester:
         if whole < len(view):
             self._continue_block(view[whole:])
 
+    def end(self) -> None:
+        """End the block that is open, if one is: the next bytes begin another, as those of other data do."""
+        if self._open_bytes:
+            self._close_block()
+
     def result(self) -> npt.NDArray[np.uint64]:
         """Return the digests of the blocks so far, `[blocks]`, an unfinished one included."""
         unfinished = [self._open.intdigest()] if self._open_bytes else []
@@ -80,6 +88,9 @@ class BlockDigester:
         self._open.update(piece)
         self._open_bytes += len(piece)
         if self._open_bytes == self._block_bytes:
-            self._done.append(self._open.intdigest())
-            self._open.reset()
-            self._open_bytes = 0
+            self._close_block()
+
+    def _close_block(self) -> None:
+        self._done.append(self._open.intdigest())
+        self._open.reset()
+        self._open_bytes = 0
