@@ -139,7 +139,7 @@ class _Reader:
         return np.asarray(is_whole & is_one_run & is_long)
 
     def _read_straight(self, reads: Reads, read: int) -> None:
-        (copy,) = reads.copies(read)
+        ((copy,),) = reads.copies([read])
         into = run_in(self._targets[copy.slot].memory, copy)
         assert into is not None  # by _are_straight
         self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
@@ -147,15 +147,16 @@ class _Reader:
     def _read_group(self, chunks: LiesInFiles, reads: Reads, group: Sequence[int]) -> None:
         parts = [Part(int(reads.stored[i]), int(reads.start[i]), int(reads.stop[i])) for i in group]
         with chunks.lend(parts, verify=self._verify) as lent:
-            for read, part, data in zip(group, parts, lent, strict=True):
-                self._copy_out(reads.copies(read), data, part.start)
+            for copies, part, data in zip(reads.copies(group), parts, lent, strict=True):
+                self._copy_out(copies, data, part.start)
 
     def _read_buffered(self, reads: Reads, read: int) -> None:
         start = int(reads.start[read])
         with COMMON_POOL.lend() as buffer:
             data = buffer.data[: int(reads.stop[read]) - start]
             self._chunks.read_into(int(reads.stored[read]), start, data, verify=self._verify)
-            self._copy_out(reads.copies(read), data, start)
+            (copies,) = reads.copies([read])
+            self._copy_out(copies, data, start)
 
     def _copy_out(self, copies: Sequence[BlockCopy], data: memoryview, begins: int) -> None:
         for copy in copies:

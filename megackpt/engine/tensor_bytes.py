@@ -61,7 +61,7 @@ def check_target(tensor: ShardedTensor) -> None:
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
     """Whether two elements may lie at one place: a stride is shorter than all smaller ones reach."""
-    if data.numel() < 2:
+    if data.is_contiguous():
         return False
     reach = 0
     for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
@@ -104,7 +104,7 @@ def byte_view(bits: torch.Tensor) -> memoryview:
 
 def run_in(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
     """Return the memory that a contiguous copy fills, or None where it has to go through a buffer."""
-    if not copy.is_run or bits.device.type != "cpu":
+    if not copy.is_run or not bits.is_cpu:
         return None
     return byte_view(_strided(bits, (copy.numel,), (1,), copy.target))
 
@@ -126,7 +126,7 @@ def copy_bytes(
     data holds the bytes of elements of dtype `element`, from byte `begins` of the stored chunk on.
     """
     width = element.itemsize
-    if target.device.type != "cpu" or target.dtype != element:
+    if not target.is_cpu or target.dtype != element:
         aligned = data if _address_of(data) % width == 0 else memoryview(bytearray(data))
         copy_block(torch.frombuffer(aligned, dtype=element), begins // width, target, copy)
         return

@@ -51,9 +51,14 @@ class Reads:
     def __len__(self) -> int:
         return len(self.stored)
 
-    def copies(self, read: int) -> list[BlockCopy]:
-        """Return what is copied out of one read."""
-        return self.blocks.copies(int(self.first[read]), int(self.first[read + 1]))
+    def copies(self, rows: Sequence[int]) -> list[list[BlockCopy]]:
+        """Return what is copied out of each of some reads, which are sorted and near each other."""
+        if not rows:
+            return []
+        first = self.first[rows[0] : rows[-1] + 2].tolist()
+        blocks = self.blocks.copies(first[0], first[-1])
+        ends = [at - first[0] for at in first]
+        return [blocks[ends[i] : ends[i + 1]] for i in (row - rows[0] for row in rows)]
 
 
 def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: int) -> Reads:

@@ -48,7 +48,7 @@ def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.Data
         assert 0 < stop - start <= READ_BYTES
         assert start % DIGEST_BLOCK_BYTES == 0
         assert stop % DIGEST_BLOCK_BYTES == 0 or stop == nbytes
-        for copy in reads.copies(read):
+        for copy in reads.copies([read])[0]:
             assert start <= copy.source * dtype.itemsize
             assert copy.source_stop * dtype.itemsize <= stop
             copied += copy.numel
