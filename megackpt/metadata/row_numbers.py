@@ -5,8 +5,6 @@ Owns how such numbers are made without an overflow that goes unseen.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from megackpt.geometry import Ints
@@ -27,13 +25,14 @@ def place_bases(extent: Ints) -> tuple[Ints, int]:
 
 def row_numbers(array: Ints, values: Ints, radix: Ints) -> Ints:
     """Number rows `(array, *values)` in lexicographic order; `0 <= values < radix[array]`."""
-    sizes = [math.prod(row) for row in radix.tolist()]  # Python's integers: no overflow goes unseen
-    if sum(sizes) > np.iinfo(np.int64).max:
+    # Floats do not overflow; where they are this small, neither do integers.
+    if radix.prod(axis=1, dtype=float).sum() > 2.0**62:
         return _dense_row_numbers(array, values)
+    sizes = radix.prod(axis=1)
     behind = np.cumprod(np.column_stack((radix[:, 1:], np.ones(len(radix), np.int64)))[:, ::-1], axis=1)[
         :, ::-1
     ]
-    ends = np.cumsum(np.array(sizes, np.int64))
+    ends = np.cumsum(sizes)
     numbers: Ints = (ends - sizes)[array] if len(ends) else np.zeros(0, np.int64)
     for d in range(values.shape[1]):
         numbers += values[:, d] * behind[array, d]
