@@ -29,7 +29,7 @@ _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "open_checkpoint", "open"),
     (engine_load, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
-    (file_chunks, "block_digests", "digest"),
+    (file_chunks, "digests_of_each", "digest"),
     (engine_read, "copy_bytes", "copy"),
 )
 

@@ -25,7 +25,7 @@ from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
 from megackpt.options import LoadOptions
-from megackpt.planning import BlockCopy, Copies, ExchangePlan, block_copy, needed_ranges, plan_exchange
+from megackpt.planning import BlockCopy, Blocks, Copies, ExchangePlan, needed_ranges, plan_exchange
 from megackpt.validation import PhaseTimes
 
 
@@ -144,7 +144,7 @@ class Exchanger:
         dtypes = {a.key: a.dtype for a in chunks.table.arrays}
         tensors = [Target.of(tensor, dtypes) for tensor in wanted.tensors]
         self._targets = [*tensors, *(Target(blob, torch.uint8) for blob in wanted.blobs)]
-        self._copies = _with_real_targets(plan, ranks.group.rank, wanted.tensors, tensors)
+        self._blocks = Blocks.of(_with_real_targets(plan, ranks.group.rank, wanted.tensors, tensors))
         self._steps = steps_of(plan, ranks.group.rank)
         self._buffers = Buffers(self._steps)
         self._transport = transport_for(
@@ -223,7 +223,7 @@ class Exchanger:
 
     def _copies_of(self, delivery: int) -> list[BlockCopy]:
         first = self._plan.deliveries.first
-        return [block_copy(self._copies, i) for i in range(int(first[delivery]), int(first[delivery + 1]))]
+        return self._blocks.copies(int(first[delivery]), int(first[delivery + 1]))
 
     def _pack(self, delivery: int, data: torch.Tensor, parcel: torch.Tensor) -> None:
         """Copy what one rank needs of a unit into the parcel for it."""

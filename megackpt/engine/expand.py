@@ -185,7 +185,7 @@ class _Expansion:
             )
 
     def _add_tensor(self, tensor: ShardedTensor) -> Finish:
-        held = replace(tensor, data=self._placed(tensor.data))
+        held = tensor.holding(self._placed(tensor.data))
         self.tensors.append(held)
         return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in
@@ -21,7 +21,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
-from megackpt.planning import Copies, Read, group_reads, plan_reads
+from megackpt.planning import BlockCopy, Copies, Reads, group_reads, plan_reads
 from megackpt.storage import COMMON_POOL, LENT_BYTES
 
 STRAIGHT_BYTES = 256 * 1024
@@ -111,49 +111,54 @@ class _Reader:
         self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
         self._in_files = chunks if isinstance(chunks, LiesInFiles) else None
 
-    def jobs(self, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
+    def jobs(self, reads: Reads) -> Iterator[Callable[[], None]]:
         """Yield what is to be done for all reads, in their order as far as they are of one kind."""
-        straight = [self._is_straight(read) for read in reads]
-        for read in compress(reads, straight):
-            yield partial(self._read_straight, read)
-        others = [read for read, is_straight in zip(reads, straight, strict=True) if not is_straight]
+        is_straight = self._are_straight(reads)
+        for read in np.flatnonzero(is_straight).tolist():
+            yield partial(self._read_straight, reads, read)
+        others = np.flatnonzero(~is_straight)
         chunks = self._in_files
         if chunks is not None:
-            for group in group_reads(others, chunks.file, chunks.offset_bytes, most=LENT_BYTES):
-                yield partial(self._read_group, chunks, group)
+            for group in group_reads(reads, others, chunks.file, chunks.offset_bytes, most=LENT_BYTES):
+                yield partial(self._read_group, chunks, reads, group.tolist())
         else:
-            for read in others:
-                yield partial(self._read_buffered, read)
+            for read in others.tolist():
+                yield partial(self._read_buffered, reads, read)
 
-    def _is_straight(self, read: Read) -> bool:
-        """Whether a long read is one contiguous copy, which can go where it belongs at once."""
-        copy = read.copies[0]
-        width = int(self._itemsize[read.stored])
-        whole = (copy.source * width, copy.source_stop * width) == (read.start, read.stop)
-        target = self._targets[copy.slot]
-        is_simple = len(read.copies) == 1 and whole and copy.is_run and not target.is_cast
-        is_long = self._in_files is None or read.stop - read.start >= STRAIGHT_BYTES
-        return is_simple and is_long and target.memory.device.type == "cpu"
+    def _are_straight(self, reads: Reads) -> npt.NDArray[np.bool_]:
+        """Whether each is long and one contiguous copy, which can go where it belongs at once, `[n]`."""
+        takes_bytes = np.array([not t.is_cast and t.memory.is_cpu for t in self._targets], np.bool_)
+        blocks, first = reads.blocks, reads.first[:-1]
+        width = self._itemsize[reads.stored]
+        begin = blocks.source * self._itemsize[blocks.stored]
+        is_whole = (begin[first] == reads.start) & (
+            begin[first] + blocks.spans()[first] * width == reads.stop
+        )
+        is_one_run = (np.diff(reads.first) == 1) & blocks.are_runs()[first] & takes_bytes[blocks.slot[first]]
+        is_long = reads.stop - reads.start >= (0 if self._in_files is None else STRAIGHT_BYTES)
+        return np.asarray(is_whole & is_one_run & is_long)
 
-    def _read_straight(self, read: Read) -> None:
-        copy = read.copies[0]
+    def _read_straight(self, reads: Reads, read: int) -> None:
+        ((copy,),) = reads.copies([read])
         into = run_in(self._targets[copy.slot].memory, copy)
-        assert into is not None  # by _is_straight
-        self._chunks.read_into(read.stored, read.start, into, verify=self._verify)
+        assert into is not None  # by _are_straight
+        self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
 
-    def _read_group(self, chunks: LiesInFiles, group: Sequence[Read]) -> None:
-        parts = [Part(read.stored, read.start, read.stop) for read in group]
+    def _read_group(self, chunks: LiesInFiles, reads: Reads, group: Sequence[int]) -> None:
+        parts = [Part(int(reads.stored[i]), int(reads.start[i]), int(reads.stop[i])) for i in group]
         with chunks.lend(parts, verify=self._verify) as lent:
-            for read, data in zip(group, lent, strict=True):
-                self._copy_out(read, data)
+            for copies, part, data in zip(reads.copies(group), parts, lent, strict=True):
+                self._copy_out(copies, data, part.start)
 
-    def _read_buffered(self, read: Read) -> None:
+    def _read_buffered(self, reads: Reads, read: int) -> None:
+        start = int(reads.start[read])
         with COMMON_POOL.lend() as buffer:
-            data = buffer.data[: read.stop - read.start]
-            self._chunks.read_into(read.stored, read.start, data, verify=self._verify)
-            self._copy_out(read, data)
+            data = buffer.data[: int(reads.stop[read]) - start]
+            self._chunks.read_into(int(reads.stored[read]), start, data, verify=self._verify)
+            (copies,) = reads.copies([read])
+            self._copy_out(copies, data, start)
 
-    def _copy_out(self, read: Read, data: memoryview) -> None:
-        for copy in read.copies:
+    def _copy_out(self, copies: Sequence[BlockCopy], data: memoryview, begins: int) -> None:
+        for copy in copies:
             target = self._targets[copy.slot]
-            copy_bytes(data, read.start, target.element, target.memory, copy)
+            copy_bytes(data, begins, target.element, target.memory, copy)

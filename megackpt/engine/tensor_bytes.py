@@ -61,7 +61,7 @@ def check_target(tensor: ShardedTensor) -> None:
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
     """Whether two elements may lie at one place: a stride is shorter than all smaller ones reach."""
-    if data.numel() < 2:
+    if data.is_contiguous():
         return False
     reach = 0
     for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
@@ -72,12 +72,12 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
 
 
 def pieces_of(tensor: torch.Tensor, *, piece_bytes: int) -> Iterator[memoryview]:
-    """Yield the tensor's elements in row-major order as bytes.
+    """Return the tensor's elements in row-major order as bytes.
 
-    A contiguous tensor in host memory is yielded as it lies, without a copy; anything else in copies of at
+    A contiguous tensor in host memory comes as it lies, without a copy; anything else in copies of at
     most piece_bytes (at least one element), each valid until the next is asked for.
     """
-    yield from _pieces(as_bits(tensor), piece_bytes)
+    return _pieces(as_bits(tensor), piece_bytes)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,17 +98,13 @@ def as_elements(buffer: torch.Tensor, width: int) -> torch.Tensor:
 
 def byte_view(bits: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    if bits.dtype == torch.complex128:
-        bits = torch.view_as_real(bits).view(torch.int64)
-    # Not reshape: a contiguous tensor of one element may still have another stride than 1, which view()
-    # refuses.
-    flat = bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
-    return flat.numpy().data
+    # By numpy, to which any strides of one element are contiguous: view() of torch would refuse them.
+    return bits.numpy().reshape(-1).view(np.uint8).data
 
 
 def run_in(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
     """Return the memory that a contiguous copy fills, or None where it has to go through a buffer."""
-    if not copy.is_run or bits.device.type != "cpu":
+    if not copy.is_run or not bits.is_cpu:
         return None
     return byte_view(_strided(bits, (copy.numel,), (1,), copy.target))
 
@@ -130,7 +126,7 @@ def copy_bytes(
     data holds the bytes of elements of dtype `element`, from byte `begins` of the stored chunk on.
     """
     width = element.itemsize
-    if target.device.type != "cpu" or target.dtype != element:
+    if not target.is_cpu or target.dtype != element:
         aligned = data if _address_of(data) % width == 0 else memoryview(bytearray(data))
         copy_block(torch.frombuffer(aligned, dtype=element), begins // width, target, copy)
         return
@@ -152,7 +148,7 @@ def _strided(bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
 def _pieces(bits: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
     if not bits.numel():
         return
-    if bits.device.type == "cpu" and bits.is_contiguous():
+    if bits.is_cpu and bits.is_contiguous():
         yield byte_view(bits)
     elif bits.ndim == 0 or bits.numel() * bits.element_size() <= piece_bytes:
         yield byte_view(bits.cpu().contiguous())

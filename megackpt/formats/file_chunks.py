@@ -14,7 +14,7 @@ from megackpt.errors import IntegrityError
 from megackpt.formats.strategy import Part
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
-from megackpt.storage import Store, block_digests, lend
+from megackpt.storage import Store, digests_of_each, lend
 
 
 class FileChunks:
@@ -57,14 +57,14 @@ class FileChunks:
         """Read, and compare with the digests of the blocks that out covers."""
         name = self.stored.files[int(self.stored.file[row])]
         self._store.read_into(name, int(self.stored.offset_bytes[row]) + start, out)
-        if verify and self.stored.digests is not None:
-            self._verify(row, start, out)
+        if verify:
+            self._verify([Part(row, start, start + out.nbytes)], [out])
 
     @contextlib.contextmanager
     def lend(self, parts: Sequence[Part], *, verify: bool) -> Iterator[list[memoryview]]:
         """Read from the first part to the last one at once, and check each."""
-        offset = self.stored.offset_bytes
-        begins = [int(offset[part.row]) + part.start for part in parts]
+        offset = self.stored.offset_bytes[[part.row for part in parts]].tolist()
+        begins = [at + part.start for at, part in zip(offset, parts, strict=True)]
         first = min(begins)
         last = max(b + p.stop - p.start for b, p in zip(begins, parts, strict=True))
         name = self.stored.files[int(self.stored.file[parts[0].row])]
@@ -72,21 +72,27 @@ class FileChunks:
             lent = [
                 data[b - first : b - first + p.stop - p.start] for b, p in zip(begins, parts, strict=True)
             ]
-            if verify and self.stored.digests is not None:
-                for part, view in zip(parts, lent, strict=True):
-                    self._verify(part.row, part.start, view)
+            if verify:
+                self._verify(parts, lent)
             yield lent
 
-    def _verify(self, row: int, start: int, data: memoryview) -> None:
+    def _verify(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
+        """Compare what was read of each part with the digests of its blocks."""
         stored = self.stored
-        assert stored.digests is not None
-        first = start // DIGEST_BLOCK_BYTES
-        found = block_digests(data, DIGEST_BLOCK_BYTES)
-        begin = int(stored.digest_start[row]) + first
-        wrong = np.flatnonzero(found != stored.digests[begin : begin + len(found)])
+        if stored.digests is None:
+            return
+        found = digests_of_each(data, DIGEST_BLOCK_BYTES)
+        blocks = np.array([-(-view.nbytes // DIGEST_BLOCK_BYTES) for view in data])
+        first = np.array([part.start // DIGEST_BLOCK_BYTES for part in parts])
+        begin = stored.digest_start[[part.row for part in parts]] + first
+        ends = np.cumsum(blocks)
+        wrong = np.flatnonzero(
+            found != stored.digests[np.repeat(begin - ends + blocks, blocks) + np.arange(len(found))]
+        )
         if not wrong.size:
             return
-        block = first + int(wrong[0])
+        at = int(np.searchsorted(ends, wrong[0], side="right"))
+        row, block = parts[at].row, int(first[at] + wrong[0] - ends[at] + blocks[at])
         key = stored.table.arrays[int(stored.table.array[row])].key
         low = int(stored.offset_bytes[row]) + block * DIGEST_BLOCK_BYTES
         high = min(low + DIGEST_BLOCK_BYTES, int(stored.offset_bytes[row] + stored.table.nbytes[row]))

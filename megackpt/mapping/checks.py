@@ -1,6 +1,8 @@
 """Checks that the entities share: whether the fields of one declaration contradict each other.
 
-Owns the wording of those errors. What several ranks declare together is for `validation` to prove.
+Owns the wording of those errors. What several ranks declare together is for `validation` to prove. Every
+entity of a state is checked at every save and load, so loops stand where `any` and `all` would build a
+generator for two or three numbers.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ def check_key(key: object, kind: str) -> None:
 def check_replica_id(key: str, replica_id: ReplicaId) -> None:
     """Check that the replica id is an int or a tuple of ints: anything else is never the main one."""
     parts = replica_id if isinstance(replica_id, (tuple, list)) else (replica_id,)
-    if not all(isinstance(r, int) for r in parts):
-        raise refusal(key, f"replica_id {replica_id!r} must be an int or a tuple of ints.")
+    for part in parts:
+        if not isinstance(part, int):
+            raise refusal(key, f"replica_id {replica_id!r} must be an int or a tuple of ints.")
 
 
 def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
@@ -43,7 +46,7 @@ def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
         extents = tuple(map(index, values))
     except TypeError:
         raise refusal(key, f"{field} {values!r} must be a sequence of ints.") from None
-    if any(n < 0 for n in extents):
+    if extents and min(extents) < 0:
         raise refusal(key, f"{field} {extents} must not be negative.")
     return extents
 
@@ -72,12 +75,13 @@ def check_box(
             f"local_shape {local_shape} plus prepend_axis_num {prepended} makes {len(block)} axes, but "
             f"global_shape {global_shape} has {len(global_shape)}.",
         )
-    if any(o + n > whole for o, n, whole in zip(global_offset, block, global_shape, strict=True)):
-        raise refusal(
-            key,
-            f"the block at global_offset {global_offset} of shape {block} does not lie inside the global "
-            f"shape {global_shape}.",
-        )
+    for offset, extent, whole in zip(global_offset, block, global_shape, strict=True):
+        if offset + extent > whole:
+            raise refusal(
+                key,
+                f"the block at global_offset {global_offset} of shape {block} does not lie inside the global "
+                f"shape {global_shape}.",
+            )
 
 
 def check_grid(

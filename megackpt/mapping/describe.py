@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -52,6 +53,7 @@ def describe(
     )
 
 
+@cache
 def dtype_name(dtype: object) -> str:
     """Name of a torch dtype without its module: `bfloat16`."""
     return str(dtype).removeprefix("torch.")

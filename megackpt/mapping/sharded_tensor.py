@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import is_
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
+    _checked: tuple[object, ...] = field(default=(object(),), init=False, repr=False)  # when it was made
 
     def __post_init__(self) -> None:
         self.local_shape = as_extents(self.key, "local_shape", self.local_shape)
@@ -75,6 +77,7 @@ class ShardedTensor(ShardedBase):
             fragments = self.axis_fragmentations
             self.axis_fragmentations = as_extents(self.key, "axis_fragmentations", fragments)
         self.validate_metadata_integrity()
+        self._checked = self._place()
 
     @classmethod
     def from_rank_offsets(
@@ -282,7 +285,34 @@ class ShardedTensor(ShardedBase):
 
     def without_data(self) -> ShardedTensor:
         """Return the same declaration with `data=None`."""
-        return replace(self, data=None)
+        return self.holding(None)
+
+    def holding(self, data: torch.Tensor | None) -> ShardedTensor:
+        """Return the same declaration of other data, checked like a new one.
+
+        Fields that nobody has changed since they were checked are not checked again: at every save and load
+        of a large model this is most of the work.
+
+        Raises:
+            DeclarationError: the fields contradict each other, or the data.
+        """
+        # By identity: what is equal may be of another type, and the fields are of types without change.
+        if not all(map(is_, self._place(), self._checked)):
+            return replace(self, data=data)
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__, data=data)
+        if data is not None:
+            check_data(self.key, data, self.dtype, self.local_shape, self.flattened_range)
+        return copy
+
+    def _place(self) -> tuple[object, ...]:
+        """All fields but data."""
+        replica = tuple(self.replica_id) if isinstance(self.replica_id, list) else self.replica_id
+        return (
+            self.key, self.dtype, self.local_shape, self.global_shape, self.global_offset,
+            self.axis_fragmentations, replica, self.prepend_axis_num, self.allow_shape_mismatch,
+            self.flattened_range,
+        )  # fmt: skip
 
     def init_data(
         self, device: torch.device | str = "cpu", init_fn: Callable[..., torch.Tensor] = torch.empty

@@ -52,15 +52,20 @@ def map_leaves(
     """
     if not isinstance(tree, (dict, list)):
         return fn(path, tree)
-    children = _children(tree)
-    mapped = {}
+    children, append = _children(tree), step or join
+    mapped, is_same = {}, True
     for key, child in children.items():
-        value = map_leaves(fn, child, (step or join)(path, key), step=step)
+        inner = append(path, key)
+        if isinstance(child, (dict, list)):
+            value = map_leaves(fn, child, inner, step=step)
+        else:
+            value = fn(inner, child)
+        is_same = is_same and value is child
         if value is not ABSENT:
             mapped[key] = value
     if children and not mapped:
         return ABSENT
-    if len(mapped) == len(children) and all(mapped[key] is child for key, child in children.items()):
+    if is_same:
         return tree
     if isinstance(tree, list) and len(mapped) == len(tree):
         return list(mapped.values())

@@ -7,7 +7,6 @@ from megackpt.metadata.chunk_table import (
     decode_arrays,
     itemsizes,
     pad_shapes,
-    place_bases,
 )
 from megackpt.metadata.columns import (
     Column,
@@ -28,6 +27,7 @@ from megackpt.metadata.holdings import (
     lists_of,
     merge_lists,
 )
+from megackpt.metadata.row_numbers import place_bases
 from megackpt.metadata.stored import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
 __all__ = [

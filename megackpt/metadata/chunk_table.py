@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from megackpt.errors import FormatError
 from megackpt.geometry import Ints
 from megackpt.metadata.columns import Column, column, pack_strings, unpack_strings
 from megackpt.metadata.dtypes import DTYPES, OBJECT
+from megackpt.metadata.row_numbers import row_numbers
 
 Rows = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 
@@ -91,20 +92,18 @@ class ChunkTable:
 
         One integer a row is sorted and compared many times faster than `1 + dims` columns.
         """
-        return _row_numbers(self.array, self.start, self.padded_global_shape() + 1)
+        return row_numbers(self.array, self.start, self.padded_global_shape() + 1)
 
     def extents(self) -> Ints:
         """Numbers that sort the rows as `(array, shape)` does, equal where these are, `[n]`."""
-        return _row_numbers(self.array, self.shape, self.padded_global_shape() + 1)
+        return row_numbers(self.array, self.shape, self.padded_global_shape() + 1)
 
     def describe(self, row: int) -> str:
         """One chunk as a person writes it: `[0:4, 2:6]`, with `flat a:b` where it is a range of the box."""
         spec = self.arrays[int(self.array[row])]
         dims = len(spec.global_shape)
         start, shape = self.start[row, :dims].tolist(), self.shape[row, :dims].tolist()
-        text = "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(start, shape, strict=True)) + "]"
-        flat = (int(self.flat_start[row]), int(self.flat_stop[row]))
-        return text if flat == (0, math.prod(shape)) else f"{text} flat {flat[0]}:{flat[1]}"
+        return region_text(start, shape, int(self.flat_start[row]), int(self.flat_stop[row]))
 
     def padded_global_shape(self) -> Ints:
         """Global shapes of `arrays`, `[len(arrays), dims]`, padded like the rows."""
@@ -254,49 +253,22 @@ def itemsizes(arrays: Sequence[ArraySpec]) -> Ints:
 def pad_shapes(shapes: Sequence[Sequence[int]], dims: int, *, fill: int) -> Ints:
     """Stack shapes of different lengths into `[len(shapes), dims]`, filled up behind."""
     padded = np.full((len(shapes), dims), fill, np.int64)
-    for row, shape in enumerate(shapes):
-        padded[row, : len(shape)] = shape
+    ndim = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    padded[np.arange(dims) < ndim[:, None]] = np.fromiter(chain.from_iterable(shapes), np.int64)
     return padded
 
 
-def place_bases(extent: Ints) -> tuple[Ints, int]:
-    """Return what makes one number of `(array, position)`: where arrays begin, and a bound of positions.
+def region_text(start: Sequence[int], shape: Sequence[int], flat_start: int, flat_stop: int) -> str:
+    """Write one chunk as `ChunkTable.describe` does, given its numbers without padding.
 
-    For `0 <= position <= extent[array]`, `bases[array] + min(position, bound)` sorts as they do; positions
-    beyond the bound, for which arrays must be many and absurdly long, are equal. extent and bases are
-    `[arrays]`.
+    >>> region_text([0, 2], [4, 3], 0, 12), region_text([0, 2], [4, 3], 1, 5)
+    ('[0:4, 2:5]', '[0:4, 2:5] flat 1:5')
     """
-    bound = 2**62 // (len(extent) + 1) - 2
-    room = np.minimum(extent, bound) + 2
-    bases: Ints = np.cumsum(room) - room
-    return bases, bound
+    text = "[" + ", ".join([f"{a}:{a + n}" for a, n in zip(start, shape, strict=True)]) + "]"
+    is_whole_box = (flat_start, flat_stop) == (0, math.prod(shape))
+    return text if is_whole_box else f"{text} flat {flat_start}:{flat_stop}"
 
 
 def widen(values: Ints, dims: int, *, fill: int) -> Ints:
     """Pad the rows of `[n, d]` behind to `[n, dims]`."""
     return np.pad(values, ((0, 0), (0, dims - values.shape[1])), constant_values=fill)
-
-
-def _row_numbers(array: Ints, values: Ints, radix: Ints) -> Ints:
-    """Number rows `(array, *values)` in lexicographic order; `0 <= values < radix[array]`."""
-    sizes = [math.prod(row) for row in radix.tolist()]  # Python's integers: no overflow goes unseen
-    if sum(sizes) > np.iinfo(np.int64).max:
-        return _dense_row_numbers(array, values)
-    behind = np.cumprod(np.column_stack((radix[:, 1:], np.ones(len(radix), np.int64)))[:, ::-1], axis=1)[
-        :, ::-1
-    ]
-    ends = np.cumsum(np.array(sizes, np.int64))
-    numbers: Ints = (ends - sizes)[array] if len(ends) else np.zeros(0, np.int64)
-    for d in range(values.shape[1]):
-        numbers += values[:, d] * behind[array, d]
-    return numbers
-
-
-def _dense_row_numbers(array: Ints, values: Ints) -> Ints:
-    """The same by sorting, where positions in the arrays do not fit into 64 bits."""
-    order = np.lexsort((*values.T[::-1], array))
-    differs = np.ones(len(array), np.int64)
-    differs[1:] = (np.diff(array[order]) != 0) | (np.diff(values[order], axis=0) != 0).any(axis=1)
-    numbers = np.empty(len(array), np.int64)
-    numbers[order] = np.cumsum(differs)
-    return numbers

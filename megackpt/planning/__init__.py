@@ -1,10 +1,11 @@
 """Plans: declarations in, who writes or reads what out. Pure, over columns."""
 
 from megackpt.planning.assign import assign_writers
+from megackpt.planning.blocks import BlockCopy, Blocks
 from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
 from megackpt.planning.own_rows import pack_rows, unpack_rows
-from megackpt.planning.read_plan import BlockCopy, Read, block_copy, group_reads, needed_ranges, plan_reads
+from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
     CopyPlan,
     SavePlan,
@@ -20,13 +21,13 @@ from megackpt.planning.save_plan import (
 
 __all__ = [
     "BlockCopy",
+    "Blocks",
     "Copies",
     "CopyPlan",
     "ExchangePlan",
-    "Read",
+    "Reads",
     "SavePlan",
     "assign_writers",
-    "block_copy",
     "first_of_equal_chunks",
     "group_reads",
     "needed_ranges",

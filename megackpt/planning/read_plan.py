@@ -6,8 +6,7 @@ copied is checked. Copies that reach far are cut first, at block ends where both
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
+from megackpt.planning.blocks import BlockCopy, Blocks
 from megackpt.planning.load_plan import Copies
 
 READ_BYTES = 15 * DIGEST_BLOCK_BYTES
@@ -30,173 +30,141 @@ GRAIN_BYTES = 64 * 1024
 """Where a format can read any byte: gaps that are shorter are read with what lies around them."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One strided block; numbers in elements, dims of extent 1 left out and contiguous ones joined.
+@dataclass(frozen=True, slots=True, eq=False)
+class Reads:
+    """Ranges of stored chunks, sorted by place, and what is copied out of each; one row a read.
 
     Attributes:
-        slot: the requester's entity.
-        shape: extents.
-        source: first element in the stored chunk.
-        source_stride: strides there.
-        target: first element in the memory of the entity's tensor.
-        target_stride: strides there.
+        stored: row of the chunk, `[n]`.
+        start: first byte in the chunk, a multiple of the block, `[n]`.
+        stop: one past the last; such a multiple too, or the chunk's end, `[n]`.
+        first: its first block; the last one is before the first of the next read, `[n + 1]`.
+        blocks: what is copied, sources counted from the chunk's first element.
     """
 
-    slot: int
-    shape: tuple[int, ...]
-    source: int
-    source_stride: tuple[int, ...]
-    target: int
-    target_stride: tuple[int, ...]
+    stored: Ints
+    start: Ints
+    stop: Ints
+    first: Ints
+    blocks: Blocks
 
-    @property
-    def source_stop(self) -> int:
-        """One past the last element it touches in the stored chunk."""
-        return self.source + sum((n - 1) * s for n, s in zip(self.shape, self.source_stride, strict=True)) + 1
+    def __len__(self) -> int:
+        return len(self.stored)
 
-    @property
-    def is_run(self) -> bool:
-        """Whether it is contiguous on both sides."""
-        return len(self.shape) == 0 or (
-            len(self.shape) == 1 and self.source_stride == self.target_stride == (1,)
-        )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    def copies(self, rows: Sequence[int]) -> list[list[BlockCopy]]:
+        """Return what is copied out of each of some reads, which are sorted and near each other."""
+        if not rows:
+            return []
+        first = self.first[rows[0] : rows[-1] + 2].tolist()
+        blocks = self.blocks.copies(first[0], first[-1])
+        ends = [at - first[0] for at in first]
+        return [blocks[ends[i] : ends[i + 1]] for i in (row - rows[0] for row in rows)]
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A range of one stored chunk and what is copied out of it.
-
-    Attributes:
-        stored: row of the chunk.
-        start: first byte in the chunk; a multiple of the block.
-        stop: one past the last; such a multiple too, or the chunk's end.
-        copies: what to copy, sources counted from the chunk's first element.
-    """
-
-    stored: int
-    start: int
-    stop: int
-    copies: tuple[BlockCopy, ...]
-
-
-def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: int) -> list[Read]:
+def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: int) -> Reads:
     """Group copies into reads, sorted by place.
 
     table holds the stored chunks and place one number for each, in whose order they are best read. A read
-    begins and ends at multiples of block_bytes in its chunk, or at the chunk's end.
+    begins and ends at multiples of block_bytes in its chunk, or at the chunk's end; it has at most
+    READ_BYTES.
     """
     itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
-    order = np.lexsort((copies.source_first, place[copies.stored]))
-    reads: list[Read] = []
-    for i in order.tolist():
-        row = int(copies.stored[i])
-        width, nbytes = int(itemsize[row]), int(table.nbytes[row])
-        for piece in _bounded(block_copy(copies, i), width, block_bytes):
-            start = piece.source * width // block_bytes * block_bytes
-            stop = min(-(-piece.source_stop * width // block_bytes) * block_bytes, nbytes)
-            last = reads[-1] if reads else None
-            joined = (min(start, last.start), max(stop, last.stop)) if last and last.stored == row else None
-            # Copies of one chunk are sorted by their first elements, but a cut one may reach far beyond the
-            # next.
-            if (
-                last
-                and joined
-                and start < last.stop
-                and last.start < stop
-                and joined[1] - joined[0] <= READ_BYTES
-            ):
-                reads[-1] = Read(row, *joined, (*last.copies, piece))
-            else:
-                reads.append(Read(row, start, stop, (piece,)))
-    return reads
+    blocks = _cut(Blocks.of(copies), itemsize, block_bytes)
+    blocks = blocks.take(np.lexsort((blocks.source, place[blocks.stored])))
+    stored, width = blocks.stored, itemsize[blocks.stored]
+    start = blocks.source * width // block_bytes * block_bytes
+    stop = -(-(blocks.source + blocks.spans()) * width // block_bytes) * block_bytes
+    stop = np.minimum(stop, table.nbytes[stored])
+    first, stops = _overlapping(stored, start, stop)
+    return Reads(stored[first], start[first], stops, np.append(first, len(blocks)), blocks)
 
 
-def group_reads(reads: Sequence[Read], file: Ints, offset_bytes: Ints, *, most: int) -> list[list[Read]]:
-    """Group reads, sorted by place, that lie near each other in one file; a group spans at most `most` bytes.
+def _overlapping(stored: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Join ranges that overlap in one chunk, as far as a read may reach; sorted by chunk and start.
 
-    file and offset_bytes say where each chunk lies, `[n]`.
+    Returns the first row of each group, and where each group ends.
     """
-    groups: list[list[Read]] = []
-    first = end = 0  # of the last group, in its file
-    for read in reads:
-        begin = int(offset_bytes[read.stored]) + read.start
-        stop = begin + read.stop - read.start
-        last = groups[-1][-1] if groups else None
-        is_near = last is not None and file[last.stored] == file[read.stored] and begin - end <= NEAR_BYTES
+    first: list[int] = []
+    stops: list[int] = []
+    chunk = begin = -1
+    for row, (of, low, high) in enumerate(zip(stored.tolist(), start.tolist(), stop.tolist(), strict=True)):
+        if of == chunk and low < stops[-1] and high - begin <= READ_BYTES:
+            stops[-1] = max(stops[-1], high)
+        else:
+            first.append(row)
+            stops.append(high)
+            chunk, begin = of, low
+    return np.array(first, np.int64), np.array(stops, np.int64)
+
+
+def group_reads(reads: Reads, rows: Ints, file: Ints, offset_bytes: Ints, *, most: int) -> list[Ints]:
+    """Group reads that lie near each other in one file; a group spans at most `most` bytes.
+
+    rows are those of the reads in question, sorted by place. file and offset_bytes say where each chunk lies,
+    `[n]`.
+    """
+    if not len(rows):
+        return []
+    of = reads.stored[rows]
+    begins = offset_bytes[of] + reads.start[rows]
+    stops = begins + reads.stop[rows] - reads.start[rows]
+    heads: list[int] = []
+    number = first = end = -1  # the file of the last group, and where in it the group begins and ends
+    places = zip(file[of].tolist(), begins.tolist(), stops.tolist(), strict=True)
+    for i, (name, begin, stop) in enumerate(places):
+        is_near = name == number and begin - end <= NEAR_BYTES
         # Of one chunk, reads may overlap and so go back; a group never begins after its first read.
         if is_near and begin >= first and max(stop, end) - first <= most:
-            groups[-1].append(read)
             end = max(stop, end)
         else:
-            groups.append([read])
-            first, end = begin, stop
-    return groups
+            heads.append(i)
+            number, first, end = name, begin, stop
+    return np.split(rows, heads[1:])
 
 
-def block_copy(copies: Copies, i: int) -> BlockCopy:
-    """Return copy i, dims joined that are contiguous with the next on both sides."""
-    dims: list[tuple[int, int, int]] = []  # (extent, source stride, target stride)
-    rows = zip(
-        copies.shape[i].tolist(),
-        copies.source_stride[i].tolist(),
-        copies.target_stride[i].tolist(),
-        strict=True,
-    )
-    for extent, source, target in rows:
-        if extent == 1:
-            continue
-        if dims and dims[-1][1] == extent * source and dims[-1][2] == extent * target:
-            dims[-1] = (dims[-1][0] * extent, source, target)
-        else:
-            dims.append((extent, source, target))
-    return BlockCopy(
-        int(copies.slot[i]),
-        tuple(d[0] for d in dims),
-        int(copies.source_first[i]),
-        tuple(d[1] for d in dims),
-        int(copies.target_first[i]),
-        tuple(d[2] for d in dims),
-    )
-
-
-def _bounded(copy: BlockCopy, width: int, block_bytes: int) -> Iterator[BlockCopy]:
-    """Cut a copy until what it spans in the file fits into one read and has no far gaps."""
-    span = (copy.source_stop - copy.source) * width
-    if not copy.shape:
-        yield copy
-        return
-    stride = copy.source_stride[0]
-    inner = (span - (copy.shape[0] - 1) * stride * width) if len(copy.shape) > 1 else width
-    far = len(copy.shape) > 1 and stride * width - inner >= FAR_BYTES
+def _cut(blocks: Blocks, itemsize: Ints, block_bytes: int) -> Blocks:
+    """Cut blocks until what each spans in the file fits into one read and has no far gaps."""
     # Both ends are rounded to whole blocks, so a span may grow by nearly two blocks before it is read.
     room = READ_BYTES - 2 * block_bytes
-    if span <= room and not far:
-        yield copy
-        return
-    rows = 1 if far else max(1, room // (stride * width))
-    at = 0
-    while at < copy.shape[0]:
-        stop = at + rows
-        if copy.is_run:  # end at the end of a block, so that no block is read twice
-            per_block = max(1, block_bytes // width)
-            stop = (copy.source + at + rows) // per_block * per_block - copy.source
-        taken = min(stop, copy.shape[0]) - at
-        piece = replace(
-            copy,
-            shape=(taken, *copy.shape[1:]) if taken > 1 else copy.shape[1:],
-            source=copy.source + at * copy.source_stride[0],
-            source_stride=copy.source_stride if taken > 1 else copy.source_stride[1:],
-            target=copy.target + at * copy.target_stride[0],
-            target_stride=copy.target_stride if taken > 1 else copy.target_stride[1:],
-        )
-        yield from _bounded(piece, width, block_bytes)
-        at += taken
+    done: list[Blocks] = []
+    while True:
+        width = itemsize[blocks.stored]
+        pitch = blocks.source_stride[:, 0] * width
+        is_far = (blocks.ndim > 1) & (pitch - blocks.inner_spans() * width >= FAR_BYTES)
+        rows = np.where(is_far, 1, np.maximum(room // np.maximum(pitch, 1), 1))
+        is_run = blocks.are_runs()
+        # A run ends at the end of a block, so that no block is read twice.
+        per_block = np.maximum(block_bytes // width, 1)
+        rows = np.where(is_run, np.maximum(rows // per_block, 1) * per_block, rows)
+        before = np.where(is_run, blocks.source % per_block, 0)
+        is_long = ((blocks.spans() * width > room) | is_far) & (before + blocks.shape[:, 0] > rows)
+        done.append(blocks.take(~is_long))
+        if not is_long.any():
+            return Blocks.concatenate(done)
+        blocks = _rows_of(blocks.take(is_long), rows[is_long], before[is_long])
+
+
+def _rows_of(blocks: Blocks, rows: Ints, before: Ints) -> Blocks:
+    """Cut blocks along their first dim, each into parts of so many rows.
+
+    The first part is shorter by `before`.
+    """
+    extent = blocks.shape[:, 0]
+    counts = -(-(extent + before) // rows)
+    of = np.repeat(np.arange(len(blocks)), counts)
+    edge = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows[of] - before[of]
+    at = np.maximum(edge, 0)
+    taken = np.minimum(edge + rows[of], extent[of]) - at
+    parts = blocks.take(of)
+    parts.shape[:, 0] = taken
+    parts = replace(
+        parts,
+        source=parts.source + at * parts.source_stride[:, 0],
+        target=parts.target + at * parts.target_stride[:, 0],
+    )
+    for column, fill in ((parts.shape, 1), (parts.source_stride, 0), (parts.target_stride, 0)):
+        column[taken == 1] = np.pad(column[taken == 1, 1:], ((0, 0), (0, 1)), constant_values=fill)
+    return replace(parts, ndim=parts.ndim - (taken == 1))
 
 
 def needed_ranges(

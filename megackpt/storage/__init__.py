@@ -4,7 +4,7 @@ The only part of megackpt that reads and writes files. What the bytes mean is up
 """
 
 from megackpt.storage.buffers import COMMON_POOL
-from megackpt.storage.digest import BlockDigester, block_digests, digest_of, digest_of_pieces
+from megackpt.storage.digest import BlockDigester, block_digests, digest_of, digest_of_pieces, digests_of_each
 from megackpt.storage.lending import LENT_BYTES, lend
 from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
@@ -25,6 +25,7 @@ __all__ = [
     "check_name",
     "digest_of",
     "digest_of_pieces",
+    "digests_of_each",
     "is_allowed_name",
     "lend",
     "open_store",

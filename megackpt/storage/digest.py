@@ -10,7 +10,7 @@ Source: the XXH3_64bits and XXH3_128bits functions of the xxHash specification, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,18 @@ def block_digests(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
     >>> [hex(int(digest)) for digest in block_digests(memoryview(b"abcde"), 4)]
     ['0x6497a96f53a89890', '0xe5e72e5e3bec4a78']
     """
-    digester = BlockDigester(block_bytes)
-    digester.update(data)
-    return digester.result()
+    return digests_of_each([data], block_bytes)
+
+
+def digests_of_each(parts: Sequence[memoryview], block_bytes: int) -> npt.NDArray[np.uint64]:
+    """Return the `block_digests` of each of several pieces of data, one behind the other."""
+    views = [memoryview(part).cast("B") for part in parts if part.nbytes]
+    found = [
+        xxhash.xxh3_64_intdigest(view[at : at + block_bytes])
+        for view in views
+        for at in range(0, len(view), block_bytes)
+    ]
+    return np.array(found, np.uint64)
 
 
 def digest_of(data: bytes) -> str:
@@ -45,7 +54,10 @@ def digest_of_pieces(pieces: Iterable[memoryview]) -> str:
 
 
 class BlockDigester:
-    """Like `block_digests`, for bytes that arrive in pieces of any size. Copies nothing. For one thread."""
+    """Like `block_digests`, for bytes that arrive in pieces of any size. Copies nothing. For one thread.
+
+    It may digest several pieces of data one after the other, each with blocks of its own; see `end`.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes <= 0:
@@ -71,6 +83,11 @@ class BlockDigester:
         if whole < len(view):
             self._continue_block(view[whole:])
 
+    def end(self) -> None:
+        """End the block that is open, if one is: the next bytes begin another, as those of other data do."""
+        if self._open_bytes:
+            self._close_block()
+
     def result(self) -> npt.NDArray[np.uint64]:
         """Return the digests of the blocks so far, `[blocks]`, an unfinished one included."""
         unfinished = [self._open.intdigest()] if self._open_bytes else []
@@ -80,6 +97,9 @@ class BlockDigester:
         self._open.update(piece)
         self._open_bytes += len(piece)
         if self._open_bytes == self._block_bytes:
-            self._done.append(self._open.intdigest())
-            self._open.reset()
-            self._open_bytes = 0
+            self._close_block()
+
+    def _close_block(self) -> None:
+        self._done.append(self._open.intdigest())
+        self._open.reset()
+        self._open_bytes = 0

@@ -5,10 +5,9 @@ Owns the wording. Which operations are tried, and what happens after one failed,
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from types import TracebackType
 
 from megackpt.errors import CheckpointError, StorageError
 
@@ -50,19 +49,26 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
     return refused
 
 
-@contextlib.contextmanager
-def refusals(action: str, path: str, *, nbytes: int | None = None) -> Iterator[None]:
+class refusals:  # named as `contextlib.suppress` is; no generator, which would cost as much as a short write
     """Within the block, an OSError becomes a StorageError that says what was tried; our own errors pass.
+
+    It may be entered again and again.
 
     Raises:
         StorageError: the block raised an OSError.
     """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise storage_error(error, action=action, path=path, nbytes=nbytes) from error
+
+    def __init__(self, action: str, path: str, *, nbytes: int | None = None) -> None:
+        self._action, self._path, self._nbytes = action, path, nbytes
+
+    def __enter__(self) -> None:
+        """Enter."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise storage_error(error, action=self._action, path=self._path, nbytes=self._nbytes) from error
 
 
 def _advice_on_space(path: str, nbytes: int | None) -> str:

@@ -42,6 +42,7 @@ class FileWriter:
         self._nbytes = nbytes
         self._path = path
         self._remove = remove
+        self._writing = refusals("write", path, nbytes=nbytes)
         self._written = 0
         self._open = True
         self._sink: Sink = BufferedSink(descriptor)
@@ -67,7 +68,7 @@ class FileWriter:
                 path=self._path,
             )
         if nbytes:
-            with refusals("write", self._path, nbytes=self._nbytes):
+            with self._writing:
                 self._sink.append(np.frombuffer(data, np.uint8))
             self._written += nbytes
 
@@ -82,7 +83,7 @@ class FileWriter:
                     "was removed. Write all of it before closing.",
                     path=self._path,
                 )
-            with refusals("write", self._path, nbytes=self._nbytes):
+            with self._writing:
                 self._sink.finish()
                 os.fsync(self._descriptor)
         except BaseException:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megackpt.errors import FormatError
-from megackpt.planning import BlockCopy, Read, group_reads
+from megackpt.geometry import Ints
+from megackpt.planning import Blocks, Reads, group_reads
 from megackpt.storage import (
     LENT_BYTES,
     FileOptions,
@@ -185,21 +186,27 @@ def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pyt
             assert len(made) <= FileOptions().buffers
 
 
-def _read(stored: int, start: int, stop: int) -> Read:
-    return Read(stored, start, stop, (BlockCopy(0, (), 0, (), 0, ()),))
+def _groups(
+    reads: list[tuple[int, int, int]], file: list[int], offset: list[int], *, most: int
+) -> list[Ints]:
+    """Group reads, given by chunk, start and stop; nothing is copied out of them."""
+    stored, start, stop = np.array(reads).T
+    nothing, row = np.zeros((0, 1), np.int64), np.zeros(0, np.int64)
+    blocks = Blocks(row, row, row, nothing, row, nothing, row, nothing)
+    planned = Reads(stored, start, stop, np.zeros(len(reads) + 1, np.int64), blocks)
+    return group_reads(planned, np.arange(len(reads)), np.array(file), np.array(offset), most=most)
 
 
 def test_reads_near_to_each_other_in_one_file_are_grouped() -> None:
-    file = np.array([0, 0, 0, 1])
-    offset = np.array([4096, 5000, 300_000, 310_000])
-    reads = [_read(0, 0, 904), _read(1, 0, 100), _read(1, 100, 200), _read(2, 0, 9), _read(3, 0, 9)]
-    groups = group_reads(reads, file, offset, most=1 << 20)
-    assert groups == [reads[:3], reads[3:4], reads[4:]]  # 300,000 is far, then another file begins
+    reads = [(0, 0, 904), (1, 0, 100), (1, 100, 200), (2, 0, 9), (3, 0, 9)]
+    groups = _groups(reads, [0, 0, 0, 1], [4096, 5000, 300_000, 310_000], most=1 << 20)
+    # 300,000 is far, then another file begins
+    assert [group.tolist() for group in groups] == [[0, 1, 2], [3], [4]]
+    assert [group.tolist() for group in _groups(reads[:1], [0], [0], most=1 << 20)] == [[0]]
 
 
 def test_a_group_spans_no_more_than_it_may() -> None:
-    reads = [_read(0, start, start + 1000) for start in range(0, 10_000, 1000)]
-    groups = group_reads(reads, np.zeros(1, np.int64), np.array([50]), most=4000)
-    assert [len(group) for group in groups] == [4, 4, 2]
-    back = [_read(0, 5000, 6000), _read(0, 0, 1000)]  # never begins before its first read
-    assert group_reads(back, np.zeros(1, np.int64), np.array([50]), most=1 << 20) == [back[:1], back[1:]]
+    reads = [(0, start, start + 1000) for start in range(0, 10_000, 1000)]
+    assert [len(group) for group in _groups(reads, [0], [50], most=4000)] == [4, 4, 2]
+    back = _groups([(0, 5000, 6000), (0, 0, 1000)], [0], [50], most=1 << 20)
+    assert [group.tolist() for group in back] == [[0], [1]], "a group begins with its first read"

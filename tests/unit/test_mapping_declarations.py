@@ -203,3 +203,32 @@ def test_without_data_keeps_the_declaration() -> None:
     bare = tensor.without_data()
     assert bare.data is None
     assert (bare.global_shape, bare.replica_id, bare.dtype) == ((4, 3), 3, torch.float32)
+
+
+@pytest.mark.parametrize(("change", "text"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_fields_changed_after_an_entity_was_made_are_checked_with_other_data(
+    change: dict[str, Any], text: str
+) -> None:
+    tensor = ShardedTensor(**FIELDS)
+    for name, value in change.items():
+        setattr(tensor, name, value)
+    with pytest.raises(DeclarationError, match=re.escape(text)):
+        tensor.holding(tensor.data)
+
+
+def test_other_data_is_checked_where_no_field_has_changed() -> None:
+    data = torch.zeros(2, 3)
+    tensor = ShardedTensor(**{**FIELDS, "data": data})
+    held = tensor.holding(data)
+    assert (held.data, held.local_shape, held.replica_id) == (data, (2, 3), 0)
+    assert held is not tensor
+    data.resize_(3, 3)
+    with pytest.raises(DeclarationError, match=re.escape("data has shape (3, 3) but local_shape means")):
+        tensor.holding(data)
+
+
+def test_a_replica_id_in_a_list_is_checked_again_since_lists_change() -> None:
+    tensor = ShardedTensor(**{**FIELDS, "replica_id": [0, 1]})
+    tensor.replica_id[1] = "dp"  # type: ignore[index]
+    with pytest.raises(DeclarationError, match="must be an int or a tuple of ints"):
+        tensor.holding(None)

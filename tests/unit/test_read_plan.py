@@ -44,13 +44,13 @@ def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.Data
     reads = plan_reads(placed, stored.table, place=np.arange(len(stored)), block_bytes=DIGEST_BLOCK_BYTES)
     nbytes = int(stored.table.nbytes[0])
     copied = 0
-    for read in reads:
-        assert 0 < read.stop - read.start <= READ_BYTES
-        assert read.start % DIGEST_BLOCK_BYTES == 0
-        assert read.stop % DIGEST_BLOCK_BYTES == 0 or read.stop == nbytes
-        for copy in read.copies:
-            assert read.start <= copy.source * dtype.itemsize
-            assert copy.source_stop * dtype.itemsize <= read.stop
+    for read, (start, stop) in enumerate(zip(reads.start.tolist(), reads.stop.tolist(), strict=True)):
+        assert 0 < stop - start <= READ_BYTES
+        assert start % DIGEST_BLOCK_BYTES == 0
+        assert stop % DIGEST_BLOCK_BYTES == 0 or stop == nbytes
+        for copy in reads.copies([read])[0]:
+            assert start <= copy.source * dtype.itemsize
+            assert copy.source_stop * dtype.itemsize <= stop
             copied += copy.numel
     assert copied == sum(t.data.numel() for t in asked if t.data is not None)
 

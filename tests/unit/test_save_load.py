@@ -383,6 +383,26 @@ def test_a_flipped_bit_is_found_and_named_by_key_file_and_range(tmp_path: Path) 
     load({"b": whole("b", torch.zeros(70_000))}, tmp_path / "c", options=megackpt.LoadOptions(verify=False))
 
 
+@pytest.mark.parametrize(("key", "block"), [("a", 0), ("b", 3), ("b", 4), ("c", 0)])
+def test_damage_is_named_where_several_chunks_are_read_at_once(tmp_path: Path, key: str, block: int) -> None:
+    block_bytes = 256 * 1024
+    nbytes = {"a": 4000, "b": 600 * 512 * 4, "c": 8000}  # b has 5 blocks
+    arrays = {"a": torch.zeros(1000), "b": torch.zeros(600, 512), "c": torch.zeros(2000)}
+    save({k: whole(k, t) for k, t in arrays.items()}, tmp_path / "c")
+    (file,) = (tmp_path / "c" / "data").iterdir()
+    damaged = bytearray(file.read_bytes())
+    start = len(damaged) - sum(n for k, n in nbytes.items() if k >= key)
+    low, high = start + block * block_bytes, start + min((block + 1) * block_bytes, nbytes[key])
+    damaged[low] ^= 1
+    file.write_bytes(damaged)
+    half = ShardedTensor.from_rank_offsets("b", torch.zeros(600, 256), (1, 0, 2))  # rows lie apart in b
+    with pytest.raises(IntegrityError, match=f"'{key}'.* the bytes {low}:{high} of"):
+        load(
+            {"a": whole("a", torch.zeros(1000)), "b": half, "c": whole("c", torch.zeros(2000))},
+            tmp_path / "c",
+        )
+
+
 @pytest.mark.parametrize("kind", ["index", "common"])
 def test_damage_to_small_files_is_found(tmp_path: Path, kind: str) -> None:
     save({"w": whole("w", torch.zeros(2)), "lr": 0.25}, tmp_path / "c")

@@ -73,7 +73,7 @@ def test_bytes_of_ranks_are_those_of_the_real_plans(
         copies = plan_load(requested, stored.table, where="x")
         place = np.arange(len(stored.table))
         reads = plan_reads(copies, stored.table, place=place, block_bytes=DIGEST_BLOCK_BYTES)
-        asked = sum(read.stop - read.start for read in reads)
+        asked = int((reads.stop - reads.start).sum())
         # A block at the border of two reads is read by both; a simulated one counts it once.
         assert outcome.read[rank] <= asked <= 1.02 * outcome.read[rank]
         assert outcome.needed[rank] == copied_nbytes(copies, stored.table)

@@ -7,8 +7,12 @@ under its key alone, so that a checkpoint of one process opens in any safetensor
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from megackpt.metadata import DTYPES, OBJECT, ChunkTable
+from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable
+from megackpt.metadata.chunk_table import region_text
 
 HEADER_ALIGNMENT = 4096
 """Data begins at a multiple of this, so that direct I/O and memory maps find it aligned."""
@@ -22,25 +26,58 @@ def header_of(chunks: ChunkTable) -> bytes:
     """
     entries: dict[str, object] = {"__metadata__": {"format": "megackpt", "version": "1"}}
     position = 0
-    for row in range(len(chunks)):
-        nbytes = int(chunks.nbytes[row])
-        dtype, shape = _stored_as(chunks, row)
-        entries[_unique(_tensor_name(chunks, row), entries)] = {
+    for chunk in _chunks_of(chunks):
+        dtype, shape = chunk.stored_as()
+        entries[_unique(chunk.name(), entries)] = {
             "dtype": dtype,
             "shape": shape,
-            "data_offsets": [position, position + nbytes],
+            "data_offsets": [position, position + chunk.nbytes],
         }
-        position += nbytes
+        position += chunk.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
-def _tensor_name(chunks: ChunkTable, row: int) -> str:
-    spec = chunks.arrays[int(chunks.array[row])]
-    region = chunks.describe(row)
-    whole = "[" + ", ".join(f"0:{n}" for n in spec.global_shape) + "]"
-    return spec.key if region == whole and spec.dtype != OBJECT else f"{spec.key}{region}"
+@dataclass(slots=True)
+class _Chunk:
+    """One row of a table, as Python's numbers; dims without padding."""
+
+    spec: ArraySpec
+    start: list[int]
+    shape: list[int]
+    flat_start: int
+    flat_stop: int
+    nbytes: int
+
+    @property
+    def is_whole_box(self) -> bool:
+        return self.flat_start == 0 and self.flat_stop == math.prod(self.shape)
+
+    def name(self) -> str:
+        """Return the name of its tensor, which a region follows unless it is a whole array."""
+        spec = self.spec
+        is_whole_array = self.is_whole_box and not any(self.start) and tuple(self.shape) == spec.global_shape
+        if is_whole_array and spec.dtype != OBJECT:
+            return spec.key
+        return spec.key + region_text(self.start, self.shape, self.flat_start, self.flat_stop)
+
+    def stored_as(self) -> tuple[str, list[int]]:
+        """Return the dtype and shape of its tensor."""
+        if self.spec.dtype == OBJECT:
+            return "U8", [self.nbytes]
+        itemsize, code = DTYPES[self.spec.dtype]
+        if code == "U8" and itemsize > 1:  # a dtype that safetensors lacks: raw bytes
+            return code, [self.nbytes]
+        return code, self.shape if self.is_whole_box else [self.nbytes // itemsize]
+
+
+def _chunks_of(table: ChunkTable) -> Iterator[_Chunk]:
+    columns = (table.array, table.start, table.shape, table.flat_start, table.flat_stop, table.nbytes)
+    for array, start, shape, *numbers in zip(*(column.tolist() for column in columns), strict=True):
+        spec = table.arrays[array]
+        dims = len(spec.global_shape)
+        yield _Chunk(spec, start[:dims], shape[:dims], *numbers)
 
 
 def _unique(name: str, taken: dict[str, object]) -> str:
@@ -49,16 +86,3 @@ def _unique(name: str, taken: dict[str, object]) -> str:
     while candidate in taken:
         candidate, number = f"{name}#{number}", number + 1
     return candidate
-
-
-def _stored_as(chunks: ChunkTable, row: int) -> tuple[str, list[int]]:
-    spec = chunks.arrays[int(chunks.array[row])]
-    nbytes = int(chunks.nbytes[row])
-    if spec.dtype == OBJECT:
-        return "U8", [nbytes]
-    itemsize, code = DTYPES[spec.dtype]
-    if code == "U8" and itemsize > 1:  # a dtype that safetensors lacks: raw bytes
-        return code, [nbytes]
-    shape = chunks.shape[row, : len(spec.global_shape)].tolist()
-    is_whole_box = chunks.flat_start[row] == 0 and chunks.flat_stop[row] == chunks.shape[row].prod()
-    return code, shape if is_whole_box else [nbytes // itemsize]

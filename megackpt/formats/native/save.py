@@ -64,24 +64,23 @@ class NativeSaveStrategy:
     ) -> bytes:
         """Write one data file and return where its data begins and the digests of its blocks."""
         if not len(rows):
-            return _receipt(0, [])
+            return _receipt(0, np.zeros(0, np.uint64))
         chunks = plan.table.take(rows)
         header = header_of(chunks)
-        digests = []
+        digester = BlockDigester(DIGEST_BLOCK_BYTES)
         with store.open_writer(
             names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
         ) as writer:
             writer.write(memoryview(header))
-            for row in range(len(chunks)):
-                digester = BlockDigester(DIGEST_BLOCK_BYTES)
-                for piece in pieces(int(rows[row])):
+            for row in rows.tolist():
+                for piece in pieces(row):
                     for at in range(0, len(piece), _STEP_BYTES):
                         step = piece[at : at + _STEP_BYTES]
                         digester.update(step)
                         writer.write(step)  # from the processor's cache, where the digest has brought it
-                digests.append(digester.result())
+                digester.end()
         store.sync()
-        return _receipt(len(header), digests)
+        return _receipt(len(header), digester.result())
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Put the ranks' digests and file positions into the chunk table and write it."""
@@ -154,6 +153,5 @@ class NativeSaveStrategy:
         return names.attempt_of(name)
 
 
-def _receipt(data_start: int, digests: list[np.ndarray[Any, np.dtype[np.uint64]]]) -> bytes:
-    every = np.concatenate([np.zeros(0, np.uint64), *digests])
-    return pack_columns({"data_start": np.array([data_start], np.int64), "digests": every})
+def _receipt(data_start: int, digests: np.ndarray[Any, np.dtype[np.uint64]]) -> bytes:
+    return pack_columns({"data_start": np.array([data_start], np.int64), "digests": digests})
