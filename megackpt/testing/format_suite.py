@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -37,10 +37,11 @@ from megackpt.engine.load import open_checkpoint
 from megackpt.engine.manifest import is_committed
 from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
-from megackpt.formats.strategy import MANIFEST, Format, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, Format, Pieces, SaveStrategy
+from megackpt.geometry import Ints
 from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.metadata import DTYPES
-from megackpt.options import Exchange, LoadOptions
+from megackpt.options import Exchange, LoadOptions, SaveOptions
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
@@ -140,6 +141,22 @@ class FormatConformance:
             for got, expected in zip(loaded, declared(target, rank), strict=True):
                 assert _bytes_of(got) == _bytes_of(expected)
         store.close()
+
+    @pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+    def test_pieces_are_not_looked_at_when_they_are_no_longer_valid(
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], piece_bytes: int
+    ) -> None:
+        values = {f"w{i}": torch.rand(20, 30)[:, i:] for i in range(5)}
+        store = new_store()
+        fleeting = cast(SaveStrategy, _Fleeting(strategy))
+        save(
+            {k: whole(k, v) for k, v in values.items()},
+            store,
+            fleeting,
+            options=SaveOptions(piece_bytes=piece_bytes),
+        )
+        loaded = load({k: whole(k, torch.zeros_like(v)) for k, v in values.items()}, store)
+        assert difference(loaded, values) is None
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_dtype_keeps_its_bits(
@@ -392,3 +409,24 @@ def _data(tensor: ShardedTensor) -> torch.Tensor:
 
 def _bytes_of(tensor: ShardedTensor) -> bytes:
     return bytes(byte_view(as_bits(_data(tensor)).contiguous()))
+
+
+class _Fleeting:
+    """A strategy that is given pieces whose memory is overwritten as soon as it may be."""
+
+    def __init__(self, strategy: SaveStrategy) -> None:
+        self._strategy = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def write_chunks(self, store: Store, *, rows: Ints, pieces: Pieces, **given: Any) -> bytes:
+        def fleeting(row: int) -> Iterator[memoryview]:
+            for piece in pieces(row):
+                shown = bytearray(piece)
+                try:
+                    yield memoryview(shown)
+                finally:
+                    shown[:] = bytes(len(shown))
+
+        return self._strategy.write_chunks(store, rows=rows, pieces=fleeting, **given)

@@ -81,7 +81,10 @@ class Assembler:
         number = int(table.array[row])
         codec = self._codec(number)
         array = codec.array
-        elements = gathered(pieces(row), int(table.nbytes[row])).view(codec.dtype)
+        of_row = pieces(
+            row
+        )  # held until all is written: the elements may lie in the memory of its last piece
+        elements = gathered(of_row, int(table.nbytes[row])).view(codec.dtype)
         first = int(self._writing.touches.first_file[number])
         for start, shape, block in _blocks(self._writing.plan, row, elements, len(array.spec.global_shape)):
             stop = [a + n for a, n in zip(start, shape, strict=True)]
@@ -155,7 +158,10 @@ def put_file(store: Store, name: str, data: bytes | memoryview) -> None:
 
 
 def gathered(pieces: Iterator[memoryview], nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a row: as they lie in memory where they come in one piece, else a copy."""
+    """Return the bytes of a row: as they lie in memory where they come in one piece, else a copy.
+
+    Valid as long as pieces is held, and nothing more is taken of it.
+    """
     whole: npt.NDArray[np.uint8] | None = None
     at = 0
     for piece in pieces:
