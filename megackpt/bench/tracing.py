@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
@@ -20,7 +20,7 @@ from unittest import mock
 import megackpt.engine.load as engine_load
 import megackpt.engine.read as engine_read
 import megackpt.formats.file_chunks as file_chunks
-from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy, pieces_in_order
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
 from megackpt.storage import Store, StreamWriter
@@ -202,7 +202,12 @@ class _TracedPieces:
         self._pieces, self._tracer = pieces, tracer
 
     def __call__(self, row: int) -> Iterator[memoryview]:
-        pieces = self._pieces(row)
+        return self._traced(self._pieces(row))
+
+    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+        return map(self._traced, pieces_in_order(self._pieces, rows))
+
+    def _traced(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         while True:
             start = self._tracer.now
             piece = next(pieces, None)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.engine.write import Planned
+from megackpt.formats.strategy import pieces_in_order
 
 
 class Staging:
@@ -41,10 +42,11 @@ class Staging:
             self._memory = np.empty(total, np.uint8)
         memory = self._memory.data
         place: dict[int, memoryview] = {}
-        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+        in_order = pieces_in_order(planned.pieces, rows.tolist())
+        for row, end, of_row in zip(rows.tolist(), ends.tolist(), in_order, strict=True):
             at = end - int(table.nbytes[row])
             place[row] = memory[at:end]
-            for piece in planned.pieces(row):
+            for piece in of_row:
                 self._memory[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
                 at += len(piece)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megackpt.engine.device_copies import pieces_of
 from megackpt.engine.expand import Expanded
-from megackpt.engine.tensor_bytes import pieces_of
 from megackpt.geometry import Box, Ints
 from megackpt.mapping import is_main_replica
 from megackpt.metadata import DIGEST_BLOCK_BYTES, PART_OF_RANKS, REPLICATED, DeclaredChunks, Holdings

@@ -7,7 +7,7 @@ of each row of a plan.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 
 from megackpt.codec import leaf_digests
 from megackpt.engine.copies import digests_of_copies, with_one_main_each
+from megackpt.engine.device_copies import follow, parts_in_buffers, pieces_of, rows_to_host
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.tensor_bytes import check_source, pieces_of
+from megackpt.engine.tensor_bytes import check_source
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.geometry import Ints
@@ -133,17 +134,13 @@ class LocalState:
         slot, tensors = int(plan.slot[row]), self.expanded.tensors
         if slot >= len(tensors):
             return iter([memoryview(self.blobs[slot - len(tensors)])])
-        data = tensors[slot].data
-        assert data is not None
-        return pieces_of(self._part(data, plan, row, slot), piece_bytes=piece_bytes)
+        return pieces_of(self.elements(plan, row), piece_bytes=piece_bytes)
 
-    def _lists(self, declared: DeclaredChunks) -> Lists:
-        expanded = self.expanded
-        return lists_of(declared, replicated=expanded.replicated, part_of_ranks=expanded.part_of_ranks)
-
-    def _part(self, data: torch.Tensor, plan: SavePlan, row: int, slot: int) -> torch.Tensor:
+    def elements(self, plan: SavePlan, row: int) -> torch.Tensor:
         """Return the part of a tensor that a row stands for: a box of it, or a range of a flat one."""
-        part, whole = plan.table, self.declared.table
+        slot, part, whole = int(plan.slot[row]), plan.table, self.declared.table
+        data = self.expanded.tensors[slot].data
+        assert data is not None
         if part.nbytes[row] == whole.nbytes[slot]:
             return data
         if self.expanded.tensors[slot].flattened_range is not None:
@@ -153,6 +150,43 @@ class LocalState:
         start = (part.start[row] - whole.start[slot])[dims - data.ndim : dims].tolist()
         shape = part.shape[row][dims - data.ndim : dims].tolist()
         return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+
+    def _lists(self, declared: DeclaredChunks) -> Lists:
+        expanded = self.expanded
+        return lists_of(declared, replicated=expanded.replicated, part_of_ranks=expanded.part_of_ranks)
+
+
+class RowPieces:
+    """The bytes of the rows of a plan that a rank writes, one by one or in order (see `InOrder`).
+
+    Made by the thread that has computed the tensors; any thread may ask for pieces.
+    """
+
+    def __init__(self, local: LocalState, plan: SavePlan, *, piece_bytes: int) -> None:
+        self._local, self._plan, self._piece_bytes = local, plan, piece_bytes
+        on_cuda = {
+            i: t.data for i, t in enumerate(local.expanded.tensors) if t.data is not None and t.data.is_cuda
+        }
+        follow(on_cuda.values())
+        self._copied = frozenset(on_cuda)
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        """Return the bytes of one row."""
+        return self._local.pieces(self._plan, int(row), piece_bytes=self._piece_bytes)
+
+    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+        """Yield the bytes of each row; copies from devices run ahead, from row to row."""
+        if not self._copied:
+            return map(self, rows)
+        return rows_to_host(
+            rows,
+            is_copied=self._is_copied,
+            parts=lambda row: parts_in_buffers(self._local.elements(self._plan, row), self._piece_bytes),
+            as_they_lie=self,
+        )
+
+    def _is_copied(self, row: int) -> bool:
+        return int(self._plan.slot[row]) in self._copied and self._plan.table.nbytes[row] > 0
 
 
 def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: int) -> LocalState:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in
+from megackpt.engine.device_copies import Uploads
+from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in, source_block, target_block
 from megackpt.engine.workers import do_all
 from megackpt.formats.strategy import Chunks, LiesInFiles, Part
 from megackpt.mapping import ShardedTensor
@@ -44,8 +45,9 @@ def read_tensors(
     targets = [Target.of(t, dtypes) for t in tensors]
     placed = placed_in(copies, tensors, [t.memory for t in targets])
     reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
-    reader = _Reader(chunks, targets, verify=options.verify)
-    do_all(reader.jobs(reads), threads=options.threads, name="megackpt-read")
+    with Uploads([t.memory for t in targets]) as uploads:
+        reader = _Reader(chunks, targets, uploads, verify=options.verify)
+        do_all(reader.jobs(reads), threads=options.threads, name="megackpt-read")
 
 
 def read_chunk(chunks: Chunks, row: int) -> bytes:
@@ -103,9 +105,10 @@ def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[t
 class _Reader:
     """Performs reads, in three ways: straight into a tensor, several at once, or one through a buffer."""
 
-    def __init__(self, chunks: Chunks, targets: Sequence[Target], *, verify: bool) -> None:
+    def __init__(self, chunks: Chunks, targets: Sequence[Target], uploads: Uploads, *, verify: bool) -> None:
         self._chunks = chunks
         self._targets = targets
+        self._uploads = uploads
         self._verify = verify
         table = chunks.table
         self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
@@ -161,4 +164,11 @@ class _Reader:
     def _copy_out(self, copies: Sequence[BlockCopy], data: memoryview, begins: int) -> None:
         for copy in copies:
             target = self._targets[copy.slot]
-            copy_bytes(data, begins, target.element, target.memory, copy)
+            if not target.memory.is_cuda:
+                copy_bytes(data, begins, target.element, target.memory, copy)
+            elif target.is_cast:  # by the host, as for tensors in its memory
+                with self._uploads.beside(target.memory.device):
+                    copy_bytes(data, begins, target.element, target.memory, copy)
+            else:
+                block = source_block(data, begins, target.element.itemsize, copy)
+                self._uploads.copy(block, target_block(target.memory, copy))

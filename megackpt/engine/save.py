@@ -22,7 +22,7 @@ from megackpt.engine.agree_on_plan import (
     plan_alone,
     plan_together,
 )
-from megackpt.engine.local_state import LocalState, SaveRequest, prepare
+from megackpt.engine.local_state import LocalState, RowPieces, SaveRequest, prepare
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.plan_cache import KeptPlan
 from megackpt.engine.write import Planned, write_out
@@ -83,7 +83,7 @@ def plan_state(
     planned = Planned(
         attempt=attempt,
         plan=agreed.plan,
-        pieces=lambda row: local.pieces(agreed.plan, int(row), piece_bytes=options.piece_bytes),
+        pieces=RowPieces(local, agreed.plan, piece_bytes=options.piece_bytes),
         common={"state_dict": local.expanded.common, "content_metadata": request.content_metadata},
         earlier=earlier[0],
         report=agreed.report,

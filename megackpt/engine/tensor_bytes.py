@@ -1,14 +1,17 @@
-"""Tensors as bytes: out in pieces, in as strided blocks.
+"""Tensors as bytes: out in parts, in as strided blocks.
 
-The one place that touches the memory of the user's tensors. Bits are moved, never values: every dtype is
-seen as integers of its size, so that NaN payloads and signed zeros survive.
+Owns how the memory of the user's tensors is seen; `device_copies` copies what is not in host memory. Bits are
+moved, never values: every dtype is seen as integers of its size, so that NaN payloads and signed zeros
+survive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megackpt.errors import DeclarationError
@@ -71,13 +74,28 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
     return False
 
 
-def pieces_of(tensor: torch.Tensor, *, piece_bytes: int) -> Iterator[memoryview]:
-    """Return the tensor's elements in row-major order as bytes.
+def parts_of(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield views that hold the tensor's elements in row-major order, one after the other.
 
-    A contiguous tensor in host memory comes as it lies, without a copy; anything else in copies of at
-    most piece_bytes (at least one element), each valid until the next is asked for.
+    A part has at most piece_bytes (at least one element). Nothing is copied.
     """
-    return _pieces(as_bits(tensor), piece_bytes)
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return
+    width = tensor.element_size()
+    if tensor.ndim == 0 or tensor.numel() * width <= piece_bytes:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), max(1, piece_bytes // width))
+    elif len(tensor) == 1:
+        yield from parts_of(tensor[0], piece_bytes)
+    else:
+        row_bytes = tensor.numel() // len(tensor) * width
+        for rows in torch.split(tensor, max(1, piece_bytes // row_bytes)):
+            if row_bytes <= piece_bytes:
+                yield rows
+            else:
+                yield from parts_of(rows[0], piece_bytes)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +133,7 @@ def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: 
     elements is a 1-D buffer whose first element is element `origin` of the stored chunk.
     """
     block = _strided(elements, copy.shape, copy.source_stride, copy.source - origin)
-    _strided(target, copy.shape, copy.target_stride, copy.target).copy_(block)
+    target_block(target, copy).copy_(block)
 
 
 def copy_bytes(
@@ -131,10 +149,24 @@ def copy_bytes(
         copy_block(torch.frombuffer(aligned, dtype=element), begins // width, target, copy)
         return
     # numpy, since torch would start as many threads for each copy as training has.
+    np.copyto(target_block(target, copy).numpy(), source_block(data, begins, width, copy))
+
+
+def source_block(data: memoryview, begins: int, width: int, copy: BlockCopy) -> npt.NDArray[Any]:
+    """Return the block to copy out of flat bytes; elements are integers of `width` bytes, or complex128.
+
+    data begins at byte `begins` of the stored chunk.
+    """
     strides = [stride * width for stride in copy.source_stride]
-    source = np.ndarray(copy.shape, _NUMPY_OF[width], data, copy.source * width - begins, strides)
-    into = _strided(target, copy.shape, copy.target_stride, copy.target).numpy()
-    np.copyto(into, source)
+    block: npt.NDArray[Any] = np.ndarray(
+        copy.shape, _NUMPY_OF[width], data, copy.source * width - begins, strides
+    )
+    return block
+
+
+def target_block(target: torch.Tensor, copy: BlockCopy) -> torch.Tensor:
+    """Return the block of a tensor that is copied to."""
+    return _strided(target, copy.shape, copy.target_stride, copy.target)
 
 
 def _address_of(data: memoryview) -> int:
@@ -143,21 +175,3 @@ def _address_of(data: memoryview) -> int:
 
 def _strided(bits: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], first: int) -> torch.Tensor:
     return bits.as_strided(shape, stride, bits.storage_offset() + first)
-
-
-def _pieces(bits: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
-    if not bits.numel():
-        return
-    if bits.is_cpu and bits.is_contiguous():
-        yield byte_view(bits)
-    elif bits.ndim == 0 or bits.numel() * bits.element_size() <= piece_bytes:
-        yield byte_view(bits.cpu().contiguous())
-    elif len(bits) == 1:
-        yield from _pieces(bits[0], piece_bytes)
-    else:
-        row_bytes = bits.numel() // len(bits) * bits.element_size()
-        for rows in torch.split(bits, max(1, piece_bytes // row_bytes)):
-            if row_bytes <= piece_bytes:
-                yield byte_view(rows.cpu().contiguous())
-            else:
-                yield from _pieces(rows[0], piece_bytes)

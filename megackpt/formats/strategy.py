@@ -24,7 +24,23 @@ MANIFEST_MAX_BYTES = 16 * 1024 * 1024
 
 Json: TypeAlias = dict[str, Any]  # plain JSON values
 Pieces: TypeAlias = Callable[[int], Iterator[memoryview]]
-"""The bytes of a row of the plan: C-contiguous pieces, in order, each valid until the next is taken."""
+"""The bytes of a row of the plan: C-contiguous pieces, in order.
+
+Each is valid until the next is taken, or the iterator is let go: its memory may then be another's.
+"""
+
+
+@runtime_checkable
+class InOrder(Protocol):
+    """What `Pieces` also have that fetch ahead when they know which rows come next."""
+
+    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+        """Yield the pieces of each row in turn; those of a row are valid until the next row is taken."""
+
+
+def pieces_in_order(pieces: Pieces, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+    """Yield the pieces of each row in turn, fetched ahead where `pieces` can do that."""
+    yield from pieces.in_order(rows) if isinstance(pieces, InOrder) else map(pieces, rows)
 
 
 class Chunks(Protocol):

@@ -20,7 +20,7 @@ from megackpt.formats.index_file import (
 from megackpt.formats.index_writer import write_index
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
-from megackpt.formats.strategy import Json, Pieces
+from megackpt.formats.strategy import Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     DIGEST_BLOCK_BYTES,
@@ -72,8 +72,8 @@ class NativeSaveStrategy:
             names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
         ) as writer:
             writer.write(memoryview(header))
-            for row in rows.tolist():
-                for piece in pieces(row):
+            for of_row in pieces_in_order(pieces, rows.tolist()):
+                for piece in of_row:
                     for at in range(0, len(piece), _STEP_BYTES):
                         step = piece[at : at + _STEP_BYTES]
                         digester.update(step)

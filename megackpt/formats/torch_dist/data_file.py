@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.formats.strategy import Pieces
+from megackpt.formats.strategy import Pieces, pieces_in_order
 from megackpt.formats.torch_dist.item import ALIGNMENT, frame_of, stream
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.metadata import DIGEST_BLOCK_BYTES, OBJECT, ChunkTable, itemsizes
@@ -95,8 +95,9 @@ class DataFile:
         total = int(self.start[-1] + self.length[-1])
         with store.open_writer(name, total) as writer:
             position = 0
-            for row, items in self._rows:
-                rest = _Rest(pieces(row))
+            in_order = pieces_in_order(pieces, [row for row, _ in self._rows])
+            for (_, items), of_row in zip(self._rows, in_order, strict=True):
+                rest = _Rest(of_row)
                 for at in items:
                     for piece in self._item(at, rest, position):
                         writer.write(piece)

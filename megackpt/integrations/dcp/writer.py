@@ -20,7 +20,8 @@ from torch.futures import Future
 
 from megackpt.codec import pack, unpack
 from megackpt.engine import manifest
-from megackpt.engine.tensor_bytes import check_source, pieces_of
+from megackpt.engine.device_copies import pieces_of
+from megackpt.engine.tensor_bytes import check_source
 from megackpt.engine.write import Planned, finish_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
