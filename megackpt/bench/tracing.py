@@ -23,7 +23,7 @@ import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy, pieces_in_order
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
-from megackpt.storage import Store, StreamWriter
+from megackpt.storage import Store, StreamWriter, lend
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "open_checkpoint", "open"),
@@ -132,6 +132,13 @@ class _TracedStore:
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         with self._tracer.span("read"):
             self._store.read_into(name, offset_bytes, out)
+
+    @contextlib.contextmanager
+    def lend(self, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
+        with contextlib.ExitStack() as stack:
+            with self._tracer.span("read"):
+                data = stack.enter_context(lend(self._store, name, offset_bytes, nbytes))
+            yield data
 
     def replace(self, name: str, data: bytes) -> None:
         with self._tracer.span("commit" if name == MANIFEST else "index"):
