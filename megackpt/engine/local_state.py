@@ -21,7 +21,7 @@ from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.tensor_bytes import check_source, pieces_of
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, strides_of
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
@@ -146,13 +146,17 @@ class LocalState:
         part, whole = plan.table, self.declared.table
         if part.nbytes[row] == whole.nbytes[slot]:
             return data
+        # Rows are padded to the widest array of those who declare them, which need not be the same here.
+        axes = len(whole.arrays[int(whole.array[slot])].global_shape)
+        start = part.start[row, :axes] - whole.start[slot, :axes]
+        shape = part.shape[row, :axes]
         if self.expanded.tensors[slot].flattened_range is not None:
-            low = int(part.flat_start[row] - whole.flat_start[slot])
+            # A flat tensor that is all of its box was declared, and so cut, as a box.
+            before = int((start * strides_of(whole.shape[[slot], :axes])[0]).sum())
+            low = before + int(part.flat_start[row] - whole.flat_start[slot])
             return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
-        dims = len(whole.arrays[int(whole.array[slot])].global_shape)
-        start = (part.start[row] - whole.start[slot])[dims - data.ndim : dims].tolist()
-        shape = part.shape[row][dims - data.ndim : dims].tolist()
-        return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
+        return data[tuple(slice(a, a + n) for a, n in own)]
 
 
 def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: int) -> LocalState:
