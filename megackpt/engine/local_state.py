@@ -70,6 +70,8 @@ class LocalState:
         blobs: its objects, encoded; empty where another rank writes them.
         declared: its declarations; slots count tensors, then objects.
         spread_label: see `SaveRequest`.
+        rank: number of this rank.
+        ranks: how many there are.
     """
 
     request: SaveRequest
@@ -78,6 +80,8 @@ class LocalState:
     blobs: tuple[bytes, ...]
     declared: DeclaredChunks
     spread_label: int
+    rank: int
+    ranks: int
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must be given alike, by the names that a user knows."""
@@ -108,14 +112,15 @@ class LocalState:
     def structure(self) -> str:
         """Digest of everything that this rank adds to a plan but the sizes of its objects.
 
-        And of whether it keeps its own rows of the plan, or all.
+        And of which of how many ranks it is, and whether it keeps its own rows of the plan, or all.
         """
         table = self.declared.table
         nbytes = table.nbytes.copy()
         nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
         lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
         keeps_all = not takes_own_rows(self.strategy)
-        besides = json.dumps([self.request.spread, self.spread_label, len(lists.alone), keeps_all]).encode()
+        who = [self.rank, self.ranks, self.request.spread, self.spread_label]
+        besides = json.dumps([*who, len(lists.alone), keeps_all]).encode()
         return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
 
     def alone(self) -> DeclaredChunks:
@@ -183,7 +188,8 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
         for o in expanded.objects
     ]
     declared = describe(expanded.entities, rank=rank, object_nbytes=[len(b) for b in blobs])
-    return LocalState(request, strategy, expanded, tuple(blobs), declared, request.spread_label())
+    label = request.spread_label()
+    return LocalState(request, strategy, expanded, tuple(blobs), declared, label, rank, ranks)
 
 
 def leaves(value: Any) -> bytes:
