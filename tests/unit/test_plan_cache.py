@@ -191,28 +191,22 @@ def test_an_assumed_structure_that_differs_in_anything_is_refused(other: dict[st
 def test_a_plan_of_other_ranks_is_not_taken() -> None:
     plans, stores = [PlanCache() for _ in range(RANKS)], [MemoryStore(), MemoryStore(), MemoryStore()]
 
-    def held(number: int) -> dict[str, ShardedTensor]:
-        return {
-            key: ShardedTensor.from_rank_offsets(key, torch.full((5,), number), replica_id=1)
-            for key in "abcd"
-        }
+    def held(number: int, replica: int = 0) -> dict[str, ShardedTensor]:
+        values = {key: torch.full((5,), number) for key in "abcd"}
+        return {k: ShardedTensor.from_rank_offsets(k, v, replica_id=replica) for k, v in values.items()}
 
     def run(group: SimulatedRank) -> None:
-        mine = plans[group.rank]
         for number, ranks in enumerate([(0, 1, 2, 3), (1, 2), (2, 1)]):
             if group.rank in ranks:
                 part = group.subgroup(ranks) if number else group
-                state = held(number)
-                if group.rank == 1:  # the same one in every group
-                    state = {key: t.retarget(key=key, data=t.data, replica_id=0) for key, t in state.items()}
-                save(state, stores[number], group=part, plans=mine)
+                state = held(number, int(group.rank != 1))  # the main one is the same in every group
+                save(state, stores[number], group=part, plans=plans[group.rank])
 
     SimulatedWorld(RANKS).run(run)
     assert {cache.hits for cache in plans} == {0}
     for number, store in enumerate(stores):
-        wanted = held(99)
-        load(wanted, store)
-        assert all(torch.equal(t.data, torch.full((5,), number)) for t in wanted.values())
+        loaded = load(held(99), store)
+        assert all(torch.equal(value, torch.full((5,), number)) for value in loaded.values())
 
 
 def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
