@@ -21,10 +21,11 @@ from megackpt.comm.group import (
     error_class,
     moves_bulk,
     named_step,
+    raise_lost,
     run_step,
     settle,
 )
-from megackpt.errors import CheckpointError
+from megackpt.errors import CheckpointError, RankFailedError
 
 MOST_NUMBERS = 28
 """A meeting compares no more numbers than this, so that all its messages are equally long."""
@@ -87,7 +88,10 @@ def compare(
         columns = zip(*(struct.unpack(f"<{len(sent)}q", p) for p in everyone), strict=True)
         found = [max(column) for column in columns]
     else:
-        found = group.maximum(sent, step=named_step(doing))
+        try:
+            found = group.maximum(sent, step=named_step(doing))
+        except RankFailedError as lost:
+            raise_lost(lost, error)
         if found[0] or found[1] != -found[2 + alike]:  # every rank sees it, so they can tell each other more
             settle(group, b"", error, doing=doing)
     high, low = found[2 : 2 + alike], found[3 + alike : 3 + 2 * alike]
@@ -123,7 +127,10 @@ def given_by_root(group: Group, step: Callable[[], Sequence[bytes]], *, doing: s
             raise error
         told = [b"\x00" + part for part in made or []]
         parts = told if error is None else [b"\x01" + encode_error(error)] * group.size
-    answer = _scattered(group, parts, doing)
+    try:
+        answer = _scattered(group, parts, doing)
+    except RankFailedError as lost:
+        raise_lost(lost, error)
     if answer[:1] == b"\x00":
         return answer[1:]
     if isinstance(error, CheckpointError):

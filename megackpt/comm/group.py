@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import NoReturn, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from megackpt import errors
 from megackpt.errors import CheckpointError, RankFailedError
@@ -126,15 +126,20 @@ def settle(group: Group, result: bytes, error: Exception | None, *, doing: str) 
     try:
         answers = group.all_gather(step + told)
     except RankFailedError as lost:
-        if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
-            raise error from lost
-        raise lost from error
+        raise_lost(lost, error)
     check_one_step(answers, step)
     at = len(step)
     failures = {rank: a[at + 1 :] for rank, a in enumerate(answers) if a[at : at + 1] != b"\x00"}
     if failures:
         raise common_error(failures, doing) from error
     return [answer[at + 1 :] for answer in answers]
+
+
+def raise_lost(lost: RankFailedError, error: Exception | None) -> NoReturn:
+    """Raise that ranks do not answer, or what a step that failed here has noticed of that before."""
+    if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
+        raise error from lost
+    raise lost from error
 
 
 def named_step(doing: str) -> bytes:

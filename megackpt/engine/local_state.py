@@ -22,7 +22,7 @@ from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.tensor_bytes import check_source
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, strides_of
 from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
@@ -71,6 +71,8 @@ class LocalState:
         blobs: its objects, encoded; empty where another rank writes them.
         declared: its declarations; slots count tensors, then objects.
         spread_label: see `SaveRequest`.
+        rank: number of this rank.
+        ranks: how many there are.
     """
 
     request: SaveRequest
@@ -79,6 +81,8 @@ class LocalState:
     blobs: tuple[bytes, ...]
     declared: DeclaredChunks
     spread_label: int
+    rank: int
+    ranks: int
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must be given alike, by the names that a user knows."""
@@ -109,14 +113,15 @@ class LocalState:
     def structure(self) -> str:
         """Digest of everything that this rank adds to a plan but the sizes of its objects.
 
-        And of whether it keeps its own rows of the plan, or all.
+        And of which of how many ranks it is, and whether it keeps its own rows of the plan, or all.
         """
         table = self.declared.table
         nbytes = table.nbytes.copy()
         nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
         lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
         keeps_all = not takes_own_rows(self.strategy)
-        besides = json.dumps([self.request.spread, self.spread_label, len(lists.alone), keeps_all]).encode()
+        who = [self.rank, self.ranks, self.request.spread, self.spread_label]
+        besides = json.dumps([*who, len(lists.alone), keeps_all]).encode()
         return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
 
     def alone(self) -> DeclaredChunks:
@@ -143,13 +148,17 @@ class LocalState:
         assert data is not None
         if part.nbytes[row] == whole.nbytes[slot]:
             return data
+        # Rows are padded to the widest array of those who declare them, which need not be the same here.
+        axes = len(whole.arrays[int(whole.array[slot])].global_shape)
+        start = part.start[row, :axes] - whole.start[slot, :axes]
+        shape = part.shape[row, :axes]
         if self.expanded.tensors[slot].flattened_range is not None:
-            low = int(part.flat_start[row] - whole.flat_start[slot])
+            # A flat tensor that is all of its box was declared, and so cut, as a box.
+            before = int((start * strides_of(whole.shape[[slot], :axes])[0]).sum())
+            low = before + int(part.flat_start[row] - whole.flat_start[slot])
             return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
-        dims = len(whole.arrays[int(whole.array[slot])].global_shape)
-        start = (part.start[row] - whole.start[slot])[dims - data.ndim : dims].tolist()
-        shape = part.shape[row][dims - data.ndim : dims].tolist()
-        return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
+        return data[tuple(slice(a, a + n) for a, n in own)]
 
     def _lists(self, declared: DeclaredChunks) -> Lists:
         expanded = self.expanded
@@ -213,7 +222,8 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
         for o in expanded.objects
     ]
     declared = describe(expanded.entities, rank=rank, object_nbytes=[len(b) for b in blobs])
-    return LocalState(request, strategy, expanded, tuple(blobs), declared, request.spread_label())
+    label = request.spread_label()
+    return LocalState(request, strategy, expanded, tuple(blobs), declared, label, rank, ranks)
 
 
 def leaves(value: Any) -> bytes:

@@ -19,7 +19,7 @@ class KeptPlan:
 
     Attributes:
         plan: its own rows, or those of all ranks where the format needs them.
-        declared: digest of what it had declared.
+        declared: digest of what it had declared, as which rank of how many.
         whole: the rows of all ranks; on rank 0, None elsewhere.
     """
 
@@ -35,7 +35,8 @@ class PlanCache:
     its own rows of each plan; ranks use a plan only if all of them have it.
 
     Attributes:
-        capacity: how many plans are kept; the one that was not used for longest goes first.
+        capacity: how many plans are kept; the one that was not used for longest goes first. No more than the
+            8 that were used last are looked at.
         hits: how many saves have found their plan here.
     """
 

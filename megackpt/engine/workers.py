@@ -16,7 +16,7 @@ def do_all(jobs: Iterable[Job], *, threads: int, name: str) -> None:
 
     Raises:
         Exception: what a job has raised; of several that failed the first in the order of jobs. Jobs that had
-            not begun by then are left out.
+            not begun by then are left out. No job is under way any more.
     """
     # One iterator for all: a queue of futures wakes a thread for each job, which costs more than a short one.
     numbered = list(enumerate(jobs))
@@ -32,12 +32,16 @@ def do_all(jobs: Iterable[Job], *, threads: int, name: str) -> None:
             except BaseException as error:  # noqa: BLE001 - raised by the calling thread
                 failed.append((number, error))
 
-    others = [
-        threading.Thread(target=work, name=f"{name}-{i}") for i in range(min(threads, len(numbered)) - 1)
-    ]
-    for thread in others:
-        thread.start()
-    work()
+    others: list[threading.Thread] = []
+    try:
+        for i in range(min(threads, len(numbered)) - 1):
+            thread = threading.Thread(target=work, name=f"{name}-{i}")
+            thread.start()
+            others.append(thread)
+        work()
+    except BaseException as error:  # noqa: BLE001 - an interrupt, or no thread to be had; raised below
+        failed.append((-1, error))
+    # None may touch the memory of the jobs after this returns, whatever happened.
     for thread in others:
         thread.join()
     if failed:

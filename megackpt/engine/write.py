@@ -77,27 +77,28 @@ def _write(
         rounds.extend(strategy.rounds(planned.plan, group.rank))
         return b""
 
-    def write(rows: Ints, report: bytes) -> bytes:
+    def write(number: int) -> bytes:
+        if not rounds:  # not known yet; if the strategy refuses, all ranks are to hear of it
+            rounds.extend(strategy.rounds(planned.plan, group.rank))
+        report = b"" if number else planned.report
         receipt = strategy.write_chunks(
             store,
             attempt=planned.attempt,
             rank=group.rank,
             plan=planned.plan,
-            rows=rows,
+            rows=rounds[number],
             pieces=planned.pieces,
         )
         return len(report).to_bytes(8, "little") + report + receipt
 
     if strategy.writes_in_place:
         together(group, begin, doing="clearing the place")
-    else:  # the rows of a rank, which nothing can refuse: no meeting is needed
-        rounds.extend(strategy.rounds(planned.plan, group.rank))
     told: list[list[tuple[bytes, bytes]]] = []
-    for number, rows in enumerate(rounds):
-        step = partial(write, rows, b"" if number else planned.report)
+    while not told or len(told) < len(rounds):
+        step = partial(write, len(told))
         told.append([_split(t) for t in together_at_root(group, step, doing="writing its chunks")])
     receipts = [[receipt for _, receipt in of_rank] for of_rank in zip(*told, strict=True)]
-    return receipts, [report for report, _ in told[0]] if told else []
+    return receipts, [report for report, _ in told[0]]
 
 
 def _split(told: bytes) -> tuple[bytes, bytes]:

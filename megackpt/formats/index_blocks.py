@@ -94,9 +94,10 @@ class RowBlocks:
         start = self._columns["start"][:, 0]
         most = int(np.iinfo(start.dtype).max)
         lowest = np.clip(low[one:last] - self._head.reach[one:last] + 1, 0, most).astype(start.dtype)
-        highest = np.clip(high[one:last], 0, most).astype(start.dtype)
+        # The last that may begin there, as one more need not fit into the dtype.
+        highest = np.clip(high[one:last] - 1, 0, most).astype(start.dtype)
         meets = start >= np.repeat(lowest, counts)
-        meets &= start < np.repeat(highest, counts)
+        meets &= start <= np.repeat(highest, counts)
         if not self._needed.all():
             meets &= np.repeat(self._needed, self._head.block_rows)[: self._count]
         rows = np.flatnonzero(meets)

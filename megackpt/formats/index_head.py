@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError
-from megackpt.formats.index_layout import ROW_COLUMNS, Span, column_in, parse_header, require
+from megackpt.formats.index_layout import ROW_COLUMNS, Span, column_in, damaged, parse_header, require
 from megackpt.formats.strategy import Json
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable, DecodedArrays, decode_arrays, place_bases
@@ -96,7 +96,7 @@ class IndexHead:
         try:
             return tuple(self.file_text[a:b].decode() for a, b in zip(starts, ends, strict=True))
         except UnicodeDecodeError as error:
-            raise _damaged("a name of a file is not UTF-8", self.where) from error
+            raise damaged("a name of a file is not UTF-8", self.where) from error
 
     def blocks_of_keys(self, keys: Iterable[str]) -> Marks:
         """Say which blocks have rows of these arrays, `[m]`; keys that are none are passed over."""
@@ -203,9 +203,11 @@ def _said(entry: Json, where: str) -> dict[str, Any]:
     said = entry["head"]
     wanted = ("nbytes", "block_rows", "block_digests")
     if not isinstance(said, dict) or not all(type(said.get(n)) is int and said[n] > 0 for n in wanted):
-        raise _damaged("its entry does not say how large the head and blocks are", where)
+        raise damaged("its entry does not say how large the head and blocks are", where)
+    if not isinstance(said.get("xxh3_128"), str):
+        raise damaged("its entry has no digest of the head", where)
     if not 8 <= said["nbytes"] <= entry["nbytes"] or max(said["block_rows"], said["block_digests"]) >= _LIMIT:
-        raise _damaged(
+        raise damaged(
             f"its entry says that of {entry['nbytes']} bytes {said['nbytes']} are the head, in blocks of "
             f"{said['block_rows']} rows and {said['block_digests']} digests",
             where,
@@ -238,14 +240,15 @@ def _check(head: IndexHead, counts: Ints) -> None:
         and head.decoded.whole.shape[1] >= 1
     )
     if not lengths_fit:
-        raise _damaged("the number of blocks does not fit that of rows, digests or arrays", head.where)
+        raise damaged("the number of blocks does not fit that of rows, digests or arrays", head.where)
     if np.any(counts < 0) or np.any(counts > rows) or int(counts.sum()) != rows:
-        raise _damaged(f"its arrays do not have its {rows} chunks", head.where)
-    if ends[0] != 0 or ends[-1] != digests or np.any(np.diff(ends) < 0):
-        raise _damaged("blocks of rows have no digests of their own", head.where)
+        raise damaged(f"its arrays do not have its {rows} chunks", head.where)
+    is_outside = (ends < 0) | (ends > digests)  # differences of others cannot overflow
+    if ends[0] != 0 or ends[-1] != digests or np.any(is_outside) or np.any(np.diff(ends) < 0):
+        raise damaged("blocks of rows have no digests of their own", head.where)
     files = np.diff(head.file_ends, prepend=0)
     if np.any(files < 0) or (len(files) and head.file_ends[-1] != len(head.file_text)):
-        raise _damaged("the ends of 'file_name' do not fit its text", head.where)
+        raise damaged("the ends of 'file_name' do not fit its text", head.where)
     of_block = np.searchsorted(head.first_row, head.first_rows_of_blocks(), side="right") - 1
     whole = head.decoded.whole[of_block, 0]
     backwards = (np.diff(head.block_start) < 0) & (np.diff(of_block) == 0)
@@ -255,8 +258,4 @@ def _check(head: IndexHead, counts: Ints) -> None:
         or np.any(backwards)
         or np.any(head.reach < 0)
     ):
-        raise _damaged("blocks of rows begin outside of their arrays, or not in their order", head.where)
-
-
-def _damaged(reason: str, where: str) -> FormatError:
-    return FormatError(f"{where}: {reason}. The index is damaged; load another checkpoint.", path=where)
+        raise damaged("blocks of rows begin outside of their arrays, or not in their order", head.where)

@@ -36,6 +36,7 @@ _CODES: dict[str, np.dtype[np.integer[Any]]] = {
     "U64": np.dtype(np.uint64),
 }
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
+_MOST = 2**48  # bound of an extent: a column without elements may claim any, which numpy cannot hold
 _ALIGNMENT = 64
 _HEADER_ALIGNMENT = 8
 
@@ -112,20 +113,20 @@ def parse_header(head: memoryview, *, file_nbytes: int, where: str) -> dict[str,
     """
     length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= len(head) - 8:
-        raise _damaged(f"its header has {length} bytes, which the head cannot hold", where)
+        raise damaged(f"its header has {length} bytes, which the head cannot hold", where)
     try:
         entries = json.loads(bytes(head[8 : 8 + length]))
         entries.pop("__metadata__", None)
         spans = {name: _span(entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(f"its header is malformed ({error})", where) from error
+        raise damaged(f"its header is malformed ({error})", where) from error
     position = 8 + length
     for span in sorted(spans.values(), key=lambda s: (s.offset_bytes, s.nbytes)):
         if span.offset_bytes != position or span.nbytes < 0:
-            raise _damaged(f"columns overlap or leave gaps at byte {position}", where)
+            raise damaged(f"columns overlap or leave gaps at byte {position}", where)
         position += span.nbytes
     if position != file_nbytes:
-        raise _damaged(f"its columns end at byte {position} of {file_nbytes}", where)
+        raise damaged(f"its columns end at byte {position} of {file_nbytes}", where)
     return spans
 
 
@@ -139,12 +140,12 @@ def require(
     """
     span = spans.get(name)
     if span is None:
-        raise _damaged(f"column {name!r} is missing", where)
+        raise damaged(f"column {name!r} is missing", where)
     fits = len(span.shape) == len(shape) and all(
-        found >= 0 and wanted in (-1, found) for found, wanted in zip(span.shape, shape, strict=True)
+        0 <= found < _MOST and wanted in (-1, found) for found, wanted in zip(span.shape, shape, strict=True)
     )
     if not fits or span.code not in codes or span.nbytes != span.row_nbytes * span.shape[0]:
-        raise _damaged(
+        raise damaged(
             f"column {name!r} is {span.code} {list(span.shape)} in {span.nbytes} bytes instead of "
             f"{' or '.join(codes)} {list(shape)}",
             where,
@@ -160,7 +161,7 @@ def column_in(head: memoryview, span: Span, where: str) -> npt.NDArray[np.int64]
     """
     stop = span.offset_bytes + span.nbytes
     if stop > len(head):
-        raise _damaged(f"a column at byte {span.offset_bytes} is not in the head", where)
+        raise damaged(f"a column at byte {span.offset_bytes} is not in the head", where)
     values = np.frombuffer(head[span.offset_bytes : stop], span.dtype).reshape(span.shape)
     return values.astype(np.uint64 if span.code == "U64" else np.int64)
 
@@ -173,5 +174,6 @@ def _span(entry: Mapping[str, list[int]], data: int) -> Span:
     return Span(str(entry["dtype"]), shape, data + begin, end - begin)
 
 
-def _damaged(reason: str, where: str) -> FormatError:
+def damaged(reason: str, where: str) -> FormatError:
+    """Return the error for an index that is not what the format says; where names it."""
     return FormatError(f"{where}: {reason}. The index is damaged; load another checkpoint.", path=where)

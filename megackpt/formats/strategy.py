@@ -177,7 +177,7 @@ class SaveStrategy(Protocol):
         """Return the rows that a rank writes, round by round, each in the order of its file.
 
         All ranks meet between rounds: what two ranks must not write at the same time stands in different
-        ones. The number of rounds is the same on every rank.
+        ones. The number of rounds is the same on every rank, and at least one.
         """
 
     def write_chunks(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 
@@ -64,9 +65,16 @@ class BufferPool:
         with self._lock:
             self._idle.clear()
 
+    def renew(self) -> None:
+        """Begin anew, in a process just forked: the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
+        self._idle = []
+
 
 COMMON_POOL = BufferPool(BUFFER_BYTES, limit=_KEPT)
 """The buffers of this process. It keeps at most 32 MiB; what is taken beyond that is not kept."""
+
+os.register_at_fork(after_in_child=COMMON_POOL.renew)
 
 
 def _fresh(nbytes: int) -> Octets:

@@ -29,6 +29,19 @@ class Lends(Protocol):
         """
 
 
+def check_lendable(path: str, offset_bytes: int, nbytes: int) -> None:
+    """Refuse a range that no buffer can hold: a slice of a buffer would be shorter, without a word.
+
+    Raises:
+        ValueError: it is longer than LENT_BYTES, or begins before the file.
+    """
+    if offset_bytes < 0 or not 0 <= nbytes <= LENT_BYTES:
+        raise ValueError(
+            f"{path}: {nbytes} bytes from {offset_bytes} on cannot be lent; ask for at most {LENT_BYTES} "
+            f"from a position in the file, or read into memory of your own."
+        )
+
+
 @contextlib.contextmanager
 def lend(store: Store, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
     """Yield a range of a file, at most LENT_BYTES, valid until the end of the block. Any store will do.
@@ -42,6 +55,7 @@ def lend(store: Store, name: str, offset_bytes: int, nbytes: int) -> Iterator[me
         with lend_own(name, offset_bytes, nbytes) as data:
             yield data
         return
+    check_lendable(f"{store.location}/{name}", offset_bytes, nbytes)
     with COMMON_POOL.lend() as buffer:
         data = buffer.data[:nbytes]
         store.read_into(name, offset_bytes, data)

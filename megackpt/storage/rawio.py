@@ -25,12 +25,15 @@ def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
     Where the file system turns out to refuse direct I/O of this kind, or what is left after a short write is
     not aligned, go on through the page cache.
     """
+    is_refused = False
     while data:
         try:
             count = os.pwrite(descriptor, data[:_PIECE_BYTES], offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not disable_direct(descriptor):
+            if error.errno != errno.EINVAL or is_refused:
                 raise
+            disable_direct(descriptor)
+            is_refused = True
             continue
         data = data[count:]
         offset += count
@@ -41,12 +44,13 @@ def read_some(descriptor: int, data: memoryview, offset: int) -> int:
 
     Where the file system turns out to refuse direct I/O of this kind, go on through the page cache.
     """
-    while True:
-        try:
-            return os.preadv(descriptor, [data], offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not disable_direct(descriptor):
-                raise
+    try:
+        return os.preadv(descriptor, [data], offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        disable_direct(descriptor)
+    return os.preadv(descriptor, [data], offset)
 
 
 def enable_direct(descriptor: int) -> bool:
@@ -61,13 +65,13 @@ def enable_direct(descriptor: int) -> bool:
     return True
 
 
-def disable_direct(descriptor: int) -> bool:
-    """Turn O_DIRECT off; False if it was off already."""
+def disable_direct(descriptor: int) -> None:
+    """Turn O_DIRECT off.
+
+    It may be off already: several threads use a descriptor, and another may have been refused as well.
+    """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not flags & _O_DIRECT:
-        return False
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-    return True
 
 
 def reserve(descriptor: int, nbytes: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from megackpt.errors import FormatError
 from megackpt.storage.buffers import COMMON_POOL, Octets
 from megackpt.storage.descriptors import DescriptorCache
-from megackpt.storage.lending import LENT_BYTES
+from megackpt.storage.lending import LENT_BYTES, check_lendable
 from megackpt.storage.rawio import ALIGNMENT, enable_direct, read_some
 from megackpt.storage.refusal import refusals
 from megackpt.storage.residency import is_cached
@@ -77,6 +77,7 @@ class FileReader:
             FormatError: the file ends before.
             StorageError: the system refused.
         """
+        check_lendable(self._path(name), offset, nbytes)
         with COMMON_POOL.lend() as buffer:
             with self._cached.borrow(name) as descriptor:
                 around = self._goes_around(descriptor, offset, nbytes)
@@ -101,16 +102,17 @@ class FileReader:
         """Return the bytes, somewhere in buffer."""
         low = offset // ALIGNMENT * ALIGNMENT
         wanted = -(-(offset + nbytes - low) // ALIGNMENT) * ALIGNMENT
-        done = 0  # a multiple of ALIGNMENT
+        done = 0
         with self._around.borrow(name) as descriptor:
             while True:
                 with refusals("read", self._path(name)):
                     count = read_some(descriptor, buffer.data[done:wanted], low + done)
                 if low + done + count >= offset + nbytes:
                     break
-                if count < ALIGNMENT:  # only where the file ends
-                    raise _ends_early(self._path(name), low + done + count, offset, nbytes)
-                done += count // ALIGNMENT * ALIGNMENT
+                if not count:
+                    raise _ends_early(self._path(name), low + done, offset, nbytes)
+                # Go on where direct I/O may, unless that is no progress: then `read_some` finds another way.
+                done += count // ALIGNMENT * ALIGNMENT or count
         return buffer[offset - low : offset - low + nbytes]
 
 

@@ -109,3 +109,26 @@ def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
         assert isinstance(error, RankFailedError)
         assert error.rank == 0
         assert "Rank 0 failed while planning: ZeroDivisionError: oh" in str(error)
+
+
+@kinds
+@pytest.mark.parametrize("meeting", ["compare", "given_by_root"])
+def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, meeting: str) -> None:
+    def run(simulated: Group, own: Exception) -> object:
+        group = KINDS[kind](simulated)
+
+        def fail() -> Numbers:
+            raise own
+
+        if group.rank == 1:
+            return None  # does not come
+        if meeting == "compare":
+            return compare(group, fail, alike=0, doing="comparing")
+        return given_by_root(group, fail, doing="giving")  # type: ignore[arg-type]
+
+    mistake = ZeroDivisionError("oh")
+    error = SimulatedWorld(2).outcomes(lambda group: run(group, mistake))[0]
+    assert isinstance(error, RankFailedError)
+    assert error.__cause__ is mistake
+    first = RankFailedError("rank 1 was lost in the step", rank=1)
+    assert SimulatedWorld(2).outcomes(lambda group: run(group, first))[0] is first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -122,13 +123,30 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_its_cache(
     assert out == content[5:]
 
 
+def test_a_refusal_that_another_thread_was_given_first_is_none(
+    store: LocalStore, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "is_cached", lambda *_: False)
+    real = os.preadv
+
+    def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & rawio._O_DIRECT:
+            rawio.disable_direct(descriptor)  # the other thread, which comes through here before this one
+            raise OSError(errno.EINVAL, "direct I/O is refused")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    out = bytearray(NBYTES)
+    store.read_into("a", 0, memoryview(out))
+    assert out == content
+
+
+@pytest.mark.parametrize("most", [4096 * 8, 1000])
 def test_short_answers_of_the_system_are_completed(
-    store: LocalStore, content: bytes, way: str, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, content: bytes, way: str, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     real = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][: 4096 * 7 + 4096]], offset)
-    )
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:most]], offset))
     out = bytearray(1 << 20)
     store.read_into("a", 777, memoryview(out))
     assert out == content[777 : 777 + (1 << 20)]
@@ -143,6 +161,16 @@ def test_a_file_that_ends_early_is_an_error_either_way(
     if nbytes < LENT_BYTES:
         with pytest.raises(FormatError, match="the file ends at byte"), store.lend("a", offset, nbytes):
             pass
+
+
+def test_what_is_longer_than_a_buffer_is_not_lent(store: LocalStore) -> None:
+    memory = MemoryStore()
+    memory.create()
+    memory.write("a", bytes(LENT_BYTES + 1))
+    for lender in (store, memory):
+        for offset, nbytes in ((0, LENT_BYTES + 1), (-1, 9), (0, -1)):
+            with pytest.raises(ValueError, match="cannot be lent"), lend(lender, "a", offset, nbytes):
+                pass
 
 
 def test_any_store_lends() -> None:
@@ -184,6 +212,16 @@ def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pyt
         assert len(made) <= FileOptions().buffers
         with store.lend("f", 0, LENT_BYTES):
             assert len(made) <= FileOptions().buffers
+
+
+def test_a_forked_process_has_buffers_of_its_own() -> None:
+    with COMMON_POOL._lock:  # as another thread may hold it when the process is forked
+        child = os.fork()
+        if not child:
+            signal.alarm(3)
+            COMMON_POOL.take()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def _groups(

@@ -19,7 +19,7 @@ from megackpt import LoadOptions, ShardedObject, ShardedTensor
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from megackpt.formats import index_reader
 from megackpt.formats.index_file import read_index
-from megackpt.formats.index_layout import ROW_COLUMNS, aligned_head, bytes_of, header_of
+from megackpt.formats.index_layout import ROW_COLUMNS, Span, aligned_head, bytes_of, header_of, require
 from megackpt.formats.index_reader import PartialIndex, WholeIndex
 from megackpt.formats.index_writer import write_index
 from megackpt.formats.strategy import Json
@@ -143,6 +143,26 @@ def test_other_programs_open_an_index(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("digest"), torch.from_numpy(stored.digests))
 
 
+@pytest.mark.parametrize("first", [2**32 - 2, 2**32 - 1, 2**32])
+def test_a_chunk_is_found_wherever_it_begins(first: int) -> None:
+    column = np.array([0, first])
+    ones, zeros = np.ones(2, np.int64), np.zeros(2, np.int64)
+    shape = np.array([first, 1])
+    table = ChunkTable(
+        (ArraySpec("w", "int8", (first + 1,)),), zeros, column[:, None], shape[:, None], zeros, shape, shape
+    )
+    digests = np.zeros(int(block_counts(shape).sum()), np.uint64)
+    stored = StoredChunks(table, zeros, zeros, np.array([0, len(digests) - 1]), digests, ("data/0",))
+    store = MemoryStore()
+    said = {"index": write_index(store, "index", stored)}
+    index = index_reader.open_index(store, said, whole_bytes=0)
+    assert index.of_keys(["w"]).table.start[:, 0].tolist() == column.tolist()
+    last = ChunkTable(
+        table.arrays, zeros[:1], column[1:, None], ones[:1, None], zeros[:1], ones[:1], ones[:1]
+    )
+    assert first in index.of_boxes([last]).table.start
+
+
 # --- damage: bytes that are not those that were written
 
 
@@ -254,6 +274,12 @@ def cut(name: str) -> Callable[[dict[str, Any]], object]:
         (put("block.digest_start", 0, 1), "digests of their own"),
         (put("block.digest_start", 5, 2**62), "digests of their own"),
         (put("block.digest_start", -1, 2**40), "digests of their own"),
+        (
+            lambda columns: columns.update(
+                {"block.digest_start": np.array([0, 2**63 - 1, -(2**63), -1, *[384] * 9])}
+            ),
+            "digests of their own",
+        ),
         (put("file_name.ends", 0, 2**40), "do not fit its text"),
         (put("global_shape", (0, 0), -8), "shape that no array can have"),
         *[(cut(name), "does not fit that of rows") for name in ("array.rows", "array.reach", "block.start")],
@@ -276,6 +302,7 @@ def test_a_head_that_lies_is_refused(edit: Callable[[dict[str, Any]], object], m
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
+        ({"xxh3_128": None}, "no digest of the head"),
         ({"nbytes": 7}, "are the head"),
         ({"nbytes": 2**50}, "are the head"),
         ({"nbytes": -1}, "does not say how large"),
@@ -328,6 +355,12 @@ def with_header(edit: Callable[[Json], object]) -> tuple[MemoryStore, Json, Stor
 def test_a_header_that_lies_is_refused(edit: Callable[[Json], object], match: str) -> None:
     with pytest.raises(FormatError, match=f"index: {match}"):
         ask(*with_header(edit))
+
+
+def test_a_column_without_elements_may_not_claim_any_extent() -> None:
+    spans = {"global_shape": Span("I64", (0, 2**62), 0, 0)}  # more than numpy can count, times nothing
+    with pytest.raises(FormatError, match="column 'global_shape' is I64"):
+        require(spans, "global_shape", ("I64",), (-1, -1), "index")
 
 
 def test_a_head_without_a_header_is_refused() -> None:

@@ -21,7 +21,7 @@ from megackpt import (
 )
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
-from megackpt.testing.world import SimulatedWorld
+from megackpt.testing.world import SimulatedRank, SimulatedWorld
 
 RANKS = 4
 
@@ -186,6 +186,27 @@ def test_an_assumed_structure_that_differs_in_anything_is_refused(other: dict[st
     save(declared({"w": torch.ones(2, 3)}), MemoryStore(), options=options, plans=plans)
     with pytest.raises(DeclarationError, match="structure of the state dict has changed"):
         save(declared(other), MemoryStore(), options=options, plans=plans)
+
+
+def test_a_plan_of_other_ranks_is_not_taken() -> None:
+    plans, stores = [PlanCache() for _ in range(RANKS)], [MemoryStore(), MemoryStore(), MemoryStore()]
+
+    def held(number: int, replica: int = 0) -> dict[str, ShardedTensor]:
+        values = {key: torch.full((5,), number) for key in "abcd"}
+        return {k: ShardedTensor.from_rank_offsets(k, v, replica_id=replica) for k, v in values.items()}
+
+    def run(group: SimulatedRank) -> None:
+        for number, ranks in enumerate([(0, 1, 2, 3), (1, 2), (2, 1)]):
+            if group.rank in ranks:
+                part = group.subgroup(ranks) if number else group
+                state = held(number, int(group.rank != 1))  # the main one is the same in every group
+                save(state, stores[number], group=part, plans=plans[group.rank])
+
+    SimulatedWorld(RANKS).run(run)
+    assert {cache.hits for cache in plans} == {0}
+    for number, store in enumerate(stores):
+        loaded = load(held(99), store)
+        assert all(torch.equal(value, torch.full((5,), number)) for value in loaded.values())
 
 
 def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:

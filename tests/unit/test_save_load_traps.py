@@ -25,7 +25,10 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.storage import LocalStore
+from megackpt.formats.native.save import NativeSaveStrategy
+from megackpt.geometry import Ints
+from megackpt.planning import SavePlan
+from megackpt.storage import LocalStore, MemoryStore
 from megackpt.storage.writer import FileWriter
 from megackpt.testing.world import SimulatedWorld
 
@@ -50,6 +53,22 @@ def test_only_what_lies_outside_of_the_stored_shape_is_padded(tmp_path: Path) ->
     for numel in (8, 10):
         with pytest.raises(FormatError, match="has no data for some elements"):
             load({"w": whole("w", torch.zeros(numel), allow_shape_mismatch=True)}, tmp_path / "c")
+
+
+def test_a_strategy_that_refuses_its_rounds_on_one_rank_is_an_error_of_all() -> None:
+    class Refusing(NativeSaveStrategy):
+        def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
+            if rank == 1:
+                raise UnserializableError("no such rows", key="w")
+            return super().rounds(plan, rank)
+
+    def refuse(group: Group) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, group.rank, 3))
+        save({"w": tensor}, MemoryStore(), Refusing(), group=group)
+
+    outcomes = SimulatedWorld(3).outcomes(refuse)
+    assert {type(outcome) for outcome in outcomes} == {UnserializableError}
+    assert {str(outcome) for outcome in outcomes} == {str(outcomes[1])}
 
 
 def test_without_validation_ranks_that_disagree_all_learn_it(tmp_path: Path) -> None:

@@ -26,6 +26,21 @@ def test_the_calling_thread_takes_part_and_no_more_are_made_than_there_are_jobs(
     do_all([partial(meeting.wait, 20)] * 3, threads=3, name="test")
 
 
+def test_no_job_is_under_way_after_threads_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started, never = threading.Thread.start, list[threading.Thread](), threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        do_all([partial(never.wait, 0.2)] * 20, threads=3, name="test")
+    assert not started[0].is_alive()
+
+
 def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
     done: list[int] = []
     meeting = threading.Barrier(2)
