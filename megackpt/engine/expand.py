@@ -126,7 +126,8 @@ def expand(
     )
 
 
-_NOT_COMMON = (ShardedBase, LocalNonpersistentObject, PerRank, Replicated, HeldDTensor)
+# The most frequent class first: an isinstance of the very class of a value does not ask the abstract base.
+_NOT_COMMON = (ShardedTensor, ShardedBase, LocalNonpersistentObject, PerRank, Replicated, HeldDTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,10 @@ class _Expansion:
     def add(self, path: str, leaf: Any) -> Finish:
         """Add any leaf that is not common state."""
         match leaf:
-            case LocalNonpersistentObject():
-                return lambda _: leaf.unwrap()
             case ShardedTensor():
                 return self._add_tensor(leaf)
+            case LocalNonpersistentObject():
+                return lambda _: leaf.unwrap()
             case HeldDTensor():
                 return self._add_dtensor(leaf)
             case ShardedLayout():

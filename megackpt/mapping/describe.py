@@ -33,10 +33,11 @@ def describe(
     specs: dict[str, ArraySpec] = {}
     for entity in entities:
         spec = _spec_of(entity)
-        if specs.setdefault(spec.key, spec) != spec:
+        known = specs.setdefault(spec.key, spec)
+        if known is not spec and known != spec:
             raise MismatchError(
                 f"{spec.key!r}: rank {rank} declares {spec.dtype} {spec.global_shape} and "
-                f"{specs[spec.key].dtype} {specs[spec.key].global_shape} under this one key. Give each "
+                f"{known.dtype} {known.global_shape} under this one key. Give each "
                 f"global array "
                 f"a key of its own.",
                 key=spec.key,
@@ -62,7 +63,7 @@ def dtype_name(dtype: object) -> str:
 def _spec_of(entity: ShardedTensor | ShardedObject) -> ArraySpec:
     if not entity.key.isascii():
         _check_unicode(entity.key)
-    if isinstance(entity, ShardedObject):
+    if not isinstance(entity, ShardedTensor):
         return ArraySpec(entity.key, OBJECT, entity.global_shape)
     name = dtype_name(entity.dtype)
     if name not in DTYPES:
@@ -94,7 +95,7 @@ def _table(
     flat_start, flat_stop = (np.array([f[i] for f in flats], np.int64) for i in (0, 1))
     nbytes = (flat_stop - flat_start) * (itemsizes(arrays)[array] if len(arrays) else 1)
     if object_nbytes:
-        nbytes[[isinstance(e, ShardedObject) for e in entities]] = object_nbytes
+        nbytes[[not isinstance(e, ShardedTensor) for e in entities]] = object_nbytes
     return ChunkTable(
         arrays,
         array,
@@ -107,9 +108,7 @@ def _table(
 
 
 def _block_of(entity: ShardedTensor | ShardedObject) -> tuple[int, ...]:
-    if isinstance(entity, ShardedObject):
-        return (1,) * len(entity.global_shape)
-    return entity.block_shape
+    return entity.block_shape if isinstance(entity, ShardedTensor) else (1,) * len(entity.global_shape)
 
 
 def _flat_of(entity: ShardedTensor | ShardedObject, shape: tuple[int, ...]) -> tuple[int, int]:
