@@ -52,7 +52,10 @@ class Chunks(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """A read begins at a multiple of it in a chunk, and ends at one or at the end; 1: anywhere."""
+        """A read begins at a multiple of it in a chunk, and ends at one or at the end; 1: anywhere.
+
+        At most 1 MiB.
+        """
 
     @property
     def place(self) -> Ints:

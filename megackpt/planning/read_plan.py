@@ -20,6 +20,9 @@ from megackpt.planning.load_plan import Copies
 READ_BYTES = 15 * DIGEST_BLOCK_BYTES
 """Upper bound of one read. A whole number of blocks that fits into the buffers of a store."""
 
+MAX_BLOCK_BYTES = 1024 * 1024
+"""The longest blocks that a format may ask to be read whole."""
+
 NEAR_BYTES = 64 * 1024
 """Reads in one file this near to each other are one request: to ask again costs more than so many bytes."""
 
@@ -67,7 +70,15 @@ def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: i
     table holds the stored chunks and place one number for each, in whose order they are best read. A read
     begins and ends at multiples of block_bytes in its chunk, or at the chunk's end; it has at most
     READ_BYTES.
+
+    Raises:
+        ValueError: block_bytes is above MAX_BLOCK_BYTES.
     """
+    if not 0 < block_bytes <= MAX_BLOCK_BYTES:
+        raise ValueError(
+            f"Chunks.block_bytes is {block_bytes:,}; a format gives 1 to {MAX_BLOCK_BYTES:,}, so that a read "
+            f"of whole blocks fits into a buffer."
+        )
     itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
     blocks = _cut(Blocks.of(copies), itemsize, block_bytes)
     blocks = blocks.take(np.lexsort((blocks.source, place[blocks.stored])))

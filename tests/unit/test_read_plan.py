@@ -15,7 +15,7 @@ from megackpt.engine.read import placed_in
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, block_counts, merge_declarations
 from megackpt.planning import plan_load, plan_own, plan_reads
-from megackpt.planning.read_plan import READ_BYTES
+from megackpt.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
 
 
 def stored_as(shape: tuple[int, ...], dtype: torch.dtype) -> StoredChunks:
@@ -68,3 +68,12 @@ def test_a_large_array_loads_as_several_columns_of_one_rank_and_twice(tmp_path: 
     assert torch.equal(torch.cat(columns, dim=1), array)
     assert torch.equal(whole[0], array)
     assert torch.equal(whole[1], array)
+
+
+def test_blocks_that_no_read_can_hold_are_refused() -> None:
+    stored = stored_as((4, 4), torch.float32)
+    whole = ShardedTensor.from_rank_offsets("w", torch.empty((4, 4)))
+    copies = plan_load(describe([whole], rank=0), stored.table, where="here")
+    for block_bytes in (0, MAX_BLOCK_BYTES + 1):
+        with pytest.raises(ValueError, match="block_bytes is .*; a format gives 1 to"):
+            plan_reads(copies, stored.table, place=np.zeros(1, np.int64), block_bytes=block_bytes)
