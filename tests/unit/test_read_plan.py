@@ -75,5 +75,5 @@ def test_blocks_that_no_read_can_hold_are_refused() -> None:
     whole = ShardedTensor.from_rank_offsets("w", torch.empty((4, 4)))
     copies = plan_load(describe([whole], rank=0), stored.table, where="here")
     for block_bytes in (0, MAX_BLOCK_BYTES + 1):
-        with pytest.raises(ValueError, match="block_bytes is .*; a format gives 1 to"):
+        with pytest.raises(ValueError, match=r"block_bytes is .*; a format gives 1 to"):
             plan_reads(copies, stored.table, place=np.zeros(1, np.int64), block_bytes=block_bytes)
