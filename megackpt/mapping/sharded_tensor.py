@@ -67,7 +67,8 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
-    _checked: tuple[object, ...] = field(default=(object(),), init=False, repr=False)  # when it was made
+    # The fields when it was made.
+    _checked: tuple[object, ...] = field(default=(object(),), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.local_shape = as_extents(self.key, "local_shape", self.local_shape)
