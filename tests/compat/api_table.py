@@ -139,7 +139,7 @@ def _constructor(node: ast.ClassDef) -> Signature | None:
     is_data = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
     if is_data or any(ast.unparse(base) == "NamedTuple" for base in node.bases):
         fields = [m for m in node.body if isinstance(m, ast.AnnAssign) and isinstance(m.target, ast.Name)]
-        given = [f for f in fields if not ast.unparse(f.target).startswith("_")]
+        given = [f for f in fields if "init=False" not in ast.unparse(f)]
         return tuple(Parameter(ast.unparse(f.target), "", _field_default(f.value)) for f in given)
     return None
 
