@@ -112,6 +112,7 @@ FAULTS = ("500", "503", "cut", "lost", "half", "stall")
 _SAID = {
     "500": "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
     "503": "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
+    "429": "<Error><Code>TooManyRequests</Code></Error>",
     "403": f"<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId>"
     f"<StringToSign>{SECRET}</StringToSign></Error>",
 }

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import Checkpointer, NotACheckpointError, ShardedTensor, StorageError
+from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.convert import convert_checkpoint
 from megackpt.errors import UnsupportedError
@@ -128,6 +129,8 @@ def test_a_root_is_scanned_by_one_listing_and_a_request_a_step(s3_proxy: FaultyP
         with s3_proxy.counting() as asked:
             assert checkpointer.steps() == (1, 2, 3)
     assert asked == {"list": 1, "head": 3}
+    (listing,) = [one.path for one in s3_proxy.asked if one.kind == "list"][-1:]
+    assert "delimiter" in listing  # the steps, and not what is in them
 
 
 # Steps.
@@ -159,6 +162,22 @@ def test_steps_are_found_kept_removed_and_torn_ones_cleaned(s3_server: S3Server)
         assert checkpointer.location(4) == f"{url}/iter_0000004"
         with pytest.raises(UnsupportedError, match=r"not on a file system.*Use location\(4\)"):
             checkpointer.directory(4)
+
+
+def test_a_removal_that_breaks_off_leaves_no_half_of_a_step(s3_proxy: FaultyProxy) -> None:
+    options = options_for(s3_proxy.port)
+    with Checkpointer(new_url(), keep_last=2, objects=options, group=SingleProcess()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"a": step})
+        deleted = itertools.count()
+        s3_proxy.choose = lambda kind, path: "403" if kind == "delete" and next(deleted) else ""
+        checkpointer.save(3, {"a": 3})
+        assert next(deleted) == 2
+        s3_proxy.choose = lambda kind, path: ""
+        assert checkpointer.scan().committed == (2, 3)
+        assert checkpointer.scan().torn == (1,)
+        checkpointer.save(4, {"a": 4})
+        assert checkpointer.scan() == StepList((3, 4), ())
 
 
 def test_an_asynchronous_save_goes_on_behind(s3_server: S3Server) -> None:

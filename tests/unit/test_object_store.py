@@ -8,6 +8,7 @@ import pathlib
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 
 import numpy as np
@@ -155,7 +156,7 @@ def test_a_file_has_at_most_ten_thousand_parts_of_whole_buffers(nbytes: int) -> 
 # Faults. Each kind of request meets each kind of fault, once; the same as without.
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, "429"])
 def test_nothing_is_lost_when_a_request_of_any_kind_fails_once(
     store: ObjectStore, s3_proxy: FaultyProxy, fault: str
 ) -> None:
@@ -165,7 +166,8 @@ def test_nothing_is_lost_when_a_request_of_any_kind_fails_once(
         if kind in hit:
             return ""
         hit.add(kind)
-        return fault
+        # Within an upload the library does not repeat what answers 429.
+        return "" if fault == "429" and kind in ("part", "complete") else fault
 
     s3_proxy.choose = once
     data = some_bytes(3 * PART + 5)
@@ -240,9 +242,9 @@ def test_credentials_appear_in_no_error(store: ObjectStore, s3_proxy: FaultyProx
         with pytest.raises(StorageError, match=r"cannot .*Check the credentials .AWS_ACCESS") as caught:
             use()
         assert caught.value.errno == errno.EACCES
-        assert ACCESS_KEY not in str(caught.value)
-        assert SECRET not in str(caught.value)
-        assert caught.value.__suppress_context__  # so that no traceback shows what the library said
+        shown = "".join(traceback.format_exception(caught.value))
+        assert ACCESS_KEY not in shown
+        assert SECRET not in shown
     for url in (f"s3://{ACCESS_KEY}:{SECRET}@bucket/x", f"s3://bucket/x?secret={SECRET}"):
         with pytest.raises(StorageError, match=r"has to look like s3://bucket/prefix") as caught:
             ObjectStore(url)
