@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megackpt.errors import StorageError
+from megackpt.storage.lending import check_lendable
 from megackpt.storage.object_library import (
     ObjectOptions,
     checked_url,
@@ -110,6 +111,7 @@ class ObjectStore:
     @contextlib.contextmanager
     def lend(self, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
         """Yield a range of an object in memory of the library; see `Lends`."""
+        check_lendable(self._path(name), offset_bytes, nbytes)
         yield memoryview(self._fetch(name, offset_bytes, nbytes)) if nbytes else memoryview(b"")
 
     def size(self, name: str) -> int:
