@@ -1,4 +1,4 @@
-"""Checkpointer: the steps of one training run under one directory.
+"""Checkpointer: the steps of one training run under one directory or URL.
 
 Owns which steps there are, which is the newest, and how long they are kept. A step counts if it was
 committed: nothing else is consulted, so a torn save can never be chosen.
@@ -11,8 +11,7 @@ import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,16 @@ from typing import Any
 from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
-from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.steps import step_places
 from megackpt.engine.write import Planned, write_out
-from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.errors import DeclarationError, NotACheckpointError, UnsupportedError
 from megackpt.formats.registry import SaveChoice, save_strategy
-from megackpt.formats.strategy import MANIFEST, SaveStrategy
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
-from megackpt.storage import LocalStore
+from megackpt.storage import ObjectOptions, Store, is_object_url
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,10 @@ class StepList:
 
 
 class Checkpointer:
-    """Saves and loads numbered steps under a root directory, `iter_0000100` for step 100.
+    """Saves and loads numbered steps under a root, `iter_0000100` for step 100.
+
+    The root is a directory, or the URL of one in an object store, `s3://bucket/run`; then objects are the
+    options for it.
 
     Saving, loading and finding are collective over the group. A step that is not committed is never loaded;
     what a torn save left is removed once a step as new as it is committed.
@@ -65,7 +67,7 @@ class Checkpointer:
     them.
 
     Attributes:
-        root: the directory.
+        root: the directory, or the URL as text.
         keep_last: how many committed steps stay; None for all. Older ones are removed once a newer is
             committed.
         async_save: whether `save` returns before the step is committed.
@@ -86,12 +88,15 @@ class Checkpointer:
         group: Group | None = None,
         spread_group: GivenGroup | None = None,
         exchange_group: GivenGroup | None = None,
+        objects: ObjectOptions | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise DeclarationError(
                 f"keep_last is {keep_last}; keep at least 1 step, or give None to keep all."
             )
-        self.root = Path(os.path.abspath(root))  # what is meant now, also after a chdir
+        self._places = step_places(root, objects=objects)
+        where = self._places.location
+        self.root: Path | str = where if is_object_url(where) else Path(where)
         self.keep_last = keep_last
         self.async_save = async_save
         self._save_options = save_options or SaveOptions()
@@ -110,23 +115,29 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def location(self, step: int) -> str:
+        """Return the path or URL where a step is or would be."""
+        return f"{self._places.location}/{_name_of(step)}"
+
     def directory(self, step: int) -> Path:
-        """Return where a step is or would be."""
-        return self.root / f"iter_{step:07d}"
+        """Return the directory where a step is or would be.
+
+        Raises:
+            UnsupportedError: the root is an URL; see `location`.
+        """
+        if not isinstance(self.root, Path):
+            raise UnsupportedError(
+                f"{self.root} is not on a file system, so its steps have no directories. "
+                f"Use location({step})."
+            )
+        return self.root / _name_of(step)
 
     def scan(self) -> StepList:
-        """Look at the root directory. Local."""
-        committed: list[int] = []
-        torn: list[int] = []
-        for entry in self.root.iterdir() if self.root.is_dir() else ():
-            match = _STEP_DIRECTORY.fullmatch(entry.name)
-            if not match or not entry.is_dir() or entry != self.directory(int(match.group(1))):
-                continue
-            if (entry / MANIFEST).is_file():
-                committed.append(int(match.group(1)))
-            elif not entry.is_symlink() and is_leftover(LocalStore(entry)):
-                torn.append(int(match.group(1)))
-        return StepList(tuple(sorted(committed)), tuple(sorted(torn)))
+        """Look at the root. Local."""
+        names = [name for name in self._places.names() if _step_of(name) is not None]
+        committed = set(self._places.committed(names))
+        torn = [name for name in names if name not in committed and self._places.is_leftover(name)]
+        return StepList(_steps_of(committed), _steps_of(torn))
 
     def steps(self) -> tuple[int, ...]:
         """Return the committed steps, ascending. Local."""
@@ -141,7 +152,7 @@ class Checkpointer:
                 log.warning(
                     "%s is not committed (its save did not finish) and is ignored; the newest committed "
                     "step is %s.",
-                    self.directory(step),
+                    self.location(step),
                     newest,
                 )
         return newest
@@ -180,7 +191,7 @@ class Checkpointer:
             spread=self._save_options.spread,
             spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
-        store = LocalStore(self.directory(step))
+        store = self._places.open(_name_of(step))
         planned, strategy = plan_state(request, store, group, self._save_options)
         if not self.async_save:
             self._finish(step, planned, store, strategy, group)
@@ -229,14 +240,15 @@ class Checkpointer:
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        return load(
-            state,
-            self.directory(found),
-            strict=strict,
-            options=self._load_options,
-            group=self._ranks(self._load_options.timeout_s),
-            exchange_group=self._exchange_group,
-        )
+        with contextlib.closing(self._places.open(_name_of(found))) as store:
+            return load(
+                state,
+                store,
+                strict=strict,
+                options=self._load_options,
+                group=self._ranks(self._load_options.timeout_s),
+                exchange_group=self._exchange_group,
+            )
 
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
@@ -258,7 +270,8 @@ class Checkpointer:
     def content_metadata(self, step: int) -> Any:
         """Return what the step was saved with as `content_metadata`. Local."""
         trusted = self._load_options.allow_unsafe_pickle
-        return load_content_metadata(self.directory(step), allow_unsafe_pickle=trusted)
+        with contextlib.closing(self._places.open(_name_of(step))) as store:
+            return load_content_metadata(store, allow_unsafe_pickle=trusted)
 
     def close(self) -> None:
         """Wait for the save that is under way, raise its error if it failed, and let go of everything.
@@ -274,7 +287,7 @@ class Checkpointer:
                 return_group(behind)
 
     def _finish(
-        self, step: int, planned: Planned, store: LocalStore, strategy: SaveStrategy, group: Group
+        self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
     ) -> None:
         """Write and commit a step, then remove what is not kept. Collective over the group."""
         try:
@@ -301,16 +314,20 @@ class Checkpointer:
         surplus = found.committed[: -self.keep_last] if self.keep_last else ()
         for step in (*(s for s in surplus if s != saved), *(s for s in found.torn if s <= saved)):
             with contextlib.suppress(OSError):
-                self._remove(step)
-                log.info("removed %s", self.directory(step))
+                self._places.remove(_name_of(step))
+                log.info("removed %s", self.location(step))
 
-    def _remove(self, step: int) -> None:
-        """Remove a step: first what makes it a checkpoint, so that it is never a loadable half."""
-        directory = self.directory(step)
-        if directory.is_symlink():  # to a step of another run, which is not ours to remove
-            directory.unlink()
-            return
-        (directory / MANIFEST).unlink(missing_ok=True)
-        with contextlib.closing(LocalStore(directory)) as store:
-            store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
-        shutil.rmtree(directory)
+
+def _name_of(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step of a directory; None for a name that `_name_of` does not make."""
+    match = _STEP_DIRECTORY.fullmatch(name)
+    step = int(match.group(1)) if match else None
+    return step if step is not None and name == _name_of(step) else None
+
+
+def _steps_of(names: Iterable[str]) -> tuple[int, ...]:
+    return tuple(sorted(step for name in names if (step := _step_of(name)) is not None))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
 from megackpt.testing.ranks import RankPool
+from tests.s3_server import FaultyProxy, S3Server
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +17,25 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server for the whole session; each test takes a prefix of its own in its bucket."""
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
+    if importlib.util.find_spec("moto") is None:  # to import it here would take a second
+        pytest.skip("moto and flask are not installed")
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
+    """A proxy before the server that counts requests and spoils those that a test chooses."""
+    proxy = FaultyProxy(s3_server)
+    yield proxy
+    proxy.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

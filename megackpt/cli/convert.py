@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.filesize import decimal
@@ -61,7 +60,7 @@ def command(
         taking_part(timeout_s=options.timeout_s) as group,
         Bars(is_root=is_root()) as bars,
     ):
-        stores = open_store(Path(source)), open_store(Path(target))
+        stores = open_store(source), open_store(target)
         done = convert_checkpoint(*stores, strategy, group, options, bars)
     result = {
         "source": source,

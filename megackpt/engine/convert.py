@@ -30,7 +30,7 @@ from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, DeclaredChunks
 from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan, plan_copy, with_sizes
-from megackpt.storage import LocalStore, Store
+from megackpt.storage import LocalStore, ObjectStore, Store
 from megackpt.validation import check_coverage
 
 
@@ -231,6 +231,8 @@ def _refuse_place(job: _Job) -> None:
 def _is_same_place(first: Store, second: Store) -> bool:
     if isinstance(first, LocalStore) and isinstance(second, LocalStore):
         return os.path.realpath(first.location) == os.path.realpath(second.location)
+    if isinstance(first, ObjectStore) and isinstance(second, ObjectStore):
+        return first.location == second.location
     return first is second
 
 

@@ -8,6 +8,8 @@ from megackpt.storage.digest import BlockDigester, block_digests, digest_of, dig
 from megackpt.storage.lending import LENT_BYTES, lend
 from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
+from megackpt.storage.object_library import ObjectOptions, is_object_url
+from megackpt.storage.objects import ObjectStore
 from megackpt.storage.opening import open_store
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
@@ -19,6 +21,8 @@ __all__ = [
     "FileOptions",
     "LocalStore",
     "MemoryStore",
+    "ObjectOptions",
+    "ObjectStore",
     "Store",
     "StreamWriter",
     "block_digests",
@@ -27,6 +31,7 @@ __all__ = [
     "digest_of_pieces",
     "digests_of_each",
     "is_allowed_name",
+    "is_object_url",
     "lend",
     "open_store",
 ]

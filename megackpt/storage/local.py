@@ -13,12 +13,11 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 
-from megackpt.errors import FormatError
 from megackpt.storage.beneath import Beneath, flush_directory
 from megackpt.storage.buffers import COMMON_POOL, BufferPool
 from megackpt.storage.rawio import write_fully
 from megackpt.storage.reader import FileReader, fill_cached
-from megackpt.storage.refusal import refusals
+from megackpt.storage.refusal import refusals, too_large
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import check_name
 from megackpt.storage.writer import FileWriter
@@ -116,12 +115,7 @@ class LocalStore:
         try:
             nbytes = os.fstat(descriptor).st_size
             if nbytes > max_bytes:
-                raise FormatError(
-                    f"{self._files.path(name)}: the file has {nbytes:,} bytes, more than the {max_bytes:,} "
-                    "that it may have. It is damaged, or not part of a checkpoint: restore it, or use "
-                    "another checkpoint.",
-                    path=self._files.path(name),
-                )
+                raise too_large(self._files.path(name), nbytes, max_bytes)
             data = bytearray(nbytes)
             fill_cached(descriptor, self._files.path(name), 0, memoryview(data))
             return bytes(data)

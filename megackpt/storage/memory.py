@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterable
 from types import TracebackType
 
-from megackpt.errors import FormatError, StorageError
-from megackpt.storage.refusal import storage_error
+from megackpt.errors import StorageError
+from megackpt.storage.refusal import ends_early, storage_error, too_large
 from megackpt.storage.store import check_name
 
 
@@ -58,12 +58,7 @@ class MemoryStore:
         """Return a whole file."""
         data = self._find(name, action="open")
         if len(data) > max_bytes:
-            raise FormatError(
-                f"{self._path(name)}: the file has {len(data):,} bytes, more than the {max_bytes:,} that it "
-                "may have. It is damaged, or not part of a checkpoint: restore it, or use another "
-                "checkpoint.",
-                path=self._path(name),
-            )
+            raise too_large(self._path(name), len(data), max_bytes)
         return data
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
@@ -73,12 +68,7 @@ class MemoryStore:
         data = self._find(name, action="open")
         stop = offset_bytes + out.nbytes
         if out.nbytes and stop > len(data):
-            raise FormatError(
-                f"{self._path(name)}: the file ends at byte {len(data):,}, but bytes "
-                f"[{offset_bytes:,}:{stop:,}) are needed. It was cut short: restore it, or use another "
-                "checkpoint.",
-                path=self._path(name),
-            )
+            raise ends_early(self._path(name), len(data), offset_bytes, out.nbytes)
         if out.nbytes:
             out.cast("B")[:] = memoryview(data)[offset_bytes:stop]
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megackpt.errors import FormatError
 from megackpt.storage.buffers import COMMON_POOL, Octets
 from megackpt.storage.descriptors import DescriptorCache
 from megackpt.storage.lending import LENT_BYTES, check_lendable
 from megackpt.storage.rawio import ALIGNMENT, enable_direct, read_some
-from megackpt.storage.refusal import refusals
+from megackpt.storage.refusal import ends_early, refusals
 from megackpt.storage.residency import is_cached
 
 DIRECT_FROM_BYTES = 64 << 10
@@ -110,7 +109,7 @@ class FileReader:
                 if low + done + count >= offset + nbytes:
                     break
                 if not count:
-                    raise _ends_early(self._path(name), low + done, offset, nbytes)
+                    raise ends_early(self._path(name), low + done, offset, nbytes)
                 # Go on where direct I/O may, unless that is no progress: then `read_some` finds another way.
                 done += count // ALIGNMENT * ALIGNMENT or count
         return buffer[offset - low : offset - low + nbytes]
@@ -128,13 +127,5 @@ def fill_cached(descriptor: int, path: str, offset: int, out: memoryview) -> Non
         with refusals("read", path):
             count = read_some(descriptor, out[done : done + _CACHED_PIECE_BYTES], offset + done)
         if not count:
-            raise _ends_early(path, offset + done, offset, len(out))
+            raise ends_early(path, offset + done, offset, len(out))
         done += count
-
-
-def _ends_early(path: str, end: int, offset: int, nbytes: int) -> FormatError:
-    return FormatError(
-        f"{path}: the file ends at byte {end:,}, but bytes [{offset:,}:{offset + nbytes:,}) are needed. It "
-        "was cut short, perhaps by an incomplete copy: restore it, or use another checkpoint.",
-        path=path,
-    )

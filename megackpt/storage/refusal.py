@@ -1,4 +1,4 @@
-"""Turns the operating system's refusals into StorageError: what failed, where, why, and what to do about it.
+"""Turns refusals of the operating system, and of files, into errors: what failed, where, why, what to do.
 
 Owns the wording. Which operations are tried, and what happens after one failed, is up to the stores.
 """
@@ -9,7 +9,7 @@ import errno
 import os
 from types import TracebackType
 
-from megackpt.errors import CheckpointError, StorageError
+from megackpt.errors import CheckpointError, FormatError, StorageError
 
 _ADVICE = {
     errno.EPERM: "The process runs as uid {uid}: check the owner, mode and attributes of the path.",
@@ -69,6 +69,24 @@ class refusals:  # named as `contextlib.suppress` is; no generator, which would 
     ) -> None:
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise storage_error(error, action=self._action, path=self._path, nbytes=self._nbytes) from error
+
+
+def ends_early(path: str, end: int, offset: int, nbytes: int) -> FormatError:
+    """Return the error for a file that ends at byte `end`, before the bytes that are needed do."""
+    return FormatError(
+        f"{path}: the file ends at byte {end:,}, but bytes [{offset:,}:{offset + nbytes:,}) are needed. It "
+        "was cut short, perhaps by an incomplete copy: restore it, or use another checkpoint.",
+        path=path,
+    )
+
+
+def too_large(path: str, nbytes: int, max_bytes: int) -> FormatError:
+    """Return the error for a small file that is none."""
+    return FormatError(
+        f"{path}: the file has {nbytes:,} bytes, more than the {max_bytes:,} that it may have. It is "
+        "damaged, or not part of a checkpoint: restore it, or use another checkpoint.",
+        path=path,
+    )
 
 
 def _advice_on_space(path: str, nbytes: int | None) -> str:

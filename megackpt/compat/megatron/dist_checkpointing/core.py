@@ -9,7 +9,7 @@ from megackpt.api import check_is_distributed_checkpoint
 from megackpt.compat.megatron.refusal import refuse
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError, NotACheckpointError
-from megackpt.storage import open_store
+from megackpt.storage import is_object_url, open_store
 
 __all__ = [
     "CONFIG_FNAME",
@@ -48,7 +48,9 @@ def maybe_load_config(checkpoint_dir: str) -> CheckpointingConfig | None:
     Raises:
         FormatError: metadata.json is damaged.
     """
-    if not checkpoint_dir or not Path(checkpoint_dir).is_dir():
+    if not checkpoint_dir:
+        return None
+    if not is_object_url(str(checkpoint_dir)) and not Path(checkpoint_dir).is_dir():
         return None
     store = open_store(checkpoint_dir)
     try:

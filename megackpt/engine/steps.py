@@ -1,0 +1,143 @@
+"""Where the steps of a run lie: directories below a root, on a file system or in an object store.
+
+Owns finding and removing them. Which steps count, and which are kept, is up to `checkpointer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from megackpt.engine.manifest import files_of_saves, is_leftover
+from megackpt.formats.strategy import MANIFEST
+from megackpt.storage import LocalStore, ObjectOptions, ObjectStore, Store, is_object_url
+
+_AT_ONCE = 16  # requests, when many steps are looked at
+
+
+class StepPlaces(Protocol):
+    """The directories at the top of a root. All of it is local; no rank waits for another."""
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the root, absolute."""
+
+    def names(self) -> list[str]:
+        """Return the names of the directories, in no particular order; none where there is no root."""
+
+    def committed(self, names: Iterable[str]) -> list[str]:
+        """Return those that hold a commit."""
+
+    def is_leftover(self, name: str) -> bool:
+        """Say whether a directory holds no commit, and nothing but what a save has written."""
+
+    def open(self, name: str) -> Store:
+        """Return the store of a directory; it is closed by the caller."""
+
+    def remove(self, name: str) -> None:
+        """Remove a directory: first what makes it a checkpoint, so that it is never a loadable half.
+
+        Raises:
+            OSError: it could not be removed completely; what is left is no checkpoint.
+        """
+
+
+def step_places(root: str | os.PathLike[str], *, objects: ObjectOptions | None) -> StepPlaces:
+    """Return the places below a root. A relative path means the same after a change of directory.
+
+    objects are the options of an object store, if the root is in one.
+    """
+    text = os.fspath(root)
+    if is_object_url(text):
+        return ObjectPlaces(text, objects)
+    return LocalPlaces(Path(os.path.abspath(text)))
+
+
+class LocalPlaces:
+    """Directories below one of a file system. See `StepPlaces`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def location(self) -> str:
+        """The path of the root."""
+        return str(self._root)
+
+    def names(self) -> list[str]:
+        """Return the names of the directories, and of links to some."""
+        return [entry.name for entry in self._root.iterdir() if entry.is_dir()] if self._root.is_dir() else []
+
+    def committed(self, names: Iterable[str]) -> list[str]:
+        """Return those that hold a commit."""
+        return [name for name in names if (self._root / name / MANIFEST).is_file()]
+
+    def is_leftover(self, name: str) -> bool:
+        """Say whether it is one; a link never is."""
+        entry = self._root / name
+        return not entry.is_symlink() and is_leftover(LocalStore(entry))
+
+    def open(self, name: str) -> Store:
+        """Return the store of a directory."""
+        return LocalStore(self._root / name)
+
+    def remove(self, name: str) -> None:
+        """Remove a directory; of a link, to a step of another run, only the link."""
+        directory = self._root / name
+        if directory.is_symlink():
+            directory.unlink()
+            return
+        (directory / MANIFEST).unlink(missing_ok=True)
+        with contextlib.closing(LocalStore(directory)) as store:
+            store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
+        shutil.rmtree(directory)
+
+
+class ObjectPlaces:
+    """Prefixes below an URL. See `StepPlaces`.
+
+    Looking is one listing for each 1,000 steps, not of what is in them, and a request a step.
+    """
+
+    def __init__(self, url: str, options: ObjectOptions | None) -> None:
+        self._options = options
+        self._store = ObjectStore(url, options=options)
+
+    @property
+    def location(self) -> str:
+        """The URL of the root."""
+        return self._store.location
+
+    def names(self) -> list[str]:
+        """Return the first parts of names."""
+        return self._store.directories()
+
+    def committed(self, names: Iterable[str]) -> list[str]:
+        """Return those that hold a commit."""
+        asked = list(names)
+        if not asked:
+            return []
+        with ThreadPoolExecutor(min(_AT_ONCE, len(asked)), thread_name_prefix="megackpt-steps") as threads:
+            found = threads.map(lambda name: self._store.exists(f"{name}/{MANIFEST}"), asked)
+            return [name for name, is_there in zip(asked, found, strict=True) if is_there]
+
+    def is_leftover(self, name: str) -> bool:
+        """Say whether it is one."""
+        with contextlib.closing(self.open(name)) as store:
+            return is_leftover(store)
+
+    def open(self, name: str) -> Store:
+        """Return the store of a prefix."""
+        return ObjectStore(f"{self.location}/{name}", options=self._options)
+
+    def remove(self, name: str) -> None:
+        """Remove all objects of a prefix."""
+        with contextlib.closing(self.open(name)) as store:
+            store.delete([MANIFEST])
+            store.delete(files_of_saves(store))
+            store.delete(store.names())
