@@ -162,6 +162,47 @@ class ConvertOptions:
         _check_positive("buffer_bytes", self.buffer_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """How to look for damage in a checkpoint.
+
+    Attributes:
+        deep: read every byte, compare it with its digest, and decode objects and common state.
+        threads: reads under way at once; each holds a buffer of 4 MiB.
+        allow_unsafe_pickle: as for `LoadOptions`.
+    """
+
+    deep: bool = False
+    threads: int = 4
+    allow_unsafe_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive("threads", self.threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffOptions:
+    """How to compare two checkpoints.
+
+    Attributes:
+        keys: globs of keys; only arrays and objects whose key fits one are compared; all if there are none.
+        common: whether common state and content metadata are compared as well.
+        allow_unsafe_pickle: as for `LoadOptions`.
+        threads: comparisons under way at once.
+        buffer_bytes: how much of each checkpoint a comparison holds at a time.
+    """
+
+    keys: tuple[str, ...] = ()
+    common: bool = True
+    allow_unsafe_pickle: bool = False
+    threads: int = 2
+    buffer_bytes: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _check_positive("threads", self.threads)
+        _check_positive("buffer_bytes", self.buffer_bytes)
+
+
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:  # nan is neither
         raise DeclarationError(f"{name} is {value}; give a finite number above 0.")

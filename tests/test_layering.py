@@ -59,8 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options", "errors",
     },
     "cli": {
-        "bench", "simulation", "api", "engine", "formats", "validation", "mapping", "metadata", "comm",
-        "storage", "options", "errors",
+        "bench", "simulation", "checkpointer", "api", "engine", "formats", "validation", "mapping",
+        "metadata", "comm", "storage", "options", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.frame import is_root, json_option, say
+from megackpt.cli.frame import EXIT_CODES, is_root, json_option, say, unsafe_pickle_option
 from megackpt.cli.progress import Bars
 from megackpt.cli.ranks import taking_part
 from megackpt.engine.convert import convert_checkpoint
@@ -16,7 +16,9 @@ from megackpt.options import ConvertOptions
 from megackpt.storage import open_store
 
 
-@click.command(name="convert", short_help="Write a checkpoint once more, in another format.")
+@click.command(
+    name="convert", short_help="Write a checkpoint once more, in another format.", epilog=EXIT_CODES
+)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option(
@@ -28,11 +30,7 @@ from megackpt.storage import open_store
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
 @click.option("--no-verify", is_flag=True, help="Do not read the new checkpoint again to compare it.")
-@click.option(
-    "--allow-unsafe-pickle",
-    is_flag=True,
-    help="Load any class that pickles in SRC name. This runs code that SRC chooses: only for what you trust.",
-)
+@unsafe_pickle_option
 @json_option
 def command(
     source: str,

@@ -4,7 +4,8 @@ A command is a file of this folder with a click command named `command`, and one
 imported when it is called, says its result through `say`, and raises errors of megackpt as they come.
 
 Exit codes: 0, it is done; 1, a check has failed: data are damaged, incomplete or different; 2, it could not
-be done with what was given. An error of megackpt is one line on stderr, without a traceback.
+be done with what was given; 3, there is no checkpoint, or none that can be read here. An error of megackpt is
+one line on stderr, without a traceback.
 """
 
 from __future__ import annotations
@@ -18,20 +19,39 @@ from typing import Any, TypeVar
 
 import click
 
-from megackpt.errors import CheckpointError, CoverageError, IntegrityError, MismatchError
+from megackpt.errors import (
+    CheckpointError,
+    CoverageError,
+    FormatError,
+    IntegrityError,
+    MismatchError,
+    NotACheckpointError,
+)
 
 COMMANDS = {
     "bench": "megackpt.cli.bench",
     "convert": "megackpt.cli.convert",
+    "diff": "megackpt.cli.diff",
+    "inspect": "megackpt.cli.inspect",
+    "ls": "megackpt.cli.ls",
     "plan": "megackpt.cli.plan",
+    "verify": "megackpt.cli.verify",
 }
 """Modules of the commands, by their names."""
 
 FAILED_CHECK = 1
 BAD_INPUT = 2
+UNREADABLE = 3
 INTERRUPTED = 130  # as shells have it for SIGINT
 
 _CHECKS = (IntegrityError, CoverageError, MismatchError)
+_UNREADABLE = (NotACheckpointError, FormatError)
+
+EXIT_CODES = (
+    "Exit codes: 0 done, and nothing is wrong; 1 a check has failed: damaged, incomplete or different; 2 bad "
+    "usage or input; 3 no checkpoint, or none that can be read here."
+)
+"""For the help of a command, which click ends with it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,7 +71,7 @@ class _Commands(click.Group):
         return found
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.version_option(package_name="megackpt", message="%(package)s %(version)s")
 def commands() -> None:
     """Look into distributed checkpoints, and change them."""
@@ -71,13 +91,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         if is_root():
             _say_error(error, as_json="--json" in given)
-        return FAILED_CHECK if isinstance(error, _CHECKS) else BAD_INPUT
+        return _exit_code(error)
     return returned if isinstance(returned, int) else 0
 
 
 def json_option(command: F) -> F:
     """Add `--json`, which a command gets as `as_json` and hands to `say`."""
     return click.option("--json", "as_json", is_flag=True, help="Say the result as JSON on stdout.")(command)
+
+
+def unsafe_pickle_option(command: F) -> F:
+    """Add `--allow-unsafe-pickle`."""
+    return click.option(
+        "--allow-unsafe-pickle",
+        is_flag=True,
+        help="Load any class that pickles name. This runs code that they choose: only for what you trust.",
+    )(command)
 
 
 def say(result: dict[str, Any], text: str, *, as_json: bool) -> None:
@@ -89,6 +118,12 @@ def say(result: dict[str, Any], text: str, *, as_json: bool) -> None:
 def is_root() -> bool:
     """Whether this process speaks for all: under torchrun rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _exit_code(error: CheckpointError) -> int:
+    if isinstance(error, _CHECKS):
+        return FAILED_CHECK
+    return UNREADABLE if isinstance(error, _UNREADABLE) else BAD_INPUT
 
 
 def _say_error(error: CheckpointError, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ objects. The encoding is described in `megackpt.codec.encoder`.
 
 from megackpt.codec.blob import pack, unpack
 from megackpt.codec.decoder import decode
-from megackpt.codec.digests import leaf_digests
+from megackpt.codec.digests import leaf_digests, leaves
 from megackpt.codec.encoder import encode
 from megackpt.codec.registering import register_codec
 from megackpt.codec.tree import Encoded, dump_tree, load_tree
@@ -17,6 +17,7 @@ __all__ = [
     "dump_tree",
     "encode",
     "leaf_digests",
+    "leaves",
     "load_tree",
     "pack",
     "register_codec",

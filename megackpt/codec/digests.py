@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,15 +35,31 @@ def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
     >>> [path for path in first if first[path] != second[path]]
     ['steps[1]']
     """
-    digests: dict[str, str] = {}
-    _collect(value, path, [], "", digests)
-    return digests
+    return {
+        format_path(path, steps): _digest(leaf, path, steps, context)
+        for steps, leaf, context in _leaves(value, path, [], "")
+    }
 
 
-def _collect(value: object, path: str, steps: list[Step], context: str, digests: dict[str, str]) -> None:
+def leaves(value: object) -> dict[str, Any]:
+    """Return every leaf itself, by the same paths. Local.
+
+    Raises:
+        UnserializableError: the value is nested too deep.
+
+    >>> leaves({"lr": 0.1, "steps": [1, 2]})
+    {'lr': 0.1, 'steps[0]': 1, 'steps[1]': 2}
+    """
+    return {format_path("", steps): leaf for steps, leaf, _ in _leaves(value, "", [], "")}
+
+
+def _leaves(
+    value: object, path: str, steps: list[Step], context: str
+) -> Iterator[tuple[list[Step], object, str]]:
+    """Yield the way to each leaf, the leaf, and letters for the classes of the branches above it."""
     branch = _branch_of(value)
     if branch is None:
-        digests[format_path(path, steps)] = _digest(value, path, steps, context)
+        yield steps, value, context
         return
     if len(steps) >= MAX_DEPTH:
         place = format_path(path, steps)
@@ -53,7 +70,7 @@ def _collect(value: object, path: str, steps: list[Step], context: str, digests:
         )
     letter, parts = branch
     for step, part in parts:
-        _collect(part, path, [*steps, step], context + letter, digests)
+        yield from _leaves(part, path, [*steps, step], context + letter)
 
 
 def _branch_of(value: object) -> tuple[str, list[tuple[Step, Any]]] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megackpt.engine.chunk_bytes import parts_of
@@ -24,6 +25,8 @@ from megackpt.mapping.describe import describe
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import plan_load
+
+Octets = npt.NDArray[np.uint8]  # [n]
 
 PARTS_AT_A_TIME = 4096
 """Small chunks compared in one go: enough that planning costs little, few enough to stay small themselves."""
@@ -39,6 +42,21 @@ class Part:
     row: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """The same bytes of two checkpoints, valid until the next pair is taken.
+
+    Attributes:
+        part: which they are, in the chunks of the first one.
+        first: as the first checkpoint has them, `[n]`.
+        second: as the second one has them, `[n]`.
+    """
+
+    part: Part
+    first: Octets
+    second: Octets
 
 
 def compare_chunks(
@@ -58,6 +76,23 @@ def compare_chunks(
         IntegrityError: it has other bits, or damaged ones.
         FormatError: it lacks elements.
     """
+    for pair in pairs_of(compared, chunks, other, buffer_bytes=buffer_bytes, where=where):
+        _refuse_difference(pair, chunks, where)
+        progress(len(pair.first))
+
+
+def pairs_of(
+    compared: Sequence[Part], chunks: Chunks, other: Contents, *, buffer_bytes: int, where: str
+) -> Iterator[Pair]:
+    """Yield what two checkpoints have at these parts, none of them objects. Local.
+
+    Parts are those of chunks, cut so that buffer_bytes of each checkpoint are held at a time; where is what
+    the other is called in messages.
+
+    Raises:
+        IntegrityError: either is damaged.
+        FormatError: the other lacks elements.
+    """
     source, memory = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
     for parts in _batches(compared, chunks, buffer_bytes):
         places = _places(parts)
@@ -76,8 +111,7 @@ def compare_chunks(
                 source = np.empty(nbytes, np.uint8)
             chunks.read_into(part.row, part.start, source.data[:nbytes], verify=True)
             assert entity.data is not None
-            _compare(source[:nbytes], entity.data, part, chunks, where)
-            progress(nbytes)
+            yield Pair(part, source[:nbytes], np.frombuffer(byte_view(as_bits(entity.data)), np.uint8))
 
 
 def _batches(compared: Sequence[Part], chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
@@ -122,17 +156,11 @@ def _entity(part: Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
     )
 
 
-def _compare(
-    expected: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    found: torch.Tensor,
-    part: Part,
-    chunks: Chunks,
-    where: str,
-) -> None:
-    bits = np.frombuffer(byte_view(as_bits(found)), np.uint8)
-    if np.array_equal(expected, bits):
+def _refuse_difference(pair: Pair, chunks: Chunks, where: str) -> None:
+    if np.array_equal(pair.first, pair.second):
         return
-    first = part.start + int(np.flatnonzero(expected != bits)[0])
+    part = pair.part
+    first = part.start + int(np.flatnonzero(pair.first != pair.second)[0])
     key = chunks.table.arrays[int(chunks.table.array[part.row])].key
     raise IntegrityError(
         f"{key!r} {chunks.table.describe(part.row)}: {where} differs from byte {first} of the chunk on. It "

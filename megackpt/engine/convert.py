@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megackpt.engine import manifest
 from megackpt.engine.chunk_bytes import Buffers
 from megackpt.engine.compare import Part, compare_chunks
 from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
@@ -32,16 +33,6 @@ from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan, plan_copy, with_sizes
 from megackpt.storage import LocalStore, ObjectStore, Store
 from megackpt.validation import check_coverage
-
-
-class Progress(Protocol):
-    """Is told how far this rank has come."""
-
-    def begin(self, doing: str, nbytes: int) -> None:
-        """A part of the work begins, in which this rank moves so many bytes."""
-
-    def advance(self, nbytes: int) -> None:
-        """So many bytes more have been moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megackpt.errors import IntegrityError
-from megackpt.formats.strategy import Part
+from megackpt.formats.strategy import FileRanges, Part
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
 from megackpt.storage import Store, digests_of_each, lend
@@ -52,6 +52,18 @@ class FileChunks:
         """Name the file and the byte range."""
         start = int(self.stored.offset_bytes[row])
         return f"bytes {start}:{start + int(self.table.nbytes[row])} of {self._path(row)}"
+
+    def file_ranges(self) -> FileRanges:
+        """Return where the chunks lie; see `NamesFiles`."""
+        start = self.stored.offset_bytes
+        return FileRanges(
+            self.stored.files,
+            np.full(len(self.stored.files), -1, np.int64),
+            self.stored.file,
+            start,
+            start + self.table.nbytes,
+            np.full(len(start), self.stored.digests is not None, np.bool_),
+        )
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
         """Read, and compare with the digests of the blocks that out covers."""

@@ -11,6 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
+from megackpt.formats.damage import Damage
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable
 from megackpt.planning import SavePlan
@@ -101,6 +105,36 @@ class LiesInFiles(Protocol):
         From the first to the last byte of all, they span at most `megackpt.storage.LENT_BYTES`. Several
         threads may call it at once.
         """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileRanges:
+    """Where n chunks lie, in columns.
+
+    Attributes:
+        files: names of files in the checkpoint.
+        nbytes: how long each must be, `[files]`; -1 where that is not known.
+        file: number of the file of each chunk, `[n]`.
+        start: first byte there, `[n]`.
+        stop: one past the last, `[n]`; -1 where a chunk has no bytes of its own in its file, as under
+            compression.
+        is_checked: whether a read finds that bytes have changed, `[n]`.
+    """
+
+    files: tuple[str, ...]
+    nbytes: Ints
+    file: Ints
+    start: Ints
+    stop: Ints
+    is_checked: npt.NDArray[np.bool_]
+
+
+@runtime_checkable
+class NamesFiles(Protocol):
+    """What `Chunks` also have that can say where they lie without being read."""
+
+    def file_ranges(self) -> FileRanges:
+        """Return it; nothing is read, and the files need not be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +309,22 @@ class LoadStrategy(Protocol):
             FormatError: the manifest or a file it names is not what the format says.
             IntegrityError: a file does not have the digest it was stored with.
         """
+
+
+@runtime_checkable
+class KnowsFiles(Protocol):
+    """What a `LoadStrategy` also has if it can say more of its files than a load needs to know."""
+
+    def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+        """Yield what is wrong with files, as far as that is seen without reading the bytes of chunks.
+
+        That is: documents, indices, headers and lists, against each other and against the digests that they
+        have. That the files of chunks are there, and reach as far as their chunks, is left to the caller.
+        With deep, objects and common state may be read where only the format knows a checksum of theirs.
+        """
+
+    def writer_of(self, name: str) -> int | None:
+        """Return the rank that wrote a file of chunks, if its name tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Proofs over declarations: pure, over columns."""
 
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
-from megackpt.validation.coverage import check_coverage
+from megackpt.validation.coverage import check_coverage, uncovered
 from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
 from megackpt.validation.renaming import rename_keys
 from megackpt.validation.report import ArrayReport, LoadReport
@@ -33,4 +33,5 @@ __all__ = [
     "settle_missing",
     "settle_resharded",
     "settle_unexpected",
+    "uncovered",
 ]

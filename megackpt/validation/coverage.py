@@ -7,7 +7,7 @@ on every rank, are not needed where the union of what is written is the array it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,29 @@ def _element_fault(fault: Fault) -> str:
         )
     who = f"ranks {rank_list(fault.savers)}" if len(fault.savers) > 1 else f"all of rank {fault.savers[0]}"
     return f"{fault.spec.key!r}: elements [{region}] are saved by more than one main replica ({who}) {shape}"
+
+
+def uncovered(table: ChunkTable, keys: Collection[str]) -> list[Fault]:
+    """Return every region of the arrays of these keys that the chunks of a table do not cover exactly once.
+
+    In the order of arrays and places; the ranks in a fault stand for nothing. An array that is not asked for
+    may lack all of its chunks.
+    """
+    rows = np.flatnonzero(table.flat_stop > table.flat_start)
+    faults = []
+    for regions in uncovered_regions(_pieces(table.take(rows)), table.padded_global_shape()):
+        spec = table.arrays[regions.array]
+        if spec.key not in keys:
+            continue
+        dims = len(spec.global_shape)
+        places = zip(
+            regions.start[:, :dims].tolist(),
+            regions.stop[:, :dims].tolist(),
+            regions.count.tolist(),
+            strict=True,
+        )
+        faults += [Fault(spec, tuple(a), tuple(b), count, (), (), ()) for a, b, count in places]
+    return faults
 
 
 def check_coverage(declared: DeclaredChunks) -> None:

@@ -297,23 +297,24 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "code", "said"),
     [
-        (["nowhere", "target", "--to", "megackpt"], "is not a checkpoint"),
-        (["nowhere", "target", "--to", "tar"], "No strategy saves format 'tar'"),
-        (["nowhere", "target", "--to", "megackpt:x"], "'x' is no version"),
-        (["nowhere", "target"], "Missing option '--to'"),
+        (["nowhere", "target", "--to", "megackpt"], 3, "is not a checkpoint"),
+        (["nowhere", "target", "--to", "tar"], 2, "No strategy saves format 'tar'"),
+        (["nowhere", "target", "--to", "megackpt:x"], 2, "'x' is no version"),
+        (["nowhere", "target"], 2, "Missing option '--to'"),
     ],
 )
-def test_bad_input_is_said_in_words_with_exit_code_2(
+def test_bad_input_is_said_in_words_with_exit_code_2_and_no_checkpoint_with_3(
     arguments: list[str],
+    code: int,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["convert", *arguments]) == 2
+    assert main(["convert", *arguments]) == code
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

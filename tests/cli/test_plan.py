@@ -125,5 +125,5 @@ def test_what_cannot_be_planned_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", *arguments]) == 2
+    assert main(["plan", *arguments]) == (3 if said == "is not a checkpoint" else 2)
     assert said in capsys.readouterr().err

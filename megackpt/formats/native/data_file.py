@@ -18,13 +18,17 @@ HEADER_ALIGNMENT = 4096
 """Data begins at a multiple of this, so that direct I/O and memory maps find it aligned."""
 
 
+METADATA = {"format": "megackpt", "version": "1"}
+"""What a header says of its file."""
+
+
 def header_of(chunks: ChunkTable) -> bytes:
     """Return the first bytes of a file that holds these chunks in this order.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors (8 bytes of header length,
     little-endian, then JSON, which may be padded with spaces).
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "megackpt", "version": "1"}}
+    entries: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for chunk in _chunks_of(chunks):
         dtype, shape = chunk.stored_as()
@@ -37,6 +41,12 @@ def header_of(chunks: ChunkTable) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def tensors_of(chunks: ChunkTable) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield name, dtype and shape of the tensor of each chunk, before a name that is taken is numbered."""
+    for chunk in _chunks_of(chunks):
+        yield chunk.name(), *chunk.stored_as()
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import safetensors.torch
@@ -9,10 +10,12 @@ from safetensors import SafetensorError
 
 from megackpt.codec import Encoded, decode, load_tree, unpack
 from megackpt.errors import FormatError
+from megackpt.formats.damage import Damage
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.native import names
+from megackpt.formats.native.checking import check_files
 from megackpt.formats.strategy import Contents, Json
 from megackpt.storage import Store
 
@@ -26,6 +29,14 @@ class NativeLoadStrategy:
     def detect(self, store: Store) -> Json | None:
         """Return None: without metadata.json nothing was committed."""
         return None
+
+    def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+        """Yield what is wrong with documents, index and headers."""
+        return check_files(store, manifest)
+
+    def writer_of(self, name: str) -> int | None:
+        """Return the rank in the name of a data file."""
+        return names.rank_of(name)
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Read and check the index's head; rows, and common state, when asked for. There are no pickles."""

@@ -19,6 +19,12 @@ def data_file(attempt: str, rank: int) -> str:
     return f"data/{attempt}-{rank:05d}.safetensors"
 
 
+def rank_of(name: str) -> int | None:
+    """Return the rank that wrote a data file; None for any other file."""
+    match = re.fullmatch(r"data/[0-9a-f]{16}-(\d{5,})\.safetensors", name)
+    return int(match.group(1)) if match else None
+
+
 def index_file(attempt: str, *, revision: int = 0) -> str:
     """Name of the index; a revision above 0 is one that was written again with fewer arrays."""
     return f"index-{attempt}-{revision:05d}.safetensors" if revision else f"index-{attempt}.safetensors"

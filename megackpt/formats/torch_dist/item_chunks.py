@@ -17,6 +17,7 @@ import torch
 
 from megackpt.errors import FormatError, StorageError
 from megackpt.formats.safe_pickle import load_value
+from megackpt.formats.strategy import FileRanges
 from megackpt.formats.torch_dist.described import Item
 from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
 from megackpt.geometry import Ints
@@ -76,6 +77,21 @@ class ItemChunks:
         return (
             f"item {item.name!r} (bytes {item.offset_bytes}:{item.offset_bytes + item.nbytes}) of "
             f"{self._store.location}/{item.file}"
+        )
+
+    def file_ranges(self) -> FileRanges:
+        """Return where the items lie, each with all that stands around its tensor's bytes."""
+        files = tuple(sorted({item.file for item in self._items}))
+        number = {name: i for i, name in enumerate(files)}
+        start = np.array([item.offset_bytes for item in self._items], np.int64)
+        nbytes = np.array([item.nbytes for item in self._items], np.int64)
+        return FileRanges(
+            files,
+            np.full(len(files), -1, np.int64),
+            np.array([number[item.file] for item in self._items], np.int64),
+            start,
+            start + nbytes,
+            np.zeros(len(start), np.bool_),
         )
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:

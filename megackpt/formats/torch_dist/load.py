@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megackpt.errors import FormatError
+from megackpt.formats.damage import Damage
 from megackpt.formats.documents import read_document
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
@@ -14,29 +15,22 @@ from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Contents, Json
 from megackpt.formats.torch_dist import names
+from megackpt.formats.torch_dist.checking import check_files
 from megackpt.formats.torch_dist.described import COMMON_STATE, Described
 from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
+from megackpt.formats.torch_dist.notes import (
+    COMMON_MAX_BYTES,
+    CONTENT_METADATA,
+    MANIFEST_CONTENT,
+    find_note,
+    read_metadata,
+)
 from megackpt.formats.torch_dist.unpickling import load_metadata
 from megackpt.storage import Store, digest_of
 
 log = logging.getLogger(__name__)
 
-METADATA_MAX_BYTES = 2 << 30
-COMMON_MAX_BYTES = 4 << 30
-"""What the two files may take; they are read whole."""
-
-CONTENT_METADATA = "content_metadata"
-"""Key of content metadata in common.pt. Source: Megatron-Core `dist_checkpointing.serialization`."""
-
 COMMON_OBJECT = f"{COMMON_STATE}/shard_0_1"
-
-MANIFEST_CONTENT: Json = {
-    "sharded_backend": names.BACKEND,
-    "sharded_backend_version": names.VERSION,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""All that metadata.json may hold: Megatron-Core up to 0.16 fails on any other field."""
 
 
 class TorchDistLoadStrategy:
@@ -48,6 +42,14 @@ class TorchDistLoadStrategy:
     def detect(self, store: Store) -> Json | None:
         """Recognise a directory by its `.metadata`: plain DCP writes no metadata.json."""
         return dict(MANIFEST_CONTENT) if store.exists(names.METADATA) else None
+
+    def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+        """Yield what is wrong with documents, index and frames of items, of what a save of ours wrote."""
+        return check_files(store, manifest)
+
+    def writer_of(self, name: str) -> int | None:
+        """Return the rank in the name of a data file."""
+        return names.rank_of(name)
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Open by our own index where it belongs to the present `.metadata`, else by that alone."""
@@ -62,31 +64,6 @@ class TorchDistLoadStrategy:
         metadata = load_metadata(data, where=where, allow_unsafe=allow_unsafe_pickle)
         described = Described(metadata, location=store.location)
         return _open_foreign(store, described, identity=digest, allow_unsafe=allow_unsafe_pickle)
-
-
-def read_metadata(store: Store) -> bytes:
-    """Return the bytes of `.metadata`.
-
-    Raises:
-        FormatError: there is none, or it is too large.
-    """
-    if not store.exists(names.METADATA):
-        raise FormatError(
-            f"{store.location} has no {names.METADATA}, which every checkpoint of format torch_dist has. The "
-            f"checkpoint is incomplete; load another one.",
-            path=store.location,
-        )
-    return store.read(names.METADATA, max_bytes=METADATA_MAX_BYTES)
-
-
-def find_note(store: Store, metadata_digest: str) -> tuple[Json, str] | None:
-    """Return what a save of ours noted about the `.metadata` with this digest, and the name of the note."""
-    for name in store.names("megackpt-"):
-        found = names.note_of(name)
-        if found is None or found[1] != metadata_digest:
-            continue
-        return read_document(store, name), name
-    return None
 
 
 def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsafe: bool) -> Contents:

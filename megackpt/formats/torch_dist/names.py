@@ -28,6 +28,12 @@ def data_file(attempt: str, rank: int, number: int) -> str:
     return f"__{rank}_{number}_{attempt}.distcp"
 
 
+def rank_of(name: str) -> int | None:
+    """Return the rank that wrote a data file, also one of DCP; None for any other file."""
+    match = re.fullmatch(r"__(\d+)_\d+(?:_[0-9a-f]{16})?\.distcp", name)
+    return int(match.group(1)) if match else None
+
+
 def index_file(attempt: str, *, revision: int = 0) -> str:
     """Name of our own index; a revision above 0 is one that was written again with fewer arrays."""
     return f"megackpt-{attempt}-{revision:05d}.safetensors" if revision else f"megackpt-{attempt}.safetensors"

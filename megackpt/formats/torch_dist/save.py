@@ -28,7 +28,7 @@ from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
 from megackpt.formats.torch_dist.described import Described
 from megackpt.formats.torch_dist.describing import Written, data_files_of, metadata_of, without_keys
-from megackpt.formats.torch_dist.load import (
+from megackpt.formats.torch_dist.notes import (
     COMMON_MAX_BYTES,
     CONTENT_METADATA,
     MANIFEST_CONTENT,

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
+from megackpt.formats.strategy import FileRanges
 from megackpt.formats.zarr.described import ZarrArray
 from megackpt.formats.zarr.files import ArrayCodec, Elements, unreadable
 from megackpt.formats.zarr.library import open_array, tensorstore
@@ -41,10 +42,12 @@ class StoredObjects:
     Attributes:
         spec: its key and shape.
         files: the file of each object by its offset, sorted.
+        is_checked: whether a digest stands with each.
     """
 
     spec: ArraySpec
     files: Mapping[tuple[int, ...], str]
+    is_checked: bool = False
 
 
 class ZarrChunks:
@@ -81,6 +84,31 @@ class ZarrChunks:
         """Name the file."""
         return f"{self._store.location}/{self._name(row)}"
 
+    def file_ranges(self) -> FileRanges:
+        """Return the files; chunks in shards, or compressed, have no bytes of their own."""
+        number: dict[str, int] = {}
+        nbytes: list[int] = []  # of each file
+        file: list[int] = []
+        is_checked: list[bool] = []
+        for row, array in enumerate(self.table.array.tolist()):
+            held, name = self._held[array], self._name(row)
+            if name not in number:
+                number[name] = len(number)
+                nbytes.append(
+                    held.file_nbytes if isinstance(held, ZarrArray) else int(self.table.nbytes[row])
+                )
+            file.append(number[name])
+            is_checked.append(held.is_checked)
+        of_file, chunk_file = np.array(nbytes, np.int64), np.array(file, np.int64)
+        return FileRanges(
+            files=tuple(number),
+            nbytes=of_file,
+            file=chunk_file,
+            start=np.zeros(len(file), np.int64),
+            stop=of_file[chunk_file],
+            is_checked=np.array(is_checked, np.bool_),
+        )
+
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
         """Fill out. Checksums are checked with or without verify, where an array has them."""
         held = self._held[int(self.table.array[row])]
@@ -108,7 +136,7 @@ class ZarrChunks:
             nbytes = self._store.size(name)
         except StorageError as error:
             raise _missing(self._store, array, name) from error
-        expected = math.prod(array.grid.chunk) * DTYPES[array.spec.dtype].itemsize
+        expected = array.file_nbytes
         if array.is_raw and nbytes != expected:
             raise FormatError(
                 f"{array.spec.key!r}: chunk file {self._store.location}/{name} has {nbytes:,} bytes instead "

@@ -82,6 +82,16 @@ class ZarrArray:
         """How many files lie along each dim."""
         return tuple(-(-n // c) for n, c in zip(self.spec.global_shape, self.grid.chunk, strict=True))
 
+    @property
+    def file_nbytes(self) -> int:
+        """Length of every file; -1 where that depends on what it holds."""
+        return math.prod(self.grid.chunk) * DTYPES[self.spec.dtype].itemsize if self.is_raw else -1
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a checksum stands with the elements of each chunk."""
+        return '"crc32c"' in json.dumps(self.document.get("codecs"))
+
     def leaf(self, cell: Sequence[int]) -> str:
         """Name of the file of a cell of the grid, below `path`.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from megackpt.errors import MissingExtraError
+from megackpt.errors import FormatError, MissingExtraError
 from megackpt.formats.zarr.described import ZarrArray
 
 
@@ -35,6 +35,9 @@ def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) ->
 
     The document is taken from `array`: none is read or written. Chunks that are missing are errors, not fill
     values, and chunks that equal the fill value are written.
+
+    Raises:
+        FormatError: tensorstore does not take the document.
     """
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
@@ -44,4 +47,12 @@ def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) ->
         "fill_missing_data_reads": False,
         "recheck_cached_data": "open",
     }
-    return tensorstore().open(spec, context=context, open=True, assume_metadata=True).result()
+    try:
+        return tensorstore().open(spec, context=context, open=True, assume_metadata=True).result()
+    except ValueError as error:
+        raise FormatError(
+            f"{array.spec.key!r}: tensorstore refuses the document in {array.path!r}: {str(error)[:300]}. "
+            f"The file is damaged, or of a kind of zarr array that cannot be loaded.",
+            key=array.spec.key,
+            path=array.path,
+        ) from error

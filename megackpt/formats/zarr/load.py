@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megackpt.errors import FormatError
@@ -106,9 +106,14 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
 
 
 def find_objects(
-    listed: Iterable[str], *, directory: str, key_of: Callable[[str], str], suffix: str
+    listed: Iterable[str],
+    *,
+    directory: str,
+    key_of: Callable[[str], str],
+    suffix: str,
+    is_checked: bool = False,
 ) -> dict[str, StoredObjects]:
-    """Return the objects below a directory, by key.
+    """Return the objects below a directory, by key; is_checked says whether each has a digest.
 
     Raises:
         FormatError: files of one key disagree about the shape of their array, or an object lies outside.
@@ -119,7 +124,7 @@ def find_objects(
         placed = names.parse_shard(leaf) if name.startswith(directory) and leaf.endswith(suffix) else None
         if placed is not None and parent and not name.startswith(names.STAGING):
             shards.setdefault(key_of(parent), []).append(Shard(*placed, name))
-    return {key: _objects(key, of_key) for key, of_key in shards.items()}
+    return {key: replace(_objects(key, of_key), is_checked=is_checked) for key, of_key in shards.items()}
 
 
 def _objects(key: str, shards: Sequence[Shard]) -> StoredObjects:

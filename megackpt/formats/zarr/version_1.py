@@ -8,13 +8,21 @@ Source: Megatron-Core 0.12 `dist_checkpointing/strategies/{zarr,tensorstore,comm
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from megackpt.errors import FormatError, UnserializableError
+from megackpt.errors import CheckpointError, FormatError, UnserializableError
+from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
+from megackpt.formats.zarr.checking import (
+    changed_documents,
+    changed_records,
+    missing_chunks,
+    missing_files,
+)
 from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
@@ -143,6 +151,34 @@ class ZarrV2LoadStrategy:
         if unfinished or not arrays_in(listed):
             return None
         return {**_MANIFEST, "detected": True}
+
+    def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+        """Yield the files that are gone, and entries of the commit that no save writes."""
+        listed = store.names()
+        try:
+            attempt = None if manifest.get("detected") else _attempt(store, listed)
+            if attempt is not None:  # of ours: others may say more, or less
+                if manifest != _MANIFEST:
+                    what = "it has other entries than a save of this format writes"
+                    yield Damage(file=MANIFEST, what=what)
+                name = names.marker(attempt)
+                data = store.read(name, max_bytes=MARKER_MAX_BYTES)
+                files = parse_files(data, "checkpoint", where=f"{store.location}/{name}")
+                yield from missing_files(files, listed, holder=name)
+            found = find_arrays_v2(store, listed)
+            yield from missing_chunks(found, listed)
+            if attempt is not None:
+                yield from changed_documents(store, found, lambda array: array_v2(array.spec, array.grid))
+                if deep:
+                    yield from changed_records(
+                        store, [n for n in files if n.endswith(SUFFIX) and n in listed]
+                    )
+        except CheckpointError as error:
+            yield damage_of(error, location=store.location)
+
+    def writer_of(self, name: str) -> int | None:
+        """Return None: files are named after what they hold."""
+        return None
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Find the arrays; pickles are read when asked for."""

@@ -7,18 +7,21 @@ Objects and common state are blobs of `megackpt.codec`, without pickle, behind a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megackpt.codec import pack, unpack
-from megackpt.errors import FormatError, IntegrityError
+from megackpt.errors import CheckpointError, FormatError, IntegrityError
+from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import attempt_in_manifest
-from megackpt.formats.index_file import read_small, write_small
+from megackpt.formats.index_file import entry_of, read_small, write_small
 from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
+from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
 from megackpt.formats.zarr.described import V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.grids import Grid, GridRules
@@ -149,6 +152,33 @@ class ZarrV3LoadStrategy:
             return None
         return {"sharded_backend": names.BACKEND, "sharded_backend_version": 3, "detected": True}
 
+    def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+        """Yield the files that are gone, and what the commit says that does not fit its attempt."""
+        listed = store.names()
+        try:
+            if not manifest.get("detected"):
+                yield from _check_manifest(manifest)
+                directories = _directories(manifest, store.location)
+                files = _telling_files(store, manifest)
+                yield from missing_files(files, listed, holder=manifest["files"]["file"])
+                there = [name for name in files if name in set(listed)]
+                found = find_arrays_v3(store, there, directory=directories[0])
+                yield from missing_chunks(found, listed)
+                yield from changed_documents(
+                    store,
+                    found,
+                    lambda array: array_v3(
+                        array.spec, array.grid, directory=directories[0], name=names.quoted(array.spec.key)
+                    ),
+                )
+                yield from _check_common(store, manifest)
+        except CheckpointError as error:
+            yield damage_of(error, location=store.location)
+
+    def writer_of(self, name: str) -> int | None:
+        """Return None: files are named after what they hold."""
+        return None
+
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Find the arrays; there are no pickles."""
         tensorstore()
@@ -183,23 +213,51 @@ def _find(store: Store, manifest: Json) -> _Found:
     listed = store.names()
     if manifest.get("detected"):
         return _Found(find_arrays_v3(store, listed, directory=""), {}, listed)
-    directories, removed = _directories(manifest, store.location), manifest.get(_REMOVED, [])
-    if not isinstance(removed, list) or not all(isinstance(prefix, str) for prefix in removed):
-        raise FormatError(
-            f"{store.location}/{MANIFEST}: {_REMOVED} is no list of keys. The file is damaged.",
-            path=store.location,
-        )
-    gone = tuple(removed)
-    data, where = read_small(store, manifest, "files")
-    files = [name for name in parse_files(data, "files", where=where) if not _key_of(name).startswith(gone)]
-    check_listed(files, listed, location=store.location, holder=where, key_of=_key_of_directory)
+    directories, gone = _directories(manifest, store.location), _removed(manifest, store.location)
+    files, holder = _telling_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
+    check_listed(files, listed, location=store.location, holder=holder, key_of=_key_of_directory)
     arrays = find_arrays_v3(store, listed, directory=directories[0])
-    objects = find_objects(listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX)
+    objects = find_objects(
+        listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX, is_checked=True
+    )
     return _Found(
         [a for a in arrays if not a.spec.key.startswith(gone)],
         {key: found for key, found in objects.items() if not key.startswith(gone)},
         listed,
     )
+
+
+def _removed(manifest: Json, where: str) -> tuple[str, ...]:
+    """Return the prefixes of keys that were taken out."""
+    removed = manifest.get(_REMOVED, [])
+    if not isinstance(removed, list) or not all(isinstance(prefix, str) for prefix in removed):
+        raise FormatError(
+            f"{where}/{MANIFEST}: {_REMOVED} is no list of keys. The file is damaged.", path=where
+        )
+    return tuple(removed)
+
+
+def _telling_files(store: Store, manifest: Json) -> list[str]:
+    """Return the documents of arrays and the files of objects, as the save has listed them."""
+    gone = _removed(manifest, store.location)
+    data, where = read_small(store, manifest, "files")
+    return [name for name in parse_files(data, "files", where=where) if not _key_of(name).startswith(gone)]
+
+
+def _check_manifest(manifest: Json) -> Iterator[Damage]:
+    attempt = str(manifest.get("attempt"))
+    expected = {"arrays": names.arrays_directory(attempt), "objects": names.objects_directory(attempt)}
+    for entry, name in expected.items():
+        if f"{manifest.get(entry)}/" != name:
+            what = f"it is of attempt {attempt:.80}, and its {entry} are in {manifest.get(entry)!r:.200}"
+            yield Damage(file=MANIFEST, what=what)
+
+
+def _check_common(store: Store, manifest: Json) -> Iterator[Damage]:
+    named, _ = entry_of(store, manifest, "common")
+    found = store.size(named["file"])
+    if found != named["nbytes"]:
+        yield Damage(file=named["file"], what=f"it has {found:,} bytes instead of {named['nbytes']:,}")
 
 
 def _key_of(name: str) -> str:

@@ -1,0 +1,88 @@
+"""`megackpt inspect`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+import click
+from rich.console import Group
+from rich.filesize import decimal
+
+from megackpt.cli.frame import EXIT_CODES, json_option, say, unsafe_pickle_option
+from megackpt.cli.tables import stdout, table_of
+from megackpt.engine.inspect import Inspected, inspect_checkpoint
+from megackpt.metadata import OBJECT
+from megackpt.storage import open_store
+
+
+@click.command(name="inspect", short_help="Show what a checkpoint holds.", epilog=EXIT_CODES)
+@click.argument("path", metavar="PATH")
+@click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
+@click.option(
+    "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
+)
+@unsafe_pickle_option
+@json_option
+def command(
+    path: str, *, keys: tuple[str, ...], limit: int, allow_unsafe_pickle: bool, as_json: bool
+) -> None:
+    """Show what the checkpoint in the directory PATH holds, without reading a tensor.
+
+    Its commit, arrays and objects with dtype, shape, chunks and bytes, files, bytes by rank, common state.
+    JSON has all rows.
+    """
+    with contextlib.closing(open_store(path)) as store:
+        found = inspect_checkpoint(store, keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
+    if as_json:
+        say(asdict(found), "", as_json=True)
+        return
+    console = stdout()
+    for table in _tables(found, limit):
+        console.print(table)
+    for key, why in found.unreadable.items():
+        console.print(f"{key!r} {why}.")
+    if found.common_fault:
+        console.print(f"Common state cannot be read: {found.common_fault}")
+
+
+def _tables(found: Inspected, limit: int) -> Iterator[Group]:
+    ranks = "" if found.world_size is None else f", saved by {found.world_size} ranks"
+    title = f"{found.location}: {found.backend} version {found.version}{ranks}, {decimal(found.nbytes)}"
+    said = {name: value for name, value in found.manifest.items() if not isinstance(value, dict)}
+    yield table_of(title, [(name, str(value)) for name, value in sorted(said.items())], left=("commit", ""))
+    arrays = [a for a in found.arrays if a.dtype != OBJECT]
+    objects = [a for a in found.arrays if a.dtype == OBJECT]
+    rows: list[Sequence[str]]
+    rows = [(a.key, a.dtype, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in arrays]
+    yield _limited(f"{len(arrays)} arrays", ("key", "dtype", "shape"), ("chunks", "bytes"), rows, limit)
+    if objects:
+        rows = [(a.key, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in objects]
+        title = f"{len(objects)} arrays of objects"
+        yield _limited(title, ("key", "shape"), ("objects", "bytes"), rows, limit)
+    if found.files:
+        rows = [
+            (f.name, "" if f.rank is None else str(f.rank), str(f.chunks), decimal(f.nbytes))
+            for f in found.files
+        ]
+        title = f"{len(found.files)} files with chunks"
+        yield _limited(title, ("file",), ("rank", "chunks", "bytes of chunks"), rows, limit)
+    if found.rank_nbytes:
+        rows = [(str(rank), decimal(nbytes)) for rank, nbytes in found.rank_nbytes.items()]
+        yield _limited("bytes by rank", (), ("rank", "bytes of chunks"), rows, limit)
+    yield from _leaves("common state", found.common, limit)
+    yield from _leaves("content metadata", found.content, limit)
+
+
+def _leaves(title: str, leaves: Mapping[str, str], limit: int) -> Iterator[Group]:
+    if leaves:
+        yield _limited(title, ("path", "value"), (), list(leaves.items()), limit)
+
+
+def _limited(
+    title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str]], limit: int
+) -> Group:
+    shown = rows[:limit] if limit else rows
+    more = f", the first {limit}" if len(shown) < len(rows) else ""
+    return table_of(f"{title}{more}", shown, left=left, right=right)

@@ -1,0 +1,67 @@
+"""`megackpt verify`: whether a checkpoint is whole."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+
+import click
+from rich.filesize import decimal
+
+from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.progress import Bars
+from megackpt.cli.tables import stdout, table_of
+from megackpt.engine.verify import Verified, verify_checkpoint
+from megackpt.formats.damage import Damage
+from megackpt.options import VerifyOptions
+from megackpt.storage import open_store
+
+
+@click.command(name="verify", short_help="Look for damage in a checkpoint.", epilog=EXIT_CODES)
+@click.argument("path", metavar="PATH")
+@click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
+@click.option("--threads", default=4, show_default=True, type=click.IntRange(1), help="Reads at once.")
+@unsafe_pickle_option
+@json_option
+def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, as_json: bool) -> int:
+    """Look for everything that is wrong with the checkpoint in the directory PATH. Nothing is changed.
+
+    Without --deep: the commit, the index and its digest, that files are there and as long as they must be,
+    that chunks lie in their files and cover every array exactly once; no bytes of tensors are read. With it
+    also the digest of every block, in bounded memory, and that objects and common state can be decoded. All
+    damage is listed: file, bytes, key, chunk.
+    """
+    options = VerifyOptions(deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
+    with contextlib.closing(open_store(path)) as store, Bars(is_root=is_root()) as bars:
+        found = verify_checkpoint(store, options, bars)
+    if as_json:
+        damages = [damage.to_json() for damage in found.damages]
+        said = {**asdict(found), "damages": damages, "is_whole": found.is_whole}
+        say(said, "", as_json=True)
+    else:
+        _show(found)
+    return 0 if found.is_whole else FAILED_CHECK
+
+
+def _show(found: Verified) -> None:
+    console = stdout()
+    if not found.is_whole:
+        columns = ("file", "bytes", "key", "chunk", "what is wrong")
+        console.print(table_of(f"{found.location}: damaged", map(_cells, found.damages), left=columns))
+    verdict = "whole" if found.is_whole else f"{len(found.damages)} damages"
+    kind = f" {found.backend} version {found.version}," if found.backend else ""
+    depth = "every byte read" if found.deep else "no chunk read"
+    console.print(
+        f"{found.location}: {verdict};{kind} {found.arrays} arrays and {found.objects} objects, "
+        f"{decimal(found.nbytes)} in {found.chunks} chunks and {found.files} files; {depth}."
+    )
+    if found.deep and found.unchecked_nbytes:
+        console.print(
+            f"Of {decimal(found.unchecked_nbytes)} no digest is stored: that they can be read is all that is "
+            f"known of them."
+        )
+
+
+def _cells(damage: Damage) -> tuple[str, ...]:
+    bytes_of = "" if damage.start is None else f"{damage.start}:{damage.stop}"
+    return damage.file, bytes_of, damage.key or "", damage.box or "", damage.what

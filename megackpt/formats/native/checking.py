@@ -1,0 +1,201 @@
+"""What is wrong with the files of a native checkpoint, besides the bytes of its chunks.
+
+Owns the comparison of files that say the same: the commit and the names it gives, the index and its head, the
+index and the headers of data files. A reader that goes by the index needs no header, so a load never notices
+a damaged one; readers of plain safetensors do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megackpt.errors import CheckpointError
+from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.index_file import entry_of, read_index
+from megackpt.formats.index_head import read_head
+from megackpt.formats.native import names
+from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
+from megackpt.formats.strategy import MANIFEST, Json
+from megackpt.metadata import StoredChunks
+from megackpt.storage import Store, digest_of
+
+_ATTEMPT = re.compile(r"[0-9a-f]{16}")
+_HEADER_MAX_BYTES = 1 << 32  # no file of a rank has so many chunks
+_SMALL_BYTES = 64 << 20  # common state up to this length is read and compared with its digest
+
+
+def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
+    """Yield what is wrong; see `KnowsFiles`."""
+    yield from _check_manifest(manifest)
+    yield from _check_named(store, manifest)
+    for entry in ("common", "common_tensors"):
+        if entry == "common" or entry in manifest:
+            yield from _check_small(store, manifest, entry)
+    try:
+        stored = read_index(store, manifest)
+        yield from _check_head(store, manifest, stored)
+    except CheckpointError as error:
+        yield damage_of(error, location=store.location)
+        return
+    yield from _check_data_files(store, manifest, stored)
+
+
+def _check_manifest(manifest: Json) -> Iterator[Damage]:
+    """Compare what the commit says twice: every name carries the attempt."""
+    attempt, ranks = manifest.get("attempt"), manifest.get("world_size")
+    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
+        yield Damage(file=MANIFEST, what=f"its attempt {attempt!r:.80} is not 16 hexadecimal digits")
+        return
+    if type(ranks) is not int or ranks < 1:
+        yield Damage(file=MANIFEST, what=f"its world_size {ranks!r:.80} is no number of ranks")
+    common = (manifest.get("common_backend"), manifest.get("common_backend_version"))
+    if common != (names.BACKEND, names.VERSION):
+        yield Damage(file=MANIFEST, what=f"its common state is of format {common!r:.80}")
+    for entry in ("index", "common", "common_tensors"):
+        named = manifest.get(entry)
+        name = named.get("file") if isinstance(named, dict) else None
+        if isinstance(name, str) and names.attempt_of(name) != attempt:
+            yield Damage(file=MANIFEST, what=f"it is of attempt {attempt}, and its {entry} is {name!r:.200}")
+
+
+def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
+    """Find common state that the commit has lost its entry of; without tensors it may seem to need none."""
+    entries = [manifest.get(entry) for entry in ("common", "common_tensors")]
+    named = {entry["file"] for entry in entries if isinstance(entry, dict) and "file" in entry}
+    for name in store.names("common-"):
+        if names.attempt_of(name) == manifest.get("attempt") and name not in named:
+            yield Damage(file=MANIFEST, what=f"it does not name {name!r}, which is of its attempt")
+
+
+def _check_small(store: Store, manifest: Json, entry: str) -> Iterator[Damage]:
+    try:
+        named, _ = entry_of(store, manifest, entry)
+        name, nbytes = named["file"], named["nbytes"]
+        found = store.size(name)
+        if found != nbytes:
+            yield Damage(file=name, what=f"it has {found:,} bytes instead of {nbytes:,}")
+        elif nbytes <= _SMALL_BYTES and digest_of(store.read(name, max_bytes=nbytes)) != named["xxh3_128"]:
+            yield Damage(file=name, what="its bytes are not those that were saved (their digest differs)")
+    except CheckpointError as error:
+        yield damage_of(error, location=store.location)
+
+
+def _check_head(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:
+    """Compare the index with its head, by which a rank of a large job finds its rows."""
+    entry, where = entry_of(store, manifest, "index")
+    if "head" not in entry:
+        if _has_head(store, entry["file"]):
+            yield Damage(file=MANIFEST, what="it does not name the head of the index, which has one")
+        return
+    head = read_head(store, entry, where)
+    table = stored.table
+    counts = np.bincount(table.array, minlength=len(table.arrays))
+    if head.arrays != table.arrays or not np.array_equal(np.diff(head.first_row), counts):
+        yield Damage(file=entry["file"], what="its head lists other arrays or chunks than its columns")
+
+
+def _has_head(store: Store, index: str) -> bool:
+    """Say whether an index, which was found to be whole, begins with the columns of a head."""
+    prefix = bytearray(8)
+    store.read_into(index, 0, memoryview(prefix))
+    text = bytearray(int.from_bytes(prefix, "little"))
+    store.read_into(index, 8, memoryview(text))
+    return "block.xxh3" in json.loads(text)
+
+
+def _check_data_files(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:
+    order = np.lexsort((stored.offset_bytes, stored.file))
+    ends = np.searchsorted(stored.file[order], np.arange(len(stored.files) + 1))
+    for number, name in enumerate(stored.files):
+        rank = names.rank_of(name)
+        ranks = manifest.get("world_size")
+        if rank is not None and type(ranks) is int and rank >= ranks:
+            yield Damage(file=name, what=f"it is of rank {rank}, and {MANIFEST} says that {ranks} saved")
+        try:
+            yield from _check_data_file(store, name, stored.take(order[ends[number] : ends[number + 1]]))
+        except CheckpointError as error:
+            if store.exists(name):  # who looks for the files of chunks says so of those that are gone
+                yield damage_of(error, location=store.location, file=name)
+
+
+def _check_data_file(store: Store, name: str, chunks: StoredChunks) -> Iterator[Damage]:
+    """Check one file: chunks are those that the index has in it, in their order."""
+    size = store.size(name)
+    prefix = bytearray(8)
+    store.read_into(name, 0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    data_start = 8 + length
+    if not 2 <= length <= min(size - 8, _HEADER_MAX_BYTES):
+        yield Damage(
+            file=name, what=f"its header has {length:,} bytes, which the file cannot hold", start=0, stop=8
+        )
+        return
+    text = bytearray(length)
+    store.read_into(name, 8, memoryview(text))
+    is_expected = prefix + text == header_of(chunks.table)
+    if is_expected and _are_behind_each_other(chunks, data_start) and size == _end(chunks, data_start):
+        return
+    yield from _check_entries(name, bytes(text), chunks, size=size)
+
+
+def _are_behind_each_other(chunks: StoredChunks, data_start: int) -> bool:
+    ends = np.cumsum(chunks.table.nbytes)
+    return bool(np.array_equal(chunks.offset_bytes, data_start + ends - chunks.table.nbytes))
+
+
+def _end(chunks: StoredChunks, data_start: int) -> int:
+    return data_start + int(chunks.table.nbytes.sum())
+
+
+def _check_entries(name: str, text: bytes, chunks: StoredChunks, *, size: int) -> Iterator[Damage]:
+    """Look for what differs in a header that is not what a save of all these chunks, and no others, writes.
+
+    It may list others, which have been taken out of the checkpoint.
+    """
+    data_start = 8 + len(text)
+    in_header = partial(Damage, file=name, start=0, stop=data_start)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        said = header.pop("__metadata__", None)
+        entries = {_range(entry): (key, entry["dtype"], entry["shape"]) for key, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        yield in_header(what=f"its header is not that of a safetensors file ({error})")
+        return
+    if said != METADATA:
+        yield in_header(what=f"its header says that it is {said!r:.100}")
+    end = data_start + max((stop for _, stop in entries), default=0)
+    if size != end:
+        yield Damage(file=name, what=f"it has {size:,} bytes instead of {end:,}")
+    begins = (chunks.offset_bytes - data_start).tolist()
+    ends = (chunks.offset_bytes - data_start + chunks.table.nbytes).tolist()
+    for row, expected in enumerate(tensors_of(chunks.table)):
+        fault = _fault_of(entries.get((begins[row], ends[row])), expected)
+        if fault:
+            key = chunks.table.arrays[int(chunks.table.array[row])].key
+            yield in_header(key=key, box=chunks.table.describe(row), what=fault)
+
+
+def _range(entry: Any) -> tuple[int, int]:
+    begin, end = entry["data_offsets"]
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise ValueError(f"data_offsets {begin!r:.40}, {end!r:.40}")
+    return begin, end
+
+
+def _fault_of(found: tuple[str, Any, Any] | None, expected: tuple[str, str, list[int]]) -> str | None:
+    """Say how what a header has where a chunk lies contradicts what the index says of it."""
+    if found is None:
+        return "the header has no tensor where the index has this chunk"
+    name, dtype, shape = found
+    wanted, *kind = expected
+    if name != wanted and not re.fullmatch(rf"{re.escape(wanted)}#\d+", name):
+        return f"the header calls it {name!r:.200}"
+    if [dtype, shape] != kind:
+        return f"the header has it as {dtype} {shape}, and not as {kind[0]} {kind[1]}"
+    return None

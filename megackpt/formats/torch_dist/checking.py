@@ -1,0 +1,104 @@
+"""What is wrong with the files of a torch_dist checkpoint of ours, besides the bytes of its chunks.
+
+Owns the comparison of what we note and index with what other libraries read instead: `.metadata`, common.pt,
+and the zip records around each tensor. What other libraries have saved says nothing twice.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from megackpt.errors import CheckpointError
+from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.index_file import entry_of, read_index
+from megackpt.formats.strategy import MANIFEST, Json
+from megackpt.formats.torch_dist import names
+from megackpt.formats.torch_dist.item import Frame, frame_of
+from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES, MANIFEST_CONTENT, find_note, read_metadata
+from megackpt.metadata import OBJECT, StoredChunks
+from megackpt.storage import Store, digest_of
+
+_CRC = struct.Struct("<4sI")  # what follows the bytes of a tensor: a signature, and their CRC-32
+
+
+def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
+    """Yield what is wrong; see `KnowsFiles`. manifest may be one that was made up."""
+    notes = [name for name in store.names("megackpt-") if names.note_of(name) is not None]
+    try:
+        if not notes or not store.exists(names.METADATA):
+            return
+        note = find_note(store, digest_of(read_metadata(store)))
+        if note is None:
+            yield Damage(
+                file=names.METADATA,
+                what=f"it is not the one that {notes[0]} was written for. It is damaged, or another program "
+                f"has saved here since; then remove the files that begin with 'megackpt-'",
+            )
+            return
+        yield from _check_fixed_names(store, *note)
+        yield from _check_items(store, read_index(store, note[0], holder=note[1]))
+    except CheckpointError as error:
+        yield damage_of(error, location=store.location)
+
+
+def _check_fixed_names(store: Store, note: Json, holder: str) -> Iterator[Damage]:
+    if store.exists(MANIFEST) and read_manifest_file(store) != MANIFEST_CONTENT:
+        yield Damage(file=MANIFEST, what="it has other entries than a save of this format writes")
+    named, _ = entry_of(store, note, "common", holder=holder)
+    for name in (named["file"], names.COMMON):
+        if not store.exists(name):
+            yield Damage(file=name, what="it is missing")
+            continue
+        data = store.read(name, max_bytes=COMMON_MAX_BYTES)
+        if len(data) != named["nbytes"] or digest_of(data) != named["xxh3_128"]:
+            yield Damage(file=name, what="its bytes are not those that were saved (their digest differs)")
+
+
+def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
+    """Compare what stands around each tensor with what a save writes there, and the ends of files."""
+    table = stored.table
+    ends = np.zeros(len(stored.files), np.int64)
+    for row in np.lexsort((stored.offset_bytes, stored.file)).tolist():
+        spec, raw = table.arrays[int(table.array[row])], int(stored.offset_bytes[row])
+        number = int(stored.file[row])
+        name = stored.files[number]
+        end = raw + int(table.nbytes[row])
+        if spec.dtype != OBJECT:
+            frame = frame_of(spec.dtype, tuple(table.shape[row, : len(spec.global_shape)].tolist()))
+            end = raw - len(frame.head) + frame.length
+            try:
+                fault = _fault_of(store, name, frame, raw)
+            except CheckpointError:  # who looks for the files of chunks says that it is gone, or too short
+                fault = None
+            if fault:
+                yield Damage(
+                    file=name,
+                    key=spec.key,
+                    box=table.describe(row),
+                    what=fault[0],
+                    start=fault[1],
+                    stop=fault[2],
+                )
+        ends[number] = max(ends[number], end)
+    for name, expected in zip(stored.files, ends.tolist(), strict=True):
+        if store.exists(name) and (found := store.size(name)) < expected:
+            yield Damage(file=name, what=f"it has {found:,} bytes instead of {expected:,}")
+
+
+def _fault_of(store: Store, name: str, frame: Frame, raw: int) -> tuple[str, int, int] | None:
+    """Say what is wrong around a tensor whose bytes begin at raw, and from where to where."""
+    head = bytearray(len(frame.head))
+    store.read_into(name, raw - len(head), memoryview(head))
+    if head != frame.head:
+        return "the zip records before the tensor are not those that were saved", raw - len(head), raw
+    begin = raw + frame.nbytes
+    tail = bytearray(frame.length - len(head) - frame.nbytes)
+    store.read_into(name, begin, memoryview(tail))
+    # The checksum stands there twice, so that a changed one is seen without the tensor's bytes.
+    if tail != frame.tail(_CRC.unpack_from(tail)[1]):
+        return "the zip records behind the tensor are not those that were saved", begin, begin + len(tail)
+    return None

@@ -1,0 +1,86 @@
+"""What is wrong with the files of a zarr checkpoint, besides the bytes of its chunks.
+
+Owns the search for files that are gone: of those that a save has listed, and of the chunks that an array has
+by its own document. The documents of arrays have no digest, so a shape that was changed there is not noticed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import product
+
+from megackpt.errors import CheckpointError
+from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.zarr.described import ZarrArray
+from megackpt.storage import Store
+
+_MOST_BYTES = 1 << 34  # of an object, or of common state
+_MOST_CELLS = 1 << 24  # of one array: a document may claim any number
+
+
+def missing_files(expected: Iterable[str], listed: Collection[str], *, holder: str) -> Iterator[Damage]:
+    """Yield the files that a list of a save names and that are not there."""
+    for name in sorted(set(expected) - set(listed)):
+        yield Damage(file=name, what=f"it is missing, and {holder} names it")
+
+
+def missing_chunks(arrays: Iterable[ZarrArray], listed: Collection[str]) -> Iterator[Damage]:
+    """Yield the chunk files that arrays should have and that are not there."""
+    files = set(listed)
+    for array in arrays:
+        cells = math.prod(array.file_extents)
+        if cells > _MOST_CELLS:
+            what = f"it is of {cells:,} files, which no array has. Its document is damaged"
+            yield Damage(file=array.path, key=array.spec.key, what=what)
+            continue
+        for cell in product(*map(range, array.file_extents)):
+            name = array.path + array.leaf(cell)
+            if name not in files:
+                region = ", ".join(f"{r.start}:{r.stop}" for r in array.region(cell))
+                yield Damage(file=name, key=array.spec.key, box=f"[{region}]", what="it is missing")
+
+
+def changed_documents(
+    store: Store, arrays: Iterable[ZarrArray], written: Callable[[ZarrArray], ZarrArray]
+) -> Iterator[Damage]:
+    """Yield the documents that are not what a save of ours writes of such an array, which `written` returns.
+
+    A document has no digest; but of all that it says, only dtype, shape and chunks are the array's own.
+    """
+    for array in arrays:
+        for name, data in written(array).documents().items():
+            try:
+                is_same = store.read(name, max_bytes=max(store.size(name), 1)) == data
+            except CheckpointError as error:
+                yield damage_of(error, location=store.location, file=name)
+                continue
+            if not is_same:
+                yield Damage(
+                    file=name, key=array.spec.key, what="it is not what a save writes of such an array"
+                )
+
+
+def changed_records(store: Store, names: Iterable[str]) -> Iterator[Damage]:
+    """Yield the files of torch.save, which are zip files, with a record that has another checksum.
+
+    torch.load does not look at checksums.
+    """
+    for name in names:
+        try:
+            data = store.read(name, max_bytes=_MOST_BYTES)
+        except CheckpointError as error:
+            yield damage_of(error, location=store.location, file=name)
+            continue
+        if not data.startswith(b"PK\3\4"):
+            continue  # of old versions of torch, or damaged: whoever decodes it will say
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as records:
+                bad = records.testzip()
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+            yield Damage(file=name, what=f"it is no whole zip file ({error})")
+            continue
+        if bad is not None:
+            yield Damage(file=name, what=f"its record {bad!r} has another checksum than it was saved with")
