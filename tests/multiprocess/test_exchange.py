@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,20 @@ class CountingStore(LocalStore):
         self._counting = threading.Lock()
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        self._count(out.nbytes)
+        super().read_into(name, offset_bytes, out)
+
+    def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        self._count(nbytes)
+        return super().lend(name, offset_bytes, nbytes)
+
+    def _count(self, nbytes: int) -> None:
         with self._counting:
-            self.nbytes += out.nbytes
+            self.nbytes += nbytes
             self.reads += 1
             number = self.reads
         if number == self._read:
             self._before()
-        super().read_into(name, offset_bytes, out)
 
 
 def tensors() -> dict[str, torch.Tensor]:
