@@ -3,15 +3,6 @@
 Owns the moments: before, inside of and after each operation that changes anything. What is on the disk then
 is up to `cached_disk`. The disk is common to all ranks; each rank has a store of its own, since `sync` speaks
 only for what was done through the same object.
-
->>> machine = CrashMachine(stop_at=Moment(rank=0, index=3))
->>> store = machine.store(rank=0)
->>> store.write("a", b"1")
->>> store.write("b", b"2")
-Traceback (most recent call last):
-megackpt.testing.crash_store.Stopped: before write of 'b'
->>> machine.restarted(Loss.EVERYTHING).store(rank=0).names()
-['a']
 """
 
 from __future__ import annotations
