@@ -92,8 +92,9 @@ class LocalPlaces:
         if directory.is_symlink():
             directory.unlink()
             return
-        (directory / MANIFEST).unlink(missing_ok=True)
         with contextlib.closing(LocalStore(directory)) as store:
+            store.delete([MANIFEST])
+            store.sync()  # or a loss of power could bring it back when other files are gone
             store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
         shutil.rmtree(directory)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from megackpt.errors import StorageError
@@ -19,12 +19,12 @@ from megackpt.storage.store import check_name
 class MemoryStore:
     """Files in a dictionary. A `Store`; see there for what each method does. Safe for many threads.
 
-    A streamed file becomes visible when its writer is closed.
+    A streamed file becomes visible when its writer is closed. files are there from the beginning.
     """
 
-    def __init__(self, location: str = "memory:") -> None:
+    def __init__(self, location: str = "memory:", *, files: Mapping[str, bytes] | None = None) -> None:
         self._location = location
-        self._files: dict[str, bytes] = {}
+        self._files: dict[str, bytes] = dict(files or {})
         self._lock = threading.Lock()
 
     @property
