@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megackpt import Checkpointer, DeclarationError, NotACheckpointError, ShardedTensor
+from megackpt.storage import LocalStore
 
 
 def state(value: float) -> dict[str, object]:
@@ -114,3 +116,30 @@ def test_a_relative_root_means_the_same_after_a_change_of_directory(
     monkeypatch.chdir(tmp_path / "elsewhere")
     checkpointer.save(2, state(2))
     assert checkpointer.steps() == (1, 2)
+
+
+def test_the_removal_of_a_commit_is_durable_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, tuple[str, ...]]] = []
+    delete, sync = LocalStore.delete, LocalStore.sync
+
+    def delete_noted(store: LocalStore, names: Iterable[str]) -> None:
+        listed = tuple(names)
+        if store.location.endswith("iter_0000001"):
+            done.append(("delete", listed))
+        delete(store, listed)
+
+    def sync_noted(store: LocalStore) -> None:
+        if store.location.endswith("iter_0000001"):
+            done.append(("sync", ()))
+        sync(store)
+
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        monkeypatch.setattr(LocalStore, "delete", delete_noted)
+        monkeypatch.setattr(LocalStore, "sync", sync_noted)
+        checkpointer.save(2, {"x": 2})
+    commit = done.index(("delete", ("metadata.json",)))
+    others = next(i for i, (kind, names) in enumerate(done) if kind == "delete" and i != commit and names)
+    assert commit < done.index(("sync", ()), commit) < others
