@@ -275,6 +275,7 @@ def test_a_server_that_is_not_there_or_does_not_answer_is_said_to_be_so(s3_proxy
 
 
 def test_settings_that_the_library_refuses_are_named() -> None:
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
     with pytest.raises(StorageError, match=r"s3://b: the settings .* refused .*ObjectOptions.*: endpoind"):
         ObjectStore("s3://b", options=ObjectOptions(config={"endpoind": "x"}))
     with pytest.raises(ValueError, match="part_bytes is 0; give a number above 0"):
