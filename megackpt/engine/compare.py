@@ -19,7 +19,7 @@ from megackpt.engine.chunk_bytes import parts_of
 from megackpt.engine.read import read_tensors
 from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.errors import IntegrityError
-from megackpt.formats.strategy import Chunks, Contents
+from megackpt.formats.strategy import Chunks, Contents, Part
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import itemsizes
@@ -33,15 +33,6 @@ PARTS_AT_A_TIME = 4096
 
 _OPTIONS = LoadOptions(threads=2)
 _ALIGNMENT = 64  # bytes: tensors of any dtype may begin there
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes `[start, stop)` of a chunk, from where its format can begin to read to where it can end."""
-
-    row: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

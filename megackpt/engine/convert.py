@@ -20,13 +20,13 @@ from megackpt.codec import leaf_digests
 from megackpt.comm import Group, together
 from megackpt.engine import manifest
 from megackpt.engine.chunk_bytes import Buffers
-from megackpt.engine.compare import Part, compare_chunks
+from megackpt.engine.compare import compare_chunks
 from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
-from megackpt.formats.strategy import MANIFEST, Chunks, Contents, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, Chunks, Contents, Part, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, DeclaredChunks
 from megackpt.options import ConvertOptions

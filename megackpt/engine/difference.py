@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.codec import leaf_digests
-from megackpt.engine.compare import Pair, Part, pairs_of
+from megackpt.engine.compare import Pair, pairs_of
 from megackpt.engine.elements import Differing, differing_elements
 from megackpt.engine.leaves import leaves_of
 from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
@@ -24,7 +24,7 @@ from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.workers import do_all
 from megackpt.errors import CoverageError
-from megackpt.formats.strategy import Chunks, Contents
+from megackpt.formats.strategy import Chunks, Contents, Part
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import DiffOptions
 from megackpt.storage import Store

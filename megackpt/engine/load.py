@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megackpt.comm import GivenGroup, Group, subgroup_members, together
-from megackpt.engine.agreement import check_alike, check_exchange, exchange_ranks
+from megackpt.engine.agree_on_load import check_alike, check_exchange, exchange_ranks
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest

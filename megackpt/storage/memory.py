@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from megackpt.errors import StorageError
-from megackpt.storage.refusal import ends_early, storage_error, too_large
+from megackpt.storage.refusal import (
+    closed_early,
+    ends_early,
+    storage_error,
+    too_large,
+    too_many_bytes,
+    writer_is_closed,
+)
 from megackpt.storage.store import check_name
 
 
@@ -145,13 +152,10 @@ class MemoryWriter:
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
         if not self._open:
-            raise self._misused("this writer is closed. Open a new one to write the file again.")
+            raise writer_is_closed(self._path)
         nbytes = memoryview(data).nbytes
         if len(self._data) + nbytes > self._nbytes:
-            raise self._misused(
-                f"{nbytes:,} more bytes after {len(self._data):,} exceed the {self._nbytes:,} that the file "
-                "was opened for. Open the writer with the size of everything that will be written."
-            )
+            raise too_many_bytes(self._path, nbytes, written=len(self._data), expected=self._nbytes)
         if nbytes:
             self._data += memoryview(data).cast("B")
 
@@ -161,10 +165,7 @@ class MemoryWriter:
             return
         self._open = False
         if len(self._data) != self._nbytes:
-            raise self._misused(
-                f"closed after {len(self._data):,} of {self._nbytes:,} bytes, so the file was removed. "
-                "Write all of it before closing."
-            )
+            raise closed_early(self._path, written=len(self._data), expected=self._nbytes)
         self._store.write(self._name, bytes(self._data))
 
     def __enter__(self) -> MemoryWriter:
@@ -177,6 +178,6 @@ class MemoryWriter:
             self.close()
         self._open = False
 
-    def _misused(self, reason: str) -> StorageError:
-        path = f"{self._store.location}/{self._name}"
-        return StorageError(f"{path}: {reason}", path=path)
+    @property
+    def _path(self) -> str:
+        return f"{self._store.location}/{self._name}"

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.errors import CheckpointError, StorageError
 from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL, Octets
 from megackpt.storage.object_library import ObjectOptions, obstore, repeating
 from megackpt.storage.object_refusal import object_refusals
+from megackpt.storage.refusal import closed_early, too_many_bytes, writer_is_closed
 
 _MOST_PARTS = 10_000  # Source: Amazon S3, limits of multipart uploads.
 _MARK = "megackpt-upload"  # metadata of an object that says which upload made it
@@ -131,13 +131,10 @@ class ObjectWriter:
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
         if not self._open:
-            raise self._misused("this writer is closed. Open a new one to write the file again.")
+            raise writer_is_closed(self._path)
         left = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.zeros(0, np.uint8)
         if self._written + left.size > self._nbytes:
-            raise self._misused(
-                f"{left.size:,} more bytes after {self._written:,} exceed the {self._nbytes:,} that the file "
-                "was opened for. Open the writer with the size of everything that will be written."
-            )
+            raise too_many_bytes(self._path, left.size, written=self._written, expected=self._nbytes)
         self._written += left.size
         while left.size:
             if self._filling is None:
@@ -159,10 +156,7 @@ class ObjectWriter:
             return
         if self._written != self._nbytes:
             self._abandon()
-            raise self._misused(
-                f"closed after {self._written:,} of {self._nbytes:,} bytes, so the file was removed. "
-                "Write all of it before closing."
-            )
+            raise closed_early(self._path, written=self._written, expected=self._nbytes)
         self._open = False
         self._hand_on()
         self._pipe.end("ended")
@@ -239,9 +233,6 @@ class ObjectWriter:
         self._pipe.end("abandoned")
         if not self._is_short:
             self._thread.join()
-
-    def _misused(self, reason: str) -> CheckpointError:
-        return StorageError(f"{self._path}: {reason}", path=self._path)
 
 
 def _part_bytes(nbytes: int, wanted: int) -> int:

@@ -80,6 +80,29 @@ def ends_early(path: str, end: int, offset: int, nbytes: int) -> FormatError:
     )
 
 
+def writer_is_closed(path: str) -> StorageError:
+    """Return the error for a write into a file that is complete, or given up."""
+    return StorageError(f"{path}: this writer is closed. Open a new one to write the file again.", path=path)
+
+
+def too_many_bytes(path: str, nbytes: int, *, written: int, expected: int) -> StorageError:
+    """Return the error for a write of nbytes that would make a file longer than was said."""
+    return StorageError(
+        f"{path}: {nbytes:,} more bytes after {written:,} exceed the {expected:,} that the file was opened "
+        "for. Open the writer with the size of everything that will be written.",
+        path=path,
+    )
+
+
+def closed_early(path: str, *, written: int, expected: int) -> StorageError:
+    """Return the error for a file that was closed before all of it was written."""
+    return StorageError(
+        f"{path}: closed after {written:,} of {expected:,} bytes, so the file was removed. Write all of it "
+        "before closing.",
+        path=path,
+    )
+
+
 def too_large(path: str, nbytes: int, max_bytes: int) -> FormatError:
     """Return the error for a small file that is none."""
     return FormatError(

@@ -1,7 +1,7 @@
 """Two ways to put a stream of bytes into an open file: around the page cache, or through it.
 
-Owns the background threads and the flushing that make each of them fast. Which one a
-file gets, and what a failure does to the file, is up to `writer`.
+Owns the background threads and the flushing that make each of them fast. Which one a file gets, and what a
+failure does to the file, is up to `writer`.
 
 * Direct: the caller's thread copies into page-aligned buffers, a few threads write full buffers with
   O_DIRECT, and the caller waits only when all buffers are on their way.

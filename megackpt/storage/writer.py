@@ -13,10 +13,9 @@ from types import TracebackType
 
 import numpy as np
 
-from megackpt.errors import StorageError
 from megackpt.storage.buffers import BufferPool
 from megackpt.storage.rawio import enable_direct, reserve
-from megackpt.storage.refusal import refusals
+from megackpt.storage.refusal import closed_early, refusals, too_many_bytes, writer_is_closed
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import BufferedSink, DirectSink, FileOptions, Sink
 
@@ -49,24 +48,19 @@ class FileWriter:
         try:
             with refusals("reserve space", path, nbytes=nbytes):
                 reserve(descriptor, nbytes)
+            is_long = nbytes >= options.direct_from_bytes and not is_in_memory(descriptor)
+            if options.direct and is_long and enable_direct(descriptor):
+                self._sink = DirectSink(descriptor, options=options, pool=pool)
         except BaseException:
             self._abandon()
             raise
-        is_long = nbytes >= options.direct_from_bytes and not is_in_memory(descriptor)
-        if options.direct and is_long and enable_direct(descriptor):
-            self._sink = DirectSink(descriptor, options=options, pool=pool)
 
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
         self._check_open()
         nbytes = memoryview(data).nbytes
         if self._written + nbytes > self._nbytes:
-            raise StorageError(
-                f"{self._path}: {nbytes:,} more bytes after {self._written:,} exceed the {self._nbytes:,} "
-                "that the file was opened for. Open the writer with the size of everything that will be "
-                "written.",
-                path=self._path,
-            )
+            raise too_many_bytes(self._path, nbytes, written=self._written, expected=self._nbytes)
         if nbytes:
             with self._writing:
                 self._sink.append(np.frombuffer(data, np.uint8))
@@ -78,11 +72,7 @@ class FileWriter:
             return
         try:
             if self._written != self._nbytes:
-                raise StorageError(
-                    f"{self._path}: closed after {self._written:,} of {self._nbytes:,} bytes, so the file "
-                    "was removed. Write all of it before closing.",
-                    path=self._path,
-                )
+                raise closed_early(self._path, written=self._written, expected=self._nbytes)
             with self._writing:
                 self._sink.finish()
                 os.fsync(self._descriptor)
@@ -105,10 +95,7 @@ class FileWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise StorageError(
-                f"{self._path}: this writer is closed. Open a new one to write the file again.",
-                path=self._path,
-            )
+            raise writer_is_closed(self._path)
 
     def _abandon(self) -> None:
         self._release()
