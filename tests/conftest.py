@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from megackpt.testing.ranks import RankPool
+from tests.effort import THOROUGH
 from tests.s3_server import FaultyProxy, S3Server
 
 
@@ -40,7 +42,14 @@ def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="test all 49 pairs of layouts, not a sample")
+    parser.addoption("--thorough", action="store_true", help="all examples and kills, not a sample (minutes)")
     parser.addoption("--interop", action="store_true", help="run the whole interop matrix (minutes)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let decorators know, which are evaluated when a test's module is imported."""
+    if config.getoption("--thorough"):
+        os.environ[THOROUGH] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from megackpt import Checkpointer, ShardedTensor
 from megackpt.comm import SingleProcess
 from megackpt.testing.ranks import RankPool
+from tests.effort import is_thorough
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 RANKS = 2
-KILLS = 20
+KILLS = 200 if is_thorough() else 6
 TENSORS = 8
 NUMEL = 1 << 20  # 8 tensors of 4 MiB on each of 2 ranks
 

@@ -18,9 +18,10 @@ from megackpt.testing.state_dicts import (
     values_of,
 )
 from megackpt.testing.world import SimulatedWorld
+from tests.effort import sample_of
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=global_states(), source_ranks=st.integers(1, 3), target_ranks=st.integers(1, 3), data=st.data())
 def test_any_world_loads_what_any_other_saved_of_all_entities(
     state: GlobalState, source_ranks: int, target_ranks: int, data: st.DataObject

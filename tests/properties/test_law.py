@@ -13,6 +13,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import Held, arrays, held_chunks
 from megackpt.testing.world import SimulatedWorld
+from tests.effort import sample_of
 
 
 def declare(layout: list[Held], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
@@ -25,7 +26,7 @@ def bits_of(tensor: ShardedTensor) -> bytes:
 
 
 # Bounds on time are off: the machine that runs this may be busy. Nothing here is meant to be fast.
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(2000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), array=arrays(), source_ranks=st.integers(1, 4), target_ranks=st.integers(1, 4))
 def test_any_layout_loads_what_any_other_saved(
     data: st.DataObject, array: torch.Tensor, source_ranks: int, target_ranks: int
@@ -33,7 +34,7 @@ def test_any_layout_loads_what_any_other_saved(
     check_the_law("megackpt", data, array, source_ranks, target_ranks)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     array=arrays(),

@@ -16,6 +16,7 @@ from megackpt.metadata import merge_declarations
 from megackpt.testing.layouts import arrays, boxes, held_chunks
 from megackpt.validation import check_coverage, tiling
 from megackpt.validation.tiling import Rectangles, uncovered_regions
+from tests.effort import sample_of
 
 
 def counts_by_brute_force(pieces: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
@@ -63,7 +64,7 @@ def pieces_of_arrays(draw: st.DrawFn) -> tuple[Rectangles, np.ndarray]:
     ), np.array(shapes)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=sample_of(1000), deadline=None)
 @given(pieces_of_arrays(), st.sampled_from([tiling.ADDRESSES, 50]))
 def test_regions_are_what_counting_every_element_finds(
     world: tuple[Rectangles, np.ndarray], addresses: int
@@ -84,7 +85,7 @@ def test_too_many_faults_of_one_array_are_named_by_the_box_around_them(
     assert (found.start.tolist(), found.stop.tolist(), found.count.tolist()) == ([[0, 0]], [[12, 12]], [-1])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ranks=st.integers(1, 4), grid=st.lists(st.integers(1, 3), max_size=2))
 def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: list[int]) -> None:
     entities: list[list[ShardedTensor | ShardedObject]] = [[] for _ in range(ranks)]
@@ -97,7 +98,7 @@ def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: l
     check_coverage(merge_declarations([describe(mine, rank=rank) for rank, mine in enumerate(entities)]))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(), array=arrays().filter(lambda a: a.numel() > 0), spoil=st.sampled_from(["drop", "double"])
 )

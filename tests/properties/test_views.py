@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megackpt.geometry import View
 from megackpt.mapping.views import flat_pieces, whole_view
 from megackpt.testing.layout_programs import LayoutProgram, layout_programs
+from tests.effort import sample_of
 
 
 @st.composite
@@ -38,7 +39,7 @@ def viewed(draw: st.DrawFn) -> tuple[View, torch.Tensor]:
     return view, block
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=sample_of(1000), deadline=None)
 @given(viewed())
 def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor]) -> None:
     view, block = pair
@@ -49,7 +50,7 @@ def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor
     assert torch.equal(whole_view(view, turned), block)  # type: ignore[arg-type]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=sample_of(1000), deadline=None)
 @given(viewed(), st.data())
 def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_place(
     pair: tuple[View, torch.Tensor], data: st.DataObject
@@ -78,7 +79,7 @@ def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_p
     assert len(pieces) <= max(1, 2 * len(view.axes) - 1)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=sample_of(500), deadline=None)
 @given(layout_programs(), st.sampled_from([1, 2, 3, 6]))
 def test_a_layout_has_the_parts_that_torch_makes_by_the_same_steps(program: LayoutProgram, held: int) -> None:
     local = torch.arange(math.prod(program.local_shape(held))).reshape(program.local_shape(held))

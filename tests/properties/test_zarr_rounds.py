@@ -18,6 +18,7 @@ from megackpt.mapping.describe import describe
 from megackpt.metadata import ArraySpec, merge_declarations
 from megackpt.planning import SavePlan, plan_save
 from megackpt.testing.layouts import Held, arrays, held_chunks
+from tests.effort import sample_of
 
 RULES = st.builds(
     GridRules,
@@ -66,7 +67,7 @@ def files_of(plan: SavePlan, row: int, grids: list[Grid | None]) -> set[tuple[in
     return {(number, *(i // c for i, c in zip(place, grid.chunk, strict=True))) for place in places}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan_and_ranks=plans(), rules=RULES)
 def test_no_two_ranks_touch_one_file_in_one_round(
     plan_and_ranks: tuple[SavePlan, int], rules: GridRules
@@ -88,7 +89,7 @@ def test_no_two_ranks_touch_one_file_in_one_round(
     assert sorted(rounds.first_round.values()) == several
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan_and_ranks=plans(), rules=RULES)
 def test_every_row_is_in_one_round_and_no_round_is_empty(
     plan_and_ranks: tuple[SavePlan, int], rules: GridRules
@@ -100,7 +101,7 @@ def test_every_row_is_in_one_round_and_no_round_is_empty(
     assert set(range(rounds.count)) == set(rounds.round.tolist()) | {0}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sample_of(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan_and_ranks=plans(), rules=RULES)
 def test_grids_are_valid_and_never_finer_than_rows_and_sizes_ask_for(
     plan_and_ranks: tuple[SavePlan, int], rules: GridRules
@@ -118,7 +119,7 @@ def test_grids_are_valid_and_never_finer_than_rows_and_sizes_ask_for(
         assert files <= most * 2 ** (len(spec.global_shape) + 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=sample_of(100), deadline=None)
 @given(
     parts=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3),
     extent=st.sampled_from([12, 24]),
@@ -142,7 +143,7 @@ def test_even_tensor_parallel_splits_take_one_round(parts: list[int], extent: in
     assert plan_rounds(plan, find_touches(plan.table, choose_grids(plan.table, rules))).count == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=sample_of(100), deadline=None)
 @given(ranks=st.integers(2, 16), rows=st.integers(60, 200), columns=st.integers(1, 50))
 def test_optimizer_shards_of_equal_size_take_two_rounds_at_most_in_each_file(
     ranks: int, rows: int, columns: int
