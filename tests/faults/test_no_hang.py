@@ -166,7 +166,7 @@ def test_a_rank_that_is_lost_at_any_step_is_named_before_the_deadline(
     if not is_thorough():
         seed = random.randrange(1 << 32)
         print(f"sample of {len(moments)} moments, seed {seed}")
-        moments = random.Random(seed).sample(moments, 2)
+        moments = random.Random(seed).sample(moments, 1)
     for kind, number in moments:
         raised = tmp_path / f"raised-{kind}-{number}"
         raised.mkdir()
