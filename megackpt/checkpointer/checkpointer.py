@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from megackpt.comm import GivenGroup, Group, borrow_group, return_group, togethe
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import step_places
+from megackpt.engine.steps import step_name, step_of, step_places
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError, NotACheckpointError, UnsupportedError
 from megackpt.formats.registry import SaveChoice, save_strategy
@@ -32,8 +31,6 @@ from megackpt.storage import ObjectOptions, Store, is_object_url
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
-
-_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ class Checkpointer:
 
     def location(self, step: int) -> str:
         """Return the path or URL where a step is or would be."""
-        return f"{self._places.location}/{_name_of(step)}"
+        return f"{self._places.location}/{step_name(step)}"
 
     def directory(self, step: int) -> Path:
         """Return the directory where a step is or would be.
@@ -130,11 +127,11 @@ class Checkpointer:
                 f"{self.root} is not on a file system, so its steps have no directories. "
                 f"Use location({step})."
             )
-        return self.root / _name_of(step)
+        return self.root / step_name(step)
 
     def scan(self) -> StepList:
         """Look at the root. Local."""
-        names = [name for name in self._places.names() if _step_of(name) is not None]
+        names = [name for name in self._places.names() if step_of(name) is not None]
         committed = set(self._places.committed(names))
         torn = [name for name in names if name not in committed and self._places.is_leftover(name)]
         return StepList(_steps_of(committed), _steps_of(torn))
@@ -191,7 +188,7 @@ class Checkpointer:
             spread=self._save_options.spread,
             spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
-        store = self._places.open(_name_of(step))
+        store = self._places.open(step_name(step))
         planned, strategy = plan_state(request, store, group, self._save_options)
         if not self.async_save:
             self._finish(step, planned, store, strategy, group)
@@ -240,7 +237,7 @@ class Checkpointer:
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        with contextlib.closing(self._places.open(_name_of(found))) as store:
+        with contextlib.closing(self._places.open(step_name(found))) as store:
             return load(
                 state,
                 store,
@@ -270,7 +267,7 @@ class Checkpointer:
     def content_metadata(self, step: int) -> Any:
         """Return what the step was saved with as `content_metadata`. Local."""
         trusted = self._load_options.allow_unsafe_pickle
-        with contextlib.closing(self._places.open(_name_of(step))) as store:
+        with contextlib.closing(self._places.open(step_name(step))) as store:
             return load_content_metadata(store, allow_unsafe_pickle=trusted)
 
     def close(self) -> None:
@@ -314,20 +311,9 @@ class Checkpointer:
         surplus = found.committed[: -self.keep_last] if self.keep_last else ()
         for step in (*(s for s in surplus if s != saved), *(s for s in found.torn if s <= saved)):
             with contextlib.suppress(OSError):
-                self._places.remove(_name_of(step))
+                self._places.remove(step_name(step))
                 log.info("removed %s", self.location(step))
 
 
-def _name_of(step: int) -> str:
-    return f"iter_{step:07d}"
-
-
-def _step_of(name: str) -> int | None:
-    """Return the step of a directory; None for a name that `_name_of` does not make."""
-    match = _STEP_DIRECTORY.fullmatch(name)
-    step = int(match.group(1)) if match else None
-    return step if step is not None and name == _name_of(step) else None
-
-
 def _steps_of(names: Iterable[str]) -> tuple[int, ...]:
-    return tuple(sorted(step for name in names if (step := _step_of(name)) is not None))
+    return tuple(sorted(step for name in names if (step := step_of(name)) is not None))

@@ -1,13 +1,16 @@
 """Where the steps of a run lie: directories below a root, on a file system or in an object store.
 
-Owns finding and removing them. Which steps count, and which are kept, is up to `checkpointer`.
+Owns what they are called, finding and removing them. Which steps count, and which are kept, is up to
+`checkpointer`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +18,22 @@ from typing import Protocol
 
 from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import LocalStore, ObjectOptions, ObjectStore, Store, is_object_url
+from megackpt.storage import LocalStore, ObjectOptions, ObjectStore, Store, is_in_memory, is_object_url
 
 _AT_ONCE = 16  # requests, when many steps are looked at
+_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step."""
+    return f"iter_{step:07d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a directory; None for a name that `step_name` does not make."""
+    match = _STEP_DIRECTORY.fullmatch(name)
+    step = int(match.group(1)) if match else None
+    return step if step is not None and name == step_name(step) else None
 
 
 class StepPlaces(Protocol):
@@ -97,6 +113,32 @@ class LocalPlaces:
             store.sync()  # or a loss of power could bring it back when other files are gone
             store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
         shutil.rmtree(directory)
+
+    def identity(self) -> str:
+        """Return what tells the root, which is made, from every other directory on any machine. Local.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        LocalStore(self._root).create()
+        found = os.stat(self._root)
+        return f"{_machine()}:{found.st_dev}:{found.st_ino}"
+
+    def is_in_memory(self) -> bool:
+        """Say whether the root, which is there, lies on a file system without a disk."""
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return is_in_memory(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _machine() -> str:
+    """Return what tells this machine from others, until it is started again; containers on it say the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 class ObjectPlaces:
