@@ -15,7 +15,7 @@ from megackpt.api import (
     remove_sharded_tensors,
     save,
 )
-from megackpt.checkpointer import Checkpointer
+from megackpt.checkpointer import Checkpointer, LocalTier, MemoryTier
 from megackpt.codec import register_codec
 from megackpt.config import CheckpointConfig
 from megackpt.engine.plan_cache import PlanCache
@@ -68,6 +68,8 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalNonpersistentObject",
+    "LocalTier",
+    "MemoryTier",
     "MismatchError",
     "MissingKeyError",
     "NotACheckpointError",

@@ -10,12 +10,16 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
+from megackpt.checkpointer.recovery import Recovery, Root
+from megackpt.checkpointer.survey import LastLoad
+from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.plan_cache import PlanCache
@@ -63,11 +67,16 @@ class Checkpointer:
     spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
     them.
 
+    With tiers, steps also go into storage of the nodes, each tier at its own interval, and `load` takes the
+    newest step that is whole over tiers and root; see docs/tiers.md. node is that of `TierSet`.
+
     Attributes:
         root: the directory, or the URL as text.
         keep_last: how many committed steps stay; None for all. Older ones are removed once a newer is
             committed.
         async_save: whether `save` returns before the step is committed.
+        every: steps that are multiples of it go to the root; others into tiers only.
+        last_load: what the last `load` with tiers has used; None before.
 
     >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
@@ -80,6 +89,9 @@ class Checkpointer:
         *,
         keep_last: int | None = None,
         async_save: bool = False,
+        tiers: Sequence[Tier] = (),
+        every: int = 1,
+        node: str | int | None = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: Group | None = None,
@@ -91,6 +103,12 @@ class Checkpointer:
             raise DeclarationError(
                 f"keep_last is {keep_last}; keep at least 1 step, or give None to keep all."
             )
+        if every < 1:
+            raise DeclarationError(f"every is {every}; give at least 1 step.")
+        check_tiers(tiers)
+        self._tiers = TierSet(tiers, node=node)
+        self.every = every
+        self.last_load: LastLoad | None = None
         self._places = step_places(root, objects=objects)
         where = self._places.location
         self.root: Path | str = where if is_object_url(where) else Path(where)
@@ -161,24 +179,19 @@ class Checkpointer:
         *,
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
+        to_root: bool | None = None,
     ) -> None:
         """Save a step, then remove steps beyond `keep_last` and what older torn saves left. Collective.
+
+        to_root says whether it goes to the root, whatever `every` says: the last step of a run should. Into
+        tiers it goes before this returns, in the native format, whatever the root's strategy is.
 
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched.
         """
         if step < 0:
             raise DeclarationError(f"step is {step}; steps are counted from 0.")
-        self.wait()
         group = self._ranks(self._save_options.timeout_s)
-        newest = max(self.steps(), default=step) if group.rank == 0 else step
-        if newest > step:
-            log.warning(
-                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
-                "newest.",
-                step,
-                newest,
-            )
         request = SaveRequest(
             state=state,
             choose=lambda: save_strategy(sharded_strategy),
@@ -188,6 +201,18 @@ class Checkpointer:
             spread=self._save_options.spread,
             spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
+        self._tiers.save(step, request, group, self._save_options)
+        if not (step % self.every == 0 if to_root is None else to_root):
+            return
+        self.wait()
+        newest = max(self.steps(), default=step) if group.rank == 0 else step
+        if newest > step:
+            log.warning(
+                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
+                "newest.",
+                step,
+                newest,
+            )
         store = self._places.open(step_name(step))
         planned, strategy = plan_state(request, store, group, self._save_options)
         if not self.async_save:
@@ -226,36 +251,37 @@ class Checkpointer:
     ) -> StateDict:
         """Load a step, by default the newest committed one that rank 0 finds. Collective.
 
+        With tiers, the newest that is whole over all nodes and the root; a damaged or incomplete one is
+        passed over with a warning, and `last_load` says what was used.
+
         Raises:
             NotACheckpointError: there is no committed step, or not the one asked for.
             CheckpointError: as `megackpt.load`.
         """
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
+        if len(self._tiers):
+            loaded, self.last_load = self._recovery(strict).load(state, step, strict, self._load_options)
+            return loaded
         found = self.find_latest() if step is None else step
         if found is None:
             raise NotACheckpointError(
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        with contextlib.closing(self._places.open(step_name(found))) as store:
-            return load(
-                state,
-                store,
-                strict=strict,
-                options=self._load_options,
-                group=self._ranks(self._load_options.timeout_s),
-                exchange_group=self._exchange_group,
-            )
+        return self._load_from_root(state, found, strict=strict)
 
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
 
-        Waits for the save that is under way, if any. Warns of a newer step that is torn.
+        Waits for the save that is under way, if any. Warns of a newer step that is torn. With tiers, the
+        newest step of which every byte is somewhere.
 
         Raises:
             CheckpointError: the save under way failed.
         """
         self.wait()
+        if len(self._tiers):
+            return self._recovery().find()
         group = self._ranks(self._load_options.timeout_s)
 
         def look() -> bytes:
@@ -282,6 +308,26 @@ class Checkpointer:
             self._staging = Staging()
             if behind is not None:
                 return_group(behind)
+
+    def _load_from_root(self, state: ShardedStateDict, step: int, *, strict: ReturnsState) -> StateDict:
+        with contextlib.closing(self._places.open(step_name(step))) as store:
+            return load(
+                state,
+                store,
+                strict=strict,
+                options=self._load_options,
+                group=self._ranks(self._load_options.timeout_s),
+                exchange_group=self._exchange_group,
+            )
+
+    def _recovery(self, strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED) -> Recovery:
+        """Look at all tiers and the root. Collective; strict is for loads from the root."""
+        root = Root(
+            location=self._places.location,
+            steps=lambda: self.scan().committed,
+            load=partial(self._load_from_root, strict=strict),
+        )
+        return self._tiers.recovery(self._ranks(self._load_options.timeout_s), root)
 
     def _finish(
         self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group

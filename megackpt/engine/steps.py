@@ -71,7 +71,7 @@ def step_places(root: str | os.PathLike[str], *, objects: ObjectOptions | None) 
     text = os.fspath(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
-    return LocalPlaces(Path(os.path.abspath(text)))
+    return LocalPlaces.at(text)
 
 
 class LocalPlaces:
@@ -79,6 +79,11 @@ class LocalPlaces:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    @classmethod
+    def at(cls, path: str) -> LocalPlaces:
+        """Return those below a path, which means the same after a change of directory."""
+        return cls(Path(os.path.abspath(path)))
 
     @property
     def location(self) -> str:
@@ -134,7 +139,7 @@ class LocalPlaces:
 
 
 def _machine() -> str:
-    """Return what tells this machine from others, until it is started again; containers on it say the same."""
+    """Return what tells this machine from others until it is started again; its containers say the same."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

@@ -84,7 +84,7 @@ class StepNeeds:
 
 
 def held_steps(places: StepPlaces) -> Iterator[HeldStep]:
-    """Yield what there is of each step below a root. Local. What goes while it is looked at is passed over."""
+    """Yield what there is of each step below a root. Local. What goes meanwhile is passed over."""
     for name in places.names():
         if step_of(name) is None:
             continue
@@ -183,16 +183,17 @@ def share_step(
     together(group, commit, doing=doing)
 
 
-def damaged_files(store: Store, held: Mapping[str, int]) -> list[tuple[str, bool]]:
+def damaged_files(store: Store) -> list[tuple[str, bool]]:
     """Read all that a node has of a step; return the files that are not what was saved. Local.
 
-    held are its files. The second of a pair says whether it is a file of chunks.
+    The second of a pair says whether it is a file of chunks.
     """
+    held = set(store.names())
     try:
         strategy = load_strategy(read_manifest(store), where=store.location)
         found = verify_checkpoint(store, VerifyOptions(deep=True), Unseen())
     except CheckpointError:
-        return [(MANIFEST, False)]
-    names = sorted({damage.file for damage in found.damages} & held.keys())
+        return [(MANIFEST, False)] if held else []
+    names = sorted({damage.file for damage in found.damages} & held)
     writer_of = strategy.writer_of if isinstance(strategy, KnowsFiles) else lambda name: None
     return [(name, writer_of(name) is not None) for name in names]

@@ -7,6 +7,7 @@ goes on taking part: so nobody waits for it, and all hear of it when everything 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import TypeAlias
 
 from megackpt.comm import BulkGroup, together
@@ -61,7 +62,7 @@ def broadcast_files(
         taker = _Taker(write_to, (name, nbytes) if name in takes else None, faults)
         for at, length in _pieces(nbytes):
             if group.rank == source:
-                _attempt(faults, lambda n=name, a=at, p=buffer[:length]: read_from.read_into(n, a, p))
+                _attempt(faults, partial(read_from.read_into, name, at, buffer[:length]))
             group.broadcast(buffer[:length], root=source)
             taker.write(buffer[:length])
         taker.close()
@@ -109,7 +110,7 @@ def _copy_one_each(
         sends, receives = [], []
         if mine is not None and keepers and number < len(pieces[group.rank]):
             at, length = pieces[group.rank][number]
-            _attempt(faults, lambda a=at, p=given[:length]: store.read_into(mine[0], a, p))
+            _attempt(faults, partial(store.read_into, mine[0], at, given[:length]))
             sends = [(rank, given[:length]) for rank in keepers]
         for rank in sources:
             if number < len(pieces[rank]):
