@@ -17,6 +17,7 @@ import torch
 from megackpt import (
     Checkpointer,
     DeclarationError,
+    LoadOptions,
     LocalTier,
     MemoryTier,
     NotACheckpointError,
@@ -25,6 +26,7 @@ from megackpt import (
 )
 from megackpt.checkpointer import LastLoad
 from megackpt.checkpointer.tiers import Tier, TierSet
+from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
 from megackpt.engine import tier_transfer
 from megackpt.engine.steps import LocalPlaces
@@ -207,6 +209,65 @@ def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(base: Pa
         run.load()
     with pytest.raises(NotACheckpointError, match="no committed step 7"):
         run.load(step=7)
+
+
+def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(base: Path) -> None:
+    run = Run(base)
+    run.save(1, 2, 3)
+    for node in range(4):
+        (run.node(node) / "iter_0000003" / "metadata.json").unlink()
+        if node:  # killed while the nodes commit: one of them has
+            (run.node(node) / "iter_0000002" / "metadata.json").unlink()
+    assert [(s.step, s.state) for s in find_steps(run.node(0))] == [(2, "committed"), (3, "torn")]
+    assert run.load().step == 2
+    assert [run.kept(node) for node in range(4)] == [["iter_0000002"]] * 4
+    assert [step.state for step in find_steps(run.node(3))] == ["committed"]
+
+
+def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(base)
+    run.save(1)
+    names = LocalPlaces.names
+
+    def names_or_refusal(places: LocalPlaces) -> list[str]:
+        if places.location.endswith("root") or "/node-2/" in places.location:
+            raise PermissionError(13, "Permission denied", places.location)
+        return names(places)
+
+    monkeypatch.setattr(LocalPlaces, "names", names_or_refusal)
+    with caplog.at_level(logging.WARNING):
+        assert run.load().step == 1
+    assert f"{base / 'root'} cannot be looked at, so only the tiers are" in caplog.text
+    assert f"{run.node(2)} cannot be looked at, so nothing is taken from it" in caplog.text
+
+
+def test_one_process_saves_asynchronously_to_the_root_and_at_once_into_its_tier(base: Path) -> None:
+    tier = MemoryTier(base / "memory", every=2)
+    saved = ShardedTensor.from_rank_offsets("old.w", torch.arange(5.0))
+    with Checkpointer(base / "root", tiers=[tier], every=3, async_save=True, keep_last=1) as run:
+        for step in range(2, 7):
+            run.save(step, {"w": saved, "step": step})
+        assert run.find_latest() == 6
+        assert run.steps() == (6,)
+    assert sorted(path.name for path in (base / "memory").iterdir()) == ["iter_0000004", "iter_0000006"]
+    options = LoadOptions(rename={"old.*": "new.*"})
+    asked = {"w": ShardedTensor.from_rank_offsets("new.w", torch.zeros(5))}
+    again = Checkpointer(base / "root", tiers=[tier], load_options=options)
+    assert again.load(asked, step=4)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(base: Path) -> None:
+    run = Run(base, load_options=LoadOptions(rename={"weight": "weight", "share": "part", "rng": "rng"}))
+    run.save(1)
+
+    def load_part(group: Group) -> float:
+        part = ShardedTensor.from_rank_offsets("part", torch.zeros(48_000))
+        loaded = run.checkpointer(group, range(4)).load({"part": part})
+        return float(loaded["part"].sum())
+
+    assert SimulatedWorld(8).run(load_part) == [float(torch.arange(48_000.0).sum())] * 8
 
 
 def test_a_damaged_copy_is_left_out_and_the_other_one_read(
