@@ -11,7 +11,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
 from megackpt.comm import BulkGroup, from_root, together, together_at_root
@@ -41,6 +42,8 @@ from megackpt.storage import Store
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DAMAGE = (IntegrityError, FormatError, StorageError, NotACheckpointError)
 """Errors of a load after which another step may still be loaded."""
@@ -82,7 +85,7 @@ class Recovery:
             CheckpointError: a rank failed.
         """
         for candidate in self._queue(None):
-            if candidate.tier == ROOT or self._place(candidate) is not None:
+            if candidate.tier == ROOT or self._try(candidate, partial(self._place, candidate)) is not None:
                 return candidate.step
         return None
 
@@ -96,7 +99,7 @@ class Recovery:
             CheckpointError: as `megackpt.load`; of damaged ones, that of the newest.
         """
         for candidate in self._queue(step):
-            loaded = self._try(candidate, state, strict, options)
+            loaded = self._try(candidate, partial(self._load, candidate, state, strict, options))
             if loaded is not None:
                 return loaded, self._report(candidate, is_newest=step is None)
         if self._errors:
@@ -145,22 +148,11 @@ class Recovery:
         told = from_root(self._group, said, doing="choosing a checkpoint")
         return [Candidate(step=s, tier=tier, commit=commit) for s, tier, commit in json.loads(told)]
 
-    def _try(
-        self,
-        candidate: Candidate,
-        state: ShardedStateDict,
-        strict: StrictHandling | str,
-        options: LoadOptions,
-    ) -> StateDict | None:
-        """Load a step; None if that cannot be. What is damaged on one node is taken from another."""
+    def _try(self, candidate: Candidate, act: Callable[[], T | None]) -> T | None:
+        """Do something with a step; None if that cannot be. What is damaged on one node others may have."""
         while True:
             try:
-                if candidate.tier == ROOT:
-                    return self._root.load(state, candidate.step)
-                placed = self._place(candidate)
-                if placed is None:
-                    return None
-                return self._load(candidate, placed, state, strict, options)
+                return act()
             except DAMAGE as error:
                 self._errors.append(error)
                 if candidate.tier == ROOT or not self._find_damage(candidate):
@@ -209,12 +201,16 @@ class Recovery:
     def _load(
         self,
         candidate: Candidate,
-        placed: _Placed,
         state: ShardedStateDict,
         strict: StrictHandling | str,
         options: LoadOptions,
-    ) -> StateDict:
-        """Load a step from the nodes that have it: a rank that can reach a byte reads it, and sends it on."""
+    ) -> StateDict | None:
+        """Load a step; None if some of it is lost. In a tier, who can reach a byte reads and sends it."""
+        if candidate.tier == ROOT:
+            return self._root.load(state, candidate.step)
+        placed = self._place(candidate)
+        if placed is None:
+            return None
         group, name = self._group, step_name(candidate.step)
         takes, commits = placed.lacking.get(group.rank, ((), False))
         with self._opened(candidate.tier, name) as store:

@@ -299,6 +299,11 @@ def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(ba
     flip(file, len(whole) // 2)
     assert run.load().step == 1
     assert file.read_bytes() == whole
+    flip(file, len(whole) // 2)
+    found = SimulatedWorld(8).run(lambda group: run.checkpointer(group, range(4)).find_latest())
+    assert found == [1] * 8
+    assert run.load().step == 1
+    assert file.read_bytes() == whole
 
 
 def test_a_damaged_step_of_the_root_is_passed_over_too(base: Path) -> None:
