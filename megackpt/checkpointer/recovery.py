@@ -190,7 +190,8 @@ class Recovery:
                 is_incomplete=True,
             )
             return None
-        ranks = {file: [r for n in nodes for r in self._nodes.ranks(n)] for file, nodes in holders.items()}
+        members = self._nodes.members()
+        ranks = {file: [rank for node in nodes for rank in members[node]] for file, nodes in holders.items()}
         return _Placed(
             needs=needs,
             donor=leaders[donor],

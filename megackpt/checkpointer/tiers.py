@@ -168,6 +168,8 @@ class TierSet:
         options: SaveOptions,
     ) -> None:
         native = replace(request, choose=lambda: save_strategy(None))
+        if group.rank == 0:
+            _warn_of_newer(place, step, tier)
         with contextlib.closing(place.open(step_name(step))) as store:
             planned, strategy = plan_state(native, store, group, options)
             save_on_nodes(
@@ -268,6 +270,16 @@ def _warn_of(tier: Tier, place: LocalPlaces, nodes: Nodes, size: int) -> None:
                 "directory in /dev/shm or another tmpfs, or call it a LocalTier.",
                 place.location,
             )
+
+
+def _warn_of_newer(place: LocalPlaces, step: int, tier: Tier) -> None:
+    with contextlib.suppress(OSError):  # saving there will say more
+        newest = max((found for name in place.names() if (found := step_of(name)) is not None), default=step)
+        if newest > step:
+            log.warning(
+                "Step %s goes into %s although step %s is there, which stays the one that is loaded.",
+                step, tier, newest,
+            )  # fmt: skip
 
 
 def _clean(place: LocalPlaces, *, saved: int, keep_last: int) -> None:

@@ -35,13 +35,16 @@ class Nodes:
         """How many there are."""
         return max(self.of_rank) + 1
 
-    def ranks(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of a node, ascending."""
-        return tuple(rank for rank, of in enumerate(self.of_rank) if of == node)
+    def members(self) -> list[tuple[int, ...]]:
+        """Return the ranks of each node, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.count)]
+        for rank, node in enumerate(self.of_rank):
+            found[node].append(rank)
+        return [tuple(ranks) for ranks in found]
 
     def leaders(self) -> tuple[int, ...]:
         """Return the lowest rank of each node."""
-        return tuple(self.of_rank.index(node) for node in range(self.count))
+        return tuple(ranks[0] for ranks in self.members())
 
     def keepers(self, *, copies: int, jump: int) -> tuple[tuple[int, ...], ...]:
         """Return for each rank the ranks that keep a copy for it: one on each of `copies - 1` other nodes.
@@ -52,12 +55,12 @@ class Nodes:
         >>> Nodes((0, 0, 1, 1, 2, 2)).keepers(copies=2, jump=1)
         ((2,), (3,), (4,), (5,), (0,), (1,))
         """
-        ranks_of = [self.ranks(node) for node in range(self.count)]
-        found = []
-        for rank, node in enumerate(self.of_rank):
-            local = ranks_of[node].index(rank)
-            others = _steps_from(node, self.count, copies=copies, jump=jump)
-            found.append(tuple(ranks_of[other][local % len(ranks_of[other])] for other in others))
+        members = self.members()
+        found: list[tuple[int, ...]] = [()] * len(self.of_rank)
+        for node, ranks in enumerate(members):
+            others = [members[n] for n in _steps_from(node, self.count, copies=copies, jump=jump)]
+            for local, rank in enumerate(ranks):
+                found[rank] = tuple(other[local % len(other)] for other in others)
         return tuple(found)
 
 

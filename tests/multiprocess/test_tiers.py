@@ -60,7 +60,7 @@ def train_until_a_node_is_killed(base: Path) -> str:
 
     tier_save.copy_files = copy_or_die
     try:
-        checkpointer(base, timeout_s=5).save(4, state(4, tp=2))
+        checkpointer(base, timeout_s=8).save(4, state(4, tp=2))
     except RankFailedError as error:
         return str(error)
     finally:
