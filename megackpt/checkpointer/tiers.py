@@ -172,9 +172,8 @@ class TierSet:
             _warn_of_newer(place, step, tier)
         with contextlib.closing(place.open(step_name(step))) as store:
             planned, strategy = plan_state(native, store, group, options)
-            save_on_nodes(
-                planned, store, strategy, group, nodes, copies=tier.replication_factor, jump=tier.jump
-            )
+            keepers = nodes.keepers(copies=tier.replication_factor, jump=tier.jump)
+            save_on_nodes(planned, store, strategy, group, nodes, keepers)
 
         def clean() -> bytes:
             if group.rank in nodes.leaders():

@@ -8,6 +8,7 @@ complete, and durable, on the nodes that keep it. What is written and by whom wa
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megackpt.comm import BulkGroup, together
@@ -27,14 +28,12 @@ def save_on_nodes(
     strategy: SaveStrategy,
     group: BulkGroup,
     nodes: Nodes,
-    *,
-    copies: int,
-    jump: int,
+    keepers: Sequence[Sequence[int]],
 ) -> None:
     """Write this rank's part into store, a directory of its node; when all nodes have theirs, commit on each.
 
-    Collective over the group. copies and jump are those of `Nodes.keepers`. The format must name files by
-    attempt and writer, as the native one does.
+    Collective over the group. keepers are the ranks that keep copies of what each rank writes. The format
+    must name files by attempt and writer, as the native one does.
 
     Raises:
         CheckpointError: the same on every rank. Nothing was committed, unless committing itself failed on
@@ -51,7 +50,7 @@ def save_on_nodes(
 
     together(group, begin, doing="opening the directory of its node")
     try:
-        said = _write_and_copy(planned, store, strategy, group, nodes, copies=copies, jump=jump)
+        said = _write_and_copy(planned, store, strategy, group, keepers, is_leader=is_leader)
     except Exception:
         if is_leader:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
@@ -70,10 +69,9 @@ def _write_and_copy(
     store: Store,
     strategy: SaveStrategy,
     group: BulkGroup,
-    nodes: Nodes,
+    keepers: Sequence[Sequence[int]],
     *,
-    copies: int,
-    jump: int,
+    is_leader: bool,
 ) -> Json:
     """Put all files where they belong; return what the commit is to hold. Collective."""
     receipts, reports = write_rounds(planned, store, strategy, group)
@@ -83,7 +81,6 @@ def _write_and_copy(
 
     told = [json.loads(said) for said in together(group, tell, doing="listing what it has written")]
     files: list[list[Sized]] = [[(name, nbytes) for name, nbytes in of_rank] for of_rank in told]
-    keepers = nodes.keepers(copies=copies, jump=jump)
     copy_files(group, files, keepers, store, doing="copying its data to another node")
 
     # In memory first: rank 0 may have no data file of the attempt but its own, and every node gets the same.
@@ -100,7 +97,7 @@ def _write_and_copy(
 
     listed, said = json.loads(from_rank(group, finish, source=0, doing="writing the index"))
     small.extend((name, nbytes) for name, nbytes in listed)
-    takes = {name for name, _ in small} if group.rank in nodes.leaders() else set()
+    takes = {name for name, _ in small} if is_leader else set()
     broadcast_files(
         group, small, source=0, read_from=drafts, write_to=store, takes=takes, doing="writing the index"
     )

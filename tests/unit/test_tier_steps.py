@@ -333,13 +333,23 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return acts
 
 
-@pytest.mark.parametrize("kind", ["open_writer", "writer.write", "replace", "create"])
+COPY = "00003.safetensors"  # of what a rank of node 1 has written
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("create", ""), ("writer.write", "00004.safetensors"), ("open_writer", COPY), ("writer.write", COPY),
+     ("writer.close", "index"), ("replace", "")],
+)  # fmt: skip
 def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
-    base: Path, stores: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture
+    base: Path, stores: dict[str, Any], kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def strike(place: str, operation: Operation) -> bool:
+        return "/node-2/" in place and operation.kind == kind and name in operation.name
+
     run = Run(base)
     run.save(1)
-    stores["strike"] = lambda place, operation: "/node-2/" in place and operation.kind == kind
+    stores["strike"] = strike
     caplog.set_level(logging.WARNING, logger="megackpt.checkpointer.tiers")
     run.save(2, to_root=True)
     assert "Step 2 is not in the memory tier" in caplog.text
