@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megackpt.errors import DeclarationError
 
-_MOST_STEPS_APART = 1000
+_MOST_STEPS_APART = 100  # if steps become slower, the next meeting is this many of them away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

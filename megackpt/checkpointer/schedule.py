@@ -84,6 +84,7 @@ class Schedule:
 
         def say() -> Numbers:
             timed, apart = self._say_of_time(step) if group.rank == 0 else (0, 0)
+            apart = 1 if group.size == 1 else apart  # to meet costs nothing then
             received = self._signals.received()
             return Numbers((step, settings), (timed, apart, *received, *[0] * (MOST_SIGNALS - len(received))))
 
