@@ -17,6 +17,7 @@ from typing import Protocol
 from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore, ObjectOptions, ObjectStore, Store, StoreBelow, is_object_url
+from megackpt.storage.refusal import refusals
 
 _HALF = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _AT_ONCE = 16  # requests, when many steps are looked at
@@ -95,7 +96,9 @@ class LocalPlaces:
 
     def names(self) -> list[str]:
         """Return the names of the directories, and of links to some."""
-        return [entry.name for entry in self._root.iterdir() if entry.is_dir()] if self._root.is_dir() else []
+        with refusals("list", self.location):
+            there = self._root.is_dir()
+            return [entry.name for entry in self._root.iterdir() if entry.is_dir()] if there else []
 
     def committed(self, names: Iterable[str]) -> list[str]:
         """Return those that hold a commit."""
