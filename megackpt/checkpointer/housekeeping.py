@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megackpt.checkpointer.metrics import forget_metrics, read_metrics
+from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
 from megackpt.checkpointer.pins import is_pinned, read_pins
 from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
 from megackpt.checkpointer.step_names import StepList, name_of, scan
@@ -76,6 +76,9 @@ class Housekeeping:
             removals = self.plan(found, upto=step, good={step})
             for old in (*removals.retention.removed, *removals.torn):
                 self.remove(old)
+            for stray in set(steps_with_metrics(self._places.root)) - {*found.committed, *found.torn}:
+                if stray < step:  # of a save that wrote nothing else before it was cut short
+                    forget_metrics(self._places.root, stray)
 
     def failed(self, step: int) -> None:
         """Do what follows a save that failed and has removed its files: let go of what is beside them."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
-from megackpt.checkpointer.step_names import name_of
+from megackpt.checkpointer.step_names import name_of, steps_of
 from megackpt.errors import DeclarationError, FormatError
 from megackpt.storage import Store
 
@@ -56,9 +56,16 @@ def read_metrics(root: Store, step: int) -> dict[str, float]:
         return {}
 
 
+def steps_with_metrics(root: Store) -> tuple[int, ...]:
+    """Return the steps that have metrics, whether they exist or not, ascending."""
+    files = (name.removeprefix(_FOLDER) for name in root.names(_FOLDER))
+    return steps_of(name.removesuffix(".json") for name in files if name.endswith(".json"))
+
+
 def forget_metrics(root: Store, step: int) -> None:
-    """Remove the metrics of a step, if there are any."""
+    """Remove the metrics of a step, durably, if there are any."""
     root.delete([_file_of(step)])
+    root.sync()
 
 
 def _file_of(step: int) -> str:
