@@ -240,6 +240,7 @@ class Checkpointer:
         """
         if not self.should_save(step):
             return False
+        self.wait()  # an earlier save that failed is not this one
         failed = self.failed_saves
         self.save(
             step,

@@ -74,11 +74,7 @@ class Housekeeping:
         with _warned("after the commit of step", step):
             found = self._note_newest()
             removals = self.plan(found, upto=step, good={step})
-            for old in (*removals.retention.removed, *removals.torn):
-                self.remove(old)
-            for stray in set(steps_with_metrics(self._places.root)) - {*found.committed, *found.torn}:
-                if stray < step:  # of a save that wrote nothing else before it was cut short
-                    forget_metrics(self._places.root, stray)
+            self.remove(removals, found, upto=step)
 
     def failed(self, step: int) -> None:
         """Do what follows a save that failed and has removed its files: let go of what is beside them."""
@@ -98,15 +94,27 @@ class Housekeeping:
             torn=stale_leftovers(found.torn, upto=upto, pinned=pinned),
         )
 
-    def remove(self, step: int) -> bool:
-        """Remove a step, unless it has been pinned meanwhile; say whether it is gone."""
+    def remove(self, removals: Removals, found: StepList, *, upto: int) -> tuple[int, ...]:
+        """Remove steps, unless they have been pinned meanwhile; return those that are gone.
+
+        found is what was there before. Metrics go with them, and those of steps before upto that do not
+        exist: of saves that wrote nothing else before they were cut short.
+        """
+        chosen = (*removals.torn, *removals.retention.removed)
+        gone = tuple(step for step in chosen if self._remove(step))
+        there = {*found.committed, *found.torn} - set(gone)
+        with _warned("removing metrics before step", upto):
+            for stray in steps_with_metrics(self._places.root):
+                if stray < upto and stray not in there:
+                    forget_metrics(self._places.root, stray)
+        return gone
+
+    def _remove(self, step: int) -> bool:
         with _warned("removing step", step):
             if is_pinned(self._places.root, step):
                 return False
-            # Metrics first: without the step, nobody would ever look for them.
-            forget_metrics(self._places.root, step)
-            self._metrics.pop(step, None)
             self._places.remove(name_of(step))
+            self._metrics.pop(step, None)
             log.info("removed %s/%s", self._places.location, name_of(step))
             return True
         return False
