@@ -100,7 +100,7 @@ class Housekeeping:
         found is what was there before. Metrics go with them, and those of steps before upto that do not
         exist: of saves that wrote nothing else before they were cut short.
         """
-        chosen = (*removals.torn, *removals.retention.removed)
+        chosen = (*removals.retention.removed, *removals.torn)
         gone = tuple(step for step in chosen if self._remove(step))
         there = {*found.committed, *found.torn} - set(gone)
         with _warned("removing metrics before step", upto):
