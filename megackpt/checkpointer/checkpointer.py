@@ -3,7 +3,7 @@
 Owns the object that a training script holds, and the order of what `save` and `load` do. A step counts if it
 was committed: nothing else is consulted, so a torn save can never be chosen. What is decided along the way is
 in the modules beside it: `schedule` when to save, `retention` what stays, `failures` what training outlives;
-`housekeeping` does what follows a commit.
+`housekeeping` does what follows a commit; looking at steps needs only a `run`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
-from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
+from megackpt.api import ReturnsState, label_to_spread, load
 from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
-from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, read_metrics, write_metrics
-from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
+from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
+from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
-from megackpt.checkpointer.step_names import StepList, name_of, scan
+from megackpt.checkpointer.step_names import name_of
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import step_places
 from megackpt.engine.write import Planned, write_out
-from megackpt.errors import DeclarationError, NotACheckpointError, UnsupportedError
+from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
-from megackpt.storage import ObjectOptions, Store, is_object_url
+from megackpt.storage import ObjectOptions, Store
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ log = logging.getLogger(__name__)
 _SIGNAL_EXIT = 128  # a shell's exit code for a process that a signal has ended is this and the signal
 
 
-class Checkpointer:
+class Checkpointer(Run):
     """Saves and loads numbered steps under a root, `iter_0000100` for step 100.
 
     The root is a directory, or the URL of one in an object store, `s3://bucket/run` (then objects are the
@@ -106,10 +104,6 @@ class Checkpointer:
         policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
         interval = interval_of(save_interval)
         self._failures = Failures(on_error)
-        self._places = step_places(root, objects=objects)
-        where = self._places.location
-        is_path = isinstance(root, (str, os.PathLike)) and not is_object_url(where)
-        self.root: Path | str = Path(where) if is_path else where
         self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
         self.save_interval = save_interval
         self.on_error = on_error
@@ -120,11 +114,10 @@ class Checkpointer:
         if timeout_s is not None:
             self._save_options = replace(self._save_options, timeout_s=timeout_s)
             self._load_options = replace(self._load_options, timeout_s=timeout_s)
+        trusted = self._load_options.allow_unsafe_pickle
+        super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
         self._housekeeping = Housekeeping(
-            self._places,
-            policy,
-            verify=verify_after_save,
-            allow_unsafe_pickle=self._load_options.allow_unsafe_pickle,
+            self._places, policy, verify=verify_after_save, allow_unsafe_pickle=trusted
         )
         self._group = group
         self._spread_group = spread_group
@@ -143,75 +136,6 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def location(self, step: int) -> str:
-        """Return the path or URL where a step is or would be."""
-        return f"{self._places.location}/{name_of(step)}"
-
-    def directory(self, step: int) -> Path:
-        """Return the directory where a step is or would be.
-
-        Raises:
-            UnsupportedError: the root is an URL; see `location`.
-        """
-        if not isinstance(self.root, Path):
-            raise UnsupportedError(
-                f"{self.root} is not on a file system, so its steps have no directories. "
-                f"Use location({step})."
-            )
-        return self.root / name_of(step)
-
-    def scan(self) -> StepList:
-        """Look at the root. Local."""
-        return scan(self._places)
-
-    def steps(self) -> tuple[int, ...]:
-        """Return the committed steps, ascending. Local."""
-        return self.scan().committed
-
-    def latest(self) -> int | None:
-        """Return the newest committed step or None; warn of a newer one that is torn. Local."""
-        found = self.scan()
-        newest = found.committed[-1] if found.committed else None
-        for step in found.torn:
-            if newest is None or step > newest:
-                log.warning(
-                    "%s is not committed (its save did not finish) and is ignored; the newest committed "
-                    "step is %s.",
-                    self.location(step),
-                    newest,
-                )
-        return newest
-
-    def pin(self, step: int) -> None:
-        """Let nothing remove a committed step, until it is unpinned. Local: one rank calls it.
-
-        Raises:
-            NotACheckpointError: it is not committed, or is being removed right now.
-            StorageError: the store refused.
-        """
-        self._check_committed(step)
-        write_pin(self._places.root, step)
-        try:
-            self._check_committed(step)  # a removal that had begun before goes on
-        except NotACheckpointError:
-            remove_pin(self._places.root, step)
-            raise
-
-    def unpin(self, step: int) -> None:
-        """Let a step be removed again, after the next save at the earliest. Local: one rank calls it.
-
-        One that is not pinned is fine.
-        """
-        remove_pin(self._places.root, step)
-
-    def pins(self) -> tuple[int, ...]:
-        """Return the pinned steps, ascending. Local."""
-        return tuple(sorted(read_pins(self._places.root)))
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics that a step was saved with; none if there were none. Local."""
-        return read_metrics(self._places.root, step)
 
     def should_save(self, step: int) -> bool:
         """Say whether `save_interval` or a signal asks for a save of this step; the same on all ranks.
@@ -408,12 +332,6 @@ class Checkpointer:
         found: int | None = json.loads(together(group, look, doing="looking for the newest checkpoint")[0])
         return found
 
-    def content_metadata(self, step: int) -> Any:
-        """Return what the step was saved with as `content_metadata`. Local."""
-        trusted = self._load_options.allow_unsafe_pickle
-        with contextlib.closing(self._places.open(name_of(step))) as store:
-            return load_content_metadata(store, allow_unsafe_pickle=trusted)
-
     def close(self) -> None:
         """Wait for the save that is under way, raise its error if it failed, and let go of everything.
 
@@ -460,14 +378,6 @@ class Checkpointer:
     def _after_failure(self, step: int) -> None:
         """Let go of what is beside the files of a save that failed. Local: rank 0 alone calls it."""
         self._housekeeping.failed(step)
-
-    def _check_committed(self, step: int) -> None:
-        if not self._places.committed([name_of(step)]):
-            raise NotACheckpointError(
-                f"{self.location(step)} is not committed, so it cannot be pinned. Committed are "
-                f"{list(self.steps())}.",
-                path=self.location(step),
-            )
 
     def _waiting(self) -> contextlib.AbstractContextManager[object]:
         group = self._behind

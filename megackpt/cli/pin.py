@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from megackpt.checkpointer import Checkpointer
+from megackpt.checkpointer.run import Run
 from megackpt.cli.frame import EXIT_CODES, json_option, say
 
 
@@ -23,13 +23,13 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
         raise click.UsageError("Give a STEP to pin or unpin, or --list; not both.")
     if only_list and remove:
         raise click.UsageError("--remove needs a STEP, and changes something, which --list does not.")
-    checkpointer = Checkpointer(root)
-    was_pinned = step in checkpointer.pins()
+    run = Run(root)
+    was_pinned = step in run.pins()
     if step is not None and remove:
-        checkpointer.unpin(step)
+        run.unpin(step)
     elif step is not None:
-        checkpointer.pin(step)
-    pins = checkpointer.pins()
+        run.pin(step)
+    pins = run.pins()
     say({"root": root, "pins": list(pins)}, _text(root, step, pins, was_pinned=was_pinned), as_json=as_json)
 
 
