@@ -16,6 +16,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.world import SimulatedWorld
+from tests.effort import is_thorough
 
 Files = dict[str, bytes]
 ROWS = 8
@@ -121,10 +122,10 @@ class Tally:
 
 @pytest.mark.parametrize(("ranks", "alone"), [(1, False), (4, False), (4, True)])
 def test_a_crash_at_any_moment_of_a_retention_pass_loses_nothing_that_should_stay(
-    ranks: int, alone: bool, pytestconfig: pytest.Config
+    ranks: int, alone: bool
 ) -> None:
-    if alone and not pytestconfig.getoption("--all-kills"):
-        pytest.skip("only with --all-kills")
+    if alone and not is_thorough():
+        pytest.skip("only with --thorough")
     files, tally, outcomes = before(), Tally(ranks), list[set[int]]()
     losses = (Loss.NOTHING, Loss.EVERYTHING) if ranks > 1 else tuple(Loss)
     listening = Listening(files)
