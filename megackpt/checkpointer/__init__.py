@@ -3,6 +3,6 @@
 from megackpt.checkpointer.checkpointer import Checkpointer
 from megackpt.checkpointer.interval import SaveInterval
 from megackpt.checkpointer.retention import KeepBest
-from megackpt.checkpointer.step_names import StepList
+from megackpt.checkpointer.step_list import StepList
 
 __all__ = ["Checkpointer", "KeepBest", "SaveInterval", "StepList"]

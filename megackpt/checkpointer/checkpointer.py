@@ -25,11 +25,11 @@ from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
-from megackpt.checkpointer.step_names import name_of
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.steps import step_name
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.registry import SaveChoice, save_strategy
@@ -160,20 +160,15 @@ class Checkpointer(Run):
     ) -> bool:
         """Save a step if it is due; make_state is called only then. Collective, as `should_save` and `save`.
 
-        Return whether it was due and, with on_error="warn", has not failed.
+        Return whether it was due, and what `save` then returned.
         """
-        if not self.should_save(step):
-            return False
-        self.wait()  # an earlier save that failed is not this one
-        failed = self.failed_saves
-        self.save(
+        return self.should_save(step) and self.save(
             step,
             make_state(),
             metrics=metrics,
             content_metadata=content_metadata,
             sharded_strategy=sharded_strategy,
         )
-        return self.failed_saves == failed
 
     @property
     def exit_requested(self) -> bool:
@@ -199,11 +194,13 @@ class Checkpointer(Run):
         metrics: Mapping[str, SupportsFloat] | None = None,
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
-    ) -> None:
+    ) -> bool:
         """Save a step, then remove older steps that are not kept and what torn saves left. Collective.
 
         metrics are numbers that say how good the step is, for keep_best and `megackpt ls`; those of rank 0
         count, and all ranks give some or none does.
+
+        Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed.
 
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
@@ -214,33 +211,31 @@ class Checkpointer(Run):
         self.wait()
         group = self._ranks(self._save_options.timeout_s)
         self._warn_of_newer(step, group)
-        request = SaveRequest(
+        with self._failures.around(f"Saving step {step}", rank=group.rank) as saving:
+            try:
+                self._note_metrics(step, metrics, group)
+                self._save(step, self._request(state, content_metadata, sharded_strategy, group), group)
+            finally:
+                self._schedule.saved(step)
+        return not saving.has_failed
+
+    def _request(
+        self, state: ShardedStateDict, content_metadata: Any, strategy: SaveChoice, group: Group
+    ) -> SaveRequest:
+        return SaveRequest(
             state=state,
-            choose=lambda: save_strategy(sharded_strategy),
+            choose=lambda: save_strategy(strategy),
             content_metadata=content_metadata,
             plans=self._plans,
             assume_constant_structure=self._save_options.assume_constant_structure,
             spread=self._save_options.spread,
             spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
-        store = self._places.open(name_of(step))
-        with self._failures.around(f"Saving step {step}", rank=group.rank):
-            try:
-                self._save(step, request, store, group, metrics)
-            finally:
-                self._schedule.saved(step)
 
-    def _save(
-        self,
-        step: int,
-        request: SaveRequest,
-        store: Store,
-        group: Group,
-        metrics: Mapping[str, SupportsFloat] | None,
-    ) -> None:
+    def _save(self, step: int, request: SaveRequest, group: Group) -> None:
+        store = self._places.open(step_name(step))
         try:
             planned, strategy = plan_state(request, store, group, self._save_options)
-            self._note_metrics(step, metrics, group)
             if self.async_save:
                 planned = self._stage(planned, group)
         except Exception:
@@ -294,16 +289,16 @@ class Checkpointer(Run):
             NotACheckpointError: there is no committed step, or not the one asked for.
             CheckpointError: as `megackpt.load`.
         """
-        if step not in (None, "latest") and not isinstance(step, int):
+        if isinstance(step, str) and step != "latest":
             raise DeclarationError(f"step is {step!r}; give the number of a step, or 'latest'.")
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
-        found = step if isinstance(step, int) else self.find_latest()
+        found = self.find_latest() if step is None or isinstance(step, str) else step
         if found is None:
             raise NotACheckpointError(
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        with contextlib.closing(self._places.open(name_of(found))) as store:
+        with contextlib.closing(self._places.open(step_name(found))) as store:
             loaded = load(
                 state,
                 store,

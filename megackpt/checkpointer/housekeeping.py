@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
 from megackpt.checkpointer.pins import is_pinned, read_pins
 from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
-from megackpt.checkpointer.step_names import StepList, name_of, scan
+from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
-from megackpt.engine.steps import StepPlaces
+from megackpt.engine.steps import StepPlaces, step_name
 from megackpt.engine.verify import verify_checkpoint
 from megackpt.errors import CheckpointError, IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
@@ -79,9 +79,9 @@ class Housekeeping:
     def failed(self, step: int) -> None:
         """Do what follows a save that failed and has removed its files: let go of what is beside them."""
         with contextlib.suppress(OSError):
-            if not self._places.committed([name_of(step)]):
+            if not self._places.committed([step_name(step)]):
                 forget_metrics(self._places.root, step)
-            self._places.prune(name_of(step))
+            self._places.prune(step_name(step))
 
     def plan(self, found: StepList, *, upto: int, good: Iterable[int]) -> Removals:
         """Decide what is to go. good are steps that stay; torn ones go up to this step."""
@@ -113,9 +113,9 @@ class Housekeeping:
         with _warned("removing step", step):
             if is_pinned(self._places.root, step):
                 return False
-            self._places.remove(name_of(step))
+            self._places.remove(step_name(step))
             self._metrics.pop(step, None)
-            log.info("removed %s/%s", self._places.location, name_of(step))
+            log.info("removed %s/%s", self._places.location, step_name(step))
             return True
         return False
 
@@ -140,10 +140,10 @@ class Housekeeping:
         damages = self._damages(step, deep=True)
         if not damages:
             return
-        where = f"{self._places.location}/{name_of(step)}"
+        where = f"{self._places.location}/{step_name(step)}"
         with _warned("removing damaged step", step):
             forget_metrics(self._places.root, step)
-            self._places.remove(name_of(step))
+            self._places.remove(step_name(step))
             self._note_newest()
         raise IntegrityError(
             f"{where} is damaged right after it was saved, so it is removed again, and older steps stay:\n"
@@ -156,7 +156,7 @@ class Housekeeping:
 
     def _damages(self, step: int, *, deep: bool = False) -> tuple[Damage, ...]:
         options = VerifyOptions(deep=deep, allow_unsafe_pickle=self._trusted)
-        with contextlib.closing(self._places.open(name_of(step))) as store:
+        with contextlib.closing(self._places.open(step_name(step))) as store:
             try:
                 return verify_checkpoint(store, options, _Unseen()).damages
             except CheckpointError as error:

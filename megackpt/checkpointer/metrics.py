@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
-from megackpt.checkpointer.step_names import name_of, steps_of
+from megackpt.checkpointer.step_list import steps_of
+from megackpt.engine.steps import step_name
 from megackpt.errors import DeclarationError, FormatError
 from megackpt.storage import Store
 
@@ -42,6 +43,7 @@ def write_metrics(root: Store, step: int, metrics: Mapping[str, float]) -> None:
     """Store the metrics of a step, durably, instead of what was there."""
     # JSON knows no NaN and no infinity. None of the two is ever the best, but that it was so is kept.
     plain = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+    root.create()
     root.replace(_file_of(step), json.dumps(plain, sort_keys=True).encode())
 
 
@@ -69,4 +71,4 @@ def forget_metrics(root: Store, step: int) -> None:
 
 
 def _file_of(step: int) -> str:
-    return f"{_FOLDER}{name_of(step)}.json"
+    return f"{_FOLDER}{step_name(step)}.json"

@@ -7,7 +7,8 @@ and one listing finds all.
 
 from __future__ import annotations
 
-from megackpt.checkpointer.step_names import name_of, steps_of
+from megackpt.checkpointer.step_list import steps_of
+from megackpt.engine.steps import step_name
 from megackpt.storage import Store
 
 _FOLDER = ".megackpt/pins/"
@@ -36,4 +37,4 @@ def remove_pin(root: Store, step: int) -> None:
 
 
 def _file_of(step: int) -> str:
-    return f"{_FOLDER}{name_of(step)}"
+    return f"{_FOLDER}{step_name(step)}"

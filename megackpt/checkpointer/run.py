@@ -15,8 +15,8 @@ from typing import Any
 from megackpt.api import load_content_metadata
 from megackpt.checkpointer.metrics import read_metrics
 from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
-from megackpt.checkpointer.step_names import StepList, name_of, scan
-from megackpt.engine.steps import step_places
+from megackpt.checkpointer.step_list import StepList, scan
+from megackpt.engine.steps import step_name, step_places
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.storage import ObjectOptions, Store, is_object_url
 
@@ -48,7 +48,7 @@ class Run:
 
     def location(self, step: int) -> str:
         """Return the path or URL where a step is or would be."""
-        return f"{self._places.location}/{name_of(step)}"
+        return f"{self._places.location}/{step_name(step)}"
 
     def directory(self, step: int) -> Path:
         """Return the directory where a step is or would be.
@@ -61,7 +61,7 @@ class Run:
                 f"{self.root} is not on a file system, so its steps have no directories. "
                 f"Use location({step})."
             )
-        return self.root / name_of(step)
+        return self.root / step_name(step)
 
     def scan(self) -> StepList:
         """Look at the root. Local."""
@@ -117,11 +117,11 @@ class Run:
 
     def content_metadata(self, step: int) -> Any:
         """Return what the step was saved with as `content_metadata`. Local."""
-        with contextlib.closing(self._places.open(name_of(step))) as store:
+        with contextlib.closing(self._places.open(step_name(step))) as store:
             return load_content_metadata(store, allow_unsafe_pickle=self._trusted)
 
     def _check_committed(self, step: int) -> None:
-        if not self._places.committed([name_of(step)]):
+        if not self._places.committed([step_name(step)]):
             raise NotACheckpointError(
                 f"{self.location(step)} is not committed, so it cannot be pinned. Committed are "
                 f"{list(self.steps())}.",

@@ -35,6 +35,8 @@ class SignalWatch:
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
+        if not isinstance(signals, Iterable):
+            raise DeclarationError(f"save_on_signal is {signals!r}; give a tuple, as (signal.SIGTERM,).")
         self.signals = tuple(sorted({int(signum) for signum in signals}))
         self._flags = dict.fromkeys(self.signals, False)
         self._before: dict[int, Callable[..., object] | int | None] = {}

@@ -7,7 +7,7 @@ import click
 from megackpt.checkpointer import KeepBest
 from megackpt.checkpointer.housekeeping import Housekeeping, Removals
 from megackpt.checkpointer.retention import RetentionPolicy
-from megackpt.checkpointer.step_names import scan
+from megackpt.checkpointer.step_list import scan
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, json_option, say
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.steps import step_places

@@ -1,6 +1,7 @@
 """Where the steps of a run lie: directories below a root, on a file system or in an object store.
 
-Owns finding and removing them. Which steps count, and which are kept, is up to `checkpointer`.
+Owns what they are called, finding and removing them. Which steps count, and which are kept, is up to
+`checkpointer`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ from megackpt.storage.refusal import refusals
 
 _HALF = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _AT_ONCE = 16  # requests, when many steps are looked at
+_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step."""
+    return f"iter_{step:07d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a directory; None for a name that `step_name` does not make."""
+    match = _STEP_DIRECTORY.fullmatch(name)
+    step = int(match.group(1)) if match else None
+    return step if step is not None and name == step_name(step) else None
 
 
 class StepPlaces(Protocol):

@@ -159,6 +159,7 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
         ({"save_interval": 2.5}, "2.5 steps"),
         ({"on_error": "ignore"}, "on_error='ignore'"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
+        ({"save_on_signal": signal.SIGTERM}, r"give a tuple"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:

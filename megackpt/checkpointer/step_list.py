@@ -1,17 +1,14 @@
-"""Which directories below a root are steps, and which of those count.
+"""Which steps there are below a root, and which of those count.
 
-Owns the names of step directories. What lies in them, and how it is found out, is up to `engine.steps`.
+Owns the list. How directories are called, and how it is found out what is in them, is up to `engine.steps`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.engine.steps import StepPlaces
-
-_STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
+from megackpt.engine.steps import StepPlaces, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +23,6 @@ class StepList:
 
     committed: tuple[int, ...]
     torn: tuple[int, ...]
-
-
-def name_of(step: int) -> str:
-    """Return the name of a step's directory.
-
-    >>> name_of(100)
-    'iter_0000100'
-    """
-    return f"iter_{step:07d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a directory; None for a name that `name_of` does not make."""
-    match = _STEP_DIRECTORY.fullmatch(name)
-    step = int(match.group(1)) if match else None
-    return step if step is not None and name == name_of(step) else None
 
 
 def steps_of(names: Iterable[str]) -> tuple[int, ...]:
