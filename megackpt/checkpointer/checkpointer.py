@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, SupportsFloat
 
@@ -32,6 +32,7 @@ from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import step_name
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.formats.damage import Damage
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -72,8 +73,8 @@ class Checkpointer(Run):
             SIGUSR1 and SIGUSR2 are a wish for a save alone; after others `exit_requested` is true.
         on_error: what becomes of a save that the store refuses, or that is found damaged: `raise`, or `warn`
             and let training go on.
-        verify_after_save: read every byte of a step after its commit, on rank 0, before older ones are
-            removed. A damaged one is removed instead, and the save fails.
+        verify_after_save: read every byte of a step after its commit, each rank its part, before older ones
+            are removed. A damaged one is removed instead, and the save fails.
         async_save: whether `save` returns before the step is committed.
 
     >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
@@ -354,16 +355,30 @@ class Checkpointer(Run):
             raise
         finally:
             store.close()
+        damages = self._verified(step, group)
         together(
             group,
-            lambda: self._on_root(group, lambda: self._after_commit(step)),
-            doing="verifying the step and removing old ones",
+            lambda: self._on_root(group, lambda: self._after_commit(step, damages)),
+            doing="removing old steps" if damages is None else "verifying the step",
         )
 
-    def _after_commit(self, step: int) -> None:
+    def _verified(self, step: int, group: Group) -> list[Damage] | None:
+        """Read a step again, each rank its part; return what is wrong. Collective; None if none is to."""
+        if not self.verify_after_save:
+            return None
+
+        def look() -> bytes:
+            found = self._housekeeping.damages(step, deep=True, share=(group.rank, group.size))
+            return json.dumps([damage.to_json() for damage in found]).encode()
+
+        told = together(group, look, doing="verifying the step")
+        return [*dict.fromkeys(Damage(**damage) for of_rank in told for damage in json.loads(of_rank))]
+
+    def _after_commit(self, step: int, damages: Sequence[Damage] | None = None) -> None:
         """Verify a step that was committed just now, note it as the newest, remove what is not kept.
 
-        Local: rank 0 alone calls it, in any thread, once for each commit.
+        Local: rank 0 alone calls it, in any thread, once for each commit. Without damages, which ranks have
+        found together, it reads all of the step itself.
 
         Raises:
             IntegrityError: verify_after_save found damage, and the step is removed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
@@ -17,7 +17,7 @@ from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, 
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
 from megackpt.engine.steps import StepPlaces, step_name
-from megackpt.engine.verify import verify_checkpoint
+from megackpt.engine.verify import WHOLE, verify_checkpoint
 from megackpt.errors import CheckpointError, IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
@@ -60,17 +60,18 @@ class Housekeeping:
         self._trusted = allow_unsafe_pickle
         self._metrics: dict[int, dict[str, float]] = {}  # of steps that do not change any more
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, damages: Sequence[Damage] | None = None) -> None:
         """Do what follows the commit of a step: verify it, note it, remove what is not kept.
 
         What cannot be noted or removed now stays for the next time, with a warning: the step is saved.
+        damages are what ranks have found that have verified it together.
 
         Raises:
             IntegrityError: the step is damaged. It is gone then, if the store lets it go, and no other is.
         """
         self._metrics.pop(step, None)
         if self._verify:
-            self._check(step)
+            self._refuse(step, self.damages(step, deep=True) if damages is None else damages)
         with _warned("after the commit of step", step):
             found = self._note_newest()
             removals = self.plan(found, upto=step, good={step})
@@ -119,9 +120,18 @@ class Housekeeping:
             return True
         return False
 
+    def damages(self, step: int, *, deep: bool = False, share: tuple[int, int] = WHOLE) -> tuple[Damage, ...]:
+        """Return what is wrong with a step; deep and share as for `verify_checkpoint`."""
+        options = VerifyOptions(deep=deep, allow_unsafe_pickle=self._trusted)
+        with contextlib.closing(self._places.open(step_name(step))) as store:
+            try:
+                return verify_checkpoint(store, options, _Unseen(), share=share).damages
+            except CheckpointError as error:
+                return (Damage(what=" ".join(str(error).split())),)
+
     def newest_whole(self, committed: Iterable[int]) -> int | None:
         """Return the newest step in which nothing is wrong that can be seen without reading its chunks."""
-        return next((step for step in sorted(committed, reverse=True) if not self._damages(step)), None)
+        return next((step for step in sorted(committed, reverse=True) if not self.damages(step)), None)
 
     def _note_newest(self) -> StepList:
         found = scan(self._places)
@@ -136,8 +146,7 @@ class Housekeeping:
                 self._metrics[step] = read_metrics(self._places.root, step)
         return self._metrics
 
-    def _check(self, step: int) -> None:
-        damages = self._damages(step, deep=True)
+    def _refuse(self, step: int, damages: Sequence[Damage]) -> None:
         if not damages:
             return
         where = f"{self._places.location}/{step_name(step)}"
@@ -153,14 +162,6 @@ class Housekeeping:
             key=damages[0].key,
             path=f"{where}/{damages[0].file}" if damages[0].file else where,
         )
-
-    def _damages(self, step: int, *, deep: bool = False) -> tuple[Damage, ...]:
-        options = VerifyOptions(deep=deep, allow_unsafe_pickle=self._trusted)
-        with contextlib.closing(self._places.open(step_name(step))) as store:
-            try:
-                return verify_checkpoint(store, options, _Unseen()).damages
-            except CheckpointError as error:
-                return (Damage(what=" ".join(str(error).split())),)
 
 
 class _Unseen:
