@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -16,6 +17,8 @@ import torch
 
 from megackpt import Checkpointer, DeclarationError, ShardedTensor, StorageError
 from megackpt.comm import Group, SingleProcess
+from megackpt.storage import MemoryStore
+from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 
 RANKS = 2
@@ -182,3 +185,39 @@ def test_a_user_without_permission_is_told_and_trains_on(
         os.seteuid(0)
     assert "Permission denied" in caplog.text
     assert files_of(open_directory) == before
+
+
+WRITES = {"create", "open_writer", "writer.write", "writer.close", "write", "replace"}
+
+
+def test_a_quota_that_is_reached_at_any_write_costs_one_save_and_no_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def over_quota() -> OSError:
+        return OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    group, outcomes = SingleProcess(), []
+    for first in range(100):
+        root = MemoryStore()
+        Checkpointer(root, group=group).save(1, state(group, 1.0), metrics={"loss": 1.0})
+        limited = FaultyStore(
+            root, fail_at=lambda op, first=first: op.index >= first, error=over_quota, kinds=WRITES
+        )
+        checkpointer = Checkpointer(limited, keep_last=1, on_error="warn", group=group)
+        is_saved = checkpointer.save(2, state(group, 2.0), metrics={"loss": 2.0})
+        outcomes.append(is_saved)
+        assert checkpointer.failed_saves == (not is_saved)
+        after = Checkpointer(root, keep_last=1, group=group)
+        assert after.steps()[-1] == 1 + is_saved
+        assert after.load(state(group, 0.0))["value"] == 1.0 + is_saved
+        if not is_saved:
+            assert not [name for name in root.names() if "iter_0000002" in name]
+        assert after.save(3, state(group, 3.0))
+        assert {
+            name for name in root.names() if "iter_000000" in name and "iter_0000003" not in name
+        } == set()
+        if len(limited.operations) <= first:
+            break
+    # The last write of all, after the commit, is that of the tracker: without it the step is saved, too.
+    assert outcomes == [False] * (len(outcomes) - 2) + [True, True]
+    assert "Disk quota exceeded" in caplog.text

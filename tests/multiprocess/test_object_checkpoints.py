@@ -200,6 +200,26 @@ def test_pins_metrics_and_the_tracker_lie_beside_the_steps(s3_proxy: FaultyProxy
     assert checkpointer.load({}) == {"value": 5}
 
 
+def test_training_outlives_a_store_that_refuses(
+    s3_proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = options_for(s3_proxy.port, max_retries=1)
+    with Checkpointer(
+        new_url(), keep_last=1, on_error="warn", objects=options, group=SingleProcess()
+    ) as checkpointer:
+        assert checkpointer.save(1, state(0, 1, axis=0, seed=1), metrics={"loss": 1.0})
+        s3_proxy.choose = lambda kind, path: "503" if kind in ("part", "complete") else ""
+        assert not checkpointer.save(2, state(0, 1, axis=0, seed=2), metrics={"loss": 2.0})
+        assert checkpointer.failed_saves == 1
+        assert "the server answered 503" in caplog.text
+        everything = ObjectStore(checkpointer.location(1).rpartition("/")[0], options=options)
+        assert not [name for name in everything.names() if "iter_0000002" in name]
+        s3_proxy.choose = lambda kind, path: ""
+        assert is_loaded(checkpointer.load(state(0, 1, axis=0, seed=None)), 0, 1, axis=0, seed=1)
+        assert checkpointer.save(3, state(0, 1, axis=0, seed=3))
+        assert checkpointer.scan() == StepList((3,), ())
+
+
 def test_a_removal_that_breaks_off_leaves_no_half_of_a_step(s3_proxy: FaultyProxy) -> None:
     options = options_for(s3_proxy.port)
     with Checkpointer(new_url(), keep_last=2, objects=options, group=SingleProcess()) as checkpointer:
