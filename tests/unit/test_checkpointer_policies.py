@@ -59,6 +59,15 @@ def test_last_every_best_and_pinned_steps_stay_also_after_a_restart(root: Path |
     assert top(root) == names
 
 
+def test_what_was_saved_just_now_stays_although_a_newer_step_exists(root: Path | Store) -> None:
+    checkpointer = Checkpointer(root, keep_last=1)
+    checkpointer.save(300, {"a": 300})
+    checkpointer.save(150, {"a": 150})
+    assert checkpointer.steps() == (150, 300)
+    checkpointer.save(160, {"a": 160})
+    assert checkpointer.steps() == (160, 300)
+
+
 def test_metrics_are_those_of_the_last_save_of_a_step(root: Path | Store) -> None:
     checkpointer = Checkpointer(root)
     checkpointer.save(1, {"a": 1}, metrics={"loss": 1.0, "rate": 2})

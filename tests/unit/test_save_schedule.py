@@ -110,6 +110,8 @@ def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_pat
             assert checkpointer.maybe_save(2, lambda: {"step": 2})
             assert not checkpointer.exit_requested
             assert checkpointer.exit_code is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not checkpointer.should_save(2)  # it is saved
             os.kill(os.getpid(), signal.SIGTERM)
             assert checkpointer.maybe_save(3, lambda: {"step": 3})
             assert checkpointer.exit_requested
