@@ -15,7 +15,7 @@ from megackpt.api import (
     remove_sharded_tensors,
     save,
 )
-from megackpt.checkpointer import Checkpointer
+from megackpt.checkpointer import Checkpointer, KeepBest, SaveInterval
 from megackpt.codec import register_codec
 from megackpt.config import CheckpointConfig
 from megackpt.engine.plan_cache import PlanCache
@@ -63,6 +63,7 @@ __all__ = [
     "FormatError",
     "GeometryError",
     "IntegrityError",
+    "KeepBest",
     "KeyRule",
     "Layout",
     "LoadOptions",
@@ -77,6 +78,7 @@ __all__ = [
     "Policy",
     "RankFailedError",
     "Replicated",
+    "SaveInterval",
     "SaveOptions",
     "ShardedLayout",
     "ShardedObject",
