@@ -15,7 +15,7 @@ from megackpt.api import (
     remove_sharded_tensors,
     save,
 )
-from megackpt.checkpointer import Checkpointer, LocalTier, MemoryTier
+from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
 from megackpt.codec import register_codec
 from megackpt.config import CheckpointConfig
 from megackpt.engine.plan_cache import PlanCache
@@ -63,6 +63,7 @@ __all__ = [
     "FormatError",
     "GeometryError",
     "IntegrityError",
+    "KeepBest",
     "KeyRule",
     "Layout",
     "LoadOptions",
@@ -79,6 +80,7 @@ __all__ = [
     "Policy",
     "RankFailedError",
     "Replicated",
+    "SaveInterval",
     "SaveOptions",
     "ShardedLayout",
     "ShardedObject",

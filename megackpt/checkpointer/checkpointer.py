@@ -1,7 +1,9 @@
 """Checkpointer: the steps of one training run under one directory or URL.
 
-Owns which steps there are, which is the newest, and how long they are kept. A step counts if it was
-committed: nothing else is consulted, so a torn save can never be chosen.
+Owns the object that a training script holds, and the order of what `save` and `load` do. A step counts if it
+was committed: nothing else is consulted, so a torn save can never be chosen. What is decided along the way is
+in the modules beside it: `schedule` when to save, `retention` what stays, `failures` what training outlives;
+`housekeeping` does what follows a commit; looking at steps needs only a `run`.
 """
 
 from __future__ import annotations
@@ -10,70 +12,76 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, SupportsFloat
 
-from megackpt.api import ReturnsState, label_to_spread, load, load_content_metadata
+from megackpt.api import ReturnsState, label_to_spread, load
+from megackpt.checkpointer.failures import Failures, OnError
+from megackpt.checkpointer.housekeeping import Housekeeping
+from megackpt.checkpointer.interval import SaveInterval, interval_of
+from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
 from megackpt.checkpointer.recovery import Recovery, Root
+from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
+from megackpt.checkpointer.run import Run
+from megackpt.checkpointer.schedule import Schedule
+from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import step_name, step_of, step_places
+from megackpt.engine.steps import step_name
 from megackpt.engine.write import Planned, write_out
-from megackpt.errors import DeclarationError, NotACheckpointError, UnsupportedError
+from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.formats.damage import Damage
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
-from megackpt.storage import ObjectOptions, Store, is_object_url
+from megackpt.storage import ObjectOptions, Store
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class StepList:
-    """The step directories under a root, sorted.
-
-    Attributes:
-        committed: steps that can be loaded.
-        torn: steps whose save did not finish, or whose removal did not; directories that hold anything but
-            what a save of ours writes are not among them.
-    """
-
-    committed: tuple[int, ...]
-    torn: tuple[int, ...]
+_SIGNAL_EXIT = 128  # a shell's exit code for a process that a signal has ended is this and the signal
 
 
-class Checkpointer:
+class Checkpointer(Run):
     """Saves and loads numbered steps under a root, `iter_0000100` for step 100.
 
-    The root is a directory, or the URL of one in an object store, `s3://bucket/run`; then objects are the
-    options for it.
+    The root is a directory, or the URL of one in an object store, `s3://bucket/run` (then objects are the
+    options for it), or any `Store`, of which each rank gives its own object for the same files.
 
-    Saving, loading and finding are collective over the group. A step that is not committed is never loaded;
-    what a torn save left is removed once a step as new as it is committed.
+    Saving, loading, finding and `should_save` are collective over the group. A step that is not committed is
+    never loaded; what a torn save left is removed once a step as new as it is committed.
 
     With async_save, `save` returns as soon as the state is copied to host memory, and a thread writes and
     commits; the next `save`, `wait` or `close` waits for it and raises its error. The memory for the copies
     is kept.
 
     spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
-    them.
+    them. timeout_s is the deadline of saves and loads, instead of the one in save_options and load_options.
 
     With tiers, steps also go into storage of the nodes, each tier at its own interval, and `load` takes the
     newest step that is whole over tiers and root; see docs/tiers.md. node is that of `TierSet`.
 
     Attributes:
         root: the directory, or the URL as text.
-        keep_last: how many committed steps stay; None for all. Older ones are removed once a newer is
-            committed.
+        keep_last: how many committed steps stay, the newest. Steps that none of keep_last, keep_every and
+            keep_best asks for are removed once a newer is committed; never the newest, a pinned one, or any
+            where none of the three is given.
+        keep_every: steps that this number divides stay.
+        keep_best: the best steps by a metric that `save` was given stay.
+        save_interval: when `should_save` says yes: a number of steps, or a `SaveInterval`.
+        save_on_signal: signals after which `should_save` says yes on all ranks, whichever rank received them.
+            SIGUSR1 and SIGUSR2 are a wish for a save alone; after others `exit_requested` is true.
+        on_error: what becomes of a save that the store refuses, or that is found damaged: `raise`, or `warn`
+            and let training go on.
+        verify_after_save: read every byte of a step after its commit, each rank its part, before older ones
+            are removed. A damaged one is removed instead, and the save fails.
         async_save: whether `save` returns before the step is committed.
         every: steps that are multiples of it go to the root; others into tiers only.
         last_load: what the last `load` with tiers has used; None before.
@@ -85,13 +93,20 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | Store,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: KeepBest | None = None,
+        save_interval: int | SaveInterval | None = None,
+        save_on_signal: Iterable[int] = (),
+        on_error: OnError = "raise",
+        verify_after_save: bool = False,
         async_save: bool = False,
         tiers: Sequence[Tier] = (),
         every: int = 1,
         node: str | int | None = None,
+        timeout_s: float | None = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: Group | None = None,
@@ -99,23 +114,30 @@ class Checkpointer:
         exchange_group: GivenGroup | None = None,
         objects: ObjectOptions | None = None,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise DeclarationError(
-                f"keep_last is {keep_last}; keep at least 1 step, or give None to keep all."
-            )
+        policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+        interval = interval_of(save_interval)
         if every < 1:
             raise DeclarationError(f"every is {every}; give at least 1 step.")
         check_tiers(tiers)
         self._tiers = TierSet(tiers, node=node)
         self.every = every
         self.last_load: LastLoad | None = None
-        self._places = step_places(root, objects=objects)
-        where = self._places.location
-        self.root: Path | str = where if is_object_url(where) else Path(where)
-        self.keep_last = keep_last
+        self._failures = Failures(on_error)
+        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
+        self.save_interval = save_interval
+        self.on_error = on_error
+        self.verify_after_save = verify_after_save
         self.async_save = async_save
         self._save_options = save_options or SaveOptions()
         self._load_options = load_options or LoadOptions()
+        if timeout_s is not None:
+            self._save_options = replace(self._save_options, timeout_s=timeout_s)
+            self._load_options = replace(self._load_options, timeout_s=timeout_s)
+        trusted = self._load_options.allow_unsafe_pickle
+        super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
+        self._housekeeping = Housekeeping(
+            self._places, policy, verify=verify_after_save, allow_unsafe_pickle=trusted
+        )
         self._group = group
         self._spread_group = spread_group
         self._exchange_group = exchange_group
@@ -123,6 +145,10 @@ class Checkpointer:
         self._staging = Staging()
         self._background = Background()
         self._behind: Group | None = None  # what the thread speaks through
+        self._saving_step: int | None = None  # in the background
+        self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
+        self.save_on_signal = self._signals.signals
+        self._schedule = Schedule(interval, self._signals)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -130,94 +156,128 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def location(self, step: int) -> str:
-        """Return the path or URL where a step is or would be."""
-        return f"{self._places.location}/{step_name(step)}"
+    def should_save(self, step: int) -> bool:
+        """Say whether `save_interval` or a signal asks for a save of this step; the same on all ranks.
 
-    def directory(self, step: int) -> Path:
-        """Return the directory where a step is or would be.
+        Collective: all ranks call it at every step, with the same step. Most calls send nothing; where time
+        or signals count, ranks exchange 240 bytes about once a second.
 
         Raises:
-            UnsupportedError: the root is an URL; see `location`.
+            DeclarationError: ranks ask about different steps, or have different options.
+            RankFailedError: a rank did not answer before the deadline.
         """
-        if not isinstance(self.root, Path):
-            raise UnsupportedError(
-                f"{self.root} is not on a file system, so its steps have no directories. "
-                f"Use location({step})."
-            )
-        return self.root / step_name(step)
+        return self._schedule.should_save(step, lambda: self._ranks(self._save_options.timeout_s))
 
-    def scan(self) -> StepList:
-        """Look at the root. Local."""
-        names = [name for name in self._places.names() if step_of(name) is not None]
-        committed = set(self._places.committed(names))
-        torn = [name for name in names if name not in committed and self._places.is_leftover(name)]
-        return StepList(_steps_of(committed), _steps_of(torn))
+    def maybe_save(
+        self,
+        step: int,
+        make_state: Callable[[], ShardedStateDict],
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        content_metadata: Any = None,
+        sharded_strategy: SaveChoice = None,
+    ) -> bool:
+        """Save a step if it is due; make_state is called only then. Collective, as `should_save` and `save`.
 
-    def steps(self) -> tuple[int, ...]:
-        """Return the committed steps, ascending. Local."""
-        return self.scan().committed
+        Return whether it was due, and what `save` then returned.
+        """
+        return self.should_save(step) and self.save(
+            step,
+            make_state(),
+            metrics=metrics,
+            content_metadata=content_metadata,
+            sharded_strategy=sharded_strategy,
+        )
 
-    def latest(self) -> int | None:
-        """Return the newest committed step or None; warn of a newer one that is torn. Local."""
-        found = self.scan()
-        newest = found.committed[-1] if found.committed else None
-        for step in found.torn:
-            if newest is None or step > newest:
-                log.warning(
-                    "%s is not committed (its save did not finish) and is ignored; the newest committed "
-                    "step is %s.",
-                    self.location(step),
-                    newest,
-                )
-        return newest
+    @property
+    def exit_requested(self) -> bool:
+        """Whether a signal has asked to end after the save; the same on all ranks after `should_save`."""
+        return self._schedule.exit_signal is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """What to exit with if `exit_requested`: 128 and the signal's number, 143 for SIGTERM. Else None."""
+        signum = self._schedule.exit_signal
+        return None if signum is None else _SIGNAL_EXIT + signum
+
+    @property
+    def failed_saves(self) -> int:
+        """How many saves have failed. Local, and the same on all ranks."""
+        return self._failures.count
 
     def save(
         self,
         step: int,
         state: ShardedStateDict,
         *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
         to_root: bool | None = None,
-    ) -> None:
-        """Save a step, then remove steps beyond `keep_last` and what older torn saves left. Collective.
+    ) -> bool:
+        """Save a step, then remove older steps that are not kept and what torn saves left. Collective.
 
-        to_root says whether it goes to the root, whatever `every` says: the last step of a run should. Into
-        tiers it goes before this returns, in the native format, whatever the root's strategy is.
+        metrics are numbers that say how good the step is, for keep_best and `megackpt ls`; those of rank 0
+        count, and all ranks give some or none does. to_root says whether it goes to the root, whatever
+        `every` says: the last step of a run should. Into tiers it goes before this returns, in the native
+        format, whatever the root's strategy is.
+
+        Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed.
 
         Raises:
-            CheckpointError: as `megackpt.save`; older steps are untouched.
+            CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
+                store refused, or the step was found damaged.
         """
         if step < 0:
             raise DeclarationError(f"step is {step}; steps are counted from 0.")
         group = self._ranks(self._save_options.timeout_s)
-        request = SaveRequest(
+        request = self._request(state, content_metadata, sharded_strategy, group)
+        self._tiers.save(step, request, group, self._save_options)
+        if not (step % self.every == 0 if to_root is None else to_root):
+            self._schedule.saved(step)
+            return True
+        self.wait()
+        self._warn_of_newer(step, group)
+        with self._failures.around(f"Saving step {step}", rank=group.rank) as saving:
+            try:
+                self._note_metrics(step, metrics, group)
+                self._save(step, request, group)
+            finally:
+                self._schedule.saved(step)
+        return not saving.has_failed
+
+    def _request(
+        self, state: ShardedStateDict, content_metadata: Any, strategy: SaveChoice, group: Group
+    ) -> SaveRequest:
+        return SaveRequest(
             state=state,
-            choose=lambda: save_strategy(sharded_strategy),
+            choose=lambda: save_strategy(strategy),
             content_metadata=content_metadata,
             plans=self._plans,
             assume_constant_structure=self._save_options.assume_constant_structure,
             spread=self._save_options.spread,
             spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
-        self._tiers.save(step, request, group, self._save_options)
-        if not (step % self.every == 0 if to_root is None else to_root):
-            return
-        self.wait()
-        newest = max(self.steps(), default=step) if group.rank == 0 else step
-        if newest > step:
-            log.warning(
-                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
-                "newest.",
-                step,
-                newest,
-            )
+
+    def _save(self, step: int, request: SaveRequest, group: Group) -> None:
         store = self._places.open(step_name(step))
-        planned, strategy = plan_state(request, store, group, self._save_options)
+        try:
+            planned, strategy = plan_state(request, store, group, self._save_options)
+            if self.async_save:
+                planned = self._stage(planned, group)
+        except Exception:
+            store.close()
+            self._on_root(group, lambda: self._after_failure(step))
+            raise
         if not self.async_save:
             self._finish(step, planned, store, strategy, group)
             return
+        behind = self._behind or borrow_group(group, timeout_s=self._save_options.timeout_s)
+        self._behind = behind
+        self._saving_step = step
+        self._background.start(lambda: self._finish(step, planned, store, strategy, behind))
+
+    def _stage(self, planned: Planned, group: Group) -> Planned:
         staged: list[Planned] = []
 
         def stage() -> bytes:
@@ -225,17 +285,17 @@ class Checkpointer:
             return b""
 
         together(group, stage, doing="copying its state to host memory")
-        behind = self._behind or borrow_group(group, timeout_s=self._save_options.timeout_s)
-        self._behind = behind
-        self._background.start(lambda: self._finish(step, staged[0], store, strategy, behind))
+        return staged[0]
 
     def wait(self) -> None:
         """Return when the save that is under way, if any, is committed. Every rank calls it.
 
         Raises:
-            CheckpointError: it failed; older steps are untouched.
+            CheckpointError: it failed; older steps are untouched. As for `save`, on_error says which errors
+                are raised.
         """
-        self._background.wait()
+        with self._waiting():
+            self._background.wait()
 
     @property
     def is_saving(self) -> bool:
@@ -245,30 +305,37 @@ class Checkpointer:
     def load(
         self,
         state: ShardedStateDict,
+        step: int | Literal["latest"] | None = None,
         *,
-        step: int | None = None,
         strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED,
     ) -> StateDict:
-        """Load a step, by default the newest committed one that rank 0 finds. Collective.
+        """Load a step: the newest committed one that rank 0 finds, for "latest" and None. Collective.
 
         With tiers, the newest that is whole over all nodes and the root; a damaged or incomplete one is
         passed over with a warning, and `last_load` says what was used.
 
         Raises:
+            DeclarationError: step is neither a number nor "latest".
             NotACheckpointError: there is no committed step, or not the one asked for.
             CheckpointError: as `megackpt.load`.
         """
+        if isinstance(step, str) and step != "latest":
+            raise DeclarationError(f"step is {step!r}; give the number of a step, or 'latest'.")
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
+        asked = None if isinstance(step, str) else step
         if len(self._tiers):
-            loaded, self.last_load = self._recovery(strict).load(state, step, strict, self._load_options)
+            loaded, self.last_load = self._recovery(strict).load(state, asked, strict, self._load_options)
+            self._schedule.loaded(self.last_load.step)
             return loaded
-        found = self.find_latest() if step is None else step
+        found = self.find_latest() if asked is None else asked
         if found is None:
             raise NotACheckpointError(
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        return self._load_from_root(state, found, strict=strict)
+        loaded = self._load_from_root(state, found, strict=strict)
+        self._schedule.loaded(found)
+        return loaded
 
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
@@ -290,20 +357,17 @@ class Checkpointer:
         found: int | None = json.loads(together(group, look, doing="looking for the newest checkpoint")[0])
         return found
 
-    def content_metadata(self, step: int) -> Any:
-        """Return what the step was saved with as `content_metadata`. Local."""
-        trusted = self._load_options.allow_unsafe_pickle
-        with contextlib.closing(self._places.open(step_name(step))) as store:
-            return load_content_metadata(store, allow_unsafe_pickle=trusted)
-
     def close(self) -> None:
         """Wait for the save that is under way, raise its error if it failed, and let go of everything.
 
-        Collective, if anything was saved asynchronously. The checkpointer can be used again.
+        Collective, if anything was saved asynchronously. In the main thread, if signals are watched: their
+        handlers of before are put back. The checkpointer can be used again, but watches no signals then.
         """
         try:
-            self._background.close()
+            with self._waiting():
+                self._background.close()
         finally:
+            self._signals.close()
             behind, self._behind = self._behind, None
             self._staging = Staging()
             if behind is not None:
@@ -332,12 +396,53 @@ class Checkpointer:
     def _finish(
         self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
     ) -> None:
-        """Write and commit a step, then remove what is not kept. Collective over the group."""
+        """Write and commit a step, then do what follows. Collective over the group."""
         try:
             write_out(planned, store, strategy, group)
+        except Exception:
+            self._on_root(group, lambda: self._after_failure(step))
+            raise
         finally:
             store.close()
-        together(group, lambda: self._on_root(group, lambda: self._clean(step)), doing="removing old steps")
+        damages = self._verified(step, group)
+        together(
+            group,
+            lambda: self._on_root(group, lambda: self._after_commit(step, damages)),
+            doing="removing old steps" if damages is None else "verifying the step",
+        )
+
+    def _verified(self, step: int, group: Group) -> list[Damage] | None:
+        """Read a step again, each rank its part; return what is wrong. Collective; None if none is to."""
+        if not self.verify_after_save:
+            return None
+
+        def look() -> bytes:
+            found = self._housekeeping.damages(step, deep=True, share=(group.rank, group.size))
+            return json.dumps([damage.to_json() for damage in found]).encode()
+
+        told = together(group, look, doing="verifying the step")
+        return [*dict.fromkeys(Damage(**damage) for of_rank in told for damage in json.loads(of_rank))]
+
+    def _after_commit(self, step: int, damages: Sequence[Damage] | None = None) -> None:
+        """Verify a step that was committed just now, note it as the newest, remove what is not kept.
+
+        Local: rank 0 alone calls it, in any thread, once for each commit. Without damages, which ranks have
+        found together, it reads all of the step itself.
+
+        Raises:
+            IntegrityError: verify_after_save found damage, and the step is removed.
+        """
+        self._housekeeping.committed(step)
+
+    def _after_failure(self, step: int) -> None:
+        """Let go of what is beside the files of a save that failed. Local: rank 0 alone calls it."""
+        self._housekeeping.failed(step)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[object]:
+        group = self._behind
+        return self._failures.around(
+            f"Saving step {self._saving_step}", rank=0 if group is None else group.rank
+        )
 
     def _ranks(self, timeout_s: float) -> Group:
         return self._group or world_group(timeout_s=timeout_s)
@@ -347,19 +452,28 @@ class Checkpointer:
             act()
         return b""
 
-    def _clean(self, saved: int) -> None:
-        """Remove torn steps up to this one and those beyond `keep_last`.
+    def _warn_of_newer(self, step: int, group: Group) -> None:
+        newest = step
+        with contextlib.suppress(OSError):  # the save will meet it, too, and tell all ranks
+            newest = max(self.steps(), default=step) if group.rank == 0 else step
+        if newest > step:
+            log.warning(
+                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
+                "newest.",
+                step,
+                newest,
+            )
 
-        A newer torn step may be a save of another job that is under way. What cannot be removed stays for
-        the next time.
-        """
-        found = self.scan()
-        surplus = found.committed[: -self.keep_last] if self.keep_last else ()
-        for step in (*(s for s in surplus if s != saved), *(s for s in found.torn if s <= saved)):
+    def _note_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
+        """Store metrics before the commit, so that no committed step lacks its own. Collective."""
+        root = self._places.root
+        if metrics is None:  # whether those of an earlier save of this step are there: nobody is asked
             with contextlib.suppress(OSError):
-                self._places.remove(step_name(step))
-                log.info("removed %s", self.location(step))
+                self._on_root(group, lambda: forget_metrics(root, step))
+            return
 
+        def note() -> bytes:
+            found = checked_metrics(metrics)
+            return self._on_root(group, lambda: write_metrics(root, step, found))
 
-def _steps_of(names: Iterable[str]) -> tuple[int, ...]:
-    return tuple(sorted(step for name in names if (step := step_of(name)) is not None))
+        together(group, note, doing="storing metrics")

@@ -32,8 +32,10 @@ COMMANDS = {
     "bench": "megackpt.cli.bench",
     "convert": "megackpt.cli.convert",
     "diff": "megackpt.cli.diff",
+    "gc": "megackpt.cli.gc",
     "inspect": "megackpt.cli.inspect",
     "ls": "megackpt.cli.ls",
+    "pin": "megackpt.cli.pin",
     "plan": "megackpt.cli.plan",
     "verify": "megackpt.cli.verify",
 }

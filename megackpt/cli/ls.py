@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -35,6 +36,8 @@ class Step:
         nbytes: bytes of its files.
         format: backend and version; None unless committed.
         world_size: number of ranks that saved it, where its commit says so.
+        pinned: whether nothing may remove it.
+        metrics: what it was saved with; as text, where it is no finite number.
     """
 
     step: int
@@ -44,6 +47,8 @@ class Step:
     nbytes: int
     format: str | None
     world_size: int | None
+    pinned: bool
+    metrics: dict[str, float | str]
 
 
 @click.command(name="ls", short_help="List the steps of a run.", epilog=EXIT_CODES)
@@ -64,7 +69,8 @@ def command(root: str, *, as_json: bool) -> None:
         say({}, f"{root}: no steps.", as_json=False)
         return
     columns = ("age", "size", "ranks")
-    stdout().print(table_of(root, map(_cells, steps), left=("step", "state", "format"), right=columns))
+    left = ("step", "state", "format", "metrics")
+    stdout().print(table_of(root, map(_cells, steps), left=left, right=columns))
 
 
 def find_steps(root: Path) -> list[Step]:
@@ -86,14 +92,30 @@ def find_steps(root: Path) -> list[Step]:
     checkpointer = Checkpointer(root)
     found = checkpointer.scan()
     newest = found.committed[-1] if found.committed else None
-    steps = [
-        _step(checkpointer.directory(step), step, is_committed=step in found.committed, latest=step == newest)
-        for step in sorted({*found.committed, *found.torn})
-    ]
-    return [step for step in steps if step is not None]
+    pins = checkpointer.pins()
+    steps = []
+    for step in sorted({*found.committed, *found.torn}):
+        described = _step(
+            checkpointer.directory(step),
+            step,
+            is_committed=step in found.committed,
+            latest=step == newest,
+            pinned=step in pins,
+            metrics=checkpointer.metrics(step),
+        )
+        steps += [described] if described is not None else []
+    return steps
 
 
-def _step(directory: Path, step: int, *, is_committed: bool, latest: bool) -> Step | None:
+def _step(
+    directory: Path,
+    step: int,
+    *,
+    is_committed: bool,
+    latest: bool,
+    pinned: bool,
+    metrics: dict[str, float],
+) -> Step | None:
     """Describe a step; None if it is gone meanwhile."""
     state, backend, world_size = ("committed" if is_committed else "torn"), None, None
     nbytes, written = _size_and_time(directory)
@@ -119,6 +141,8 @@ def _step(directory: Path, step: int, *, is_committed: bool, latest: bool) -> St
         nbytes=nbytes,
         format=backend,
         world_size=world_size,
+        pinned=pinned,
+        metrics={name: value if math.isfinite(value) else str(value) for name, value in metrics.items()},
     )
 
 
@@ -139,12 +163,17 @@ def _size_and_time(directory: Path) -> tuple[int, float]:
 def _cells(step: Step) -> tuple[str, ...]:
     return (
         str(step.step),
-        f"{step.state}, latest" if step.latest else step.state,
+        ", ".join([step.state] + ["latest"] * step.latest + ["pinned"] * step.pinned),
         step.format or "",
+        ", ".join(f"{name} {_number(value)}" for name, value in step.metrics.items()),
         age_text(step.age_s),
         decimal(step.nbytes),
         "" if step.world_size is None else str(step.world_size),
     )
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def age_text(seconds: float) -> str:

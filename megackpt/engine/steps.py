@@ -18,8 +18,18 @@ from typing import Protocol
 
 from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import LocalStore, ObjectOptions, ObjectStore, Store, is_in_memory, is_object_url
+from megackpt.storage import (
+    LocalStore,
+    ObjectOptions,
+    ObjectStore,
+    Store,
+    StoreBelow,
+    is_in_memory,
+    is_object_url,
+)
+from megackpt.storage.refusal import refusals
 
+_HALF = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _AT_ONCE = 16  # requests, when many steps are looked at
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
@@ -46,6 +56,13 @@ class StepPlaces(Protocol):
     def names(self) -> list[str]:
         """Return the names of the directories, in no particular order; none where there is no root."""
 
+    @property
+    def root(self) -> Store:
+        """The root itself, for small files beside the steps. It is not closed."""
+
+    def halves(self) -> list[str]:
+        """Return the files of the root, not of steps, that look like what a `replace` leaves if it dies."""
+
     def committed(self, names: Iterable[str]) -> list[str]:
         """Return those that hold a commit."""
 
@@ -62,12 +79,17 @@ class StepPlaces(Protocol):
             OSError: it could not be removed completely; what is left is no checkpoint.
         """
 
+    def prune(self, name: str) -> None:
+        """Remove a directory that holds no files, where directories are something of their own."""
 
-def step_places(root: str | os.PathLike[str], *, objects: ObjectOptions | None) -> StepPlaces:
+
+def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions | None) -> StepPlaces:
     """Return the places below a root. A relative path means the same after a change of directory.
 
     objects are the options of an object store, if the root is in one.
     """
+    if not isinstance(root, (str, os.PathLike)):
+        return StorePlaces(root)
     text = os.fspath(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
@@ -79,6 +101,7 @@ class LocalPlaces:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._store = LocalStore(root)
 
     @classmethod
     def at(cls, path: str) -> LocalPlaces:
@@ -90,9 +113,20 @@ class LocalPlaces:
         """The path of the root."""
         return str(self._root)
 
+    @property
+    def root(self) -> Store:
+        """The store of the root."""
+        return self._store
+
+    def halves(self) -> list[str]:
+        """Return such files; those of ours all begin with a dot."""
+        return _halves_in(self._store)
+
     def names(self) -> list[str]:
         """Return the names of the directories, and of links to some."""
-        return [entry.name for entry in self._root.iterdir() if entry.is_dir()] if self._root.is_dir() else []
+        with refusals("list", self.location):
+            there = self._root.is_dir()
+            return [entry.name for entry in self._root.iterdir() if entry.is_dir()] if there else []
 
     def committed(self, names: Iterable[str]) -> list[str]:
         """Return those that hold a commit."""
@@ -114,9 +148,7 @@ class LocalPlaces:
             directory.unlink()
             return
         with contextlib.closing(LocalStore(directory)) as store:
-            store.delete([MANIFEST])
-            store.sync()  # or a loss of power could bring it back when other files are gone
-            store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
+            _remove_saved(store)
         shutil.rmtree(directory)
 
     def identity(self) -> str:
@@ -137,13 +169,63 @@ class LocalPlaces:
         finally:
             os.close(descriptor)
 
+    def prune(self, name: str) -> None:
+        """Remove the directory, with directories below it, if there is no file in any of them."""
+        directory = self._root / name
+        if directory.is_symlink() or not directory.is_dir():
+            return
+        with contextlib.closing(LocalStore(directory)) as store:
+            if not store.names():
+                store.prune()
+                with contextlib.suppress(OSError):  # what is not ours lies in it: a link, say
+                    directory.rmdir()
 
-def _machine() -> str:
-    """Return what tells this machine from others until it is started again; its containers say the same."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
+
+class StorePlaces:
+    """Names that begin alike in any store. See `StepPlaces`. Looking lists all that is in the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def location(self) -> str:
+        """What the store is called."""
+        return self._store.location
+
+    @property
+    def root(self) -> Store:
+        """The store."""
+        return self._store
+
+    def halves(self) -> list[str]:
+        """Return such files; those of ours all begin with a dot."""
+        return _halves_in(self._store)
+
+    def names(self) -> list[str]:
+        """Return the first parts of names that have several."""
+        return sorted({name.partition("/")[0] for name in self._store.names() if "/" in name})
+
+    def committed(self, names: Iterable[str]) -> list[str]:
+        """Return those that hold a commit."""
+        return [name for name in names if self._store.exists(f"{name}/{MANIFEST}")]
+
+    def is_leftover(self, name: str) -> bool:
+        """Say whether it is one."""
+        return is_leftover(self.open(name))
+
+    def open(self, name: str) -> Store:
+        """Return the store of a directory."""
+        return StoreBelow(self._store, name)
+
+    def remove(self, name: str) -> None:
+        """Remove all files of a directory."""
+        store = self.open(name)
+        _remove_saved(store)
+        store.delete(store.names())
+        store.sync()
+
+    def prune(self, name: str) -> None:
+        """Do nothing: directories are parts of names."""
 
 
 class ObjectPlaces:
@@ -160,6 +242,15 @@ class ObjectPlaces:
     def location(self) -> str:
         """The URL of the root."""
         return self._store.location
+
+    @property
+    def root(self) -> Store:
+        """The store of the root."""
+        return self._store
+
+    def halves(self) -> list[str]:
+        """Return nothing: an object is there completely or not at all."""
+        return []
 
     def names(self) -> list[str]:
         """Return the first parts of names."""
@@ -186,6 +277,30 @@ class ObjectPlaces:
     def remove(self, name: str) -> None:
         """Remove all objects of a prefix."""
         with contextlib.closing(self.open(name)) as store:
-            store.delete([MANIFEST])
-            store.delete(files_of_saves(store))
+            _remove_saved(store)
             store.delete(store.names())
+
+    def prune(self, name: str) -> None:
+        """Do nothing: prefixes are parts of names."""
+
+
+def _halves_in(root: Store) -> list[str]:
+    return [name for name in root.names(".") if _HALF.fullmatch(name.rpartition("/")[2])]
+
+
+def _remove_saved(store: Store) -> None:
+    """Remove what makes a directory a checkpoint, then what saves have written.
+
+    Files of a known format that has no metadata.json of its own, and of others, may be left.
+    """
+    store.delete([MANIFEST])
+    store.sync()  # or a loss of power could bring it back when other files are gone
+    store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
+
+
+def _machine() -> str:
+    """Return what tells this machine from others until it is started again; its containers say the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()

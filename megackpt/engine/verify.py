@@ -71,12 +71,22 @@ class Verified:
         return not self.damages
 
 
-def verify_checkpoint(store: Store, options: VerifyOptions, progress: Progress) -> Verified:
+WHOLE = (0, 1)
+"""The share of one that does all."""
+
+
+def verify_checkpoint(
+    store: Store, options: VerifyOptions, progress: Progress, *, share: tuple[int, int] = WHOLE
+) -> Verified:
     """Look for everything that is wrong with a checkpoint of any known format. Local; nothing is changed.
 
     Always: the commit, the index and its digest, whether every file is there and as long as it must be,
     whether every chunk lies in its file, and whether chunks cover every array exactly once. With
     `options.deep` also: the digest of every block, and that objects and common state can be decoded.
+
+    share is (i, n) where n processes look at one checkpoint: each reads its part of the chunks, about as many
+    bytes as every other. What else there is to check is done by all, but what formats know of their files and
+    common state, by the first.
 
     Raises:
         NotACheckpointError: there is none.
@@ -91,7 +101,8 @@ def verify_checkpoint(store: Store, options: VerifyOptions, progress: Progress) 
         found.add(damage_of(error, location=store.location, file=MANIFEST))
         return found.verified(options, "", 0)
     strategy = load_strategy(manifest, where=store.location)
-    if isinstance(strategy, KnowsFiles):
+    is_first = share[0] == 0
+    if is_first and isinstance(strategy, KnowsFiles):
         for damage in strategy.check_files(store, manifest, deep=options.deep):
             found.add(damage)
     try:
@@ -106,9 +117,10 @@ def verify_checkpoint(store: Store, options: VerifyOptions, progress: Progress) 
         readable = _check_places(store, chunks, found)
         _check_coverage(chunks, set(keys), found)
         if options.deep:
+            readable = readable & _is_in_share(chunks, share)
             for damage in verify_bytes(contents, chunks, readable, store, options, progress):
                 found.add(damage)
-    if options.deep:
+    if options.deep and is_first:
         _check_common(contents, found)
     return found.verified(options, strategy.backend, strategy.version)
 
@@ -212,6 +224,16 @@ def _check_places(store: Store, chunks: Chunks, found: _Found) -> np.ndarray[tup
         found.add(_damage(chunks, ranges, row, f"the file ends at byte {of_chunk[row]:,}", name=name))
     _check_overlaps(chunks, ranges, found)
     return readable & (of_chunk >= 0) & ~beyond
+
+
+def _is_in_share(chunks: Chunks, share: tuple[int, int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which chunks one of several processes reads: those that lie near each other, to one."""
+    order = np.argsort(chunks.place, kind="stable")
+    nbytes = chunks.table.nbytes[order] + 1  # so that empty ones are spread, too
+    number, count = share
+    found = np.zeros(len(order), np.bool_)
+    found[order] = (np.cumsum(nbytes) - nbytes) * count // max(int(nbytes.sum()), 1) == number
+    return found
 
 
 def _damage(chunks: Chunks, ranges: FileRanges, row: int, what: str, *, name: str) -> Damage:

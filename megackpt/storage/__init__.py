@@ -3,6 +3,7 @@
 The only part of megackpt that reads and writes files. What the bytes mean is up to formats.
 """
 
+from megackpt.storage.below import StoreBelow
 from megackpt.storage.buffers import COMMON_POOL
 from megackpt.storage.digest import BlockDigester, block_digests, digest_of, digest_of_pieces, digests_of_each
 from megackpt.storage.lending import LENT_BYTES, lend
@@ -25,6 +26,7 @@ __all__ = [
     "ObjectOptions",
     "ObjectStore",
     "Store",
+    "StoreBelow",
     "StreamWriter",
     "block_digests",
     "check_name",

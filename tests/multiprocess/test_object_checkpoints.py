@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import Checkpointer, NotACheckpointError, ShardedTensor, StorageError
+from megackpt import Checkpointer, KeepBest, NotACheckpointError, ShardedTensor, StorageError
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.convert import convert_checkpoint
@@ -164,15 +164,71 @@ def test_steps_are_found_kept_removed_and_torn_ones_cleaned(s3_server: S3Server)
             checkpointer.directory(4)
 
 
+def test_pins_metrics_and_the_tracker_lie_beside_the_steps(s3_proxy: FaultyProxy) -> None:
+    url, options = new_url(), options_for(s3_proxy.port)
+    everything = ObjectStore(url, options=options)
+
+    def run(step: int, loss: float) -> Checkpointer:
+        best = KeepBest(metric="loss")
+        checkpointer = Checkpointer(
+            url, keep_last=1, keep_best=best, verify_after_save=True, objects=options, group=SingleProcess()
+        )
+        checkpointer.save(step, {"value": step}, metrics={"loss": loss})
+        return checkpointer
+
+    run(1, 9.0).pin(1)
+    run(2, 1.0)
+    run(3, 5.0)
+    with s3_proxy.counting() as asked:
+        checkpointer = run(4, 6.0)
+    print(f"a save that removes one of four steps asks {asked}")
+    assert checkpointer.steps() == (1, 2, 4)
+    assert checkpointer.pins() == (1,)
+    assert checkpointer.metrics(2) == {"loss": 1.0}
+    assert everything.read("latest_checkpointed_iteration.txt", max_bytes=100) == b"4"
+    beside = [name for name in everything.names() if not name.startswith("iter_")]
+    assert beside == [
+        *(f".megackpt/metrics/iter_000000{step}.json" for step in (1, 2, 4)),
+        ".megackpt/pins/iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
+    everything.write("latest_checkpointed_iteration.txt", b"900")
+    assert checkpointer.load({}, "latest") == {"value": 4}
+    checkpointer.unpin(1)
+    s3_proxy.choose = lambda kind, path: "403" if kind == "put" and path.endswith("txt") else ""
+    checkpointer.save(5, {"value": 5})  # what only follows the commit does not fail it
+    assert checkpointer.load({}) == {"value": 5}
+
+
+def test_training_outlives_a_store_that_refuses(
+    s3_proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = options_for(s3_proxy.port, max_retries=1)
+    with Checkpointer(
+        new_url(), keep_last=1, on_error="warn", objects=options, group=SingleProcess()
+    ) as checkpointer:
+        assert checkpointer.save(1, state(0, 1, axis=0, seed=1), metrics={"loss": 1.0})
+        s3_proxy.choose = lambda kind, path: "503" if kind in ("part", "complete") else ""
+        assert not checkpointer.save(2, state(0, 1, axis=0, seed=2), metrics={"loss": 2.0})
+        assert checkpointer.failed_saves == 1
+        assert "the server answered 503" in caplog.text
+        everything = ObjectStore(checkpointer.location(1).rpartition("/")[0], options=options)
+        assert not [name for name in everything.names() if "iter_0000002" in name]
+        s3_proxy.choose = lambda kind, path: ""
+        assert is_loaded(checkpointer.load(state(0, 1, axis=0, seed=None)), 0, 1, axis=0, seed=1)
+        assert checkpointer.save(3, state(0, 1, axis=0, seed=3))
+        assert checkpointer.scan() == StepList((3,), ())
+
+
 def test_a_removal_that_breaks_off_leaves_no_half_of_a_step(s3_proxy: FaultyProxy) -> None:
     options = options_for(s3_proxy.port)
     with Checkpointer(new_url(), keep_last=2, objects=options, group=SingleProcess()) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"a": step})
         deleted = itertools.count()
-        s3_proxy.choose = lambda kind, path: "403" if kind == "delete" and next(deleted) else ""
+        s3_proxy.choose = lambda kind, path: "403" if kind == "delete" and next(deleted) > 1 else ""
         checkpointer.save(3, {"a": 3})
-        assert next(deleted) == 2
+        assert next(deleted) == 3  # metrics of an earlier save of step 3, the commit of step 1, and its files
         s3_proxy.choose = lambda kind, path: ""
         assert checkpointer.scan().committed == (2, 3)
         assert checkpointer.scan().torn == (1,)
@@ -236,7 +292,8 @@ def test_with_one_request_in_twenty_spoiled_nothing_is_lost(
     assert set(spoiled) == set(FAULTS)
     s3_proxy.choose = lambda kind, path: ""
     store = ObjectStore(url, options=options)
-    assert {name.partition("/")[0] for name in store.names()} == {"iter_0000003", "iter_0000004"}
+    left = {name.partition("/")[0] for name in store.names()}
+    assert left == {"iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"}
 
 
 def _refused_save(url: str, options: ObjectOptions) -> str:

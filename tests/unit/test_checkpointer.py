@@ -40,7 +40,7 @@ def test_keep_last_removes_older_steps_after_a_newer_is_committed(tmp_path: Path
     for step in range(1, 6):
         checkpointer.save(step, state(step))
     assert checkpointer.steps() == (4, 5)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", "iter_0000005"]
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000005"]
 
 
 def test_a_torn_step_is_named_ignored_and_removed_once_training_has_passed_it(

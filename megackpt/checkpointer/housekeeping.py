@@ -1,0 +1,187 @@
+"""What follows a commit, and what follows a save that failed: verify, note the newest step, remove.
+
+Owns the order of these, in which a crash at any moment leaves every step that should stay. Everything here is
+local, and for one process at a time: rank 0, or a command. What stays is decided in `retention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
+from megackpt.checkpointer.pins import is_pinned, read_pins
+from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
+from megackpt.checkpointer.step_list import StepList, scan
+from megackpt.checkpointer.tracker import TRACKER, write_tracker
+from megackpt.engine.steps import StepPlaces, step_name
+from megackpt.engine.verify import WHOLE, verify_checkpoint
+from megackpt.errors import CheckpointError, IntegrityError, truncated_list
+from megackpt.formats.damage import Damage
+from megackpt.options import VerifyOptions
+
+log = logging.getLogger(__name__)
+
+_OUR_HALVES = (".megackpt/", f".{TRACKER}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removals:
+    """What is to go from below a root.
+
+    Attributes:
+        retention: about committed steps.
+        torn: leftovers that go, ascending.
+    """
+
+    retention: Retention
+    torn: tuple[int, ...]
+
+
+class Housekeeping:
+    """Keeps the root of a run in order. Local; see the module.
+
+    verify is whether every byte of a step is read after its commit.
+    """
+
+    def __init__(
+        self,
+        places: StepPlaces,
+        policy: RetentionPolicy,
+        *,
+        verify: bool = False,
+        allow_unsafe_pickle: bool = False,
+    ) -> None:
+        self._places = places
+        self._policy = policy
+        self._verify = verify
+        self._trusted = allow_unsafe_pickle
+        self._metrics: dict[int, dict[str, float]] = {}  # of steps that do not change any more
+
+    def committed(self, step: int, damages: Sequence[Damage] | None = None) -> None:
+        """Do what follows the commit of a step: verify it, note it, remove what is not kept.
+
+        What cannot be noted or removed now stays for the next time, with a warning: the step is saved.
+        damages are what ranks have found that have verified it together.
+
+        Raises:
+            IntegrityError: the step is damaged. It is gone then, if the store lets it go, and no other is.
+        """
+        self._metrics.pop(step, None)
+        if self._verify:
+            self._refuse(step, self.damages(step, deep=True) if damages is None else damages)
+        with _warned("after the commit of step", step):
+            found = self._note_newest()
+            removals = self.plan(found, upto=step, good={step})
+            self.remove(removals, found, upto=step)
+
+    def failed(self, step: int) -> None:
+        """Do what follows a save that failed and has removed its files: let go of what is beside them."""
+        with contextlib.suppress(OSError):
+            if not self._places.committed([step_name(step)]):
+                forget_metrics(self._places.root, step)
+            self._places.prune(step_name(step))
+
+    def plan(self, found: StepList, *, upto: int, good: Iterable[int]) -> Removals:
+        """Decide what is to go. good are steps that stay; torn ones go up to this step."""
+        pinned = read_pins(self._places.root)
+        metrics = self._metrics_of(found.committed) if self._policy.keep_best is not None else {}
+        return Removals(
+            retention=decide(
+                self._policy, found.committed, pinned=pinned, good=frozenset(good), metrics=metrics
+            ),
+            torn=stale_leftovers(found.torn, upto=upto, pinned=pinned),
+        )
+
+    def remove(self, removals: Removals, found: StepList, *, upto: int) -> tuple[int, ...]:
+        """Remove steps, unless they have been pinned meanwhile; return those that are gone.
+
+        found is what was there before. Metrics go with them, and those of steps before upto that do not
+        exist: of saves that wrote nothing else before they were cut short.
+        """
+        chosen = (*removals.retention.removed, *removals.torn)
+        gone = tuple(step for step in chosen if self._remove(step))
+        there = {*found.committed, *found.torn} - set(gone)
+        with _warned("removing metrics before step", upto):
+            for stray in steps_with_metrics(self._places.root):
+                if stray < upto and stray not in there:
+                    forget_metrics(self._places.root, stray)
+        return gone
+
+    def _remove(self, step: int) -> bool:
+        with _warned("removing step", step):
+            if is_pinned(self._places.root, step):
+                return False
+            self._places.remove(step_name(step))
+            self._metrics.pop(step, None)
+            log.info("removed %s/%s", self._places.location, step_name(step))
+            return True
+        return False
+
+    def damages(self, step: int, *, deep: bool = False, share: tuple[int, int] = WHOLE) -> tuple[Damage, ...]:
+        """Return what is wrong with a step; deep and share as for `verify_checkpoint`."""
+        options = VerifyOptions(deep=deep, allow_unsafe_pickle=self._trusted)
+        with contextlib.closing(self._places.open(step_name(step))) as store:
+            try:
+                return verify_checkpoint(store, options, _Unseen(), share=share).damages
+            except CheckpointError as error:
+                return (Damage(what=" ".join(str(error).split())),)
+
+    def newest_whole(self, committed: Iterable[int]) -> int | None:
+        """Return the newest step in which nothing is wrong that can be seen without reading its chunks."""
+        return next((step for step in sorted(committed, reverse=True) if not self.damages(step)), None)
+
+    def _note_newest(self) -> StepList:
+        found = scan(self._places)
+        if halves := [name for name in self._places.halves() if name.startswith(_OUR_HALVES)]:
+            self._places.root.delete(halves)
+        write_tracker(self._places.root, max(found.committed, default=None))
+        return found
+
+    def _metrics_of(self, steps: Iterable[int]) -> Mapping[int, Mapping[str, float]]:
+        for step in steps:
+            if step not in self._metrics:
+                self._metrics[step] = read_metrics(self._places.root, step)
+        return self._metrics
+
+    def _refuse(self, step: int, damages: Sequence[Damage]) -> None:
+        if not damages:
+            return
+        where = f"{self._places.location}/{step_name(step)}"
+        with _warned("removing damaged step", step):
+            forget_metrics(self._places.root, step)
+            self._places.remove(step_name(step))
+            self._note_newest()
+        raise IntegrityError(
+            f"{where} is damaged right after it was saved, so it is removed again, and older steps stay:\n"
+            f"{truncated_list([str(damage) for damage in damages])}\n"
+            f"What was written is not what is read: look at the disk or mount and at the memory of the "
+            f"machines that wrote, and at their logs.",
+            key=damages[0].key,
+            path=f"{where}/{damages[0].file}" if damages[0].file else where,
+        )
+
+
+class _Unseen:
+    """A progress that nobody looks at."""
+
+    def begin(self, doing: str, nbytes: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+
+class _warned:  # named as `contextlib.suppress` is
+    """Within the block, what the store refuses becomes a warning."""
+
+    def __init__(self, doing: str, step: int) -> None:
+        self._said = f"{doing} {step}"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> bool:
+        if isinstance(error, OSError):
+            log.warning("%s: %s It is tried again after the next save.", self._said, error)
+            return True
+        return False

@@ -1,0 +1,121 @@
+"""Whether to save now: the same answer on all ranks, from steps, rank 0's clock and any rank's signals.
+
+Owns when ranks meet to agree. Steps need no meeting. Time and signals do: one all-reduce of 240 bytes, and
+not at every step but about once a second, at a step that the last meeting has named.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+
+from megackpt.checkpointer.interval import SaveInterval, passes_multiple, steps_until_meeting
+from megackpt.checkpointer.signals import MOST_SIGNALS, SignalWatch, asks_to_exit
+from megackpt.comm import Group, Numbers, compare
+from megackpt.errors import DeclarationError
+
+
+class Schedule:
+    """Answers `should_save`, and remembers what was saved last and which signals were agreed on.
+
+    clock gives seconds; that of rank 0 counts.
+    """
+
+    def __init__(
+        self, interval: SaveInterval, signals: SignalWatch, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval = interval
+        self._signals = signals
+        self._clock = clock
+        self._since: int | None = None  # the step that was saved or loaded last
+        self._since_s = clock()
+        self._answer: tuple[int, bool] | None = None  # to the last question
+        self._next_meeting = 0
+        self._met: tuple[int, float] | None = None  # step and time of the last meeting
+        self._apart = 1
+        self._exit_signal: int | None = None
+
+    @property
+    def exit_signal(self) -> int | None:
+        """The signal that asks to end after a save, once all ranks know of it."""
+        return self._exit_signal
+
+    def should_save(self, step: int, group: Callable[[], Group]) -> bool:
+        """Say whether a step is due. Collective over the group, at some steps.
+
+        Raises:
+            DeclarationError: ranks ask about different steps, or have different options.
+            RankFailedError: a rank did not answer before the deadline.
+        """
+        if self._answer is not None and self._answer[0] == step:
+            return self._answer[1]
+        if self._since is None:
+            self._since = max(step - 1, 0)
+        due = passes_multiple(self._interval.steps, step=step, since=self._since)
+        if self._meets and step >= self._next_meeting:
+            due = self._agree(step, group()) or due
+        due = due and step != self._since  # what is saved already
+        self._answer = step, due
+        return due
+
+    def saved(self, step: int) -> None:
+        """Take note that a save of a step was tried: the next is due after the interval, if it failed too."""
+        self._begin_anew(step)
+        for signum in self._signals.signals:
+            if not asks_to_exit(signum):  # what came while this step was saved is served by that
+                self._signals.serve(signum)
+
+    def loaded(self, step: int) -> None:
+        """Take note that training goes on from a step."""
+        self._begin_anew(step)
+        self._next_meeting, self._met, self._apart = 0, None, 1
+
+    def _begin_anew(self, step: int) -> None:
+        self._since, self._since_s, self._answer = step, self._clock(), None
+
+    @property
+    def _meets(self) -> bool:
+        return self._interval.seconds is not None or bool(self._signals.signals)
+
+    def _agree(self, step: int, group: Group) -> bool:
+        signals = self._signals.signals
+        settings = zlib.crc32(repr((self._interval, signals)).encode())
+
+        def say() -> Numbers:
+            timed, apart = self._say_of_time(step) if group.rank == 0 else (0, 0)
+            apart = 1 if group.size == 1 else apart  # to meet costs nothing then
+            received = self._signals.received()
+            return Numbers((step, settings), (timed, apart, *received, *[0] * (MOST_SIGNALS - len(received))))
+
+        found = compare(group, say, alike=2, largest=2 + MOST_SIGNALS, doing="agreeing whether to save")
+        if not all(found.alike):
+            what = "save_interval and save_on_signal" if found.alike[0] else "the same step"
+            raise DeclarationError(
+                f"Ranks differ in what they ask should_save or maybe_save: give {what} on all of them, and "
+                f"call it on all ranks at every step (this is rank {group.rank}, step {step}).",
+                rank=group.rank,
+            )
+        timed, self._apart, *asked = found.largest
+        self._next_meeting = step + self._apart
+        self._met = step, self._clock()
+        received = [signum for signum, is_set in zip(signals, asked, strict=False) if is_set]
+        for signum in received:
+            self._signals.serve(signum)
+            if asks_to_exit(signum) and self._exit_signal is None:
+                self._exit_signal = signum
+        return bool(timed or received)
+
+    def _say_of_time(self, step: int) -> tuple[int, int]:
+        """Return whether the time has come, and in how many steps to meet again."""
+        now, seconds = self._clock(), self._interval.seconds
+        timed = int(seconds is not None and now - self._since_s >= seconds)
+        if self._met is None:
+            return timed, 1
+        apart = steps_until_meeting(
+            passed_steps=step - self._met[0],
+            passed_s=now - self._met[1],
+            before=self._apart,
+            agree_s=self._interval.agree_s,
+        )
+        return timed, apart

@@ -1,0 +1,115 @@
+"""`megackpt gc`: removes what torn saves left, and steps that a policy does not keep."""
+
+from __future__ import annotations
+
+import click
+
+from megackpt.checkpointer import KeepBest
+from megackpt.checkpointer.housekeeping import Housekeeping, Removals
+from megackpt.checkpointer.retention import RetentionPolicy
+from megackpt.checkpointer.step_list import scan
+from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, json_option, say
+from megackpt.cli.tables import stdout, table_of
+from megackpt.engine.steps import step_places
+from megackpt.errors import NotACheckpointError
+
+_RUNNING = (
+    "A job may be saving there right now: leftovers that are newer than the newest commit are left alone. "
+    "Its own retention goes on by its own options."
+)
+
+
+class _Best(click.ParamType[KeepBest]):
+    """METRIC, METRIC:N or METRIC:N:max."""
+
+    name = "metric"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> KeepBest:
+        """Return the policy."""
+        if isinstance(value, KeepBest):
+            return value
+        metric, *rest = str(value).split(":")
+        n, mode = (*rest, *("1", "min")[len(rest) :])[:2] if len(rest) < 3 else ("", "")
+        if not metric or not n.isdecimal() or int(n) < 1 or mode not in ("min", "max"):
+            self.fail(f"{value!r}: give it as loss, loss:3 or accuracy:3:max.", param, ctx)
+        return KeepBest(metric=metric, n=int(n), mode="min" if mode == "min" else "max")
+
+
+@click.command(name="gc", short_help="Remove torn leftovers and steps not kept.", epilog=EXIT_CODES)
+@click.argument("root", metavar="ROOT")
+@click.option("--keep-last", type=click.IntRange(1), metavar="N", help="The newest N steps stay.")
+@click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Steps that K divides stay.")
+@click.option(
+    "--keep-best", type=_Best(), metavar="METRIC[:N[:max]]", help="The best N by a metric of the run stay."
+)
+@click.option("--keep-all", is_flag=True, help="All committed steps stay; only leftovers go.")
+@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@json_option
+def command(
+    root: str,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: KeepBest | None,
+    keep_all: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Remove from the run in ROOT, a directory or an URL, what torn saves left and steps that nothing keeps.
+
+    One of the --keep options must be given: a step stays if any of them asks for it. Whatever they say, the
+    newest step stays, pinned ones do, and the newest in which nothing is wrong that can be seen without
+    reading its chunks. Leftovers go only if a newer step is committed.
+    """
+    policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    if policy.keeps_all != keep_all:
+        raise click.UsageError(
+            "Say what is to stay: --keep-last, --keep-every, --keep-best, or --keep-all alone. "
+            "What is removed does not come back, so nothing is assumed."
+        )
+    places = step_places(root, objects=None)
+    found = scan(places)
+    if not found.committed:
+        raise NotACheckpointError(
+            f"{root} has no committed step, so nothing in it is known to be superfluous. Name the directory "
+            f"that a Checkpointer saves to.",
+            path=root,
+        )
+    keeping = Housekeeping(places, policy)
+    whole = keeping.newest_whole(found.committed)
+    planned = keeping.plan(found, upto=found.committed[-1], good=() if whole is None else (whole,))
+    todo = (*planned.torn, *planned.retention.removed)
+    removed = todo if dry_run else keeping.remove(planned, found, upto=found.committed[-1])
+    left = sorted(set(todo) - set(removed))
+    if as_json:
+        say(_json(root, planned, removed, left, dry_run=dry_run), "", as_json=True)
+    else:
+        _show(root, planned, removed, left, dry_run=dry_run)
+        click.echo(_RUNNING, err=True)
+    return FAILED_CHECK if left else 0
+
+
+def _json(
+    root: str, planned: Removals, removed: tuple[int, ...], left: list[int], *, dry_run: bool
+) -> dict[str, object]:
+    return {
+        "root": root,
+        "dry_run": dry_run,
+        "removed": [{"step": s, "state": _state(planned, s)} for s in sorted(removed)],
+        "not_removed": left,
+        "kept": [{"step": s, "because": list(why)} for s, why in planned.retention.kept.items()],
+    }
+
+
+def _show(root: str, planned: Removals, removed: tuple[int, ...], left: list[int], *, dry_run: bool) -> None:
+    went = "would be removed" if dry_run else "removed"
+    rows = {s: (_state(planned, s), went, "") for s in removed}
+    rows |= {s: (_state(planned, s), "could not be removed, or is pinned now", "") for s in left}
+    rows |= {s: ("committed", "stays", ", ".join(why)) for s, why in planned.retention.kept.items()}
+    cells = [(str(step), *rows[step]) for step in sorted(rows)]
+    stdout().print(table_of(root, cells, left=("step", "state", "what", "because")))
+    stdout().print(f"{len(removed)} {went}, {len(planned.retention.kept)} stay.")
+
+
+def _state(planned: Removals, step: int) -> str:
+    return "torn" if step in planned.torn else "committed"

@@ -1,0 +1,41 @@
+"""`megackpt pin`: steps that nothing removes."""
+
+from __future__ import annotations
+
+import click
+
+from megackpt.checkpointer.run import Run
+from megackpt.cli.frame import EXIT_CODES, json_option, say
+
+
+@click.command(name="pin", short_help="Keep a step, whatever a run's retention says.", epilog=EXIT_CODES)
+@click.argument("root", metavar="ROOT")
+@click.argument("step", metavar="[STEP]", type=click.IntRange(0), required=False)
+@click.option("--remove", is_flag=True, help="Let STEP be removed again.")
+@click.option("--list", "only_list", is_flag=True, help="Change nothing; say which steps are pinned.")
+@json_option
+def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_json: bool) -> None:
+    """Pin the committed STEP of the run in ROOT, a directory or an URL.
+
+    No job and no `megackpt gc` removes it until it is unpinned, also one that is running now.
+    """
+    if only_list == (step is not None):
+        raise click.UsageError("Give a STEP to pin or unpin, or --list; not both.")
+    if only_list and remove:
+        raise click.UsageError("--remove needs a STEP, and changes something, which --list does not.")
+    run = Run(root)
+    was_pinned = step in run.pins()
+    if step is not None and remove:
+        run.unpin(step)
+    elif step is not None:
+        run.pin(step)
+    pins = run.pins()
+    say({"root": root, "pins": list(pins)}, _text(root, step, pins, was_pinned=was_pinned), as_json=as_json)
+
+
+def _text(root: str, step: int | None, pins: tuple[int, ...], *, was_pinned: bool) -> str:
+    listed = f"pinned: {', '.join(map(str, pins))}" if pins else "no step is pinned"
+    if step is None:
+        return f"{root}: {listed}."
+    done = "is pinned" if step in pins else "is no longer pinned" if was_pinned else "was not pinned"
+    return f"{root}: step {step} {done}; {listed}."

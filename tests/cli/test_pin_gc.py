@@ -1,0 +1,114 @@
+"""`megackpt pin` and `megackpt gc`: what stays, what goes, what is said; `ls` shows pins and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megackpt import Checkpointer
+from megackpt.cli import main
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 1 to 6 with a loss, of which 2, 5 and 7 are torn; 7 is newer than the newest commit."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 8):
+            checkpointer.save(step, {"step": step}, metrics={"loss": abs(step - 3) + 0.5})
+    for step in (2, 5, 7):
+        (tmp_path / f"iter_000000{step}" / "metadata.json").unlink()
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    code = main([*arguments, "--json"])
+    return {"code": code, **json.loads(capsys.readouterr().out)}
+
+
+def test_gc_removes_what_is_torn_and_what_the_policy_does_not_keep(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pin", str(root), "1"]) == 0
+    before = sorted(root.rglob("*"))
+    arguments = ("gc", str(root), "--keep-last", "1", "--keep-best", "loss:1")
+    planned = said(capsys, *arguments, "--dry-run") if capsys.readouterr() else {}
+    assert sorted(root.rglob("*")) == before
+    done = said(capsys, *arguments)
+    assert done["removed"] == planned["removed"]
+    assert done["removed"] == [
+        {"step": 2, "state": "torn"},
+        {"step": 4, "state": "committed"},
+        {"step": 5, "state": "torn"},
+    ]
+    assert done["kept"] == [
+        {"step": 1, "because": ["pinned"]},
+        {"step": 3, "because": ["best loss"]},
+        {"step": 6, "because": ["newest", "last 1"]},
+    ]
+    assert (done["code"], done["not_removed"], done["dry_run"], planned["dry_run"]) == (0, [], False, True)
+    assert Checkpointer(root).scan().committed == (1, 3, 6)
+    assert Checkpointer(root).scan().torn == (7,)  # a job may be saving it
+    files = [path.stem for path in (root / ".megackpt" / "metrics").iterdir()]
+    assert sorted(files) == [f"iter_000000{step}" for step in (1, 3, 6, 7)]
+
+
+def test_gc_keeps_the_newest_whole_step_beside_a_damaged_newest(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "iter_0000006" / "metadata.json").write_text("{")
+    done = said(capsys, "gc", str(root), "--keep-last", "1")
+    assert done["kept"] == [
+        {"step": 4, "because": ["good"]},
+        {"step": 6, "because": ["newest", "last 1"]},
+    ]
+
+
+def test_gc_does_not_guess_what_is_to_stay(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(root.rglob("*"))
+    for arguments in ([], ["--keep-all", "--keep-last", "2"], ["--keep-last", "0"], ["--keep-best", "l:0"]):
+        assert main(["gc", str(root), *arguments]) == 2
+    assert "Say what is to stay" in capsys.readouterr().err
+    (root / "empty").mkdir()
+    assert main(["gc", str(root / "empty"), "--keep-all"]) == 3
+    assert main(["gc", str(root / "iter_0000001"), "--keep-all"]) == 3
+    (root / "empty").rmdir()
+    assert sorted(root.rglob("*")) == before
+    assert main(["gc", str(root), "--keep-all"]) == 0
+    out, err = capsys.readouterr()
+    assert "2 removed, 4 stay" in out
+    assert "A job may be saving there right now" in err
+    assert Checkpointer(root).steps() == (1, 3, 4, 6)
+
+
+def test_pin_says_what_is_pinned_and_refuses_what_is_not_committed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pin", str(root), "3"]) == 0
+    assert "step 3 is pinned; pinned: 3." in capsys.readouterr().out
+    assert said(capsys, "pin", str(root), "1")["pins"] == [1, 3]
+    assert said(capsys, "pin", str(root), "--list")["pins"] == [1, 3]
+    assert main(["pin", str(root), "1", "--remove"]) == 0
+    assert "step 1 is no longer pinned; pinned: 3." in capsys.readouterr().out
+    assert main(["pin", str(root), "1", "--remove"]) == 0
+    assert "step 1 was not pinned" in capsys.readouterr().out
+    assert main(["pin", str(root), "5"]) == 3
+    assert "iter_0000005 is not committed" in capsys.readouterr().err
+    for wrong in ([], ["3", "--list"], ["--list", "--remove"], ["three"]):
+        assert main(["pin", str(root), *wrong]) == 2
+
+
+def test_ls_shows_pins_and_metrics(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["pin", str(root), "6"])
+    steps = said(capsys, "ls", str(root))["steps"] if capsys.readouterr() else []
+    assert [(s["step"], s["pinned"], s["metrics"]) for s in steps if s["state"] == "committed"] == [
+        (1, False, {"loss": 2.5}),
+        (3, False, {"loss": 0.5}),
+        (4, False, {"loss": 1.5}),
+        (6, True, {"loss": 3.5}),
+    ]
+    main(["ls", str(root)])
+    out = capsys.readouterr().out
+    assert "committed, latest, pinned" in out
+    assert "loss 0.5" in out

@@ -1,0 +1,171 @@
+"""When to save: equal answers on all ranks, few meetings, signals of any rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megackpt import Checkpointer, DeclarationError, SaveInterval
+from megackpt.checkpointer.schedule import Schedule
+from megackpt.checkpointer.signals import SignalWatch
+from megackpt.comm import Group
+from megackpt.testing.world import SimulatedWorld
+
+
+def no_signals() -> SignalWatch:
+    return SignalWatch(())
+
+
+def test_multiples_of_steps_are_due_once_and_after_a_resume(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, save_interval=10)
+    made: list[int] = []
+
+    def run(steps: range) -> list[int]:
+        return [s for s in steps if checkpointer.maybe_save(s, lambda s=s: made.append(s) or {"step": s})]
+
+    assert run(range(26)) == [10, 20]
+    assert made == [10, 20]  # nothing is built in vain
+    assert checkpointer.load({}, 20) == {"step": 20}
+    assert not checkpointer.should_save(20)  # it is there
+    assert run(range(21, 41)) == [30, 40]
+    assert run(range(45, 80, 5)) == [50, 60, 70]
+    assert run(range(87, 120, 16)) == [87, 103, 119]  # a multiple has passed since
+    assert not Checkpointer(tmp_path).should_save(100)
+
+
+def test_rank_0s_clock_decides_for_all_and_ranks_meet_about_once_a_second() -> None:
+    world = SimulatedWorld(4)
+
+    def train(group: Group) -> list[int]:
+        now = [0.0]
+        # Every rank's clock runs at a pace of its own; rank 0 takes 0.01 s a step, then 0.1 s.
+        schedule = Schedule(SaveInterval(seconds=30.0), no_signals(), clock=lambda: now[0])
+        saved = []
+        for step in range(1, 10_001):
+            now[0] += (0.01 if step <= 9_000 else 0.1) * (1 + group.rank)
+            if schedule.should_save(step, lambda: group):
+                saved.append(step)
+                schedule.saved(step)
+        return saved
+
+    found = world.run(train)
+    assert found[0] == found[1] == found[2] == found[3]
+    times = [step * 0.01 if step <= 9_000 else 90 + (step - 9_000) * 0.1 for step in found[0]]
+    late = [b - a - 30 for a, b in zip([0.0, *times], times, strict=False)]
+    assert len(times) == 5
+    assert all(-1e-6 < seconds < 1.2 for seconds in late[:2] + late[3:])
+    assert late[2] < 11  # a meeting was 100 steps away when they became slow
+    assert world.messages[0] < 230  # one in a second, for 190 s; 10,000 would be one at each step
+
+
+def test_a_signal_at_one_rank_is_a_save_at_the_same_step_on_all() -> None:
+    def train(group: Group) -> tuple[list[int], list[int | None]]:
+        watch = no_signals()
+        watch.signals = (signal.SIGUSR1, signal.SIGTERM)
+        watch._flags = dict.fromkeys(watch.signals, False)
+        now = [0.0]
+        schedule = Schedule(SaveInterval(steps=50), watch, clock=lambda: now[0])
+        saved, exits = [], []
+        for step in range(1, 101):
+            now[0] += 0.25
+            if (group.rank, step) in [(2, 20), (1, 70)]:
+                watch._note(signal.SIGUSR1 if step == 20 else signal.SIGTERM, None)
+            if schedule.should_save(step, lambda: group):
+                saved.append(step)
+                schedule.saved(step)
+                exits.append(schedule.exit_signal)
+        return saved, exits
+
+    outcomes = SimulatedWorld(3).run(train)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    saved, exits = outcomes[0]
+    assert len(saved) == 4
+    assert 20 <= saved[0] <= 24 < 50 == saved[1] < 70 <= saved[2] <= 74 < saved[3] == 100
+    assert exits == [None, None, signal.SIGTERM, signal.SIGTERM]
+
+
+def test_ranks_that_ask_differently_are_refused_together() -> None:
+    def ask(group: Group, *, seconds: float, step: int) -> None:
+        Schedule(SaveInterval(seconds=seconds), no_signals()).should_save(step, lambda: group)
+
+    by_step = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0, step=5 + group.rank))
+    by_option = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0 + group.rank, step=5))
+    for outcomes, said in ((by_step, "give the same step"), (by_option, "give save_interval")):
+        assert all(isinstance(o, DeclarationError) and said in str(o) for o in outcomes), outcomes
+
+
+def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: seen.append(signum))
+    try:
+        theirs = signal.getsignal(signal.SIGTERM)
+        usr1 = signal.getsignal(signal.SIGUSR1)
+        with Checkpointer(tmp_path, save_on_signal=(signal.SIGTERM, signal.SIGUSR1)) as checkpointer:
+            assert not checkpointer.maybe_save(1, lambda: {"step": 1})
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert checkpointer.maybe_save(2, lambda: {"step": 2})
+            assert not checkpointer.exit_requested
+            assert checkpointer.exit_code is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not checkpointer.should_save(2)  # it is saved
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert checkpointer.maybe_save(3, lambda: {"step": 3})
+            assert checkpointer.exit_requested
+            assert checkpointer.exit_code == 143
+        assert seen == [signal.SIGTERM]  # who listened before still does
+        assert checkpointer.steps() == (2, 3)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+        assert signal.getsignal(signal.SIGUSR1) == usr1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_came_later_stays() -> None:
+    watch = SignalWatch([signal.SIGUSR2])
+    before = watch._before[signal.SIGUSR2]
+    try:
+        signal.signal(signal.SIGUSR2, later := lambda signum, frame: None)
+        watch.close()
+        assert signal.getsignal(signal.SIGUSR2) is later
+    finally:
+        signal.signal(signal.SIGUSR2, before)  # type: ignore[arg-type]
+
+
+def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(DeclarationError, match="signal 9 cannot be handled"):
+        Checkpointer(tmp_path, save_on_signal=(signal.SIGKILL, signal.SIGUSR1))
+    errors: list[BaseException] = []
+
+    def construct() -> None:
+        try:
+            Checkpointer(tmp_path, save_on_signal=[signal.SIGUSR1])
+        except DeclarationError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=construct)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"save_interval": 0}, "0 steps"),
+        ({"save_interval": 2.5}, "2.5 steps"),
+        ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0"),
+        ({"save_on_signal": signal.SIGTERM}, r"give a tuple"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+    with pytest.raises(DeclarationError, match=said):
+        Checkpointer(tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match=r"seconds is -1"):
+        SaveInterval(seconds=-1.0)
