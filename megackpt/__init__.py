@@ -15,7 +15,7 @@ from megackpt.api import (
     remove_sharded_tensors,
     save,
 )
-from megackpt.checkpointer import Checkpointer, KeepBest, SaveInterval
+from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
 from megackpt.codec import register_codec
 from megackpt.config import CheckpointConfig
 from megackpt.engine.plan_cache import PlanCache
@@ -69,6 +69,8 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalNonpersistentObject",
+    "LocalTier",
+    "MemoryTier",
     "MismatchError",
     "MissingKeyError",
     "NotACheckpointError",

@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "errors"},
     "config": {"formats", "validation", "options", "errors"},
     "checkpointer": {
-        "api", "engine", "formats", "validation", "storage", "mapping", "comm", "options", "errors",
+        "api", "engine", "formats", "planning", "validation", "storage", "mapping", "comm", "options",
+        "errors",
     },
     "parallel": {"mapping", "geometry", "comm", "errors"},
     "optim": {"parallel", "mapping", "geometry", "comm", "errors"},

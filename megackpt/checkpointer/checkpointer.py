@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, label_to_spread, load
@@ -21,10 +22,13 @@ from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
+from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
+from megackpt.checkpointer.survey import LastLoad
+from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
 from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
 from megackpt.engine.background import Background, Staging
 from megackpt.engine.plan_cache import PlanCache
@@ -61,6 +65,9 @@ class Checkpointer(Run):
     spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
     them. timeout_s is the deadline of saves and loads, instead of the one in save_options and load_options.
 
+    With tiers, steps also go into storage of the nodes, each tier at its own interval, and `load` takes the
+    newest step that is whole over tiers and root; see docs/tiers.md. node is that of `TierSet`.
+
     Attributes:
         root: the directory, or the URL as text.
         keep_last: how many committed steps stay, the newest. Steps that none of keep_last, keep_every and
@@ -76,6 +83,8 @@ class Checkpointer(Run):
         verify_after_save: read every byte of a step after its commit, each rank its part, before older ones
             are removed. A damaged one is removed instead, and the save fails.
         async_save: whether `save` returns before the step is committed.
+        every: steps that are multiples of it go to the root; others into tiers only.
+        last_load: what the last `load` with tiers has used; None before.
 
     >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
@@ -94,6 +103,9 @@ class Checkpointer(Run):
         on_error: OnError = "raise",
         verify_after_save: bool = False,
         async_save: bool = False,
+        tiers: Sequence[Tier] = (),
+        every: int = 1,
+        node: str | int | None = None,
         timeout_s: float | None = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
@@ -104,6 +116,12 @@ class Checkpointer(Run):
     ) -> None:
         policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
         interval = interval_of(save_interval)
+        if every < 1:
+            raise DeclarationError(f"every is {every}; give at least 1 step.")
+        check_tiers(tiers)
+        self._tiers = TierSet(tiers, node=node)
+        self.every = every
+        self.last_load: LastLoad | None = None
         self._failures = Failures(on_error)
         self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
         self.save_interval = save_interval
@@ -195,11 +213,14 @@ class Checkpointer(Run):
         metrics: Mapping[str, SupportsFloat] | None = None,
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
+        to_root: bool | None = None,
     ) -> bool:
         """Save a step, then remove older steps that are not kept and what torn saves left. Collective.
 
         metrics are numbers that say how good the step is, for keep_best and `megackpt ls`; those of rank 0
-        count, and all ranks give some or none does.
+        count, and all ranks give some or none does. to_root says whether it goes to the root, whatever
+        `every` says: the last step of a run should. Into tiers it goes before this returns, in the native
+        format, whatever the root's strategy is.
 
         Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed.
 
@@ -209,13 +230,18 @@ class Checkpointer(Run):
         """
         if step < 0:
             raise DeclarationError(f"step is {step}; steps are counted from 0.")
-        self.wait()
         group = self._ranks(self._save_options.timeout_s)
+        request = self._request(state, content_metadata, sharded_strategy, group)
+        self._tiers.save(step, request, group, self._save_options)
+        if not (step % self.every == 0 if to_root is None else to_root):
+            self._schedule.saved(step)
+            return True
+        self.wait()
         self._warn_of_newer(step, group)
         with self._failures.around(f"Saving step {step}", rank=group.rank) as saving:
             try:
                 self._note_metrics(step, metrics, group)
-                self._save(step, self._request(state, content_metadata, sharded_strategy, group), group)
+                self._save(step, request, group)
             finally:
                 self._schedule.saved(step)
         return not saving.has_failed
@@ -285,6 +311,9 @@ class Checkpointer(Run):
     ) -> StateDict:
         """Load a step: the newest committed one that rank 0 finds, for "latest" and None. Collective.
 
+        With tiers, the newest that is whole over all nodes and the root; a damaged or incomplete one is
+        passed over with a warning, and `last_load` says what was used.
+
         Raises:
             DeclarationError: step is neither a number nor "latest".
             NotACheckpointError: there is no committed step, or not the one asked for.
@@ -293,33 +322,33 @@ class Checkpointer(Run):
         if isinstance(step, str) and step != "latest":
             raise DeclarationError(f"step is {step!r}; give the number of a step, or 'latest'.")
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
-        found = self.find_latest() if step is None or isinstance(step, str) else step
+        asked = None if isinstance(step, str) else step
+        if len(self._tiers):
+            loaded, self.last_load = self._recovery(strict).load(state, asked, strict, self._load_options)
+            self._schedule.loaded(self.last_load.step)
+            return loaded
+        found = self.find_latest() if asked is None else asked
         if found is None:
             raise NotACheckpointError(
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        with contextlib.closing(self._places.open(step_name(found))) as store:
-            loaded = load(
-                state,
-                store,
-                strict=strict,
-                options=self._load_options,
-                group=self._ranks(self._load_options.timeout_s),
-                exchange_group=self._exchange_group,
-            )
+        loaded = self._load_from_root(state, found, strict=strict)
         self._schedule.loaded(found)
         return loaded
 
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
 
-        Waits for the save that is under way, if any. Warns of a newer step that is torn.
+        Waits for the save that is under way, if any. Warns of a newer step that is torn. With tiers, the
+        newest step of which every byte is somewhere.
 
         Raises:
             CheckpointError: the save under way failed.
         """
         self.wait()
+        if len(self._tiers):
+            return self._recovery().find()
         group = self._ranks(self._load_options.timeout_s)
 
         def look() -> bytes:
@@ -343,6 +372,26 @@ class Checkpointer(Run):
             self._staging = Staging()
             if behind is not None:
                 return_group(behind)
+
+    def _load_from_root(self, state: ShardedStateDict, step: int, *, strict: ReturnsState) -> StateDict:
+        with contextlib.closing(self._places.open(step_name(step))) as store:
+            return load(
+                state,
+                store,
+                strict=strict,
+                options=self._load_options,
+                group=self._ranks(self._load_options.timeout_s),
+                exchange_group=self._exchange_group,
+            )
+
+    def _recovery(self, strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED) -> Recovery:
+        """Look at all tiers and the root. Collective; strict is for loads from the root."""
+        root = Root(
+            location=self._places.location,
+            steps=lambda: self.scan().committed,
+            load=partial(self._load_from_root, strict=strict),
+        )
+        return self._tiers.recovery(self._ranks(self._load_options.timeout_s), root)
 
     def _finish(
         self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group

@@ -8,7 +8,7 @@ are before every round, so nobody waits for bytes that do not come. Who reads an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -20,12 +20,20 @@ from megackpt.engine.read import Target, placed_in
 from megackpt.engine.tensor_bytes import as_elements, byte_view, copy_block, run_in
 from megackpt.engine.transport import Arrival, Buffers, Step, steps_of, transport_for
 from megackpt.errors import MismatchError
-from megackpt.formats.strategy import Chunks, Contents
+from megackpt.formats.strategy import Chunks, Contents, NamesFiles
 from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
 from megackpt.options import LoadOptions
-from megackpt.planning import BlockCopy, Blocks, Copies, ExchangePlan, needed_ranges, plan_exchange
+from megackpt.planning import (
+    BlockCopy,
+    Blocks,
+    Copies,
+    ExchangePlan,
+    Readers,
+    needed_ranges,
+    plan_exchange,
+)
 from megackpt.validation import PhaseTimes
 
 
@@ -36,10 +44,12 @@ class ExchangeRanks:
     Attributes:
         group: the ranks.
         devices: the same ranks where data is to go from device to device, if tensors lie there.
+        holders: by file of chunks the ranks that can read it, ascending; None where all can read all.
     """
 
     group: BulkGroup
     devices: DeviceGroup | None = None
+    holders: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,7 @@ def load_by_exchange(
     said = b""
     everyone_has_devices = ranks.devices is not None and all(group.all_gather(_has_device(wanted)))
     try:
-        plan, chunks = _plan(contents, messages, group.size, options, where)
+        plan, chunks = _plan(contents, messages, ranks, options, where)
         devices = ranks.devices.on(wanted.device) if ranks.devices and everyone_has_devices else None
         prepared.append(Exchanger(chunks, plan, ranks=ranks, wanted=wanted, options=options, devices=devices))
         said = plan.fingerprint()
@@ -107,7 +117,7 @@ def _has_device(wanted: Wanted) -> bytes:
 
 
 def _plan(
-    contents: Contents, messages: Sequence[bytes], size: int, options: LoadOptions, where: str
+    contents: Contents, messages: Sequence[bytes], ranks: ExchangeRanks, options: LoadOptions, where: str
 ) -> tuple[ExchangePlan, Chunks]:
     """Decode what the ranks of the group want, and plan for all of them."""
     columns = [unpack_columns(m, where=f"request of rank {rank}") for rank, m in enumerate(messages)]
@@ -122,8 +132,21 @@ def _plan(
         mode=options.exchange,
         buffer_bytes=options.exchange_bytes,
         where=where,
+        readers=None if ranks.holders is None else _readers(chunks, ranks.holders),
     )
     return plan, chunks
+
+
+def _readers(chunks: Chunks, holders: Mapping[str, Sequence[int]]) -> Readers:
+    """Say of each chunk which ranks can read the file that it lies in."""
+    assert isinstance(chunks, NamesFiles)  # who gives holders has chosen the format
+    ranges = chunks.file_ranges()
+    sets = [list(holders[name]) for name in ranges.files]
+    return Readers(
+        of=ranges.file,
+        first=np.cumsum([0, *map(len, sets)], dtype=np.int64),
+        ranks=np.array([rank for ranks in sets for rank in ranks], np.int64),
+    )
 
 
 class Exchanger:

@@ -27,7 +27,7 @@ from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError, truncated_list
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import Chunks, Contents, LiesInFiles
+from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.plain import filled_in_place, plain_tensors
@@ -109,11 +109,12 @@ def load_state(
     strict: StrictHandling | str,
     *,
     exchange_group: GivenGroup | None = None,
+    holders: Mapping[str, Sequence[int]] | None = None,
 ) -> Loaded:
     """Load into a sharded state dict. Collective over the group.
 
     Arguments are checked here, where a failure becomes common. exchange_group are the ranks of the group,
-    this one among them, that exchange what they read; None for all.
+    this one among them, that exchange what they read; None for all. holders are those of `ExchangeRanks`.
 
     Raises:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may hold anything.
@@ -138,7 +139,7 @@ def load_state(
         return json.dumps(said).encode()
 
     def connect() -> bytes:
-        exchanging.append(exchange_ranks(options, group, exchange_group))
+        exchanging.append(replace(exchange_ranks(options, group, exchange_group), holders=holders))
         return b""
 
     def read() -> bytes:
@@ -342,6 +343,8 @@ class _RenamedChunks:
         self.describe, self.read_into = chunks.describe, chunks.read_into
         if isinstance(chunks, LiesInFiles):
             self.file, self.offset_bytes, self.lend = chunks.file, chunks.offset_bytes, chunks.lend
+        if isinstance(chunks, NamesFiles):
+            self.file_ranges = chunks.file_ranges
 
 
 def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,15 @@ from typing import Protocol
 
 from megackpt.engine.manifest import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import LocalStore, ObjectOptions, ObjectStore, Store, StoreBelow, is_object_url
+from megackpt.storage import (
+    LocalStore,
+    ObjectOptions,
+    ObjectStore,
+    Store,
+    StoreBelow,
+    is_in_memory,
+    is_object_url,
+)
 from megackpt.storage.refusal import refusals
 
 _HALF = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
@@ -84,7 +93,7 @@ def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions 
     text = os.fspath(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
-    return LocalPlaces(Path(os.path.abspath(text)))
+    return LocalPlaces.at(text)
 
 
 class LocalPlaces:
@@ -93,6 +102,11 @@ class LocalPlaces:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._store = LocalStore(root)
+
+    @classmethod
+    def at(cls, path: str) -> LocalPlaces:
+        """Return those below a path, which means the same after a change of directory."""
+        return cls(Path(os.path.abspath(path)))
 
     @property
     def location(self) -> str:
@@ -136,6 +150,24 @@ class LocalPlaces:
         with contextlib.closing(LocalStore(directory)) as store:
             _remove_saved(store)
         shutil.rmtree(directory)
+
+    def identity(self) -> str:
+        """Return what tells the root, which is made, from every other directory on any machine. Local.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        LocalStore(self._root).create()
+        found = os.stat(self._root)
+        return f"{_machine()}:{found.st_dev}:{found.st_ino}"
+
+    def is_in_memory(self) -> bool:
+        """Say whether the root, which is there, lies on a file system without a disk."""
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return is_in_memory(descriptor)
+        finally:
+            os.close(descriptor)
 
     def prune(self, name: str) -> None:
         """Remove the directory, with directories below it, if there is no file in any of them."""
@@ -264,3 +296,11 @@ def _remove_saved(store: Store) -> None:
     store.delete([MANIFEST])
     store.sync()  # or a loss of power could bring it back when other files are gone
     store.delete(files_of_saves(store))  # in an order in which a torn step stays a torn step
+
+
+def _machine() -> str:
+    """Return what tells this machine from others until it is started again; its containers say the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()

@@ -50,7 +50,7 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
             this one if only the last meeting, after the commit, failed.
     """
     try:
-        receipts, reports = _write(planned, store, strategy, group)
+        receipts, reports = write_rounds(planned, store, strategy, group)
 
         def finish() -> bytes:
             if group.rank == 0:
@@ -65,10 +65,16 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
         raise
 
 
-def _write(
+def write_rounds(
     planned: Planned, store: Store, strategy: SaveStrategy, group: Group
 ) -> tuple[list[list[bytes]], list[bytes]]:
-    """Write this rank's chunks, round by round; return receipts by rank and round, and reports, on rank 0."""
+    """Write this rank's chunks, round by round; return receipts by rank and round, and reports, on rank 0.
+
+    Collective over the group.
+
+    Raises:
+        CheckpointError: the same on every rank; what was written is still there.
+    """
     rounds: list[Ints] = []
 
     def begin() -> bytes:

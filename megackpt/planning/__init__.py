@@ -4,8 +4,10 @@ from megackpt.planning.assign import assign_writers
 from megackpt.planning.blocks import BlockCopy, Blocks
 from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
+from megackpt.planning.nodes import Nodes
 from megackpt.planning.own_rows import pack_rows, unpack_rows
 from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
+from megackpt.planning.readers import Readers
 from megackpt.planning.save_plan import (
     CopyPlan,
     SavePlan,
@@ -25,6 +27,8 @@ __all__ = [
     "Copies",
     "CopyPlan",
     "ExchangePlan",
+    "Nodes",
+    "Readers",
     "Reads",
     "SavePlan",
     "assign_writers",

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.options import Exchange
-from megackpt.planning.assign import assign_writers
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
 from megackpt.planning.load_plan import Copies, overlapping_chunks, padded_to, plan_load
+from megackpt.planning.readers import Readers, choose_readers
 from megackpt.planning.rounds import Loads, schedule_rounds
 
 UNIT_BYTES = 4 * 1024 * 1024
@@ -145,12 +145,14 @@ def plan_exchange(
     mode: Exchange,
     buffer_bytes: int,
     where: str,
+    readers: Readers | None = None,
 ) -> ExchangePlan:
     """Plan the load of a group.
 
     requested holds the declarations of each rank of the group, all of whose keys are among the stored arrays;
     stored and place are those of `Chunks`. buffer_bytes bounds what a rank holds for reading, sending and
-    receiving together; where a block is larger, what one block needs.
+    receiving together; where a block is larger, what one block needs. readers says who can read what; None
+    where every rank can read all.
 
     Raises:
         FormatError: the checkpoint lacks elements of an array that may not be resized.
@@ -170,7 +172,7 @@ def plan_exchange(
     group = merged.rank[copies.slot]
     copies = replace(copies, slot=merged.slot[copies.slot])
     copies, rank = for_each_rank(copies, group, groups)
-    return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds)
+    return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds, readers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ def _plan(
     mode: Exchange,
     size: int,
     bounds: _Bounds,
+    readers: Readers | None,
 ) -> ExchangePlan:
     """Narrow units to what is needed of them, choose readers and rounds, and put all in their order.
 
@@ -283,7 +286,7 @@ def _plan(
     if mode == "two_stage":
         reader = np.zeros(len(chunk), np.int64)
     else:
-        reader = to[assign_writers(end - begin, holder_start, to, ranks=size)]
+        reader = choose_readers(end - begin, holder_start, to, chunk, readers=readers, ranks=size)
     deliveries = _deliveries(copies, pair_first, to, wide, low - shift, high - shift)
     units = Units(chunk, begin, end, wide, reader, np.zeros_like(chunk), np.zeros_like(chunk))
     rounds = schedule_rounds(

@@ -12,6 +12,7 @@ from megackpt.storage.memory import MemoryStore
 from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
 from megackpt.storage.opening import open_store
+from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
 
@@ -33,6 +34,7 @@ __all__ = [
     "digest_of_pieces",
     "digests_of_each",
     "is_allowed_name",
+    "is_in_memory",
     "is_object_url",
     "lend",
     "open_store",

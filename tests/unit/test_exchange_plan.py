@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from megackpt import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
-from megackpt.planning import BlockCopy, ExchangePlan, exchange, needed_ranges, plan_exchange, plan_own
+from megackpt.planning import (
+    BlockCopy,
+    ExchangePlan,
+    Readers,
+    exchange,
+    needed_ranges,
+    plan_exchange,
+    plan_own,
+)
 from megackpt.planning.exchange import UNIT_BYTES, aligned
 from megackpt.testing.layouts import arrays, held_chunks
 
@@ -31,7 +39,12 @@ def stored(entities: list[ShardedTensor]) -> ChunkTable:
 
 
 def plan(
-    requested: list[DeclaredChunks], table: ChunkTable, mode: Any = "all_to_all", buffer_bytes: int = 64 * MIB
+    requested: list[DeclaredChunks],
+    table: ChunkTable,
+    mode: Any = "all_to_all",
+    buffer_bytes: int = 64 * MIB,
+    *,
+    readers: Readers | None = None,
 ) -> ExchangePlan:
     return plan_exchange(
         requested,
@@ -41,6 +54,7 @@ def plan(
         mode=mode,
         buffer_bytes=buffer_bytes,
         where="here",
+        readers=readers,
     )
 
 
@@ -147,6 +161,31 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     again = plan(requested, table, mode, 1 << 20)
     assert again.fingerprint() == plan(requested, table, mode, 1 << 20).fingerprint()
     assert (np.diff(made.units.round) >= 0).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), ranks=st.integers(1, 6), chunks=st.integers(1, 6))
+def test_a_chunk_is_read_by_a_rank_that_can_reach_it_and_that_needs_it_where_one_does(
+    data: st.DataObject, ranks: int, chunks: int
+) -> None:
+    some = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(sorted)
+    entities = [meta(f"t{i}", (64, 8)) for i in range(chunks)]
+    needing, holding = [data.draw(some) for _ in entities], [data.draw(some) for _ in range(chunks + 1)]
+    requested = [
+        describe([e for e, of in zip(entities, needing, strict=True) if rank in of], rank=rank)
+        for rank in range(ranks)
+    ]
+    file = data.draw(st.lists(st.integers(0, chunks), min_size=chunks, max_size=chunks))
+    readers = Readers(
+        of=np.array(file),
+        first=np.cumsum([0, *map(len, holding)]),
+        ranks=np.array([rank for of in holding for rank in of]),
+    )
+    made = plan(requested, stored(entities), readers=readers)
+    assert np.unique(made.units.chunk).tolist() == list(range(chunks))
+    for chunk, reader in zip(made.units.chunk.tolist(), made.units.reader.tolist(), strict=True):
+        near = set(needing[chunk]) & set(holding[file[chunk]])
+        assert reader in (near or holding[file[chunk]])
 
 
 def test_gaps_of_whole_blocks_are_not_read() -> None:

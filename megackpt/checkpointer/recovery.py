@@ -1,0 +1,302 @@
+"""Recovery: the newest step that is whole, over all nodes, all tiers and the root.
+
+Owns the choice, and falling back where a step turns out incomplete or damaged. Rank 0 decides from what all
+nodes tell, and tells all; every rank carries it out. A load takes each byte from a node that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
+from megackpt.comm import BulkGroup, from_root, together, together_at_root
+from megackpt.engine.load import load_state
+from megackpt.engine.steps import LocalPlaces, step_name
+from megackpt.engine.tier_recover import (
+    HeldStep,
+    StepNeeds,
+    damaged_files,
+    describe_step,
+    held_steps,
+    share_step,
+)
+from megackpt.engine.tier_transfer import from_rank
+from megackpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NotACheckpointError,
+    StorageError,
+    truncated_list,
+)
+from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.options import LoadOptions
+from megackpt.planning import Nodes
+from megackpt.storage import Store
+from megackpt.validation import StrictHandling
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DAMAGE = (IntegrityError, FormatError, StorageError, NotACheckpointError)
+"""Errors of a load after which another step may still be loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """The durable store, as recovery sees it.
+
+    Attributes:
+        location: its path or URL.
+        steps: returns its committed steps; called on rank 0.
+        load: loads one of them; collective.
+    """
+
+    location: str
+    steps: Callable[[], Sequence[int]]
+    load: Callable[[ShardedStateDict, int], StateDict]
+
+
+class Recovery:
+    """One search for the newest step. Every method is collective; rank 0 decides."""
+
+    def __init__(
+        self, group: BulkGroup, nodes: Nodes, places: Sequence[LocalPlaces], names: Sequence[str], root: Root
+    ) -> None:
+        """Look at all of it. places are this node's directories of the tiers, names what they are called."""
+        self._group, self._nodes, self._places, self._names = group, nodes, places, names
+        self._root = root
+        self._passed: list[PassedOver] = []
+        self._incomplete: list[Candidate] = []
+        self._errors: list[CheckpointError] = []
+        self._survey = self._look()
+
+    def find(self) -> int | None:
+        """Return the newest step of which every byte is somewhere; None if there is none.
+
+        Raises:
+            CheckpointError: a rank failed.
+        """
+        for candidate in self._queue(None):
+            if candidate.tier == ROOT or self._try(candidate, partial(self._place, candidate)) is not None:
+                return candidate.step
+        return None
+
+    def load(
+        self, state: ShardedStateDict, step: int | None, strict: StrictHandling | str, options: LoadOptions
+    ) -> tuple[StateDict, LastLoad]:
+        """Load the newest step, or the one asked for, from the first place where it is whole.
+
+        Raises:
+            NotACheckpointError: there is none.
+            CheckpointError: as `megackpt.load`; of damaged ones, that of the newest.
+        """
+        for candidate in self._queue(step):
+            loaded = self._try(candidate, partial(self._load, candidate, state, strict, options))
+            if loaded is not None:
+                return loaded, self._report(candidate, is_newest=step is None)
+        if self._errors:
+            raise self._errors[0]
+        what = "no committed step" if step is None else f"no committed step {step}"
+        said = truncated_list([str(passed) for passed in self._passed])
+        raise NotACheckpointError(
+            f"{self._root.location} and the tiers beside it have {what} that is whole. Save one, or name the "
+            f"directory of a run.{' Passed over:' + chr(10) + said if said else ''}",
+            path=self._root.location,
+        )
+
+    def _look(self) -> Survey:
+        """Ask all nodes what they have; the answer is rank 0's."""
+        group = self._group
+
+        def tell() -> bytes:
+            if group.rank not in self._nodes.leaders():
+                return b""
+            return json.dumps([self._held_in(place) for place in self._places]).encode()
+
+        told = together_at_root(group, tell, doing="looking for checkpoints on its node")
+        said = [json.loads(told[leader]) for leader in self._nodes.leaders()] if told else []
+        of_nodes = [[[HeldStep.from_json(h) for h in tier] for tier in node] for node in said]
+        held = [[{h.name: h for h in node[tier]} for node in of_nodes] for tier in range(len(self._places))]
+        return Survey(held, self._root_steps() if group.rank == 0 else [])
+
+    def _held_in(self, place: LocalPlaces) -> list[list[object]]:
+        try:
+            return [held.to_json() for held in held_steps(place)]
+        except OSError as error:  # other nodes may have what is needed
+            log.warning("%s cannot be looked at, so nothing is taken from it: %s", place.location, error)
+            return []
+
+    def _root_steps(self) -> Sequence[int]:
+        try:
+            return self._root.steps()
+        except OSError as error:  # the tiers may have what is needed
+            log.warning("%s cannot be looked at, so only the tiers are: %s", self._root.location, error)
+            return []
+
+    def _queue(self, step: int | None) -> list[Candidate]:
+        """Return the candidates, the same on every rank."""
+        found = [c for c in self._survey.candidates() if step in (None, c.step)]
+        said = json.dumps([[c.step, c.tier, c.commit] for c in found]).encode()
+        told = from_root(self._group, said, doing="choosing a checkpoint")
+        return [Candidate(step=s, tier=tier, commit=commit) for s, tier, commit in json.loads(told)]
+
+    def _try(self, candidate: Candidate, act: Callable[[], T | None]) -> T | None:
+        """Do something with a step; None if that cannot be. What is damaged on one node others may have."""
+        while True:
+            try:
+                return act()
+            except DAMAGE as error:
+                self._errors.append(error)
+                if candidate.tier == ROOT or not self._find_damage(candidate):
+                    self._pass_over(candidate, str(error))
+                    return None
+
+    def _place(self, candidate: Candidate) -> _Placed | None:
+        """Find where the files of a step of a tier are, and give every node its index; None if some are lost.
+
+        Raises:
+            FormatError, IntegrityError: the index is damaged on the node that was asked.
+        """
+        group, survey, name = self._group, self._survey, step_name(candidate.step)
+        leaders = self._nodes.leaders()
+        donor = _agreed(group, survey.donor(candidate) if group.rank == 0 else None)
+        if donor is None:
+            self._pass_over(candidate, "no node has its index undamaged", is_incomplete=True)
+            return None
+
+        def describe() -> bytes:
+            with self._opened(candidate.tier, name) as store:
+                return describe_step(store).to_bytes()
+
+        doing = "looking into a checkpoint"
+        needs = StepNeeds.from_bytes(from_rank(group, describe, source=leaders[donor], doing=doing))
+        told = None
+        if group.rank == 0:
+            told = [survey.holders(candidate, needs), list(survey.lacking(candidate, needs).items())]
+        holders, lacking = _agreed(group, told)
+        lost = sorted(file for file, nodes in holders.items() if not nodes)
+        if lost:
+            self._pass_over(
+                candidate,
+                f"{len(lost)} of its {len(holders)} data files are on no node any more, {lost[0]} first",
+                is_incomplete=True,
+            )
+            return None
+        members = self._nodes.members()
+        ranks = {file: [rank for node in nodes for rank in members[node]] for file, nodes in holders.items()}
+        return _Placed(
+            needs=needs,
+            donor=leaders[donor],
+            holders={file: sorted(of_file) for file, of_file in ranks.items()},
+            lacking={leaders[node]: (tuple(names), commits) for node, (names, commits) in lacking},
+        )
+
+    def _load(
+        self,
+        candidate: Candidate,
+        state: ShardedStateDict,
+        strict: StrictHandling | str,
+        options: LoadOptions,
+    ) -> StateDict | None:
+        """Load a step; None if some of it is lost. In a tier, who can reach a byte reads and sends it."""
+        if candidate.tier == ROOT:
+            return self._root.load(state, candidate.step)
+        placed = self._place(candidate)
+        if placed is None:
+            return None
+        group, name = self._group, step_name(candidate.step)
+        takes, commits = placed.lacking.get(group.rank, ((), False))
+        with self._opened(candidate.tier, name) as store:
+            share_step(group, store, placed.needs, source=placed.donor, takes=takes, commits=commits)
+            by_exchange = replace(options, exchange="all_to_all", cpu_transfer=True)
+            return load_state(state, lambda: store, group, by_exchange, strict, holders=placed.holders).state
+
+    def _find_damage(self, candidate: Candidate) -> bool:
+        """Let every node check what it has of a step; say whether anything is damaged that was not known."""
+        group, leaders, name = self._group, self._nodes.leaders(), step_name(candidate.step)
+
+        def check() -> bytes:
+            if group.rank not in leaders:
+                return b"[]"
+            with self._opened(candidate.tier, name) as store:
+                return json.dumps(damaged_files(store)).encode()
+
+        told = together_at_root(group, check, doing="checking its copies of a checkpoint")
+        is_news = False
+        for node, leader in enumerate(leaders if told else ()):
+            is_news |= self._survey.note_damage(candidate, node, json.loads(told[leader]))
+        return bool(_agreed(group, is_news))
+
+    @contextlib.contextmanager
+    def _opened(self, tier: int, name: str) -> Iterator[Store]:
+        with contextlib.closing(self._places[tier].open(name)) as store:
+            yield store
+
+    def _pass_over(self, candidate: Candidate, why: str, *, is_incomplete: bool = False) -> None:
+        passed = PassedOver(step=candidate.step, where=self._place_name(candidate), why=why)
+        self._passed.append(passed)
+        if is_incomplete:
+            self._incomplete.append(candidate)
+        if self._group.rank == 0:
+            log.warning("Not loaded: %s", passed)
+
+    def _place_name(self, candidate: Candidate) -> str:
+        return self._root.location if candidate.tier == ROOT else self._names[candidate.tier]
+
+    def _report(self, candidate: Candidate, *, is_newest: bool) -> LastLoad:
+        """Say what was used; after a search for the newest step, remove what is of no use in the tiers."""
+        survey = self._survey
+        damaged = sorted(f"node {node}: {name}/{file}" for _, name, node, file in survey.damaged)
+        useless: list[tuple[int, str]] = []
+        if is_newest:
+            useless += [(tier, name) for tier in range(len(survey.held)) for name in survey.torn(tier)]
+            useless += [(c.tier, step_name(c.step)) for c in self._incomplete]
+        damaged, useless = _agreed(self._group, [damaged, useless])
+        where = self._place_name(candidate)
+        if self._group.rank == 0 and (self._passed or damaged):
+            log.warning("Step %s was loaded from %s.", candidate.step, where)
+            if damaged:
+                log.warning("Damaged copies were left out:\n%s", truncated_list(damaged))
+        together(self._group, lambda: self._remove(useless), doing="removing torn steps from its node")
+        return LastLoad(
+            step=candidate.step, where=where, passed_over=tuple(self._passed), damaged=tuple(damaged)
+        )
+
+    def _remove(self, useless: Sequence[tuple[int, str]]) -> bytes:
+        if self._group.rank in self._nodes.leaders():
+            for tier, name in useless:
+                place = self._places[tier]
+                if name in place.names() and (place.committed([name]) or place.is_leftover(name)):
+                    with contextlib.suppress(OSError):
+                        place.remove(name)
+        return b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """Where the files of a step are.
+
+    Attributes:
+        needs: what it consists of.
+        donor: a rank of a node that has index and common state.
+        holders: ranks that can read each file of chunks, ascending.
+        lacking: by leader of a node that lacks some, its small files, and whether it lacks the commit.
+    """
+
+    needs: StepNeeds
+    donor: int
+    holders: Mapping[str, Sequence[int]]
+    lacking: Mapping[int, tuple[tuple[str, ...], bool]]
+
+
+def _agreed(group: BulkGroup, value: Any) -> Any:  # plain JSON values
+    """Return what rank 0 has as value. Collective."""
+    return json.loads(from_root(group, json.dumps(value).encode(), doing="choosing a checkpoint"))

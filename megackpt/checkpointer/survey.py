@@ -1,0 +1,160 @@
+"""What nodes and root have of a run's steps, and what follows from it: which step is loaded, from where.
+
+Pure. Looking at nodes, and carrying out what is decided here, is `recovery`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megackpt.engine.steps import step_name, step_of
+from megackpt.engine.tier_recover import HeldStep, StepNeeds
+
+ROOT = -1
+"""Stands for the root where numbers stand for tiers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """A step that was not loaded although it is newer than the one that was.
+
+    Attributes:
+        step: its number.
+        where: the tier or root it lies in.
+        why: what is wrong with it, in words.
+    """
+
+    step: int
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} in {self.where}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastLoad:
+    """What a load of a Checkpointer has used.
+
+    Attributes:
+        step: the step.
+        where: the tier or root it came from.
+        passed_over: newer steps, or the same ones elsewhere, that were not used; newest first.
+        damaged: copies of files that were left out as they are damaged, with the node they are on.
+    """
+
+    step: int
+    where: str
+    passed_over: tuple[PassedOver, ...] = ()
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A step that is committed somewhere.
+
+    Attributes:
+        step: its number.
+        tier: number of the tier, or ROOT.
+        commit: digest of metadata.json; empty for the root.
+    """
+
+    step: int
+    tier: int
+    commit: str = ""
+
+
+@dataclass(slots=True)
+class Survey:
+    """What nodes and root have; known to rank 0.
+
+    Attributes:
+        held: by tier and node, the steps there by name.
+        in_root: committed steps of the root.
+        damaged: files that are not what was saved, as (tier, name of the step, node, file).
+        unfit: nodes whose index or commit of a step is damaged, as (tier, name of the step, node).
+    """
+
+    held: Sequence[Sequence[Mapping[str, HeldStep]]]
+    in_root: Sequence[int]
+    damaged: set[tuple[int, str, int, str]] = field(default_factory=set)
+    unfit: set[tuple[int, str, int]] = field(default_factory=set)
+
+    def candidates(self) -> list[Candidate]:
+        """Return committed steps: the newest first, of one step the tiers in their order, then the root.
+
+        Where nodes have different commits of a step, the one that more of them have comes first.
+        """
+        found: list[tuple[int, int, int, Candidate]] = []
+        for tier, nodes in enumerate(self.held):
+            counts: dict[tuple[str, str], int] = {}
+            for steps in nodes:
+                for name, held in steps.items():
+                    if held.commit:
+                        counts[name, held.commit] = counts.get((name, held.commit), 0) + 1
+            for (name, commit), count in counts.items():
+                step = _number(name)
+                found.append((-step, tier, -count, Candidate(step=step, tier=tier, commit=commit)))
+        last = len(self.held)
+        found += [(-step, last, 0, Candidate(step=step, tier=ROOT)) for step in self.in_root]
+        return [candidate for *_, candidate in sorted(found, key=lambda row: row[:3])]
+
+    def donor(self, candidate: Candidate) -> int | None:
+        """Return a node that has commit, index and common state of a step; None if there is none."""
+        name = step_name(candidate.step)
+        for node, steps in enumerate(self.held[candidate.tier]):
+            held = steps.get(name)
+            is_fit = (candidate.tier, name, node) not in self.unfit
+            if held is not None and held.commit == candidate.commit and held.is_described and is_fit:
+                return node
+        return None
+
+    def holders(self, candidate: Candidate, needs: StepNeeds) -> dict[str, list[int]]:
+        """Return the nodes that have each file of chunks, whole as far as is known."""
+        name = step_name(candidate.step)
+        files: dict[str, list[int]] = {file: [] for file in needs.data}
+        for node, steps in enumerate(self.held[candidate.tier]):
+            held = steps[name].files if name in steps else {}
+            for file in files.keys() & held.keys():
+                is_damaged = (candidate.tier, name, node, file) in self.damaged
+                if held[file] >= needs.data[file] and not is_damaged:
+                    files[file].append(node)
+        return files
+
+    def lacking(self, candidate: Candidate, needs: StepNeeds) -> dict[int, tuple[list[str], bool]]:
+        """Return for each node that lacks some which small files, and whether the commit."""
+        name = step_name(candidate.step)
+        found = {}
+        for node, steps in enumerate(self.held[candidate.tier]):
+            held = steps[name].files if name in steps else {}
+            lacks = [
+                file
+                for file, nbytes in needs.small.items()
+                if held.get(file) != nbytes or (candidate.tier, name, node, file) in self.damaged
+            ]
+            is_committed = name in steps and steps[name].commit == candidate.commit
+            if lacks or not is_committed:
+                found[node] = (lacks, not is_committed)
+        return found
+
+    def note_damage(self, candidate: Candidate, node: int, files: Iterable[tuple[str, bool]]) -> bool:
+        """Take what a node has found damaged; say whether that is news."""
+        name, known = step_name(candidate.step), len(self.damaged)
+        for file, is_data in files:
+            self.damaged.add((candidate.tier, name, node, file))
+            if not is_data:
+                self.unfit.add((candidate.tier, name, node))
+        return len(self.damaged) > known
+
+    def torn(self, tier: int) -> list[str]:
+        """Return steps that no node has committed: their saves did not finish."""
+        names = {name for steps in self.held[tier] for name in steps}
+        committed = {name for steps in self.held[tier] for name, held in steps.items() if held.commit}
+        return sorted(names - committed)
+
+
+def _number(name: str) -> int:
+    step = step_of(name)
+    assert step is not None  # nothing else is surveyed
+    return step

@@ -1,0 +1,117 @@
+"""A save whose files lie on the ranks' own nodes, in as many copies as asked for.
+
+Owns the order: every rank writes into its node's directory, copies go to other nodes, index and common state
+to all; when all nodes have all of it, each commits. So a commit on any node says that every data file was
+complete, and durable, on the nodes that keep it. What is written and by whom was decided by the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megackpt.comm import BulkGroup, together
+from megackpt.engine import manifest
+from megackpt.engine.tier_transfer import Sized, broadcast_files, copy_files, from_rank
+from megackpt.engine.write import Planned, finish_attempt, write_rounds
+from megackpt.formats.documents import parse_document
+from megackpt.formats.registry import load_strategy
+from megackpt.formats.strategy import MANIFEST, Json, KnowsFiles, SaveStrategy
+from megackpt.planning import Nodes
+from megackpt.storage import MemoryStore, Store
+
+
+def save_on_nodes(
+    planned: Planned,
+    store: Store,
+    strategy: SaveStrategy,
+    group: BulkGroup,
+    nodes: Nodes,
+    keepers: Sequence[Sequence[int]],
+) -> None:
+    """Write this rank's part into store, a directory of its node; when all nodes have theirs, commit on each.
+
+    Collective over the group. keepers are the ranks that keep copies of what each rank writes. The format
+    must name files by attempt and writer, as the native one does.
+
+    Raises:
+        CheckpointError: the same on every rank. Nothing was committed, unless committing itself failed on
+            some nodes: then the checkpoint is whole over all nodes, and those that have the commit say so.
+    """
+    is_leader = group.rank in nodes.leaders()
+    earlier = [manifest.Earlier()]
+
+    def begin() -> bytes:
+        store.create()
+        if is_leader:
+            earlier[0] = manifest.earlier_in(store, strategy)
+        return b""
+
+    together(group, begin, doing="opening the directory of its node")
+    try:
+        said = _write_and_copy(planned, store, strategy, group, keepers, is_leader=is_leader)
+    except Exception:
+        if is_leader:
+            manifest.discard(store, attempt=planned.attempt, strategy=strategy)
+        raise
+
+    def commit() -> bytes:
+        if is_leader:
+            manifest.commit(store, said, attempt=planned.attempt, earlier=earlier[0], strategy=strategy)
+        return b""
+
+    together(group, commit, doing="committing on its node")
+
+
+def _write_and_copy(
+    planned: Planned,
+    store: Store,
+    strategy: SaveStrategy,
+    group: BulkGroup,
+    keepers: Sequence[Sequence[int]],
+    *,
+    is_leader: bool,
+) -> Json:
+    """Put all files where they belong; return what the commit is to hold. Collective."""
+    receipts, reports = write_rounds(planned, store, strategy, group)
+
+    def tell() -> bytes:
+        return json.dumps(_written(store, strategy, planned.attempt, group.rank)).encode()
+
+    told = [json.loads(said) for said in together(group, tell, doing="listing what it has written")]
+    files: list[list[Sized]] = [[(name, nbytes) for name, nbytes in of_rank] for of_rank in told]
+    copy_files(group, files, keepers, store, doing="copying its data to another node")
+
+    # In memory first: rank 0 may have no data file of the attempt but its own, and every node gets the same.
+    drafts = MemoryStore(store.location, files={name: b"" for of_rank in files for name, _ in of_rank})
+    small: list[Sized] = []
+
+    def finish() -> bytes:
+        plan = planned.complete(reports) if planned.complete is not None else planned.plan
+        alone = replace(planned, earlier=manifest.Earlier())
+        finish_attempt(alone, plan, receipts, drafts, strategy, world_size=group.size)
+        said = drafts.read(MANIFEST, max_bytes=1 << 62)
+        named = strategy.files_of(parse_document(said, where=drafts.location))
+        return json.dumps([[(name, drafts.size(name)) for name in named], said.decode()]).encode()
+
+    listed, said = json.loads(from_rank(group, finish, source=0, doing="writing the index"))
+    small.extend((name, nbytes) for name, nbytes in listed)
+    takes = {name for name, _ in small} if is_leader else set()
+    broadcast_files(
+        group, small, source=0, read_from=drafts, write_to=store, takes=takes, doing="writing the index"
+    )
+    return parse_document(said.encode(), where=f"{store.location}/{MANIFEST}")
+
+
+def _written(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> list[Sized]:
+    """Return the data files that a rank has written in an attempt."""
+    named = {"sharded_backend": strategy.backend, "sharded_backend_version": strategy.version}
+    reader = load_strategy(named, where=store.location)
+    assert isinstance(reader, KnowsFiles)  # the native format is
+    mine = [
+        name
+        for name in store.names()
+        if strategy.attempt_of(name) == attempt and reader.writer_of(name) == rank
+    ]
+    return [(name, store.size(name)) for name in mine]

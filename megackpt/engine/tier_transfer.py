@@ -1,0 +1,178 @@
+"""Files from node to node, through the ranks' own group, in pieces.
+
+Owns the buffers, a few pieces per rank however large a file is, and that a rank which cannot read or write
+goes on taking part: so nobody waits for it, and all hear of it when everything has been moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import TypeAlias
+
+from megackpt.comm import BulkGroup, together
+from megackpt.storage import Store, StreamWriter
+
+PIECE_BYTES = 4 * 1024 * 1024
+
+Sized: TypeAlias = tuple[str, int]
+"""Name and length of a file."""
+
+
+def from_rank(group: BulkGroup, make: Callable[[], bytes], *, source: int, doing: str) -> bytes:
+    """Return on every rank what make returns on one of them. Collective.
+
+    Raises:
+        CheckpointError: what make raised, on all ranks.
+    """
+    made: list[bytes] = []
+
+    def begin() -> bytes:
+        if group.rank == source:
+            made.append(make())
+        return len(made[0]).to_bytes(8, "little") if made else b""
+
+    length = int.from_bytes(together(group, begin, doing=doing)[source], "little")
+    buffer = bytearray(made[0] if made else length)
+    group.broadcast(memoryview(buffer), root=source)
+    return bytes(buffer)
+
+
+def broadcast_files(
+    group: BulkGroup,
+    files: Sequence[Sized],
+    *,
+    source: int,
+    read_from: Store,
+    write_to: Store,
+    takes: Set[str],
+    doing: str,
+) -> None:
+    """Give files that one rank has to those ranks that take them, durably. Collective.
+
+    files are the same on all ranks; read_from counts on the source alone, takes is each rank's own choice.
+
+    Raises:
+        CheckpointError: the same on all ranks; partial files are removed.
+    """
+    faults: list[Exception] = []
+    longest = max((nbytes for _, nbytes in files), default=0)
+    buffer = memoryview(bytearray(min(PIECE_BYTES, longest)))
+    for name, nbytes in files:
+        taker = _Taker(write_to, (name, nbytes) if name in takes else None, faults)
+        for at, length in _pieces(nbytes):
+            if group.rank == source:
+                _attempt(faults, partial(read_from.read_into, name, at, buffer[:length]))
+            group.broadcast(buffer[:length], root=source)
+            taker.write(buffer[:length])
+        taker.close()
+    _finish(group, write_to, faults, doing)
+
+
+def copy_files(
+    group: BulkGroup,
+    files: Sequence[Sequence[Sized]],
+    keepers: Sequence[Sequence[int]],
+    store: Store,
+    *,
+    doing: str,
+) -> None:
+    """Give the files of each rank to the ranks that keep copies of them, durably. Collective.
+
+    files and keepers are by rank, and the same on all ranks; store is this rank's, to read and to write.
+
+    Raises:
+        CheckpointError: the same on all ranks; partial files are removed.
+    """
+    faults: list[Exception] = []
+    sources = [rank for rank in range(group.size) if group.rank in keepers[rank]]
+    for number in range(max(map(len, files))):
+        now = [of_rank[number] if number < len(of_rank) else None for of_rank in files]
+        _copy_one_each(group, now, keepers[group.rank], sources, store, faults)
+    _finish(group, store, faults, doing)
+
+
+def _copy_one_each(
+    group: BulkGroup,
+    files: Sequence[Sized | None],
+    keepers: Sequence[int],
+    sources: Sequence[int],
+    store: Store,
+    faults: list[Exception],
+) -> None:
+    """Move at most one file of each rank, all ranks at a time."""
+    pieces = [list(_pieces(file[1])) if file is not None else [] for file in files]
+    takers = {rank: _Taker(store, files[rank], faults) for rank in sources}
+    mine = files[group.rank]
+    given = memoryview(bytearray(_longest(mine)))
+    taken = {rank: memoryview(bytearray(_longest(files[rank]))) for rank in sources}
+    for number in range(max(map(len, pieces))):
+        sends, receives = [], []
+        if mine is not None and keepers and number < len(pieces[group.rank]):
+            at, length = pieces[group.rank][number]
+            _attempt(faults, partial(store.read_into, mine[0], at, given[:length]))
+            sends = [(rank, given[:length]) for rank in keepers]
+        for rank in sources:
+            if number < len(pieces[rank]):
+                receives.append((rank, taken[rank][: pieces[rank][number][1]]))
+        group.exchange(sends, receives)
+        for rank, data in receives:
+            takers[rank].write(data)
+    for taker in takers.values():
+        taker.close()
+
+
+def _longest(file: Sized | None) -> int:
+    return min(PIECE_BYTES, file[1]) if file is not None else 0
+
+
+def _pieces(nbytes: int) -> list[tuple[int, int]]:
+    return [(at, min(PIECE_BYTES, nbytes - at)) for at in range(0, nbytes, PIECE_BYTES)]
+
+
+class _Taker:
+    """Writes one file as it comes, until something goes wrong; that is noted, and the rest is dropped."""
+
+    def __init__(self, store: Store, file: Sized | None, faults: list[Exception]) -> None:
+        self._faults = faults
+        self._writer: StreamWriter | None = None
+        if file is not None:
+            self._try(lambda: self._open(store, *file))
+
+    def write(self, data: memoryview) -> None:
+        """Append data."""
+        if self._writer is not None:
+            writer = self._writer
+            self._try(lambda: writer.write(data))
+
+    def close(self) -> None:
+        """End the file."""
+        if self._writer is not None:
+            self._try(self._writer.close)
+
+    def _open(self, store: Store, name: str, nbytes: int) -> None:
+        self._writer = store.open_writer(name, nbytes)
+
+    def _try(self, act: Callable[[], None]) -> None:
+        if not _attempt(self._faults, act) and self._writer is not None:
+            error, writer, self._writer = self._faults[-1], self._writer, None
+            writer.__exit__(type(error), error, None)  # removes what was written of it
+
+
+def _attempt(faults: list[Exception], act: Callable[[], None]) -> bool:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - raised on all ranks when everything was moved
+        faults.append(error)
+        return False
+    return True
+
+
+def _finish(group: BulkGroup, store: Store, faults: list[Exception], doing: str) -> None:
+    def tell() -> bytes:
+        if faults:
+            raise faults[0]
+        store.sync()
+        return b""
+
+    together(group, tell, doing=doing)

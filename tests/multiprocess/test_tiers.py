@@ -1,0 +1,119 @@
+"""Eight real ranks as four nodes: a node is killed while it saves, and the job goes on from what is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megackpt import Checkpointer, MemoryTier, RankFailedError, SaveOptions, ShardedObject, ShardedTensor
+from megackpt.checkpointer import LastLoad
+from megackpt.engine import tier_save
+from megackpt.testing.ranks import RankPool
+
+pytestmark = pytest.mark.multiprocess
+
+RANKS, NODES, KILLED = 8, 4, 1
+
+
+def state(step: int, tp: int) -> dict[str, Any]:
+    """A weight in rows, replicated over the rest; a share of each rank that no node finishes in one piece."""
+    rank = dist.get_rank()
+    weight = (torch.arange(64 * 1024.0).reshape(64, 1024) * step).chunk(tp)[rank % tp].clone()
+    share = torch.arange(9 << 16, dtype=torch.int32).add_(step).chunk(RANKS)[rank].clone()
+    return {
+        "weight": ShardedTensor.from_rank_offsets("w", weight, (0, rank % tp, tp), replica_id=rank // tp),
+        "share": ShardedTensor.from_rank_offsets("s", share, (0, rank, RANKS)),
+        "rng": ShardedObject("rng", [rank, step], (RANKS,), (rank,)),
+        "step": step,
+    }
+
+
+def checkpointer(base: Path, timeout_s: float = 60) -> Checkpointer:
+    tier = MemoryTier(f"{base}/node-{{node}}")
+    options = SaveOptions(timeout_s=timeout_s)
+    return Checkpointer(
+        base / "root", tiers=[tier], every=100, node=dist.get_rank() // 2, save_options=options
+    )
+
+
+def train_until_a_node_is_killed(base: Path) -> str:
+    """Save step 1 to the root, 2 and 3 to memory; the processes of a node die while they send step 4."""
+    first = checkpointer(base)
+    first.save(1, state(1, tp=2), to_root=True)
+    for step in (2, 3):
+        first.save(step, state(step, tp=2))
+    copy = tier_save.copy_files
+
+    def copy_or_die(*args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() // 2 == KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        copy(*args, **kwargs)
+
+    tier_save.copy_files = copy_or_die
+    try:
+        checkpointer(base, timeout_s=8).save(4, state(4, tp=2))
+    except RankFailedError as error:
+        return str(error)
+    finally:
+        tier_save.copy_files = copy
+    return ""
+
+
+def resume(base: Path, tp: int) -> LastLoad:
+    """Load the newest step at a layout, compare every bit, and save the next one."""
+    again = checkpointer(base)
+    asked = state(0, tp)
+    loaded = again.load(asked)
+    assert again.last_load is not None
+    step = again.last_load.step
+    expected = state(step, tp)
+    for key in ("weight", "share"):
+        assert torch.equal(loaded[key], expected[key].data), key
+    assert (loaded["rng"], loaded["step"]) == ([dist.get_rank(), step], step)
+    again.save(step + 1, state(step + 1, tp))
+    return again.last_load
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Iterator[Path]:
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as made:
+        yield Path(made)
+
+
+def test_the_newest_step_in_memory_outlives_any_node_and_without_it_the_root_is_loaded(
+    rank_pool: RankPool, base: Path
+) -> None:
+    outcomes = rank_pool.outcomes(train_until_a_node_is_killed, RANKS, base / "run")
+    assert [isinstance(o.error, EOFError) for o in outcomes] == [r // 2 == KILLED for r in range(RANKS)]
+    assert all(o.value for o in outcomes if o.error is None)
+    torn = base / "run" / f"node-{KILLED}" / "iter_0000004"
+    assert list((torn / "data").iterdir())
+
+    for lost in range(NODES):
+        shutil.copytree(base / "run", base / "restarted")
+        shutil.rmtree(base / "restarted" / "root")
+        shutil.rmtree(base / "restarted" / f"node-{lost}")
+        found = rank_pool.run(resume, RANKS, base / "restarted", 2 if lost else 4)
+        assert {(used.step, used.passed_over, used.damaged) for used in found} == {(3, (), ())}
+        for node in range(NODES):
+            steps = sorted(path.name for path in (base / "restarted" / f"node-{node}").iterdir())
+            assert steps == ["iter_0000003", "iter_0000004"], (
+                "what was torn is gone, what was lost is not back"
+            )
+        shutil.rmtree(base / "restarted")
+
+    for lost in (0, 1):
+        shutil.rmtree(base / "run" / f"node-{lost}")
+    found = rank_pool.run(resume, RANKS, base / "run", 1)
+    assert {(used.step, used.where) for used in found} == {(1, str(base / "run" / "root"))}
+    assert [passed.step for passed in found[0].passed_over] == [3, 2]

@@ -1,0 +1,444 @@
+"""Tiers in a simulated world: what is kept where, what is loaded when nodes are lost, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megackpt import (
+    Checkpointer,
+    DeclarationError,
+    LoadOptions,
+    LocalTier,
+    MemoryTier,
+    NotACheckpointError,
+    ShardedObject,
+    ShardedTensor,
+)
+from megackpt.checkpointer import LastLoad
+from megackpt.checkpointer.tiers import Tier, TierSet
+from megackpt.cli.ls import find_steps
+from megackpt.comm import Group
+from megackpt.engine import tier_transfer
+from megackpt.engine.steps import LocalPlaces
+from megackpt.planning import Nodes
+from megackpt.storage import LocalStore, Store
+from megackpt.testing.faulty_store import FaultyStore, Operation
+from megackpt.testing.world import SimulatedWorld
+
+DATA = 4096  # where data begins in a small data file
+
+
+def state(group: Group, step: int, tp: int) -> dict[str, Any]:
+    """A weight in columns, replicated over the rest; an optimizer's share of each rank; an object of each."""
+    rank, size = group.rank, group.size
+    weight = (torch.arange(32 * 24.0).reshape(32, 24) + step).chunk(tp, dim=1)[rank % tp]
+    share = (torch.arange(48_000.0) * step).chunk(size)[rank]
+    return {
+        "weight": ShardedTensor.from_rank_offsets(
+            "weight", weight.contiguous(), (1, rank % tp, tp), replica_id=rank // tp
+        ),
+        "share": ShardedTensor.from_rank_offsets("share", share.clone(), (0, rank, size)),
+        "rng": ShardedObject("rng", [rank, step], (8,), (rank,)) if size == 8 else None,
+        "step": step,
+    }
+
+
+class Run:
+    """A run whose nodes are directories; a fresh world, and fresh objects, at each call."""
+
+    def __init__(self, base: Path, *, per_node: int = 2, **options: Any) -> None:
+        self.base = base
+        self.per_node = per_node
+        self.options: dict[str, Any] = {"every": 100} | options
+
+    def tiers(self) -> list[Tier]:
+        return [MemoryTier(f"{self.base}/node-{{node}}/memory")]
+
+    def checkpointer(self, group: Group, nodes: Sequence[int]) -> Checkpointer:
+        options = {"tiers": self.tiers()} | self.options
+        node = nodes[group.rank // self.per_node]
+        return Checkpointer(self.base / "root", node=node, group=group, **options)
+
+    def save(self, *steps: int, nodes: Sequence[int] = range(4), to_root: bool | None = None) -> None:
+        def act(group: Group) -> None:
+            with self.checkpointer(group, nodes) as checkpointer:
+                for step in steps:
+                    checkpointer.save(step, state(group, step, tp=2), to_root=to_root)
+
+        SimulatedWorld(self.per_node * len(nodes)).run(act)
+
+    def load(self, *, nodes: Sequence[int] = range(4), tp: int = 2, step: int | None = None) -> LastLoad:
+        """Load at a layout, compare with what was saved, and return what was used."""
+
+        def act(group: Group) -> LastLoad:
+            checkpointer = self.checkpointer(group, nodes)
+            asked = state(group, 0, tp)
+            loaded = checkpointer.load(asked, step=step)
+            assert checkpointer.last_load is not None
+            expected = state(group, checkpointer.last_load.step, tp)
+            for key in ("weight", "share"):
+                assert torch.equal(loaded[key], expected[key].data), key
+            assert loaded["step"] == expected["step"]
+            if group.size == 8:
+                assert loaded["rng"] == expected["rng"].data
+            return checkpointer.last_load
+
+        found = SimulatedWorld(self.per_node * len(nodes)).run(act)
+        assert all(one == found[0] for one in found)
+        return found[0]
+
+    def node(self, node: int, tier: str = "memory") -> Path:
+        return self.base / f"node-{node}" / tier
+
+    def lose(self, *nodes: int) -> None:
+        for node in nodes:
+            shutil.rmtree(self.base / f"node-{node}")
+
+    def kept(self, node: int, tier: str = "memory") -> list[str]:
+        return sorted(path.name for path in self.node(node, tier).iterdir())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where the machine has such a thing."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="megackpt-tests-", dir=shared) as made:
+        yield Path(made)
+
+
+def data_files(directory: Path) -> list[Path]:
+    return sorted((directory / "data").iterdir())
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_each_byte_is_on_as_many_nodes_as_asked_for_and_old_steps_go(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_transfer, "PIECE_BYTES", 1000)
+    run = Run(base)
+    run.save(1, 2, 3)
+    holders: dict[str, list[int]] = {}
+    contents: dict[str, bytes] = {}
+    for node in range(4):
+        assert run.kept(node) == ["iter_0000002", "iter_0000003"]
+        for file in data_files(run.node(node) / "iter_0000003"):
+            assert file.read_bytes() == contents.setdefault(file.name, file.read_bytes())
+            holders.setdefault(file.name[-17:-12], []).append(node)
+    assert holders == {f"{r:05d}": sorted([r // 2, (r // 2 + 1) % 4]) for r in range(8)}
+    assert not (base / "root").exists()
+
+
+def test_tiers_and_root_have_intervals_of_their_own_and_the_newest_step_of_all_wins(base: Path) -> None:
+    tiers = [
+        MemoryTier(f"{base}/node-{{node}}/memory", keep_last=1),
+        LocalTier(f"{base}/node-{{node}}/disk", every=2, jump=2),
+    ]
+    run = Run(base, tiers=tiers, every=4)
+    run.save(4, 5, 6, 7)
+    assert run.kept(1) == ["iter_0000007"]
+    assert run.kept(1, "disk") == ["iter_0000004", "iter_0000006"]
+    assert Checkpointer(base / "root").steps() == (4,)
+    assert (run.load().step, run.load(step=6).where) == (7, f"the local disk tier {tiers[1].path}")
+    for node in range(4):
+        shutil.rmtree(run.node(node))
+    assert run.load().step == 6
+    run.lose(0, 1)  # two nodes further is the copy
+    assert run.load().step == 6
+    run.lose(*range(4))
+    used = run.load()
+    assert (used.step, used.where) == (4, str(base / "root"))
+
+
+@pytest.mark.parametrize("lost", [(0,), (3,), (0, 2)])
+def test_other_layouts_and_fewer_nodes_take_the_newest_step_from_the_nodes_that_are_left(
+    base: Path, lost: tuple[int, ...]
+) -> None:
+    run = Run(base)
+    run.save(1, 2)
+    run.lose(*lost)
+    left = [node for node in range(4) if node not in lost]
+    used = run.load(nodes=left, tp=1)
+    assert (used.step, used.passed_over) == (2, ())
+    assert run.load(nodes=[*left, *lost], tp=4).step == 2  # empty nodes come instead
+
+
+def test_two_neighbours_lost_leave_the_root_and_that_is_said(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(base)
+    run.save(1, to_root=True)
+    run.save(2, 3)
+    run.lose(1, 2)
+    with caplog.at_level(logging.WARNING):
+        used = run.load()
+    assert (used.step, used.where) == (1, str(base / "root"))
+    assert [passed.step for passed in used.passed_over] == [3, 2]
+    assert "2 of its 8 data files are on no node any more" in used.passed_over[0].why
+    assert "Not loaded: step 3 in the memory tier" in caplog.text
+    assert f"Step 1 was loaded from {base / 'root'}" in caplog.text
+    assert all(run.kept(node) == [] for node in (0, 3))  # of no use, and of much memory
+    run.save(2)
+    assert run.load().step == 2
+
+
+def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(base: Path) -> None:
+    run = Run(base)
+    with pytest.raises(NotACheckpointError, match="no committed step that is whole"):
+        run.load()
+    run.save(1)
+    run.lose(0, 1)
+    with pytest.raises(NotACheckpointError, match=r"(?s)Passed over:.*step 1 in the memory tier"):
+        run.load()
+    with pytest.raises(NotACheckpointError, match="no committed step 7"):
+        run.load(step=7)
+
+
+def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(base: Path) -> None:
+    run = Run(base)
+    run.save(1, 2, 3)
+    for node in range(4):
+        (run.node(node) / "iter_0000003" / "metadata.json").unlink()
+        if node:  # killed while the nodes commit: one of them has
+            (run.node(node) / "iter_0000002" / "metadata.json").unlink()
+    assert [(s.step, s.state) for s in find_steps(run.node(0))] == [(2, "committed"), (3, "torn")]
+    assert run.load().step == 2
+    assert [run.kept(node) for node in range(4)] == [["iter_0000002"]] * 4
+    assert [step.state for step in find_steps(run.node(3))] == ["committed"]
+
+
+def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(base)
+    run.save(1)
+    names = LocalPlaces.names
+
+    def names_or_refusal(places: LocalPlaces) -> list[str]:
+        if places.location.endswith("root") or "/node-2/" in places.location:
+            raise PermissionError(13, "Permission denied", places.location)
+        return names(places)
+
+    monkeypatch.setattr(LocalPlaces, "names", names_or_refusal)
+    with caplog.at_level(logging.WARNING):
+        assert run.load().step == 1
+    assert f"{base / 'root'} cannot be looked at, so only the tiers are" in caplog.text
+    assert f"{run.node(2)} cannot be looked at, so nothing is taken from it" in caplog.text
+
+
+def test_one_process_saves_asynchronously_to_the_root_and_at_once_into_its_tier(base: Path) -> None:
+    tier = MemoryTier(base / "memory", every=2)
+    saved = ShardedTensor.from_rank_offsets("old.w", torch.arange(5.0))
+    with Checkpointer(base / "root", tiers=[tier], every=3, async_save=True, keep_last=1) as run:
+        for step in range(2, 7):
+            run.save(step, {"w": saved, "step": step})
+        assert run.find_latest() == 6
+        assert run.steps() == (6,)
+    assert sorted(path.name for path in (base / "memory").iterdir()) == ["iter_0000004", "iter_0000006"]
+    options = LoadOptions(rename={"old.*": "new.*"})
+    asked = {"w": ShardedTensor.from_rank_offsets("new.w", torch.zeros(5))}
+    again = Checkpointer(base / "root", tiers=[tier], load_options=options)
+    assert again.load(asked, step=4)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(base: Path) -> None:
+    run = Run(base, load_options=LoadOptions(rename={"weight": "weight", "share": "part", "rng": "rng"}))
+    run.save(1)
+
+    def load_part(group: Group) -> float:
+        part = ShardedTensor.from_rank_offsets("part", torch.zeros(48_000))
+        loaded = run.checkpointer(group, range(4)).load({"part": part})
+        return float(loaded["part"].sum())
+
+    assert SimulatedWorld(8).run(load_part) == [float(torch.arange(48_000.0).sum())] * 8
+
+
+def test_a_damaged_copy_is_left_out_and_the_other_one_read(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(base)
+    run.save(1, 2)
+    damaged = run.node(1) / "iter_0000002" / "data"
+    name = next(path.name for path in damaged.iterdir() if path.name.endswith("-00001.safetensors"))
+    for node in (0, 1):  # and of another file the only other copy
+        flip(run.node(node) / "iter_0000002" / "data" / name.replace("-00001", f"-0000{node}"), DATA)
+    with caplog.at_level(logging.WARNING):
+        used = run.load()
+    assert (used.step, used.passed_over) == (2, ())
+    assert len(used.damaged) == 2
+    assert f"node 1: iter_0000002/data/{name}" in used.damaged
+    assert f"node 1: iter_0000002/data/{name}" in caplog.text
+    flip(run.node(0) / "iter_0000002" / "data" / name, DATA)
+    used = run.load()
+    assert (used.step, [passed.step for passed in used.passed_over]) == (1, [2])
+
+
+@pytest.mark.parametrize("name", ["index", "common", "metadata.json"])
+def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(base: Path, name: str) -> None:
+    run = Run(base)
+    run.save(1)
+    file = next(p for p in (run.node(0) / "iter_0000001").iterdir() if p.name.startswith(name))
+    whole = file.read_bytes()
+    flip(file, len(whole) // 2)
+    assert run.load().step == 1
+    assert file.read_bytes() == whole
+    flip(file, len(whole) // 2)
+    found = SimulatedWorld(8).run(lambda group: run.checkpointer(group, range(4)).find_latest())
+    assert found == [1] * 8
+    assert run.load().step == 1
+    assert file.read_bytes() == whole
+
+
+def test_a_damaged_step_of_the_root_is_passed_over_too(base: Path) -> None:
+    run = Run(base, tiers=[MemoryTier(f"{base}/node-{{node}}/memory", every=2)])
+    run.save(2)
+    run.save(3, to_root=True)
+    flip(data_files(base / "root" / "iter_0000003")[3], DATA)
+    used = run.load()
+    assert (used.step, used.passed_over[0].step) == (2, 3)
+    assert "digest differs" in used.passed_over[0].why
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Lets stores of tiers fail where `strike` is true of the store's place and the operation."""
+    acts: dict[str, Any] = {"strike": None}
+    open_well = LocalPlaces.open
+
+    def open_to_fail(places: LocalPlaces, name: str) -> Store:
+        store = open_well(places, name)
+        strike = acts["strike"]
+        if strike is None or not isinstance(store, LocalStore) or "/node-" not in store.location:
+            return store
+        return FaultyStore(store, fail_at=lambda operation: strike(store.location, operation))
+
+    monkeypatch.setattr(LocalPlaces, "open", open_to_fail)
+    return acts
+
+
+COPY = "00003.safetensors"  # of what a rank of node 1 has written
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("create", ""), ("writer.write", "00004.safetensors"), ("open_writer", COPY), ("writer.write", COPY),
+     ("writer.close", "index"), ("replace", "")],
+)  # fmt: skip
+def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
+    base: Path, stores: dict[str, Any], kind: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def strike(place: str, operation: Operation) -> bool:
+        return "/node-2/" in place and operation.kind == kind and name in operation.name
+
+    run = Run(base)
+    run.save(1)
+    stores["strike"] = strike
+    caplog.set_level(logging.WARNING, logger="megackpt.checkpointer.tiers")
+    run.save(2, to_root=True)
+    assert "Step 2 is not in the memory tier" in caplog.text
+    assert "No space left" in caplog.text
+    assert (base / "root" / "iter_0000002" / "metadata.json").exists()
+    stores["strike"] = None
+    if kind != "replace":  # there other nodes have committed a step whose data is whole
+        assert not list(base.glob("node-*/memory/iter_0000002/*/*"))
+    run.save(3)
+    assert all("iter_0000003" in run.kept(node) for node in range(4))
+    assert run.load().step == 3
+
+
+def test_a_step_older_than_what_a_tier_has_is_saved_with_a_warning(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(base)
+    run.save(4)
+    with caplog.at_level(logging.WARNING):
+        run.save(3)
+    assert f"Step 3 goes into {run.tiers()[0]} although step 4 is there" in caplog.text
+    assert run.load().step == 4
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+def test_a_job_killed_at_any_operation_of_a_save_has_the_old_step_or_the_new_one_without_any_node(
+    base: Path, stores: dict[str, Any]
+) -> None:
+    seen = []
+    while len(seen) < 3 or seen[-2] == 1 or seen[-1] == 1:  # until two saves in a row have got through
+        run = Run(base / str(len(seen)), per_node=1)
+        run.options["tiers"] = [MemoryTier(f"{run.base}/node-{{node}}/memory", keep_last=1)]
+        stores["strike"] = None
+        run.save(1, nodes=range(2))
+        left = iter(range(len(seen), -1, -1))
+
+        def strike(place: str, operation: Operation, left: Iterator[int] = left) -> bool:
+            if not next(left, 0):  # and whatever another process is about to do is not done either
+                raise Killed
+            return False
+
+        stores["strike"] = strike
+        with contextlib.suppress(Killed):
+            run.save(2, nodes=range(2))
+        stores["strike"] = None
+        run.lose(len(seen) % 2)  # so that what the other one says it has must be all there is
+        used = run.load(nodes=range(2))
+        assert used.step in (1, 2)
+        assert used.passed_over == ()
+        seen.append(used.step)
+        run.save(3, nodes=range(2))
+        assert [run.kept(n) for n in range(2)] == [["iter_0000003"]] * 2
+        assert len(data_files(run.node(0) / "iter_0000003")) == 2
+    assert len(seen) > 20
+
+
+def test_copies_go_to_other_nodes_whatever_their_number_and_the_jump() -> None:
+    for count in range(1, 6):
+        nodes = Nodes(tuple(rank // 2 for rank in range(2 * count)))
+        for copies in range(1, 5):
+            for jump in range(1, 7):
+                for rank, keepers in enumerate(nodes.keepers(copies=copies, jump=jump)):
+                    found = [nodes.of_rank[rank], *(nodes.of_rank[keeper] for keeper in keepers)]
+                    assert len(set(found)) == len(found) == min(copies, count)
+    assert Nodes((0, 0, 1, 1, 2, 2, 3, 3)).keepers(copies=2, jump=2)[:3] == ((4,), (5,), (6,))
+
+
+def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, base: Path
+) -> None:
+    def nodes_of(group: Any) -> tuple[int, ...]:
+        return TierSet([LocalTier(f"{base}/{{node}}")], node=None).open(group)[0].of_rank
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert SimulatedWorld(4).run(nodes_of) == [(0, 0, 1, 1)] * 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert SimulatedWorld(2).run(nodes_of) == [(0, 0)] * 2
+
+
+def test_tiers_that_cannot_be_meant_are_refused(base: Path) -> None:
+    with pytest.raises(DeclarationError, match="MemoryTier: keep_last is 0"):
+        MemoryTier(base, keep_last=0)
+    with pytest.raises(DeclarationError, match="Two tiers are in"):
+        Checkpointer(base / "root", tiers=[MemoryTier(base / "a"), LocalTier(base / "b/../a")])
+    with pytest.raises(DeclarationError, match="every is 0"):
+        Checkpointer(base / "root", every=0)
+    shared = Run(base, tiers=[MemoryTier(base / "shared")])
+    with pytest.raises(DeclarationError, match=r"different nodes, '0' and '1'.*the same directory"):
+        shared.save(1)
