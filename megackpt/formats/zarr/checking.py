@@ -32,6 +32,8 @@ def missing_chunks(arrays: Iterable[ZarrArray], listed: Collection[str]) -> Iter
     files = set(listed)
     for array in arrays:
         cells = math.prod(array.file_extents)
+        if not cells:
+            continue
         if cells > _MOST_CELLS:
             what = f"it is of {cells:,} files, which no array has. Its document is damaged"
             yield Damage(file=array.path, key=array.spec.key, what=what)
