@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,9 +174,9 @@ def build_base(kind: str, directory: Path) -> None:
 
 
 def _compress(directory: Path) -> None:
-    """Compress the arrays of a zarr v2 checkpoint, as other writers do."""
-    import zlib
-
+    """Compress the arrays of a zarr v2 checkpoint, as other writers do, which have no list of files."""
+    (marker,) = directory.glob(".megackpt-*")
+    marker.unlink()
     for document in directory.glob("*/.zarray"):
         edit_json(document, compressor={"id": "zlib", "level": 1})
         for chunk in document.parent.glob("[0-9]*"):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.strategy import FileRanges
 from megackpt.formats.zarr.described import ZarrArray
-from megackpt.formats.zarr.expanding import Packing, check_file, packing_of
+from megackpt.formats.zarr.expanding import LARGE_BYTES, Packing, check_file, packing_of
 from megackpt.formats.zarr.files import ArrayCodec, Elements, unreadable
 from megackpt.formats.zarr.library import open_array, tensorstore
 from megackpt.geometry import Ints, rectangles_of
@@ -85,6 +85,11 @@ class ZarrChunks:
         self._lock = threading.Lock()
         self._seen: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
         self._packings: dict[int, Packing] = {}  # by number of the array
+        for row, number in enumerate(self.table.array.tolist()):
+            held_array = self._held[number]
+            is_packed = isinstance(held_array, ZarrArray) and not held_array.is_raw
+            if is_packed and self._packing(row).chunk_nbytes > LARGE_BYTES:  # refused before it is planned
+                self._look_at(held_array, self._name(row), row)
 
     def describe(self, row: int) -> str:
         """Name the file."""
