@@ -120,7 +120,7 @@ def _fault_of_tensor(value: torch.Tensor) -> str | None:
         return f"Tensors of {value.dtype} are not supported. Save value.view(torch.uint8), or convert it."
     nbytes = value.numel() * value.element_size()
     if nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * value.untyped_storage().nbytes()):
-        return f"A tensor that repeats its elements by its strides would take {nbytes:,} bytes. Save one of them."
+        return f"A tensor that repeats its elements would take {nbytes:,} bytes. Save the elements once."
     if value.dim() > MAX_DIMS:
         return f"A tensor of {value.dim()} dims is more than {MAX_DIMS}. Save value.flatten() and its shape."
     return None

@@ -25,7 +25,6 @@ from megackpt.metadata import (
 )
 from megackpt.storage import Store, check_name, digest_of
 
-
 _MOST_BYTES = 2**62
 
 

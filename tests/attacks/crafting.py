@@ -66,8 +66,8 @@ class Attack:
         base: which checkpoint it is made of.
         build: spoils a copy of it.
         is_harmless: whether every reader gives what was saved.
-        is_another: whether it is a whole checkpoint of other content, which may be loaded: a forger who can write
-            digests can write anything, and all that counts is that nothing else happens.
+        is_another: whether it is a whole checkpoint of other content, which may be loaded: a forger who can
+            write digests can write anything, and all that counts is that nothing else happens.
     """
 
     name: str

@@ -125,7 +125,13 @@ def backend_is(place: Place, value: Any) -> None:
 attacks_with(
     NATIVE,
     "the format is {}",
-    {"a_list": ["megackpt"], "an_object": {"a": 1}, "a_module": "os.system", "other": "torch_dist", "none": None},
+    {
+        "a_list": ["megackpt"],
+        "an_object": {"a": 1},
+        "a_module": "os.system",
+        "other": "torch_dist",
+        "none": None,
+    },
     backend_is,
 )
 
@@ -134,7 +140,9 @@ def version_is(place: Place, value: Any) -> None:
     edit_manifest(place, sharded_backend_version=value)
 
 
-attacks_with(NATIVE, "the version of the format is {}", {"huge": 10**30, "negative": -1, "text": "1"}, version_is)
+attacks_with(
+    NATIVE, "the version of the format is {}", {"huge": 10**30, "negative": -1, "text": "1"}, version_is
+)
 
 
 def index_file_is(place: Place, name: Any) -> None:
@@ -279,7 +287,8 @@ attacks_with(
         "without_the_tensor": save({"9": np.zeros(4, np.int64)}),
         "truncated": _header(_tensor([4], [0, 32]), data=b"\0" * 8),
         "overlapping": _header(
-            _tensor([4], [0, 32]) | {"1": {"dtype": "I64", "shape": [4], "data_offsets": [0, 32]}}, data=b"\0" * 32
+            _tensor([4], [0, 32]) | {"1": {"dtype": "I64", "shape": [4], "data_offsets": [0, 32]}},
+            data=b"\0" * 32,
         ),
         "twice": struct.pack("<Q", 96)
         + b'{"0":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"0":{"dtype":"I64","shape":[1],'.ljust(48)

@@ -1,4 +1,4 @@
-"""Attacks by what lies in a directory in the place of a file: links, pipes, sockets, directories, other files."""
+"""Attacks by what lies in the place of a file: links, pipes, sockets, directories, other files."""
 
 from __future__ import annotations
 
@@ -164,10 +164,31 @@ def endless(place: Place, pattern: str) -> None:
     os.truncate(place.one(pattern), 1 << 40)
 
 
-attacks_with(NATIVE, "{} goes on for a terabyte", {k: v for k, v in NATIVE_FILES.items() if k != "data"}, endless)
-attacks_with(TORCH_DIST, "torch_dist: {} goes on for a terabyte", {"metadata_": ".metadata", "note_": "megackpt-*.json"}, endless)
-attacks_with(ZARR_1, "zarr: {} goes on for a terabyte", {"document": "half/.zarray", "chunk": "half/0", "common_pt": "common.pt", "object": "object/*.pt"}, endless)
-attacks_with(ZARR_3, "zarr 3: {} goes on for a terabyte", {"document_3": "zarr-*/half/zarr.json", "chunk_3": "zarr-*/half/c/0", "object_3": "objects-*/object/*.bin"}, endless)
+attacks_with(
+    NATIVE, "{} goes on for a terabyte", {k: v for k, v in NATIVE_FILES.items() if k != "data"}, endless
+)
+attacks_with(
+    TORCH_DIST,
+    "torch_dist: {} goes on for a terabyte",
+    {"metadata_": ".metadata", "note_": "megackpt-*.json"},
+    endless,
+)
+attacks_with(
+    ZARR_1,
+    "zarr: {} goes on for a terabyte",
+    {"document": "half/.zarray", "chunk": "half/0", "common_pt": "common.pt", "object": "object/*.pt"},
+    endless,
+)
+attacks_with(
+    ZARR_3,
+    "zarr 3: {} goes on for a terabyte",
+    {
+        "document_3": "zarr-*/half/zarr.json",
+        "chunk_3": "zarr-*/half/c/0",
+        "object_3": "objects-*/object/*.bin",
+    },
+    endless,
+)
 
 
 @attack(NATIVE, "a later step is a pipe", is_harmless=True)

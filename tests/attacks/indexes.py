@@ -10,12 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from tests.attacks.crafting import NATIVE, TORCH_DIST, Place, attack, attacks_with, edit_entry, edit_index, put_named, set_rows
+from tests.attacks.crafting import (
+    NATIVE,
+    TORCH_DIST,
+    Place,
+    attack,
+    attacks_with,
+    edit_entry,
+    edit_index,
+    put_named,
+    set_rows,
+)
 
 Columns = dict[str, Any]
 NUMBERS = {"negative": -1, "lowest": -(2**63), "highest": 2**63 - 1, "wrapping": 2**62 + 1, "terabyte": 2**40}
 
-for column in ("offset_bytes", "nbytes", "start", "shape", "flat_start", "flat_stop", "file", "array", "global_shape"):
+for column in (
+    "offset_bytes",
+    "nbytes",
+    "start",
+    "shape",
+    "flat_start",
+    "flat_stop",
+    "file",
+    "array",
+    "global_shape",
+):
 
     def spoil(place: Place, value: int, column: str = column) -> None:
         set_rows(place, column, value)
@@ -138,7 +158,15 @@ CHANGES: dict[str, Callable[[Columns], None]] = {
     "file_manifest": _files(b"metadata.json", b"metadata.json"),
     "files_missing": _files(b"data/x"),
 }
-ANOTHER = ("key_with_nul", "key_with_newline", "key_that_goes_up", "key_with_escapes", "dtype_alike", "tensor_as_object", "vast_array")
+ANOTHER = (
+    "key_with_nul",
+    "key_with_newline",
+    "key_that_goes_up",
+    "key_with_escapes",
+    "dtype_alike",
+    "tensor_as_object",
+    "vast_array",
+)
 attacks_with(NATIVE, "the columns of the index: {}", CHANGES, columns_are, another=ANOTHER)
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - opcodes are read by the line
 """Attacks by pickles: `.metadata` of DCP, and what torch.save writes, in objects and in common state."""
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ WEIGHTS = {
     "protocol_99": b"\x80\x63N.",
     "repeated_bytes": _pickle(_call(_global("builtins", "bytes"), b"J\xff\xff\xff\x7f")),
     "vast_bytearray": _pickle(_call(_global("builtins", "bytearray"), b"J\xff\xff\xff\x7f")),
-    "vast_range": _pickle(_call(_global("builtins", "list"), _call(_global("builtins", "range"), b"J\xff\xff\xff\x7f"))),
+    "vast_range": _pickle(
+        _call(_global("builtins", "list"), _call(_global("builtins", "range"), b"J\xff\xff\xff\x7f"))
+    ),
     "vast_list_of_a_text": _pickle(_call(_global("builtins", "list"), _text("a" * 1000))),
     "vast_array": _pickle(_call(_global("numpy", "zeros"), b"\x8a\x05\0\0\0\0\1")),
     "vast_size": _pickle(_call(_global("torch", "Size"), b"(\x8a\x09" + b"\xff" * 8 + b"\0t")),
@@ -160,8 +163,14 @@ attacks_with(
 
 @attack(ZARR_1, "common.pt is a plain pickle of the first format of torch.save, which runs code")
 def common_of_old_runs(place: Place) -> None:
-    magic = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
-    (place.directory / "common.pt").write_bytes(magic + _makes(str(place.ran))["os_mkdir"] + pickle.dumps([], 2))
+    magic = (
+        pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+        + pickle.dumps(1001, 2)
+        + pickle.dumps({"little_endian": True}, 2)
+    )
+    (place.directory / "common.pt").write_bytes(
+        magic + _makes(str(place.ran))["os_mkdir"] + pickle.dumps([], 2)
+    )
 
 
 @attack(ZARR_1, "common.pt is a tar file, as torch.save once wrote")
@@ -182,16 +191,28 @@ def common_is_torchscript(place: Place) -> None:
     (place.directory / "common.pt").write_bytes(torch_script)
 
 
-def _tensor(*, numel: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, number: str = "0") -> bytes:
+def _tensor(
+    *, numel: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, number: str = "0"
+) -> bytes:
     """A pickle of a dict with a tensor of these claims."""
 
     def whole(n: int) -> bytes:
         return b"\x8a\x08" + struct.pack("<q", n)
 
-    pid = b"(" + _text("storage") + _global("torch", "FloatStorage") + _text(number) + _text("cpu") + whole(numel) + b"tQ"
+    pid = (
+        b"("
+        + _text("storage")
+        + _global("torch", "FloatStorage")
+        + _text(number)
+        + _text("cpu")
+        + whole(numel)
+        + b"tQ"
+    )
     numbers = [b"(" + b"".join(map(whole, values)) + b"t" for values in (shape, stride)]
     hooks = _global("collections", "OrderedDict") + b")R"
-    tensor = _call(_global("torch._utils", "_rebuild_tensor_v2"), pid, whole(offset), *numbers, b"\x89", hooks)
+    tensor = _call(
+        _global("torch._utils", "_rebuild_tensor_v2"), pid, whole(offset), *numbers, b"\x89", hooks
+    )
     return _pickle(b"}", _text("step"), tensor, b"s")
 
 
@@ -213,12 +234,12 @@ TENSORS = {
 
 
 def common_tensor(place: Place, data: bytes) -> None:
-    (place.directory / "common.pt").write_bytes(_zipped(data, {"data/0": np.arange(4, dtype=np.float32).tobytes()}))
+    (place.directory / "common.pt").write_bytes(
+        _zipped(data, {"data/0": np.arange(4, dtype=np.float32).tobytes()})
+    )
 
 
-attacks_with(
-    ZARR_1, "common.pt has a tensor {}", TENSORS, common_tensor, another=("repeating_its_storage",)
-)
+attacks_with(ZARR_1, "common.pt has a tensor {}", TENSORS, common_tensor, another=("repeating_its_storage",))
 
 
 @attack(ZARR_1, "common.pt is a zip file of deflated zeros")
@@ -236,11 +257,27 @@ def common_is_a_bomb(place: Place) -> None:
 @attack(ZARR_1, "in common.pt, all of many records are the same bytes")
 def common_of_one_record(place: Place) -> None:
     size, count = 1 << 25, 64
-    pid = b"(" + _text("storage") + _global("torch", "ByteStorage") + b"%b" + _text("cpu") + b"J" + struct.pack("<i", size) + b"tQ"
+    pid = (
+        b"("
+        + _text("storage")
+        + _global("torch", "ByteStorage")
+        + b"%b"
+        + _text("cpu")
+        + b"J"
+        + struct.pack("<i", size)
+        + b"tQ"
+    )
     hooks = _global("collections", "OrderedDict") + b")R"
     numbers = b"(J" + struct.pack("<i", size) + b"t(K\1t"
     tensors = [
-        _call(_global("torch._utils", "_rebuild_tensor_v2"), pid % _text(str(i)), b"K\0", numbers, b"\x89", hooks)
+        _call(
+            _global("torch._utils", "_rebuild_tensor_v2"),
+            pid % _text(str(i)),
+            b"K\0",
+            numbers,
+            b"\x89",
+            hooks,
+        )
         for i in range(count)
     ]
     (place.directory / "common.pt").write_bytes(_overlapping(_pickle(b"](", *tensors, b"e"), size, count))
@@ -317,7 +354,9 @@ def common_is_a_number(place: Place) -> None:
 
 @attack(ZARR_1, "an object is an array with pickles in it")
 def object_is_a_pickled_array(place: Place) -> None:
-    np.save(place.outside / "a.npy", np.array([_Holds(os.mkdir, (str(place.ran),))], object), allow_pickle=True)
+    np.save(
+        place.outside / "a.npy", np.array([_Holds(os.mkdir, (str(place.ran),))], object), allow_pickle=True
+    )
     place.one("object/*.pt").write_bytes((place.outside / "a.npy").read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""Crafted directories before every reader: nothing runs, nothing outside is read, nothing hangs or takes memory.
+"""Crafted directories before every reader: nothing runs, hangs, takes memory or reads what is outside.
 
 What cannot be, is refused by an error of ours that names the file, or every value is that which was saved.
 """

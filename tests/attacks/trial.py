@@ -1,4 +1,4 @@
-"""Puts every attack before every reader, each attack in a child process of its own: `python -m tests.attacks.trial`.
+"""Puts every attack before every reader, each in a child process: `python -m tests.attacks.trial DIRECTORY`.
 
 Owns what is watched there: files that are opened, programs that are started, modules that are imported,
 memory, time, and whether anything from outside of the checkpoint shows. Says what it saw as a line of JSON
@@ -34,7 +34,16 @@ DEADLINE_S = 20.0
 MOST_BYTES = 1 << 30
 BUILDERS = (documents, files_and_links, indexes, pickles, zarr_arrays)
 _STARTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "os.fork", "os.forkpty", "pty.spawn")
-_WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate")
+_WRITES = (
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "os.truncate",
+)
 _OTHERS = ("socket.connect", "ctypes.dlopen", "pickle.find_class", "code.__new__", "webbrowser.open")
 
 
@@ -95,19 +104,24 @@ def _value(name: str, read: Any, expected: dict[str, Any]) -> str:
         if error.path is None and error.key is None:
             return f"WRONG: names neither file nor key: {text[:300]}"
         return f"refused: {text[:300]}"
-    except BaseException as error:  # what must not be seen, whatever it is
-        return f"WRONG: {type(error).__name__}: {error!s:.200} {''.join(traceback.format_tb(error.__traceback__)[-2:])}"
+    except BaseException as error:  # noqa: BLE001 - what must not be seen, whatever it is
+        return _wrong(error)
     if CANARY.decode() in repr(value):
         return f"WRONG: shows what is outside: {value!r:.300}"
     reason = difference(value, expected[name])
     return "equal" if reason is None else f"other: {reason}"
 
 
+def _wrong(error: BaseException) -> str:
+    frames = "".join(traceback.format_tb(error.__traceback__)[-2:])
+    return f"WRONG: {type(error).__name__}: {error!s:.200} {frames}"
+
+
 def _command(arguments: list[str]) -> str:
     try:
         code, out, err = run(arguments)
-    except BaseException as error:
-        return f"WRONG: {type(error).__name__}: {error!s:.200} {''.join(traceback.format_tb(error.__traceback__)[-2:])}"
+    except BaseException as error:  # noqa: BLE001 - the same
+        return _wrong(error)
     if CANARY.decode() in out + err:
         return "WRONG: shows what is outside"
     if code not in (0, 1, 2, 3) or "Traceback" in err:
@@ -157,7 +171,7 @@ def in_child(work: Callable[[], Any], *, deadline_s: float) -> tuple[Any, str]:
             said = pickle.dumps(work())
             while said:
                 said = said[os.write(writing, said) :]
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the parent sees that nothing was said
             traceback.print_exc()
         finally:
             os._exit(0)

@@ -113,7 +113,13 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 # No digest stands with a document: another shape, for which all chunks are there, is another array.
 attacks_with(ZARR_1, "a .zarray has {}", DOCUMENTS, document_is, another=("a_vast_empty_shape",))
 ZIPPED = {f"zlib_{name}": fields for name, fields in DOCUMENTS.items() if "compressor" not in name}
-attacks_with(ZARR_ZLIB, "a .zarray of compressed chunks has {}", ZIPPED, document_is, another=("zlib_a_vast_empty_shape",))
+attacks_with(
+    ZARR_ZLIB,
+    "a .zarray of compressed chunks has {}",
+    ZIPPED,
+    document_is,
+    another=("zlib_a_vast_empty_shape",),
+)
 
 
 @attack(ZARR_1, "a .zarray is nested 100,000 deep")
@@ -165,7 +171,12 @@ def _grid(*chunk: Any) -> dict[str, Any]:
 
 
 def _sharding(inner: Any, codecs: Any, index: Any = None, location: str = "end") -> dict[str, Any]:
-    configuration = {"chunk_shape": inner, "codecs": codecs, "index_codecs": index or BYTES, "index_location": location}
+    configuration = {
+        "chunk_shape": inner,
+        "codecs": codecs,
+        "index_codecs": index or BYTES,
+        "index_location": location,
+    }
     return {"codecs": [{"name": "sharding_indexed", "configuration": configuration}]}
 
 
@@ -267,7 +278,19 @@ BOMBS_3 = {
     "zstd": ([*BYTES, ZSTD], _zstd_zeros),
     "gzip_twice": ([*BYTES, GZIP, GZIP], _twice),
     "blosc": (
-        [*BYTES, {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0}}],
+        [
+            *BYTES,
+            {
+                "name": "blosc",
+                "configuration": {
+                    "cname": "lz4",
+                    "clevel": 5,
+                    "shuffle": "noshuffle",
+                    "typesize": 1,
+                    "blocksize": 0,
+                },
+            },
+        ],
         lambda: _blosc(2**31 - 1),
     ),
 }

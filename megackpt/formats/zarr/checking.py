@@ -81,7 +81,14 @@ def changed_records(store: Store, names: Iterable[str]) -> Iterator[Damage]:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as records:
                 bad = records.testzip()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+        except (
+            zipfile.BadZipFile,
+            OSError,
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+            EOFError,
+        ) as error:
             yield Damage(file=name, what=f"it is no whole zip file ({error})")
             continue
         if bad is not None:

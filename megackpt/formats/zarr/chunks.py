@@ -139,7 +139,7 @@ class ZarrChunks:
             raise
 
     def _look_at(self, array: ZarrArray, name: str, row: int) -> None:
-        """Make sure, once, that a file is a regular one, and that what it holds becomes no more than it may."""
+        """Make sure, once, that a file is a regular one, and expands to no more than it may."""
         chunk = self._number_in_file(array, row)
         with self._lock:
             if (name, chunk) in self._seen:

@@ -237,7 +237,7 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     if dtype != text and (dtype not in _BITS_IN_V3 or _BITS_IN_V3[dtype] != text):
         raise _refused(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
     key = ours.get("key", name)
-    if not isinstance(key, str) or not key.isprintable() and not _is_unicode(key):
+    if not isinstance(key, str) or not _is_unicode(key):
         raise _refused(where, f"its key {str(key)[:80]!r} is no text")
     spec = _spec(key, dtype, text, document.get("shape"), where)
     chunk = _extents(
