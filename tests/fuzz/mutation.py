@@ -30,7 +30,8 @@ from megackpt.testing.identical import difference
 Files = dict[str, bytes]
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.5, 1e308,
-    "", "..", "../x", "/etc/passwd", "a\0b", "\\", "\ud800", "x" * 300, [], [[]], {}, {"a": 1}, [2**62, 2**62],
+    "", "..", "../x", "/etc/passwd", "a\0b", "\\", "\ud800", "x" * 300, [], [[]], {}, {"a": 1},
+    [2**62, 2**62],
     {"$tensor": 0}, {"$dict": []}, {"$ndarray": 1}, [-1], [0], "0", "metadata.json",
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.mutation import Files, checkpoint, mutated, outcome
 
-EXAMPLES = 120
+EXAMPLES = 50
 BACKENDS = [("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
