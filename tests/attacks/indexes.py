@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
+from megackpt.storage import digest_of
 from tests.attacks.crafting import (
     NATIVE,
     TORCH_DIST,
     Place,
-    attack,
     attacks_with,
     edit_entry,
     edit_index,
@@ -219,17 +220,18 @@ def data_file_is_short(place: Place) -> None:
     os.truncate(place.one("data/*"), 4100)
 
 
-@attack(TORCH_DIST, "offsets of chunks lie beyond their files")
-def torch_dist_rows_beyond(place: Place) -> None:
+def torch_dist_rows(place: Place, offset: int) -> None:
+    """All chunks of a checkpoint with `.metadata` and an index lie at one offset of their files, or beyond."""
     note = place.one("megackpt-*.json")
     said = json.loads(note.read_bytes())
-    from safetensors.numpy import load, save
-
-    from megackpt.storage import digest_of
-
     file = place.directory / said["index"]["file"]
     columns = dict(load(file.read_bytes()))
-    columns["offset_bytes"] = columns["offset_bytes"].astype(np.int64) + 2**40
+    columns["offset_bytes"] = columns["offset_bytes"].astype(np.int64) % 64 + offset
     file.write_bytes(save(columns))
     entry = {"file": file.name, "nbytes": file.stat().st_size, "xxh3_128": digest_of(file.read_bytes())}
     note.write_text(json.dumps({**said, "index": entry}))
+
+
+attacks_with(
+    TORCH_DIST, "chunks lie {} their files", {"at_the_beginning_of": 0, "beyond": 2**40}, torch_dist_rows
+)
