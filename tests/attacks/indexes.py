@@ -16,6 +16,7 @@ from tests.attacks.crafting import (
     NATIVE,
     TORCH_DIST,
     Place,
+    attack,
     attacks_with,
     edit_entry,
     edit_index,
@@ -221,7 +222,7 @@ def data_file_is_short(place: Place) -> None:
 
 
 def torch_dist_rows(place: Place, offset: int) -> None:
-    """All chunks of a checkpoint with `.metadata` and an index lie at one offset of their files, or beyond."""
+    """All chunks begin near one offset of their files."""
     note = place.one("megackpt-*.json")
     said = json.loads(note.read_bytes())
     file = place.directory / said["index"]["file"]

@@ -135,7 +135,7 @@ def zarray_repeats_a_field(place: Place) -> None:
 
 @attack(ZARR_1, "an array is in another array")
 def array_in_an_array(place: Place) -> None:
-    shutil.copytree(place.directory / "half", place.directory / "block" / "0.0" / ".." / "half2")
+    shutil.copytree(place.directory / "half", place.directory / "block" / "half2")
     edit_json(place.directory / "block" / "half2" / ".zarray", shape=[2**40], chunks=[1])
 
 
