@@ -133,7 +133,7 @@ def zarray_repeats_a_field(place: Place) -> None:
     (place.directory / "half" / ".zarray").write_text('{"shape": [7],' + text[1:])
 
 
-@attack(ZARR_1, "an array is in another array")
+@attack(ZARR_1, "an array is in another array", is_another=True)
 def array_in_an_array(place: Place) -> None:
     shutil.copytree(place.directory / "half", place.directory / "block" / "half2")
     edit_json(place.directory / "block" / "half2" / ".zarray", shape=[2**40], chunks=[1])
