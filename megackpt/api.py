@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 
 from megackpt.comm import GivenGroup, Group, SingleProcess, subgroup_label, world_group
+from megackpt.engine.claims import check_claims
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.plan_cache import PlanCache
@@ -335,8 +336,10 @@ def load_plain_tensors(
     """
     trusted = options is not None and options.allow_unsafe_pickle
     with _Opened(checkpoint_dir) as store:
-        unreadable = open_checkpoint(store, allow_unsafe_pickle=trusted).unreadable
-        refuse_unreadable(unreadable, unreadable, where=store.location)
+        contents = open_checkpoint(store, allow_unsafe_pickle=trusted)
+        refuse_unreadable(contents.unreadable, contents.unreadable, where=store.location)
+        keys = [key for key, spec in contents.arrays.items() if spec.dtype != OBJECT]
+        check_claims(store, contents.chunks(keys), keys)
     arrays = load_tensors_metadata(checkpoint_dir, allow_unsafe_pickle=trusted)
     for entity in arrays.values():
         entity.init_data()

@@ -43,6 +43,7 @@ def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="test all 49 pairs of layouts, not a sample")
     parser.addoption("--thorough", action="store_true", help="all examples and kills, not a sample (minutes)")
+    parser.addoption("--all-attacks", action="store_true", help="put all attack directories before readers")
     parser.addoption("--interop", action="store_true", help="run the whole interop matrix (minutes)")
 
 

@@ -84,6 +84,10 @@ def tensor_of_octets(data: bytes | bytearray | memoryview) -> torch.Tensor:
     return tensor
 
 
+_REPEATED_BYTES = 1 << 30
+_MOST_REPEATS = 64
+
+
 def _encode_tensor(value: torch.Tensor, writing: Writing) -> Json:
     fault = _fault_of_tensor(value)
     if fault:
@@ -114,6 +118,9 @@ def _fault_of_tensor(value: torch.Tensor) -> str | None:
         return "A tensor that requires grad would come back without it. Save value.detach()."
     if value.dtype not in PORTABLE_DTYPES and value.dtype not in _RAW_NAMES:
         return f"Tensors of {value.dtype} are not supported. Save value.view(torch.uint8), or convert it."
+    nbytes = value.numel() * value.element_size()
+    if nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * value.untyped_storage().nbytes()):
+        return f"A tensor that repeats its elements would take {nbytes:,} bytes. Save the elements once."
     if value.dim() > MAX_DIMS:
         return f"A tensor of {value.dim()} dims is more than {MAX_DIMS}. Save value.flatten() and its shape."
     return None

@@ -23,7 +23,7 @@ from megackpt.engine.agree_on_load import check_alike, check_exchange, exchange_
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
-from megackpt.engine.read import read_chunk, read_tensors
+from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError, truncated_list
 from megackpt.formats.registry import load_strategy
@@ -234,6 +234,8 @@ class _Prepared:
             if tensor.key in padded and tensor.data is not None:
                 tensor.data.detach().zero_()
         if exchange is not None and exchange.group.size > 1:
+            for row in self.object_rows:
+                probe_chunk(self.chunks, row)
             lengths = self.chunks.table.nbytes[self.object_rows].tolist()
             blobs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
             wanted = Wanted(self.requested, self.tensors, blobs)

@@ -17,6 +17,7 @@ import torch
 from megackpt.engine.device_copies import Uploads
 from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in, source_block, target_block
 from megackpt.engine.workers import do_all
+from megackpt.errors import FormatError
 from megackpt.formats.strategy import Chunks, LiesInFiles, Part
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
@@ -24,6 +25,8 @@ from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import BlockCopy, Copies, Reads, group_reads, plan_reads
 from megackpt.storage import COMMON_POOL, LENT_BYTES
+
+_PROBED_BYTES = 1024 * 1024
 
 STRAIGHT_BYTES = 256 * 1024
 """Shorter reads are worth being joined with their neighbours, even if a copy more is made of them."""
@@ -50,9 +53,36 @@ def read_tensors(
         do_all(reader.jobs(reads), threads=options.threads, name="megackpt-read")
 
 
+def probe_chunk(chunks: Chunks, row: int) -> None:
+    """Refuse a long chunk whose file is shorter than its index says, before memory is taken for it.
+
+    Raises:
+        FormatError: the file ends before.
+    """
+    nbytes = int(chunks.table.nbytes[row])
+    if nbytes > _PROBED_BYTES:
+        chunks.read_into(row, nbytes - 1, memoryview(bytearray(1)), verify=False)
+
+
 def read_chunk(chunks: Chunks, row: int) -> bytes:
-    """Return the bytes of a whole (small) chunk, checked."""
-    data = bytearray(int(chunks.table.nbytes[row]))
+    """Return the bytes of a whole (small) chunk, checked.
+
+    Raises:
+        FormatError: it is longer than its file, or than memory.
+        IntegrityError: its bytes are not those that were saved.
+    """
+    nbytes = int(chunks.table.nbytes[row])
+    probe_chunk(chunks, row)
+    try:
+        data = bytearray(nbytes)
+    except MemoryError as error:
+        where = chunks.describe(row)
+        raise FormatError(
+            f"{where}: its {nbytes:,} bytes do not fit into memory. If it was not saved so large, it is "
+            f"damaged.",
+            key=chunks.table.arrays[int(chunks.table.array[row])].key,
+            path=where,
+        ) from error
     chunks.read_into(row, 0, memoryview(data), verify=True)
     return bytes(data)
 

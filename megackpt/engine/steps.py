@@ -133,9 +133,10 @@ class LocalPlaces:
         return [name for name in names if (self._root / name / MANIFEST).is_file()]
 
     def is_leftover(self, name: str) -> bool:
-        """Say whether it is one; a link never is."""
+        """Say whether it is one; a link never is, nor what has anything else under the name of a commit."""
         entry = self._root / name
-        return not entry.is_symlink() and is_leftover(LocalStore(entry))
+        has_commit = os.path.lexists(entry / MANIFEST)  # maybe as a pipe, which a store would refuse
+        return not entry.is_symlink() and not has_commit and is_leftover(LocalStore(entry))
 
     def open(self, name: str) -> Store:
         """Return the store of a directory."""

@@ -13,15 +13,19 @@ import numpy as np
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.strategy import MANIFEST, Json
+from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
     StoredChunks,
     block_counts,
     column,
+    integers,
     unpack_columns,
     unpack_strings,
 )
 from megackpt.storage import Store, check_name, digest_of
+
+_MOST_BYTES = 2**62
 
 
 def write_small(store: Store, name: str, data: bytes) -> Json:
@@ -78,15 +82,43 @@ def read_index(store: Store, said: Json, *, holder: str = MANIFEST) -> StoredChu
     columns = unpack_columns(data, where=where)
     table = ChunkTable.from_columns(columns, where=where)
     files = unpack_strings(columns, "file_name", where=where)
-    file = column(columns, "file", where=where, length=len(table))
-    offset = column(columns, "offset_bytes", where=where, length=len(table))
+    file = integers(columns, "file", where=where, length=len(table))
+    offset = integers(columns, "offset_bytes", where=where, length=len(table))
+    if np.any(table.nbytes < 0) or np.any(table.nbytes > _MOST_BYTES):
+        raise FormatError(f"{where}: a chunk has an impossible length. The index is damaged.", path=where)
     blocks = block_counts(table.nbytes)
     digests = column(columns, "digest", where=where, length=int(blocks.sum())).astype(np.uint64, copy=False)
     for name in files:
         check_name(name, location=store.location)
-    if np.any(file < 0) or np.any(file >= len(files)) or np.any(offset < 0) or np.any(table.nbytes < 0):
-        raise FormatError(f"{where}: a chunk lies in no file. The index is damaged.", path=where)
+    check_places(table, file, offset, files=len(files), where=where)
     return StoredChunks(table, file, offset, np.cumsum(blocks) - blocks, digests, tuple(files))
+
+
+def check_places(table: ChunkTable, file: Ints, offset: Ints, *, files: int, where: str) -> None:
+    """Refuse chunks that lie in none of so many files, or on each other.
+
+    file and offset are those of each chunk, `[n]`.
+
+    Raises:
+        FormatError: there are such; where names the index.
+    """
+    outside = (file < 0) | (file >= files)
+    # Twice this fits, so that ends can be compared.
+    outside |= (offset < 0) | (offset > _MOST_BYTES) | (table.nbytes < 0) | (table.nbytes > _MOST_BYTES)
+    if outside.any():
+        raise FormatError(f"{where}: a chunk lies in no file. The index is damaged.", path=where)
+    some = np.flatnonzero(table.nbytes)
+    order = some[np.lexsort((offset[some], file[some]))]
+    overlaps = (np.diff(file[order]) == 0) & (np.diff(offset[order]) < table.nbytes[order[:-1]])
+    if overlaps.any():
+        first, second = order[int(overlaps.argmax()) :][:2].tolist()
+        keys = [table.arrays[int(table.array[row])].key for row in (first, second)]
+        raise FormatError(
+            f"{where}: {keys[0]!r} {table.describe(first)} and {keys[1]!r} {table.describe(second)} lie on "
+            f"the same bytes of a file. The index is damaged; load another checkpoint.",
+            key=keys[0],
+            path=where,
+        )
 
 
 def check_files(store: Store, stored: StoredChunks, *, prefix: str = "") -> None:

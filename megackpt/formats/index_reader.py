@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import FormatError
 from megackpt.formats.index_blocks import RowBlocks, digests_of, runs_of
-from megackpt.formats.index_file import entry_of, read_index
+from megackpt.formats.index_file import check_places, entry_of, read_index
 from megackpt.formats.index_head import IndexHead, Marks, marked_ranges, read_head
 from megackpt.formats.index_layout import ROW_COLUMNS
 from megackpt.formats.strategy import MANIFEST, Json
@@ -157,15 +156,7 @@ class PartialIndex:
         """Return the chosen rows with the names of their files and their digests, which are read."""
         head = self._head
         table, file, offset = table.take(rows), rest["file"][rows], rest["offset_bytes"][rows]
-        if (
-            np.any(file < 0)
-            or np.any(file >= len(head.file_ends))
-            or np.any(offset < 0)
-            or np.any(table.nbytes < 0)
-        ):
-            raise FormatError(
-                f"{head.where}: a chunk lies in no file. The index is damaged.", path=head.where
-            )
+        check_places(table, file, offset, files=len(head.file_ends), where=head.where)
         used, file = np.unique(file, return_inverse=True)
         names = head.file_names(used)
         for name in names:

@@ -12,7 +12,6 @@ import io
 import logging
 import pathlib
 import pickle
-import pickletools
 import re
 import signal
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from megackpt.errors import CheckpointError, FormatError, UnserializableError
+from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, RefusedValueError, no_bytes, plain_values, stand_ins
 
 log = logging.getLogger(__name__)
@@ -47,53 +47,6 @@ _IN_COMMON_STATE = {
 
 # What makes dtypes and arrays; numpy.dtypes has a class for each dtype.
 _DISPLACED = (*STAND_INS, "numpy.dtypes.")
-
-
-def check_opcodes(data: bytes) -> None:
-    """Refuse a pickle that would make the C unpickler take memory beyond its own size.
-
-    Numbers of the memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and
-    lengths are believed before the bytes are there.
-
-    Raises:
-        pickle.UnpicklingError: it is such a pickle, or not a whole one.
-
-    Source: the opcodes of Python's pickletools.
-    """
-    position, end = 0, len(data)
-    while position < end:
-        code = data[position]
-        kind = _ARGUMENTS.get(code)
-        position += 1
-        if kind is None:
-            raise pickle.UnpicklingError(f"unknown opcode {code}")
-        if code == ord("."):
-            return
-        begin = position
-        if kind >= 0:
-            position += kind
-        elif kind == pickletools.UP_TO_NEWLINE:
-            for _ in range(2 if code in b"ci" else 1):
-                position = data.find(b"\n", position) + 1 or end + 1
-        else:
-            width = _COUNT_BYTES[kind]
-            position += width + int.from_bytes(data[position : position + width], "little")
-        number = data[begin:position]
-        if code == ord("r") and int.from_bytes(number, "little") > end:
-            raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
-        if code == ord("p") and (not number.strip().isdigit() or len(number) > 12 or int(number) > end):
-            raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
-    raise pickle.UnpicklingError("the pickle has no end")
-
-
-_ARGUMENTS = {ord(o.code): o.arg.n if o.arg is not None else 0 for o in pickletools.opcodes}
-_ARGUMENTS |= {ord(code): pickletools.UP_TO_NEWLINE for code in "ci"}
-_COUNT_BYTES = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
 
 
 class Inert:
@@ -122,6 +75,7 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
     try:
         if allow_unsafe:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        check_archive(data)
         return _load_safely(data)
     except CheckpointError:
         raise

@@ -11,6 +11,7 @@ from megackpt.metadata.chunk_table import (
 from megackpt.metadata.columns import (
     Column,
     column,
+    integers,
     narrow_dtype,
     pack_columns,
     pack_strings,
@@ -48,6 +49,7 @@ __all__ = [
     "column",
     "decode_arrays",
     "decode_declarations",
+    "integers",
     "itemsizes",
     "lists_of",
     "merge_declarations",

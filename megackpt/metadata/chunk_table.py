@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megackpt.errors import FormatError
 from megackpt.geometry import Ints
-from megackpt.metadata.columns import Column, column, pack_strings, unpack_strings
+from megackpt.metadata.columns import Column, column, integers, pack_strings, unpack_strings
 from megackpt.metadata.dtypes import DTYPES, OBJECT
 from megackpt.metadata.row_numbers import row_numbers
 
@@ -137,8 +137,8 @@ class ChunkTable:
         """
         rows = len(column(columns, "array", where=where))
         per_row = {
-            name: column(columns, name, where=where, length=rows)
-            for name in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
+            name: integers(columns, name, where=where, length=rows, dims=dims)
+            for name, dims in _ROW_DIMS.items()
         }
         decoded = _decode_arrays(columns, where, {} if known is None else known)
         return cls.of_rows(decoded, per_row, where=where)
@@ -198,6 +198,8 @@ class DecodedArrays:
 KnownArrays = dict[tuple[bytes, ...], DecodedArrays]
 """Lists of arrays decoded so far, by the bytes of the columns that hold them."""
 
+_ROW_DIMS = {"array": 1, "start": 2, "shape": 2, "flat_start": 1, "flat_stop": 1, "nbytes": 1}
+
 _ARRAY_COLUMNS = ("key.utf8", "key.ends", "dtype.utf8", "dtype.ends", "ndim", "global_shape")
 
 
@@ -219,8 +221,8 @@ def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays
     """
     keys = unpack_strings(columns, "key", where=where)
     dtypes = unpack_strings(columns, "dtype", where=where)
-    whole = column(columns, "global_shape", where=where, length=len(keys))
-    ndim = column(columns, "ndim", where=where, length=len(keys)).astype(np.int64)
+    whole = integers(columns, "global_shape", where=where, length=len(keys), dims=2)
+    ndim = integers(columns, "ndim", where=where, length=len(keys))
     if len(dtypes) != len(keys) or whole.ndim != 2 or np.any(ndim > whole.shape[1]):
         raise FormatError(f"{where}: the arrays' dtypes or shapes do not fit their keys.", path=where)
     arrays = tuple(

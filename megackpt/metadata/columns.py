@@ -33,7 +33,7 @@ def unpack_columns(data: bytes, *, where: str) -> dict[str, Column]:
     """
     try:
         columns = load_safetensors(data)
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         raise FormatError(
             f"{where}: not a table of columns ({error}). The file is damaged.", path=where
         ) from error
@@ -53,8 +53,11 @@ def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> l
     Raises:
         FormatError: the columns are missing or do not fit each other, or the bytes are not UTF-8.
     """
-    blob = column(columns, f"{name}.utf8", where=where).tobytes()
-    ends = column(columns, f"{name}.ends", where=where)
+    text = column(columns, f"{name}.utf8", where=where)
+    ends = integers(columns, f"{name}.ends", where=where)
+    if text.dtype != np.uint8 or text.ndim != 1:
+        raise FormatError(f"{where}: {name!r} is no text. The file is damaged.", path=where)
+    blob = text.tobytes()
     if len(ends) and (np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(blob)):
         raise FormatError(
             f"{where}: the ends of {name!r} do not fit its text. The file is damaged.", path=where
@@ -75,12 +78,34 @@ def column(columns: Mapping[str, Column], name: str, *, where: str, length: int 
     if name not in columns:
         raise FormatError(f"{where}: column {name!r} is missing. The file is damaged.", path=where)
     found = columns[name]
+    if not found.ndim or found.dtype.kind not in "biu":
+        raise FormatError(
+            f"{where}: column {name!r} holds no rows of integers. The file is damaged.", path=where
+        )
     if length is not None and len(found) != length:
         raise FormatError(
             f"{where}: column {name!r} has {len(found)} rows instead of {length}. The file is damaged.",
             path=where,
         )
     return found
+
+
+def integers(
+    columns: Mapping[str, Column], name: str, *, where: str, length: int | None = None, dims: int = 1
+) -> npt.NDArray[np.int64]:
+    """Return one column of so many dims as int64.
+
+    Raises:
+        FormatError: it is missing, has another length or number of dims, or does not hold such numbers.
+    """
+    found = column(columns, name, where=where, length=length)
+    if found.ndim != dims or found.dtype.kind == "b" or found.dtype == np.uint64:
+        raise FormatError(
+            f"{where}: column {name!r} is {found.dtype} in {found.ndim} dims instead of integers in {dims}. "
+            f"The file is damaged.",
+            path=where,
+        )
+    return found.astype(np.int64, copy=False)
 
 
 def narrow_dtype(values: Column) -> np.dtype[Any]:

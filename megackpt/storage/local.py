@@ -116,7 +116,10 @@ class LocalStore:
             nbytes = os.fstat(descriptor).st_size
             if nbytes > max_bytes:
                 raise too_large(self._files.path(name), nbytes, max_bytes)
-            data = bytearray(nbytes)
+            try:
+                data = bytearray(nbytes)
+            except MemoryError:  # the file is a hole, or max_bytes somebody's claim
+                raise too_large(self._files.path(name), nbytes, max_bytes) from None
             fill_cached(descriptor, self._files.path(name), 0, memoryview(data))
             return bytes(data)
         finally:

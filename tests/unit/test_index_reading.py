@@ -152,7 +152,7 @@ def test_a_chunk_is_found_wherever_it_begins(first: int) -> None:
         (ArraySpec("w", "int8", (first + 1,)),), zeros, column[:, None], shape[:, None], zeros, shape, shape
     )
     digests = np.zeros(int(block_counts(shape).sum()), np.uint64)
-    stored = StoredChunks(table, zeros, zeros, np.array([0, len(digests) - 1]), digests, ("data/0",))
+    stored = StoredChunks(table, zeros, column, np.array([0, len(digests) - 1]), digests, ("data/0",))
     store = MemoryStore()
     said = {"index": write_index(store, "index", stored)}
     index = index_reader.open_index(store, said, whole_bytes=0)

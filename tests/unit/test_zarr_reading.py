@@ -292,21 +292,24 @@ def test_documents_of_version_3_that_lie_are_refused(tmp_path: Path) -> None:
             assert isinstance(refused.value, FormatError), (field, value, refused.value)
 
 
-def test_a_tiny_shard_cannot_claim_billions_of_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("extent", "text"), [(2**25, "more than the 4,194,304"), (2**10, "too short to hold")]
+)
+def test_a_tiny_shard_cannot_claim_billions_of_chunks(tmp_path: Path, extent: int, text: str) -> None:
     array = saved(tmp_path, 3)
     document = array / "zarr.json"
     right = json.loads(document.read_text())
-    right["shape"] = [2**25, 2**25]
-    right["chunk_grid"]["configuration"]["chunk_shape"] = [2**25, 2**25]
+    right["shape"] = [extent, extent]
+    right["chunk_grid"]["configuration"]["chunk_shape"] = [extent, extent]
     right["codecs"][0]["configuration"]["chunk_shape"] = [1, 1]
     document.write_text(json.dumps(right))
-    with pytest.raises(FormatError, match="too short to hold"):
-        load_plain_tensors_metadata_then_chunks(tmp_path)
+    with pytest.raises(FormatError, match=text):
+        load_plain_tensors_metadata_then_chunks(tmp_path, extent)
 
 
-def load_plain_tensors_metadata_then_chunks(directory: Path) -> None:
+def load_plain_tensors_metadata_then_chunks(directory: Path, extent: int) -> None:
     part = ShardedTensor(
-        "a", torch.zeros(1, 1, dtype=torch.int32), torch.int32, (1, 1), (2**25, 2**25), (0, 0)
+        "a", torch.zeros(1, 1, dtype=torch.int32), torch.int32, (1, 1), (extent, extent), (0, 0)
     )
     load({"a": part}, directory)
 

@@ -67,7 +67,7 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
 def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
     """Find common state that the commit has lost its entry of; without tensors it may seem to need none."""
     entries = [manifest.get(entry) for entry in ("common", "common_tensors")]
-    named = {entry["file"] for entry in entries if isinstance(entry, dict) and "file" in entry}
+    named = [entry["file"] for entry in entries if isinstance(entry, dict) and "file" in entry]
     for name in store.names("common-"):
         if names.attempt_of(name) == manifest.get("attempt") and name not in named:
             yield Damage(file=MANIFEST, what=f"it does not name {name!r}, which is of its attempt")

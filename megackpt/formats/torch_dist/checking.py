@@ -92,6 +92,8 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
 def _fault_of(store: Store, name: str, frame: Frame, raw: int) -> tuple[str, int, int] | None:
     """Say what is wrong around a tensor whose bytes begin at raw, and from where to where."""
     head = bytearray(len(frame.head))
+    if raw < len(head):
+        return "the tensor begins where no room is for the zip records before it", 0, raw
     store.read_into(name, raw - len(head), memoryview(head))
     if head != frame.head:
         return "the zip records before the tensor are not those that were saved", raw - len(head), raw

@@ -149,8 +149,10 @@ class Described:
         for name, entry in self._entries.items():
             if not isinstance(name, str) or not name.isprintable():
                 _check_unicode(name, self._where)
-            if not isinstance(entry, BytesStorageMetadata):
+            if isinstance(entry, TensorStorageMetadata):
                 continue
+            if not isinstance(entry, BytesStorageMetadata):
+                raise self._damaged(name, f"it is a {type(entry).__name__}, neither a tensor nor an object")
             match = _UNIQUE_KEY.fullmatch(name)
             placed = _place(match["offset"], match["shape"]) if match else None
             if match and placed:

@@ -34,6 +34,9 @@ PLAIN_OBJECT = 0
 LISTED_OBJECT = 1
 """First byte of an object's chunk: whether its item holds it, or a list of it alone."""
 
+_REPEATED_BYTES = 64 * 1024 * 1024
+"""What a tensor that repeats fewer elements, by its strides, may take when it is written out."""
+
 KEPT_ITEMS = 4
 """Items loaded whole that are kept: as many as are usually read at once."""
 
@@ -204,6 +207,13 @@ def _row_major(found: Any, item: Item, where: str) -> memoryview:
         raise FormatError(
             f"{where}: it holds {said}, not a dense tensor {item.shape} of torch.{item.dtype}. The "
             f"checkpoint is damaged.",
+            key=item.name,
+            path=item.file,
+        )
+    nbytes = math.prod(item.shape) * DTYPES[item.dtype].itemsize
+    if nbytes > max(_REPEATED_BYTES, 2 * item.nbytes):
+        raise FormatError(
+            f"{where}: it repeats its {item.nbytes:,} bytes over {nbytes:,}. The checkpoint is damaged.",
             key=item.name,
             path=item.file,
         )

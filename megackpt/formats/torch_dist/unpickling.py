@@ -20,7 +20,8 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 import torch.distributed.checkpoint.planner as dcp_planner
 
 from megackpt.errors import FormatError
-from megackpt.formats.safe_pickle import ADVICE, check_opcodes, inert
+from megackpt.formats.pickle_limits import check_opcodes
+from megackpt.formats.safe_pickle import ADVICE, inert
 
 _OF_TORCH: dict[Any, tuple[str, ...]] = {
     dcp_metadata: (

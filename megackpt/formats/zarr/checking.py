@@ -32,6 +32,8 @@ def missing_chunks(arrays: Iterable[ZarrArray], listed: Collection[str]) -> Iter
     files = set(listed)
     for array in arrays:
         cells = math.prod(array.file_extents)
+        if not cells:
+            continue
         if cells > _MOST_CELLS:
             what = f"it is of {cells:,} files, which no array has. Its document is damaged"
             yield Damage(file=array.path, key=array.spec.key, what=what)
@@ -79,7 +81,14 @@ def changed_records(store: Store, names: Iterable[str]) -> Iterator[Damage]:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as records:
                 bad = records.testzip()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (
+            zipfile.BadZipFile,
+            OSError,
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+            EOFError,
+        ) as error:
             yield Damage(file=name, what=f"it is no whole zip file ({error})")
             continue
         if bad is not None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.strategy import FileRanges
 from megackpt.formats.zarr.described import ZarrArray
+from megackpt.formats.zarr.expanding import LARGE_BYTES, Packing, check_file, packing_of
 from megackpt.formats.zarr.files import ArrayCodec, Elements, unreadable
 from megackpt.formats.zarr.library import open_array, tensorstore
 from megackpt.geometry import Ints, rectangles_of
@@ -30,6 +31,10 @@ from megackpt.storage import LocalStore, Store
 CACHE_BYTES = 16 * 1024 * 1024
 """Decoded chunks and shard indices that tensorstore keeps, so that reads of one chunk decode it once.
 Resident memory was seen to grow by up to three times this."""
+
+MOST_CHUNKS = 1 << 22
+"""Chunks of one array, those in shards counted: their number is a document's claim, and each takes a row of a
+table. Of chunks of a megabyte it is an array of 4 TiB."""
 
 _OPEN_FILES = 8  # of stores other than directories, whose files are held in memory whole
 _INDEX_ENTRY_BYTES = 16  # of a shard, for each chunk in it
@@ -78,7 +83,13 @@ class ZarrChunks:
         self.place = self._places()
         self._reader: _Reader | None = None
         self._lock = threading.Lock()
-        self._seen: set[str] = set()
+        self._seen: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
+        self._packings: dict[int, Packing] = {}  # by number of the array
+        for row, number in enumerate(self.table.array.tolist()):
+            held_array = self._held[number]
+            is_packed = isinstance(held_array, ZarrArray) and not held_array.is_raw
+            if is_packed and self._packing(row).chunk_nbytes > LARGE_BYTES:  # refused before it is planned
+                self._look_at(held_array, self._name(row), row)
 
     def describe(self, row: int) -> str:
         """Name the file."""
@@ -117,7 +128,7 @@ class ZarrChunks:
             if isinstance(held, StoredObjects):
                 self._store.read_into(name, start, out)
                 return
-            self._look_at(held, name)
+            self._look_at(held, name, row)
             if held.is_raw and self._is_prefix(held, row):
                 self._store.read_into(name, start, out)
             else:
@@ -127,10 +138,11 @@ class ZarrChunks:
                 error.key = held.spec.key
             raise
 
-    def _look_at(self, array: ZarrArray, name: str) -> None:
-        """Make sure, once, that a file is a regular one, and is as long as raw elements are."""
+    def _look_at(self, array: ZarrArray, name: str, row: int) -> None:
+        """Make sure, once, that a file is a regular one, and expands to no more than it may."""
+        chunk = self._number_in_file(array, row)
         with self._lock:
-            if name in self._seen:
+            if (name, chunk) in self._seen:
                 return
         try:
             nbytes = self._store.size(name)
@@ -144,8 +156,27 @@ class ZarrChunks:
                 key=array.spec.key,
                 path=f"{self._store.location}/{name}",
             )
+        if not array.is_raw:
+            check_file(self._store, array, self._packing(row), name, chunk)
         with self._lock:
-            self._seen.add(name)
+            self._seen.add((name, chunk))
+
+    def _packing(self, row: int) -> Packing:
+        number = int(self.table.array[row])
+        if number not in self._packings:
+            array = self._held[number]
+            assert isinstance(array, ZarrArray)
+            self._packings[number] = packing_of(array)
+        return self._packings[number]
+
+    def _number_in_file(self, array: ZarrArray, row: int) -> int:
+        """Return which chunk of its file a chunk is, counted row-major."""
+        number = 0
+        for start, chunk, inner in zip(
+            self.table.start[row].tolist(), array.grid.chunk, array.grid.inner, strict=False
+        ):
+            number = number * (chunk // inner) + start % chunk // inner
+        return number
 
     def _is_prefix(self, array: ZarrArray, row: int) -> bool:
         """Say whether the elements of a clipped chunk lie together at the beginning of its file."""
@@ -273,13 +304,23 @@ def _missing(store: Store, array: ZarrArray, name: str) -> FormatError:
 
 def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
     """Refuse an array with a file missing, before its chunks are counted: their number is anybody's claim."""
+    cells, inside = math.prod(array.file_extents), _chunks_in_file(array)
+    if cells * inside > MOST_CHUNKS:
+        where = f"{store.location}/{array.path}"
+        raise FormatError(
+            f"{array.spec.key!r}: {where} says that it has {cells * inside:,} chunks, more than the "
+            f"{MOST_CHUNKS:,} that an array may have. Its document is damaged; or store it in larger chunks.",
+            key=array.spec.key,
+            path=where,
+        )
+    if not cells:  # `product` would still make lists of the other extents
+        return
     first = None
     for cell in product(*map(range, array.file_extents)):
         name = array.path + array.leaf(cell)
         if name not in files:
             raise _missing(store, array, name)
         first = first or name
-    inside = math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
     if first is not None and inside > 1 and store.size(first) < inside * _INDEX_ENTRY_BYTES:
         raise FormatError(
             f"{array.spec.key!r}: {store.location}/{first} is too short to hold {inside:,} chunks. It was "
@@ -288,6 +329,10 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
             key=array.spec.key,
             path=f"{store.location}/{first}",
         )
+
+
+def _chunks_in_file(array: ZarrArray) -> int:
+    return math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
 
 
 def _table(store: Store, held: Sequence[ZarrArray | StoredObjects]) -> ChunkTable:
@@ -321,6 +366,9 @@ def _table(store: Store, held: Sequence[ZarrArray | StoredObjects]) -> ChunkTabl
 
 def _chunks_of(array: ZarrArray) -> tuple[Ints, Ints]:
     """Return start and shape of each chunk, clipped to the array, `[n, dims]`, in row-major order."""
+    if not array.spec.numel:
+        none = np.zeros((0, len(array.spec.global_shape)), np.int64)
+        return none, none
     whole = np.array(array.spec.global_shape, np.int64)
     inner = np.array(array.grid.inner, np.int64)
     counts = [-(-n // i) for n, i in zip(array.spec.global_shape, array.grid.inner, strict=True)]

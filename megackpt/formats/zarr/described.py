@@ -232,10 +232,12 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     ours = ours if isinstance(ours, dict) else {}
     text = document.get("data_type")
     dtype = ours.get("dtype", text)
+    if not isinstance(dtype, str):
+        raise _refused(where, f"dtype {str(dtype)[:80]!r} is no text")
     if dtype != text and (dtype not in _BITS_IN_V3 or _BITS_IN_V3[dtype] != text):
         raise _refused(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
     key = ours.get("key", name)
-    if not isinstance(key, str):
+    if not isinstance(key, str) or not _is_unicode(key):
         raise _refused(where, f"its key {str(key)[:80]!r} is no text")
     spec = _spec(key, dtype, text, document.get("shape"), where)
     chunk = _extents(
@@ -284,6 +286,14 @@ def _spec(key: str, dtype: Any, text: Any, shape: Any, where: str) -> ArraySpec:
     if not _are_sizes(shape, least=0) or max([0, *shape]) > MAX_NUMEL or math.prod(shape) > MAX_NUMEL:
         raise _refused(where, f"shape {str(shape)[:80]} is none that an array can have")
     return ArraySpec(key, dtype, tuple(shape))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _extents(sizes: Any, spec: ArraySpec, where: str) -> tuple[int, ...]:

@@ -49,7 +49,8 @@ def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) ->
     }
     try:
         return tensorstore().open(spec, context=context, open=True, assume_metadata=True).result()
-    except ValueError as error:
+    # Of values that have no place in C++, too.
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:
         raise FormatError(
             f"{array.spec.key!r}: tensorstore refuses the document in {array.path!r}: {str(error)[:300]}. "
             f"The file is damaged, or of a kind of zarr array that cannot be loaded.",

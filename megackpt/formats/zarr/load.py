@@ -90,8 +90,12 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
             continue
         where = f"{store.location}/{name}"
         document = parse_document(store.read(name, max_bytes=MAX_DOCUMENT_BYTES), where=where)
-        if document.get("node_type") != "array":
+        if document.get("node_type") == "group":
             continue
+        if document.get("node_type") != "array":
+            raise FormatError(
+                f"{where}: it describes neither an array nor a group. The file is damaged.", path=where
+            )
         array = parse_v3(document, name=path.removeprefix(directory).rstrip("/"), path=path, where=where)
         if array.spec.key in found:
             raise FormatError(

@@ -305,6 +305,13 @@ def _directories(manifest: Json, where: str) -> tuple[str, str]:
             )
         check_name(name, location=where)
         found.append(f"{name}/")
+    attempt = str(manifest.get("attempt"))
+    if found != [names.arrays_directory(attempt), names.objects_directory(attempt)]:
+        raise FormatError(
+            f"{where}/{MANIFEST} is of attempt {attempt:.80}, and its arrays and objects are in "
+            f"{found[0]:.200} and {found[1]:.200}. The file is damaged, or of another checkpoint.",
+            path=f"{where}/{MANIFEST}",
+        )
     return found[0], found[1]
 
 

@@ -1,0 +1,191 @@
+"""What a pickle, and the zip file around it, may claim, checked before anything is made of them.
+
+Owns bounds of memory, depth and repetition; an unpickler believes every length, and Python's own hashes and
+comparisons follow nested tuples without a bound. Which classes a pickle may name is `safe_pickle`'s.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+
+_MOST_DEPTH = 500  # values of real checkpoints are nested a few dozen deep
+_MOST_WEIGHT = 1 << 24  # values in one value, each as often as it stands there, beyond a few for each byte
+_ZIP = b"PK\3\4"
+
+# Opcodes by what they do to the stack, as far as it matters how deep a value is.
+_MARK = ord("(")
+_TUPLES = {ord(")"): 0, 0x85: 1, 0x86: 2, 0x87: 3}
+_TO_MARK = frozenset(b"tldeuoi\x90\x91")
+_ON_TOP = frozenset(b"eu\x90")  # put what lies above the mark into what lies below
+_PUTS = frozenset(b"pqr")
+_GETS = frozenset(b"ghj")
+_POPS_TWO = frozenset(b"Rb\x81a")  # the second of them stays, with the first in it
+_POP, _POP_MARK, _DUP, _SETITEM = b"012s"
+_MEMOIZE, _NEWOBJ_EX, _STACK_GLOBAL = 0x94, 0x92, 0x93
+
+
+def check_opcodes(data: bytes) -> None:
+    """Refuse a pickle that would take memory beyond its own size, or stack or time beyond all measure.
+
+    Numbers of the memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and
+    lengths are believed before the bytes are there. Tuples in tuples, 100,000 deep or each twice in the next,
+    end the process when they are hashed, or never.
+
+    Raises:
+        pickle.UnpicklingError: it is such a pickle, or not a whole one.
+
+    Source: the opcodes of Python's pickletools.
+    """
+    position, end = 0, len(data)
+    values = _Values(most=4 * end + _MOST_WEIGHT)
+    # Most opcodes push something plain; to call a function for each would double the time.
+    arguments, plain, stack = _ARGUMENTS, _PUSH_PLAIN, values.stack
+    while position < end:
+        code = data[position]
+        kind = arguments.get(code)
+        position += 1
+        if kind is None:
+            raise pickle.UnpicklingError(f"unknown opcode {code}")
+        if code == 46:  # "."
+            return
+        begin = position
+        if kind >= 0:
+            position += kind
+        elif kind == pickletools.UP_TO_NEWLINE:
+            for _ in range(2 if code in b"ci" else 1):
+                position = data.find(b"\n", position) + 1 or end + 1
+        else:
+            width = _COUNT_BYTES[kind]
+            position += width + int.from_bytes(data[position : position + width], "little")
+        if code in plain:
+            stack.append(_PLAIN)
+            continue
+        if code in _NUMBERED:
+            number = _number(code, data[begin:position])
+            if number > end:
+                raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
+            values.number = number
+        values.take(code)
+    raise pickle.UnpicklingError("the pickle has no end")
+
+
+_ARGUMENTS = {ord(o.code): o.arg.n if o.arg is not None else 0 for o in pickletools.opcodes}
+_ARGUMENTS |= {ord(code): pickletools.UP_TO_NEWLINE for code in "ci"}
+_NUMBERED = _PUTS | _GETS
+_PUSH_PLAIN = frozenset(
+    ord(o.code)
+    for o in pickletools.opcodes
+    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghj"
+)
+_COUNT_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+def _number(code: int, argument: bytes) -> int:
+    """Return a number of the memo."""
+    if code in b"pg":
+        text = argument.strip()
+        if not text.isdigit() or len(text) > 12:
+            raise pickle.UnpicklingError("a number of the memo is larger than the pickle")
+        return int(text)
+    return int.from_bytes(argument, "little")
+
+
+class _Values:
+    """How deep and heavy the values on an unpickler's stack would be.
+
+    A container that grows after the memo took it counts there as it was: it cannot be hashed, so only
+    the values that are made whole at once matter.
+    """
+
+    def __init__(self, *, most: int) -> None:
+        self.number = 0  # the argument of the opcode, of those that read or write the memo
+        self._most = most
+        self.stack: list[tuple[int, int]] = []  # depth and weight of each
+        self._marks: list[int] = []
+        self._memo: dict[int, tuple[int, int]] = {}
+
+    def take(self, code: int) -> None:
+        """Do what an opcode does."""
+        stack = self.stack
+        if code in _PUTS:
+            self._memo[self.number] = stack[-1] if stack else _PLAIN
+        elif code in _GETS:
+            stack.append(self._memo.get(self.number, _PLAIN))
+        elif code == _MARK:
+            self._marks.append(len(stack))
+            if len(self._marks) > _MOST_DEPTH:
+                raise pickle.UnpicklingError(f"values are nested more than {_MOST_DEPTH} deep")
+        elif code in _TUPLES:
+            count = _TUPLES[code]
+            self._push(stack[len(stack) - count :] if count else [], count)
+        elif code in _TO_MARK:
+            at = self._marks.pop() if self._marks else 0
+            held = stack[at:]
+            if code in _ON_TOP and at:
+                held, at = stack[at - 1 :], at - 1
+            self._push(held, len(stack) - at)
+        elif code == _MEMOIZE:
+            self._memo[len(self._memo)] = stack[-1] if stack else _PLAIN
+        elif code in _POPS_TWO:
+            self._push(stack[-2:], 2)
+        elif code in (_SETITEM, _NEWOBJ_EX):
+            self._push(stack[-3:], 3)
+        elif code == _STACK_GLOBAL:
+            self._push([], 2)
+        elif code == _POP:
+            del stack[-1:]
+        elif code == _POP_MARK:
+            del stack[self._marks.pop() if self._marks else 0 :]
+        elif code == _DUP:
+            stack.append(stack[-1] if stack else _PLAIN)
+
+    def _push(self, parts: list[tuple[int, int]], count: int) -> None:
+        """Put a value on the stack that is made of the parts, in place of the last so many."""
+        depth = weight = 1
+        for inner, heavy in parts:
+            depth = max(depth, inner + 1)
+            weight += heavy
+        if depth > _MOST_DEPTH:
+            raise pickle.UnpicklingError(f"values are nested more than {_MOST_DEPTH} deep")
+        if weight > self._most:
+            raise pickle.UnpicklingError("values are repeated in each other without measure")
+        if count:
+            del self.stack[-count:]
+        self.stack.append((depth, weight))
+
+
+_PLAIN = (0, 1)
+
+
+def check_archive(data: bytes | memoryview) -> None:
+    """Refuse what torch.save never writes: records that are compressed, repeated, or nested beyond measure.
+
+    What is no zip file, but a pickle of old versions of torch, is checked by its opcodes alone.
+
+    Raises:
+        pickle.UnpicklingError: it is such a file.
+    """
+    if bytes(data[:4]) != _ZIP:
+        return
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            records = archive.infolist()
+            if any(r.compress_type != zipfile.ZIP_STORED or r.compress_size != r.file_size for r in records):
+                raise pickle.UnpicklingError("a record of the zip file is compressed")
+            if sum(record.file_size for record in records) > len(data):
+                raise pickle.UnpicklingError("records of the zip file lie on each other, or outside of it")
+            if len({record.filename for record in records}) < len(records):
+                raise pickle.UnpicklingError("a record of the zip file stands twice in it")
+            for record in records:
+                if record.filename.endswith("/data.pkl"):
+                    check_opcodes(archive.read(record))
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise pickle.UnpicklingError(f"no whole zip file ({error})") from error

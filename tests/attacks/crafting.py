@@ -1,0 +1,232 @@
+"""What attacks are made of: a copy of a real checkpoint, and ways to write lies into its documents.
+
+Owns the list of attacks, filled by the decorator, and the bases that they spoil. What a reader does with them
+is in `trial`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import load, save
+
+import megackpt
+from megackpt import ShardedObject, ShardedTensor
+from megackpt.comm import Group
+from megackpt.mapping import ShardedStateDict
+from megackpt.storage import digest_of
+from megackpt.testing.world import SimulatedWorld
+
+STEP = "iter_0000007"
+CANARY = b"CANARY-of-a-file-outside"
+NATIVE, TORCH_DIST, DCP = "megackpt:1", "torch_dist:1", "dcp"
+ZARR_1, ZARR_3, ZARR_ZLIB = "zarr:1", "zarr:3", "zarr-zlib"
+COMMON = {"step": 7, "args": {"lr": 3e-4, "betas": [0.9, 0.95]}, "rng": torch.arange(4)}
+OBJECTS = ({"rank": 0, "seen": [1, 2.0]}, {"rank": 1, "seen": [1, 2.0]})
+BLOCK = torch.arange(48.0).reshape(6, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an attack is built.
+
+    Attributes:
+        directory: the checkpoint, a copy of its base.
+        outside: a directory that no reader may look into; its `secret` holds the canary.
+        ran: a path at which code that runs makes a directory.
+        other: another whole checkpoint of the same format, which is not to be changed.
+    """
+
+    directory: Path
+    outside: Path
+    ran: Path
+    other: Path
+
+    def one(self, pattern: str) -> Path:
+        """Return the first file that fits a pattern."""
+        return min(path for path in self.directory.glob(pattern) if not path.is_dir())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """One crafted directory.
+
+    Attributes:
+        name: of the builder.
+        claim: what the directory says that is not so.
+        base: which checkpoint it is made of.
+        build: spoils a copy of it.
+        is_harmless: whether every reader gives what was saved.
+        is_another: whether it is a whole checkpoint of other content, which may be loaded: a forger who can
+            write digests can write anything, and all that counts is that nothing else happens.
+    """
+
+    name: str
+    claim: str
+    base: str
+    build: Callable[[Place], None]
+    is_harmless: bool = False
+    is_another: bool = False
+
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(
+    base: str, claim: str, *, is_harmless: bool = False, is_another: bool = False
+) -> Callable[[Callable[[Place], None]], Any]:
+    """Register a builder."""
+
+    def register(build: Callable[[Place], None]) -> Callable[[Place], None]:
+        name = build.__name__
+        assert name not in ATTACKS, name
+        ATTACKS[name] = Attack(
+            name=name, claim=claim, base=base, build=build, is_harmless=is_harmless, is_another=is_another
+        )
+        return build
+
+    return register
+
+
+def attacks_with(
+    base: str,
+    claim: str,
+    values: dict[str, Any],
+    build: Callable[[Place, Any], None],
+    *,
+    harmless: Collection[str] = (),
+    another: Collection[str] = (),
+) -> None:
+    """Register one attack for each of some values; claim has a `{}` for the name of the value.
+
+    harmless and another are names of values for which the attack is so.
+    """
+    for name, value in values.items():
+        whole = f"{build.__name__}_{name}"
+
+        def spoil(place: Place, value: Any = value) -> None:
+            build(place, value)
+
+        assert whole not in ATTACKS, whole
+        ATTACKS[whole] = Attack(
+            name=whole,
+            claim=claim.format(name),
+            base=base,
+            build=spoil,
+            is_harmless=name in harmless,
+            is_another=name in another,
+        )
+
+
+def request(*, empty: bool, ranks: tuple[int, ...] = (0, 1)) -> ShardedStateDict:
+    """What some ranks save, or, empty, what a load asks for."""
+    numbers = torch.zeros_like(BLOCK) if empty else BLOCK
+    state: dict[str, Any] = {}
+    for rank in ranks:
+        state[f"block{rank}"] = ShardedTensor.from_rank_offsets(
+            "block", numbers[:, 4 * rank : 4 * rank + 4].clone(), (1, rank, 2)
+        )
+        held = None if empty else OBJECTS[rank]
+        state[f"object{rank}"] = ShardedObject("object", held, (2,), (rank,))
+    half = torch.zeros(3) if empty else torch.ones(3)
+    state["half"] = ShardedTensor.from_rank_offsets("half", half.bfloat16(), replica_id=ranks[0])
+    return state if empty else {**state, **COMMON}
+
+
+def dcp_request() -> ShardedStateDict:
+    """What a load asks of a checkpoint of stock DCP."""
+    return {
+        "block": ShardedTensor.from_rank_offsets("block", torch.zeros_like(BLOCK)),
+        "object": ShardedObject("object", None, (1,), (0,)),
+    }
+
+
+def build_base(kind: str, directory: Path) -> None:
+    """Save a checkpoint."""
+    if kind == DCP:
+        dcp.save({"block": BLOCK, "object": "some text"}, checkpoint_id=directory, no_dist=True)
+        said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (directory / "metadata.json").write_text(json.dumps({**said, "common_backend": "torch"}))
+        return
+    backend, _, version = (ZARR_1 if kind == ZARR_ZLIB else kind).partition(":")
+
+    def save_rank(group: Group) -> None:
+        megackpt.save(
+            request(empty=False, ranks=(group.rank,)),
+            directory,
+            (backend, int(version)),
+            content_metadata={"sharding": "flat"},
+            group=group,
+        )
+
+    SimulatedWorld(2).run(save_rank)
+    if kind == ZARR_ZLIB:
+        _compress(directory)
+
+
+def _compress(directory: Path) -> None:
+    """Compress the arrays of a zarr v2 checkpoint, as other writers do, which have no list of files."""
+    (marker,) = directory.glob(".megackpt-*")
+    marker.unlink()
+    for document in directory.glob("*/.zarray"):
+        edit_json(document, compressor={"id": "zlib", "level": 1})
+        for chunk in document.parent.glob("[0-9]*"):
+            chunk.write_bytes(zlib.compress(chunk.read_bytes()))
+
+
+def edit_json(file: Path, **fields: Any) -> None:
+    """Replace fields of a JSON document."""
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), **fields}))
+
+
+def edit_manifest(place: Place, **fields: Any) -> None:
+    """Replace fields of metadata.json."""
+    edit_json(place.directory / "metadata.json", **fields)
+
+
+def edit_entry(place: Place, entry: str, **fields: Any) -> None:
+    """Replace fields of an entry of metadata.json that names a file."""
+    said = json.loads((place.directory / "metadata.json").read_bytes())
+    edit_manifest(place, **{entry: {**said[entry], **fields}})
+
+
+def put_named(place: Place, entry: str, data: bytes) -> None:
+    """Replace a file that metadata.json names, and the size and digest that it says."""
+    said = json.loads((place.directory / "metadata.json").read_bytes())[entry]
+    said.pop("head", None)
+    (place.directory / said["file"]).write_bytes(data)
+    edit_manifest(place, **{entry: {**said, "nbytes": len(data), "xxh3_128": digest_of(data)}})
+
+
+def edit_index(place: Place, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change columns of the index; sizes and digests then fit, so that only the columns lie."""
+    columns = dict(load((place.one("index-*")).read_bytes()))
+    change(columns)
+    kept = {name: np.ascontiguousarray(c) for name, c in columns.items()}
+    put_named(place, "index", save(kept))
+
+
+def set_rows(place: Place, column: str, value: int, *, row: int = 0) -> None:
+    """Set one number of a column of the index, which becomes 64 bits wide."""
+
+    def change(columns: dict[str, Any]) -> None:
+        wide = columns[column].astype(np.int64)
+        wide[row, ...] = value
+        columns[column] = wide
+
+    edit_index(place, change)
+
+
+def copy_of(base: Path, target: Path) -> Path:
+    """Copy a checkpoint."""
+    shutil.copytree(base, target)
+    return target

@@ -1,0 +1,65 @@
+"""Crafted directories before every reader: nothing runs, hangs, takes memory or reads what is outside.
+
+What cannot be, is refused by an error of ours that names the file, or every value is that which was saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megackpt
+from tests.attacks import trial
+
+ROOT = Path(megackpt.__file__).parents[1]
+SAMPLED = 50
+
+
+def sample(names: list[str]) -> list[str]:
+    """Every so many of all: neighbours differ by one value only."""
+    step = max(1, len(names) // SAMPLED)
+    return names[::step]
+
+
+def faults_of(said: dict[str, Any]) -> list[str]:
+    """What an attack led to that it must not."""
+    outcomes, kind = said["outcomes"], said["kind"]
+    bad = ("WRONG",) if kind == "another" else ("WRONG", "other")
+    faults = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith(bad)]
+    faults += said["seen"]
+    refused = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith("refused")]
+    if kind == "refused" and not refused and outcomes.get("verify") == "exit 0":
+        faults.append("nobody refuses it")
+    if kind == "refused" and refused and outcomes.get("verify") == "exit 0":
+        faults.append(f"verify says that it is whole; {refused[0]}")
+    if kind == "harmless" and refused:
+        faults.append(f"refused although harmless: {refused[0]}")
+    return [f"{said['attack']} ({said['claim']}): {fault}" for fault in faults]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and forks are those of Linux")
+def test_no_crafted_directory_gets_anywhere(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    names = list(trial.ATTACKS)
+    assert len(names) >= 50
+    chosen = names if pytestconfig.getoption("--all-attacks") else sample(names)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attacks.trial", str(tmp_path), *chosen],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["attack"] for one in said] == chosen, done.stderr[-3000:]
+    faults = [fault for one in said for fault in faults_of(one)]
+    assert not faults, "\n".join(fault[:600] for fault in faults[:40])
+    refused = sum("refused" in str(one["outcomes"]) for one in said)
+    print(f"{len(said)} directories, {refused} of them refused")
+    assert refused > len(said) // 2

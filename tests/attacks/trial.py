@@ -1,0 +1,290 @@
+"""Puts every attack before every reader, each in a child process: `python -m tests.attacks.trial DIRECTORY`.
+
+Owns what is watched there: files that are opened, programs that are started, modules that are imported,
+memory, time, and whether anything from outside of the checkpoint shows. Says what it saw as a line of JSON
+for each attack. A process of its own, as an audit hook cannot be taken off again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pickle
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megackpt
+from megackpt.testing.identical import difference
+from tests.attacks import documents, files_and_links, indexes, pickles, zarr_arrays
+from tests.attacks.crafting import ATTACKS, CANARY, DCP, NATIVE, STEP, Attack, Place, build_base, copy_of
+from tests.attacks.readers import commands, run, values
+
+DEADLINE_S = 20.0
+MOST_BYTES = 1 << 30
+BUILDERS = (documents, files_and_links, indexes, pickles, zarr_arrays)
+_STARTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "os.fork", "os.forkpty", "pty.spawn")
+_WRITES = (
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "os.truncate",
+)
+_OTHERS = ("socket.connect", "ctypes.dlopen", "pickle.find_class", "code.__new__", "webbrowser.open")
+
+
+class Watch:
+    """An audit hook that notes what a reader of a checkpoint has no business with."""
+
+    def __init__(self, allowed: tuple[str, ...]) -> None:
+        self._allowed = allowed
+        self.is_on = False
+        self.seen: list[str] = []
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
+        if event in _STARTS or event in _OTHERS:
+            self.seen.append(f"{event}{args!r:.200}")
+        elif event == "open" or event in _WRITES:
+            self._look_at(event, args[0])
+
+    def _look_at(self, event: str, path: object) -> None:
+        if not isinstance(path, (str, bytes)):
+            return
+        name = os.fsdecode(path)
+        # One part without a '/' is opened relative to a directory that was opened before it.
+        is_leaf = "/" not in name and name not in ("", ".", "..")
+        if is_leaf:
+            return
+        # A link at the end is not followed: what counts is where it stands.
+        parent, _, leaf = os.path.abspath(name).rpartition("/")
+        if not f"{os.path.realpath(parent)}/{leaf}".startswith(self._allowed):
+            self.seen.append(f"{event} {name!r:.200}")
+
+
+def outcomes(attack: Attack, place: Place, base: Base, scratch: Path) -> dict[str, str]:
+    """Run all readers; return what each did: "equal", "refused: ...", "exit N", or what it must not do."""
+    found: dict[str, str] = {}
+    for name, read in values(attack.base).items():
+        found[name] = _value(name, lambda read=read: read(place.directory), base.expected)  # type: ignore[misc]
+    for name, arguments in commands(base.good, scratch).items():
+        found[name] = _command(arguments(place.directory))
+    converted = scratch / "converted"
+    if found["convert"] == "exit 0" and converted.exists():
+        read = values(attack.base)["load"]
+        found["load of converted"] = _value("load", lambda: read(converted), base.expected)
+    if found["load"] != "equal":  # what is listed of it need not be what was saved, if it cannot be loaded
+        for name in ("load_sharded_metadata", "load_tensors_metadata"):
+            found[name] = found[name].replace("other: ", "lists: ")
+    return found
+
+
+def _value(name: str, read: Any, expected: dict[str, Any]) -> str:
+    try:
+        value = read()
+    except megackpt.CheckpointError as error:
+        text = f"{type(error).__name__}: {error}"
+        if CANARY.decode() in text:
+            return f"WRONG: shows what is outside: {text[:300]}"
+        if error.path is None and error.key is None:
+            return f"WRONG: names neither file nor key: {text[:300]}"
+        return f"refused: {text[:300]}"
+    except BaseException as error:  # noqa: BLE001 - what must not be seen, whatever it is
+        return _wrong(error)
+    if CANARY.decode() in repr(value):
+        return f"WRONG: shows what is outside: {value!r:.300}"
+    reason = difference(value, expected[name])
+    return "equal" if reason is None else f"other: {reason}"
+
+
+def _wrong(error: BaseException) -> str:
+    frames = "".join(traceback.format_tb(error.__traceback__)[-2:])
+    return f"WRONG: {type(error).__name__}: {error!s:.200} {frames}"
+
+
+def _command(arguments: list[str]) -> str:
+    try:
+        code, out, err = run(arguments)
+    except BaseException as error:  # noqa: BLE001 - the same
+        return _wrong(error)
+    if CANARY.decode() in out + err:
+        return "WRONG: shows what is outside"
+    if code not in (0, 1, 2, 3) or "Traceback" in err:
+        return f"WRONG: exit {code}: {err:.300}"
+    return f"exit {code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A real checkpoint, what readers make of it, and another one like it."""
+
+    good: Path
+    other: Path
+    expected: dict[str, Any]
+
+
+def base_of(kind: str, root: Path) -> Base:
+    """Save two checkpoints of one kind."""
+    slug = kind.replace(":", "-")
+    good, other = (root / f"{name}-{slug}" / STEP for name in ("good", "other"))
+    scratch = root / f"scratch-{slug}"
+    scratch.mkdir()
+
+    def build() -> dict[str, Any]:
+        build_base(kind, good)
+        build_base(kind, other)
+        for arguments in commands(good, scratch).values():
+            code, out, err = run(arguments(good))
+            assert code == 0, out + err
+        return {name: read(good) for name, read in values(kind).items()}
+
+    expected, end = in_child(build, deadline_s=60)
+    assert expected is not None, end
+    return Base(good, other, expected)
+
+
+def in_child(work: Callable[[], Any], *, deadline_s: float) -> tuple[Any, str]:
+    """Return what work returns in a forked process, or None and how that ended.
+
+    A fork each, as tensorstore's threads do not survive one: this process never uses it.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            said = pickle.dumps(work())
+            while said:
+                said = said[os.write(writing, said) :]
+        except BaseException:  # noqa: BLE001 - the parent sees that nothing was said
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    data, began, is_late = b"", time.monotonic(), False
+    while not is_late:
+        if select.select([reading], [], [], 0.5)[0]:
+            piece = os.read(reading, 1 << 20)
+            if not piece:
+                break
+            data += piece
+        is_late = time.monotonic() - began > deadline_s
+    if is_late:
+        os.kill(pid, signal.SIGKILL)
+    os.close(reading)
+    _, status = os.waitpid(pid, 0)
+    if is_late or not data:
+        return None, "it hangs" if is_late else f"it ends with status {status}"
+    return pickle.loads(data), ""
+
+
+def attempt(attack: Attack, root: Path, base: Base) -> dict[str, Any]:
+    """Build an attack and run it in a child process; return what was seen."""
+    home = root / attack.name
+    place = Place(
+        directory=copy_of(base.good, home / "run" / STEP),
+        outside=home / "outside",
+        ran=home / "ran",
+        other=base.other,
+    )
+    place.outside.mkdir()
+    (place.outside / "secret").write_bytes(CANARY * 4096)
+    scratch = home / "scratch"
+    scratch.mkdir()
+    attack.build(place)
+    there = _listing(home / "outside")
+    began = time.monotonic()
+    said, end = in_child(lambda: _watched(attack, place, base, scratch), deadline_s=DEADLINE_S)
+    said = said or {"outcomes": {"process": f"WRONG: {end}"}, "seen": []}
+    if place.ran.exists():
+        said["seen"].append("code of the checkpoint has run")
+    if _listing(home / "outside") != there:
+        said["seen"].append("what lies outside was changed")
+    seconds = time.monotonic() - began
+    kind = "harmless" if attack.is_harmless else "another" if attack.is_another else "refused"
+    shutil.rmtree(home)
+    return {"attack": attack.name, "claim": attack.claim, "kind": kind, "s": seconds, **said}
+
+
+def _listing(directory: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_size) for path in directory.rglob("*"))
+
+
+def _watched(attack: Attack, place: Place, base: Base, scratch: Path) -> dict[str, Any]:
+    os.chdir(place.outside)  # a name that is taken relative to this would be found here
+    before = _peak_bytes()
+    limit = _virtual_bytes() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    own = (Path(megackpt.__file__).parents[1], place.directory.parent, scratch, base.good.parent)
+    watch = Watch((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/null", *map(str, own)))
+    sys.addaudithook(watch)
+    watch.is_on = True
+    found = outcomes(attack, place, base, scratch)
+    watch.is_on = False
+    grown = _peak_bytes() - before
+    if grown > MOST_BYTES // 2:
+        watch.seen.append(f"memory grew by {grown:,} bytes")
+    return {"outcomes": found, "seen": watch.seen[:10], "grown": grown}
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _virtual_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _import_all(root: Path) -> None:
+    """Let this process import what readers do, for all children at once."""
+    importlib.import_module("tensorstore")
+    for version in ("1", "3"):
+        importlib.import_module(f"megackpt.formats.zarr.version_{version}")
+    for kind in (NATIVE, DCP):
+        good, scratch = root / kind / STEP, root / f"scratch-{kind}"
+        build_base(kind, good)
+        for read in values(kind).values():
+            read(good)
+        for arguments in commands(good, scratch).values():
+            run(arguments(good))
+
+
+def trials(root: Path, chosen: list[str]) -> Iterator[dict[str, Any]]:
+    """Run attacks, all of them or those that are chosen."""
+    bases: dict[str, Base] = {}
+    _import_all(root / "warm")
+    for name, attack in ATTACKS.items():
+        if chosen and name not in chosen and not any(c.endswith("*") and c[:-1] in name for c in chosen):
+            continue
+        if attack.base not in bases:
+            bases[attack.base] = base_of(attack.base, root)
+        yield attempt(attack, root, bases[attack.base])
+
+
+def main() -> None:
+    """Say what each attack led to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path, help="an empty directory")
+    parser.add_argument("names", nargs="*", help="names, or parts with a * behind; all without any")
+    given = parser.parse_args()
+    for said in trials(given.root, given.names):
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
