@@ -1,0 +1,32 @@
+"""A part of a store is a store, and nothing leads out of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megackpt import StorageError
+from megackpt.storage import MemoryStore, StoreBelow
+from megackpt.testing.store_suite import StoreConformance
+
+
+class TestStoreBelow(StoreConformance):
+    @pytest.fixture
+    def store(self) -> StoreBelow:
+        whole = MemoryStore()
+        whole.write("runs", b"")
+        whole.write("run-a", b"")
+        return StoreBelow(whole, "run/a")
+
+
+def test_names_stay_below() -> None:
+    whole = MemoryStore(files={"run/a": b"1", "runs/a": b"2", "a": b"3"})
+    part = StoreBelow(whole, "run")
+    assert part.names() == ["a"]
+    assert part.names("a") == ["a"]
+    part.delete(["a"])
+    assert whole.names() == ["a", "runs/a"]
+    for name in ("../a", "/a", "b/../../a", ""):
+        with pytest.raises(StorageError):
+            part.write(name, b"")
+    with pytest.raises(StorageError):
+        StoreBelow(whole, "..")
