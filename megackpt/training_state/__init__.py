@@ -21,7 +21,7 @@ from megackpt.training_state.rng_sources import (
     TrackedRng,
 )
 from megackpt.training_state.sample_order import SampleOrder
-from megackpt.training_state.schedule import PROGRESS, ScheduleState
+from megackpt.training_state.schedule import PROGRESS, ScheduleState, WhenDifferent
 from megackpt.training_state.shard_reader import SequenceReader, ShardReader, ShuffleBuffer
 from megackpt.training_state.sharded_data import ShardedData
 from megackpt.training_state.training_state import TrainingState
@@ -55,5 +55,6 @@ __all__ = [
     "TorchRng",
     "TrackedRng",
     "TrainingState",
+    "WhenDifferent",
     "loader_object",
 ]

@@ -88,14 +88,23 @@ CASES = {
     ),
     "other text": Case(
         "{small} --data {root}/other --ckpt {root}/ckpt",
-        r"{root}/ckpt/iter_0000002 was trained on other text, another --seq-length or .*; give .*",
+        r"cannot resume {root}/ckpt/iter_0000002: .*samples in another order: text: '\w+' stored, '\w+' here "
+        r"Give .*",
+    ),
+    "other schedule": Case(
+        "{small} --data {root}/text --ckpt {root}/ckpt --steps=2 --lr=0.5 --weight-decay=0.3",
+        r"cannot resume .*: The schedule .* not the one given: peak: 0\.003 stored, 0\.5 given "
+        r"weight_decay: 0\.1 stored, 0\.3 given .*",
+    ),
+    "both schedules": Case(
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", r".* exclude each other"
     ),
     "foreign": Case(
         "{small} --data {root}/text --ckpt {root}/foreign",
         r"{root}/foreign/iter_0000001 was not saved by pretrain_gpt\.py; give another --ckpt",
     ),
     "damaged": Case(
-        "{small} --data {root}/text --ckpt {root}/damaged", r"cannot resume: .*{root}/damaged/iter_0000002.*"
+        "{small} --data {root}/text --ckpt {root}/damaged", r"cannot resume .*{root}/damaged/iter_0000002.*"
     ),
 }
 

@@ -56,7 +56,10 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
         f"{ckpt}/iter_0000004 is not committed (its save did not finish) and is ignored; the newest "
         f"committed step is 2."
     )
-    assert what == f"resumed step 2 from {ckpt}/iter_0000002, saved at tp2 pp1 dp1, now at tp1 pp1 dp2"
+    assert what == (
+        f"resumed step 2 from {ckpt}/iter_0000002, saved at tp2 pp1 dp1, now at tp1 pp1 dp2; random streams "
+        f"are fresh: they were saved at cp 1, dp 1, pp 1, tp 2, and this run is at cp 1, dp 2, pp 1, tp 1"
+    )
     assert [re.sub(r"\d+\.\d+", "X", line) for line in saves] == [
         f"step {step}: loss X, checkpoint saved in X s" for step in (3, 6)
     ]

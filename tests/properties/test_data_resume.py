@@ -158,6 +158,13 @@ def test_at_the_same_dp_sharded_data_goes_on_as_if_it_had_not_stopped(
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
 
 
+def test_a_rank_visits_all_samples_of_its_shards_before_any_of_the_next_epoch() -> None:
+    lengths = {"a": 5, "b": 1, "c": 3}
+    (read,) = read_shards(MemoryStore("run"), lengths, 0, 0, 1, 18)
+    assert len(set(read[:9])) == len(set(read[9:])) == 9
+    assert read[:3] == [("a", 0), ("b", 0), ("c", 0)]
+
+
 def test_other_shards_are_refused_by_name(tmp_path: Path) -> None:
     def data(**lengths: int) -> ShardedData:
         return ShardedData(list(lengths), open_shard(lengths, 0), RankPosition.alone())
