@@ -65,7 +65,12 @@ class ShardedData:
         return self
 
     def __next__(self) -> Any:
-        return min(self._mine.values(), key=lambda progress: (progress.epoch, progress.drawn)).draw()
+        while True:
+            behind = min(self._mine.values(), key=lambda progress: (progress.epoch, progress.drawn))
+            try:
+                return behind.draw()
+            except StopIteration:  # that one is at its end: another may be behind it now
+                behind.begin_next_epoch()
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Declare `prefix + "shards"`, an object for each shard of this rank. Local."""
@@ -113,19 +118,16 @@ class _Progress:
         self._reader = open_shard(name, 0)
 
     def draw(self) -> Any:
-        """Return the next sample; after the last, the first of the next epoch."""
-        try:
-            sample = next(self._reader)
-        except StopIteration:
-            self._begin(self.epoch + 1)
-            try:
-                sample = next(self._reader)
-            except StopIteration:
-                raise DeclarationError(
-                    f"Shard {self.name!r} has no samples. Leave it out of the data."
-                ) from None
+        """Return the next sample; StopIteration behind the last of the epoch."""
+        sample = next(self._reader)
         self.drawn += 1
         return sample
+
+    def begin_next_epoch(self) -> None:
+        """Go back to the first sample."""
+        if not self.drawn:
+            raise DeclarationError(f"Shard {self.name!r} has no samples. Leave it out of the data.")
+        self._begin(self.epoch + 1)
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self.drawn = epoch, 0
