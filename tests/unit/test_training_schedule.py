@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,38 @@ def test_a_field_deep_in_a_chained_schedule_is_named_and_overridden(tmp_path: Pa
         resumed(chained(0.9), chained(0.8), tmp_path / "c")
     state, _ = resumed(chained(0.9), chained(0.8), tmp_path / "c", when_different="given")
     assert state.values["_schedulers"][1]["gamma"] == 0.8
+
+
+def test_megatron_s_schedule_goes_on_and_is_compared(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+
+    def scheduler(**changes: float) -> Any:
+        asked: dict[str, Any] = {
+            **{"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 4, "lr_decay_steps": 20},
+            **{"lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 20},
+            **{"wd_incr_style": "constant"},
+        }
+        return module.OptimizerParamScheduler(SGD([torch.ones(1)], lr=0.5), **{**asked, **changes})
+
+    trained = scheduler()
+    trained.step(increment=7)
+    path = tmp_path / "c"
+    save({"schedule": ScheduleState(trained).sharded_state_dict()}, path)
+    found = {}
+    for when, changes in [("error", {}), ("checkpoint", {"max_lr": 1.0}), ("given", {"max_lr": 1.0})]:
+        again = scheduler(**changes)
+        state = ScheduleState(again, when_different=when)  # type: ignore[arg-type]
+        state.resume(load({"schedule": state.sharded_state_dict()}, path)["schedule"], step=7)
+        assert again.num_steps == 7
+        found[when] = again.optimizer.param_groups[0]["lr"]
+    assert found["error"] == found["checkpoint"] == trained.optimizer.param_groups[0]["lr"]
+    assert found["given"] > 0.5
+    refused = ScheduleState(scheduler(max_lr=1.0))
+    loaded = load({"schedule": refused.sharded_state_dict()}, path)["schedule"]
+    with pytest.raises(MismatchError, match=r"max_lr: 0\.001 stored, 1\.0 given"):
+        refused.resume(loaded, step=7)
 
 
 def test_an_unknown_policy_is_refused() -> None:
