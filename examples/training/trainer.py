@@ -64,7 +64,10 @@ class Trainer:
         rng = RngState.of_process(
             RankPosition.of(self.groups), seed=arguments.seed, parallel=self.rng, elsewhere="reseed"
         )
-        self.training_state = TrainingState({"data": self.data, "schedule": self.schedule_state, "rng": rng})
+        self.training_state = TrainingState(
+            {"data": self.data, "schedule": self.schedule_state, "rng": rng},
+            timeout_s=arguments.knobs.timeout_s,
+        )
         self.signal = SignalWatch(arguments.knobs.exit_signal)
         self.checkpointer = None if arguments.ckpt is None else self._make_checkpointer(arguments.ckpt)
 

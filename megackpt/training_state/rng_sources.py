@@ -154,7 +154,13 @@ class TorchRng:
 
     def restore(self, state: Any) -> None:
         """Set the state."""
-        (self.generator or torch.default_generator).set_state(state)
+        generator = self.generator or torch.default_generator
+        if state.numel() != generator.get_state().numel():
+            raise MismatchError(
+                f"The state of {self.name!r} has {state.numel()} bytes, and that of the generator here, on "
+                f"{generator.device}, another number. Make it on the kind of device that it was saved on."
+            )
+        generator.set_state(state)
 
     def reseed(self, seeds: Seeds) -> None:
         """Seed it."""

@@ -218,6 +218,8 @@ def test_generators_of_another_kind_or_name_are_refused() -> None:
     state = NumpyGenerator(np.random.Generator(np.random.MT19937(1)), "augment").capture()
     with pytest.raises(MismatchError, match=r"'augment' is that of a MT19937.*here is a PCG64"):
         NumpyGenerator(np.random.default_rng(1), "augment").restore(state)
+    with pytest.raises(MismatchError, match=r"'mine' has 16 bytes.*on cpu, another"):
+        TorchRng(torch.Generator(), "mine").restore(torch.zeros(16, dtype=torch.uint8))
     with pytest.raises(MismatchError, match=r"saved as model-parallel-rng, and here they are other"):
         TrackedRng(tracker_of("other")).restore(TrackedRng(tracker_of("model-parallel-rng")).capture())
 
