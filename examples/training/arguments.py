@@ -20,11 +20,11 @@ from megackpt import CheckpointConfig, CheckpointError, StrictHandling
 from megackpt.parallel import ParallelLayout
 from megackpt.training_state import WhenDifferent
 from models import GPTConfig
-from training.signals import EXIT_CODE
 from training.text import VOCAB_SIZE
 
 EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,15 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
 
 def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
     """Refuse numbers that are too small, and flags that contradict each other or the layout."""
-    for name in ("steps", "exit_after", "save_interval", "keep_last", "micro_batches", "global_batch_size"):
+    for name in (
+        "steps",
+        "exit_after",
+        "save_interval",
+        "keep_last",
+        "keep_every",
+        "micro_batches",
+        "global_batch_size",
+    ):
         value = getattr(flags, name)
         if value is not None and value < 1:
             refuse(f"--{name.replace('_', '-')} is {value}; give at least 1")
@@ -136,6 +144,8 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
             f"--sequence-parallel needs a --seq-length that is a multiple of --tp {layout.tp}, not "
             f"{flags.seq_length}"
         )
+    if flags.ckpt is None and (flags.exit_signal or flags.save_signal):
+        refuse("--exit-signal and --save-signal ask for a checkpoint; give --ckpt")
     if isinstance(flags.ckpt, Path):
         _check_directory("--ckpt", flags.ckpt)
     if flags.metrics is not None:
@@ -260,13 +270,34 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "steps between checkpoints; there is one at the end, too",
         also="--save-every",
     )
-    _count(group, "--keep-last", None, "how many checkpoints stay; if not given, all")
+    group.add_argument(
+        "--save-interval-seconds",
+        type=float,
+        metavar="X",
+        help="save as well where so many seconds have passed since the last checkpoint",
+    )
+    _count(
+        group, "--keep-last", None, "how many checkpoints stay; if neither this nor the next is given, all"
+    )
+    _count(group, "--keep-every", None, "checkpoints of each so many steps stay as well")
     _switch(group, "--async-save", "train on while a checkpoint is written")
     group.add_argument(
         "--exit-signal",
-        choices=SIGNALS,
-        help=f"signal at which a run ends its step, saves, and exits with code {EXIT_CODE}; default: none",
+        choices=EXIT_SIGNALS,
+        help="signal at which a run ends its step, saves, and exits with 128 + its number; default: none",
     )
+    group.add_argument(
+        "--save-signal",
+        choices=SAVE_SIGNALS,
+        help="signal at which a run ends its step, saves, and goes on; default: none",
+    )
+    group.add_argument(
+        "--on-save-error",
+        choices=("raise", "warn"),
+        default="raise",
+        help="where the store refuses a checkpoint: end the run, or warn and go on (default: %(default)s)",
+    )
+    _switch(group, "--verify-after-save", "read each checkpoint again before older ones are removed")
     _count(group, "--timeout-s", 600, "seconds that a rank waits for the others while saving or loading")
     group.add_argument(
         "--metrics",

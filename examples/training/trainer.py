@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt import Checkpointer, CheckpointError, StrictHandling
+from megackpt import Checkpointer, CheckpointError, SaveInterval, StrictHandling
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
@@ -22,7 +22,6 @@ from models import GPT, GPTConfig, init_weights
 from training.arguments import Arguments, refuse
 from training.report import Report
 from training.schedule import CosineSchedule
-from training.signals import EXIT_CODE, SignalWatch
 from training.text import Text
 
 OPTIMIZERS = {"distributed": DistributedOptimizer, "plain": MixedPrecisionOptimizer}
@@ -68,7 +67,6 @@ class Trainer:
             {"data": self.data, "schedule": self.schedule_state, "rng": rng},
             timeout_s=arguments.knobs.timeout_s,
         )
-        self.signal = SignalWatch(arguments.knobs.exit_signal)
         self.checkpointer = None if arguments.ckpt is None else self._make_checkpointer(arguments.ckpt)
 
     def _make_checkpointer(self, root: Path | str) -> Checkpointer:
@@ -77,6 +75,11 @@ class Trainer:
         return Checkpointer(
             root,
             keep_last=knobs.keep_last,
+            keep_every=knobs.keep_every,
+            save_interval=SaveInterval(steps=knobs.save_interval, seconds=knobs.save_interval_seconds),
+            save_on_signal=knobs.signals,
+            on_error=knobs.on_save_error,  # type: ignore[arg-type]
+            verify_after_save=knobs.verify_after_save,
             async_save=knobs.async_save,
             save_options=knobs.save_options(),
             load_options=knobs.load_options(),
@@ -87,31 +90,37 @@ class Trainer:
     def run(self) -> int:
         """Resume if there is something to resume, then train to the end, saving as asked.
 
-        Returns the exit code: 0, or `signals.EXIT_CODE` where a signal has ended the run.
+        Returns the exit code: 0, or that of the Checkpointer where a signal has ended the run.
         """
         note = self.resume()
         with self._report() as report:
             report.start(step=self.step, layout=self.layout, note=note)
             try:
-                signalled = self._train(report)
+                self._train(report)
             finally:  # also where training fails: a step that is being written shall not be lost
                 if self.checkpointer is not None:
                     self.checkpointer.close()
-            newest = None if self.checkpointer is None else self.checkpointer.location(self.step)
-            report.end(self.step, newest)
-        return EXIT_CODE if signalled else 0
+            report.end(self.step, self._newest())
+        return self.checkpointer.exit_code or 0 if self.checkpointer is not None else 0
 
-    def _train(self, report: Report) -> bool:
-        """Train to the end or until the signal comes; return whether it did."""
-        last, interval = self.arguments.exit_after, self.arguments.knobs.save_interval
-        signalled = False
-        while self.step < last and not signalled:
+    def _newest(self) -> str | None:
+        """Where the newest checkpoint is, for the report; with --on-save-error warn it may be an old one."""
+        step = None if self.checkpointer is None or self.groups.rank else self.checkpointer.latest()
+        return None if self.checkpointer is None or step is None else self.checkpointer.location(step)
+
+    def _train(self, report: Report) -> None:
+        """Train to the end or until a signal asks to exit, saving when it is due."""
+        last = self.arguments.exit_after
+        while self.step < last:
             measured = self.train_step()
             report.step(self.step, **measured)
-            signalled = self.signal.came()
-            if signalled or self.step == last or (interval is not None and self.step % interval == 0):
-                self.save(report)
-        return signalled
+            if self.checkpointer is None:
+                continue
+            due = self.checkpointer.should_save(self.step)  # collective: at every step
+            if due or self.step == last:
+                self.save(self.checkpointer, report)
+            if self.checkpointer.exit_requested:
+                break
 
     def state(self, *, to_save: bool = False) -> dict[str, Any]:
         """Declare everything that this run is made of: what a checkpoint holds.
@@ -132,20 +141,18 @@ class Trainer:
         """How the ranks are arranged, as it is stored with a checkpoint."""
         return {axis: getattr(self.arguments.layout, axis) for axis in ("tp", "pp", "dp")}
 
-    def save(self, report: Report) -> None:
-        """Save the current step, if checkpoints are wanted."""
-        if self.checkpointer is None:
-            return
+    def save(self, checkpointer: Checkpointer, report: Report) -> None:
+        """Save the current step; with --on-save-error warn it may fail."""
         began = time.monotonic()
-        self.checkpointer.save(
+        saved = checkpointer.save(
             self.step,
             self.state(to_save=True),
             content_metadata={"layout": self.layout, "model": _plain(self.arguments.model)},
             sharded_strategy=self.arguments.knobs.save_strategy(),
         )
-        report.saved(
-            self.step, seconds=time.monotonic() - began, is_committed=not self.checkpointer.async_save
-        )
+        if saved:
+            seconds = time.monotonic() - began
+            report.saved(self.step, seconds=seconds, is_committed=not checkpointer.async_save)
 
     def resume(self) -> str:
         """Load the newest committed checkpoint, whatever layout it was saved at; say what was found."""
