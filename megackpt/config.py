@@ -6,6 +6,7 @@ those; nothing in it asks for this object.
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.validation import StrictHandling
 
+SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
 EXCHANGE_ALGOS = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 
 
@@ -41,8 +43,13 @@ class CheckpointConfig:
         dist_ckpt_load_strictness: a `StrictHandling` or its value.
         async_save: return from a save when the state is copied to host memory.
         keep_last: how many checkpoints stay; None for all.
+        keep_every: checkpoints of steps that this number divides stay as well; None for no others.
         save_interval: steps between checkpoints; None for none but the last.
+        save_interval_seconds: at most so many seconds between them; None for any number.
         exit_signal: name of a signal at which a run saves and ends, e.g. `SIGTERM`; None for none.
+        save_signal: `SIGUSR1` or `SIGUSR2`, at which it saves and goes on; None for none.
+        on_save_error: `raise` ends the run where the store refuses a save, `warn` lets it go on.
+        verify_after_save: read each checkpoint again before older ones are removed.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Source: Megatron-LM, `megatron/training/arguments.py`, for the names (`exit_signal`: its
@@ -61,8 +68,13 @@ class CheckpointConfig:
     dist_ckpt_load_strictness: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
     async_save: bool = False
     keep_last: int | None = None
+    keep_every: int | None = None
     save_interval: int | None = None
+    save_interval_seconds: float | None = None
     exit_signal: str | None = None
+    save_signal: str | None = None
+    on_save_error: str = "raise"
+    verify_after_save: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -73,7 +85,7 @@ class CheckpointConfig:
                 "dist_ckpt_parallel_save_within_dp says where to spread what dist_ckpt_parallel_save=False "
                 "does not spread. Set dist_ckpt_parallel_save, too."
             )
-        for name in ("dist_ckpt_torch_dist_multiproc", "keep_last", "save_interval"):
+        for name in ("dist_ckpt_torch_dist_multiproc", "keep_last", "keep_every", "save_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DeclarationError(f"{name} is {value}; give at least 1.")
@@ -82,14 +94,38 @@ class CheckpointConfig:
                 f"dist_ckpt_exchange_algo={self.dist_ckpt_exchange_algo!r} is not known. Give one of "
                 f"{', '.join(EXCHANGE_ALGOS)}."
             )
-        if self.exit_signal is not None and self.exit_signal not in signal.Signals.__members__:
+        if self.save_interval_seconds is not None and not 0 < self.save_interval_seconds < math.inf:
             raise DeclarationError(
-                f"exit_signal={self.exit_signal!r} is no signal of this system. Give a name such as SIGTERM."
+                f"save_interval_seconds is {self.save_interval_seconds}; give a finite number above 0."
             )
+        if self.on_save_error not in ("raise", "warn"):
+            raise DeclarationError(
+                f"on_save_error={self.on_save_error!r} is not known. Give 'raise' or 'warn'."
+            )
+        self._check_signals()
         check_known(self._format)
         # What options refuse is refused here, too.
         self.save_options()
         self.load_options()
+
+    def _check_signals(self) -> None:
+        if self.exit_signal is not None and (
+            self.exit_signal not in signal.Signals.__members__ or self.exit_signal in SAVE_SIGNALS
+        ):
+            raise DeclarationError(
+                f"exit_signal={self.exit_signal!r} is no signal of this system that ends a run. Give a name "
+                f"such as SIGTERM; at {' and '.join(SAVE_SIGNALS)} a run can save and go on (save_signal)."
+            )
+        if self.save_signal is not None and self.save_signal not in SAVE_SIGNALS:
+            raise DeclarationError(
+                f"save_signal={self.save_signal!r}: give {' or '.join(SAVE_SIGNALS)}, or exit_signal to end "
+                f"the run as well."
+            )
+
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """Numbers of the signals at which the run saves: what `Checkpointer(save_on_signal=)` takes."""
+        return tuple(signal.Signals[name] for name in (self.exit_signal, self.save_signal) if name)
 
     @property
     def _format(self) -> str | tuple[str, int]:

@@ -18,12 +18,13 @@ import torch
 
 from megackpt import CheckpointConfig, CheckpointError, StrictHandling
 from megackpt.parallel import ParallelLayout
+from megackpt.training_state import WhenDifferent
 from models import GPTConfig
-from training.signals import EXIT_CODE
 from training.text import VOCAB_SIZE
 
 EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,10 @@ class Arguments:
         layout: tp and pp as asked for; dp is what they leave of the ranks.
         model: sizes and choices of the model.
         exit_after: the step after which this process ends; `steps` unless asked otherwise.
-        ckpt: where checkpoints are; None where none are made.
+        ckpt: the directory where checkpoints are, or its URL; None where none are made.
         knobs: how they are made and loaded.
-        metrics: where metrics go; None for a file in `ckpt`.
+        when_schedule_differs: what to do where a checkpoint was trained with another schedule.
+        metrics: where metrics go; None for a file in `ckpt`, if that is a directory.
     """
 
     layout: ParallelLayout
@@ -54,9 +56,9 @@ class Arguments:
     clip_grad: float
     seed: int
     data: Sequence[Path]
-    ckpt: Path | None
+    ckpt: Path | str | None
     knobs: CheckpointConfig
-    override_schedule: bool
+    when_schedule_differs: WhenDifferent
     metrics: Path | None
     log_samples: bool
 
@@ -110,13 +112,22 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
     if flags.exit_after is None:
         flags.exit_after = flags.steps
     _check(flags, layout)
+    flags.when_schedule_differs = _when_schedule_differs(flags)
     given = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
     return Arguments(layout=layout, model=model, knobs=knobs, **given)
 
 
 def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
     """Refuse numbers that are too small, and flags that contradict each other or the layout."""
-    for name in ("steps", "exit_after", "save_interval", "keep_last", "micro_batches", "global_batch_size"):
+    for name in (
+        "steps",
+        "exit_after",
+        "save_interval",
+        "keep_last",
+        "keep_every",
+        "micro_batches",
+        "global_batch_size",
+    ):
         value = getattr(flags, name)
         if value is not None and value < 1:
             refuse(f"--{name.replace('_', '-')} is {value}; give at least 1")
@@ -133,12 +144,27 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
             f"--sequence-parallel needs a --seq-length that is a multiple of --tp {layout.tp}, not "
             f"{flags.seq_length}"
         )
-    if flags.ckpt is not None:
+    if flags.ckpt is None and (flags.exit_signal or flags.save_signal):
+        refuse("--exit-signal and --save-signal ask for a checkpoint; give --ckpt")
+    if isinstance(flags.ckpt, Path):
         _check_directory("--ckpt", flags.ckpt)
     if flags.metrics is not None:
         _check_directory("--metrics", flags.metrics.parent)
         if flags.metrics.is_dir():
             refuse(f"--metrics {flags.metrics} is a directory; give the name of a file")
+
+
+def _when_schedule_differs(flags: argparse.Namespace) -> WhenDifferent:
+    if flags.override_schedule and flags.use_checkpoint_schedule:
+        refuse("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+    if flags.override_schedule:
+        return "given"
+    return "checkpoint" if flags.use_checkpoint_schedule else "error"
+
+
+def _place(text: str) -> Path | str:
+    """Return a directory as a path, and an URL as it is."""
+    return text if "://" in text else Path(text)
 
 
 def _check_directory(flag: str, directory: Path) -> None:
@@ -201,11 +227,19 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     _number(group, "--min-lr", 1e-4, "learning rate at the end")
     _count(group, "--warmup-steps", 10, "steps of linear warm-up")
     _number(group, "--weight-decay", 0.1, "weight decay of matrices; norms and biases have none")
-    _switch(
-        group,
+    fields = "--lr, --min-lr, --warmup-steps, --steps and --weight-decay"
+    group.add_argument(
+        "--override-opt_param-scheduler",
         "--override-schedule",
-        "on resuming, follow --lr, --min-lr, --warmup-steps, --steps and --weight-decay instead of what the "
-        "checkpoint was trained with",
+        action="store_true",
+        dest="override_schedule",
+        help=f"on resuming, follow {fields} where the checkpoint was trained with others; else it is refused",
+    )
+    group.add_argument(
+        "--use-checkpoint-opt_param-scheduler",
+        action="store_true",
+        dest="use_checkpoint_schedule",
+        help=f"on resuming, follow the checkpoint instead of {fields}",
     )
     _number(group, "--clip-grad", 1.0, "largest norm of the gradient; 0 does not clip")
     _count(group, "--seed", 1234, "of weights, dropout and the order of the data")
@@ -224,7 +258,10 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ckpt", type=Path, metavar="DIR", help="where checkpoints are; if not given, none are made"
+        "--ckpt",
+        type=_place,
+        metavar="DIR",
+        help="where checkpoints are, a directory or s3://bucket/prefix; if not given, none are made",
     )
     _count(
         group,
@@ -233,20 +270,41 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "steps between checkpoints; there is one at the end, too",
         also="--save-every",
     )
-    _count(group, "--keep-last", None, "how many checkpoints stay; if not given, all")
+    group.add_argument(
+        "--save-interval-seconds",
+        type=float,
+        metavar="X",
+        help="save as well where so many seconds have passed since the last checkpoint",
+    )
+    _count(
+        group, "--keep-last", None, "how many checkpoints stay; if neither this nor the next is given, all"
+    )
+    _count(group, "--keep-every", None, "checkpoints of each so many steps stay as well")
     _switch(group, "--async-save", "train on while a checkpoint is written")
     group.add_argument(
         "--exit-signal",
-        choices=SIGNALS,
-        help=f"signal at which a run ends its step, saves, and exits with code {EXIT_CODE}; default: none",
+        choices=EXIT_SIGNALS,
+        help="signal at which a run ends its step, saves, and exits with 128 + its number; default: none",
     )
+    group.add_argument(
+        "--save-signal",
+        choices=SAVE_SIGNALS,
+        help="signal at which a run ends its step, saves, and goes on; default: none",
+    )
+    group.add_argument(
+        "--on-save-error",
+        choices=("raise", "warn"),
+        default="raise",
+        help="where the store refuses a checkpoint: end the run, or warn and go on (default: %(default)s)",
+    )
+    _switch(group, "--verify-after-save", "read each checkpoint again before older ones are removed")
     _count(group, "--timeout-s", 600, "seconds that a rank waits for the others while saving or loading")
     group.add_argument(
         "--metrics",
         type=Path,
         metavar="FILE",
         help="append one JSON line per step (a step trained again after a crash has a second one; the last "
-        "counts); if not given, metrics.jsonl in --ckpt",
+        "counts); if not given, metrics.jsonl in --ckpt if that is a directory",
     )
     _switch(group, "--log-samples", "write the numbers of the samples of each step to the metrics")
 

@@ -80,7 +80,7 @@ class Report:
         self.say(f"step {step}: loss {self._losses[step]:.4f}, checkpoint {how} in {seconds:.2f} s")
         self.event(event="save", step=step, seconds=round(seconds, 3))
 
-    def end(self, step: int, checkpoint: Path | None) -> None:
+    def end(self, step: int, checkpoint: str | None) -> None:
         """Sum the run up: how the loss went, and where checkpoint and metrics are."""
         if self._losses:
             shown = (f"{self._losses[at]:.4f} at step {at}" for at in _spread(list(self._losses)))

@@ -31,7 +31,7 @@ class Text:
 
     Attributes:
         windows: how many there are: the samples of an epoch.
-        fingerprint: tells whether two runs number the same samples alike.
+        order: what tells the order of the samples from others, as plain values.
     """
 
     def __init__(self, texts: Iterable[bytes], *, seq_length: int, seed: int) -> None:
@@ -51,7 +51,7 @@ class Text:
         self._seq_length = seq_length
         # From one window to the next about 0.618 of the text: the golden ratio keeps neighbours far apart.
         self._stride = _coprime(self.windows, start=int(self.windows * 0.6180339887) + seed)
-        self.fingerprint = f"{_digest(self._tokens)}-{seq_length}-{seed}"
+        self.order = {"text": _digest(self._tokens), "seq_length": seq_length, "seed": seed}
 
     @classmethod
     def read(cls, files: Sequence[Path], *, seq_length: int, seed: int) -> Text:

@@ -6,7 +6,7 @@ Owns what a checkpoint of this run contains: see `Trainer.state`.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt import Checkpointer, CheckpointError, KeyRule, Policy, StrictHandling
+from megackpt import Checkpointer, CheckpointError, SaveInterval, StrictHandling
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
+from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
 from models import GPT, GPTConfig, init_weights
 from training.arguments import Arguments, refuse
 from training.report import Report
 from training.schedule import CosineSchedule
-from training.signals import EXIT_CODE, SignalWatch
 from training.text import Text
 
 OPTIMIZERS = {"distributed": DistributedOptimizer, "plain": MixedPrecisionOptimizer}
@@ -55,22 +55,34 @@ class Trainer:
             clip_grad=arguments.clip_grad,
         )
         self.step = 0
-        self.consumed_samples = 0
-        self.signal = SignalWatch(arguments.knobs.exit_signal)
+        self.data = DataPosition(text.order)
+        self.schedule_state = ScheduleState(
+            {**self.schedule.state_dict(), "weight_decay": arguments.weight_decay},
+            when_different=arguments.when_schedule_differs,
+        )
+        rng = RngState.of_process(
+            RankPosition.of(self.groups), seed=arguments.seed, parallel=self.rng, elsewhere="reseed"
+        )
+        self.training_state = TrainingState(
+            {"data": self.data, "schedule": self.schedule_state, "rng": rng},
+            timeout_s=arguments.knobs.timeout_s,
+        )
         self.checkpointer = None if arguments.ckpt is None else self._make_checkpointer(arguments.ckpt)
 
-    def _make_checkpointer(self, root: Path) -> Checkpointer:
+    def _make_checkpointer(self, root: Path | str) -> Checkpointer:
         knobs = self.arguments.knobs
         dp = self.groups.dp.group
         return Checkpointer(
             root,
             keep_last=knobs.keep_last,
+            keep_every=knobs.keep_every,
+            save_interval=SaveInterval(steps=knobs.save_interval, seconds=knobs.save_interval_seconds),
+            save_on_signal=knobs.signals,
+            on_error=knobs.on_save_error,  # type: ignore[arg-type]
+            verify_after_save=knobs.verify_after_save,
             async_save=knobs.async_save,
             save_options=knobs.save_options(),
-            # Random streams are not asked for at another layout; that is no fault, however strict the load.
-            load_options=replace(
-                knobs.load_options(), rules=(KeyRule(keys="rng_state", missing=Policy.IGNORE),)
-            ),
+            load_options=knobs.load_options(),
             spread_group=dp if knobs.dist_ckpt_parallel_save_within_dp else None,
             exchange_group=dp if knobs.dist_ckpt_parallel_load else None,
         )
@@ -78,37 +90,42 @@ class Trainer:
     def run(self) -> int:
         """Resume if there is something to resume, then train to the end, saving as asked.
 
-        Returns the exit code: 0, or `signals.EXIT_CODE` where a signal has ended the run.
+        Returns the exit code: 0, or that of the Checkpointer where a signal has ended the run.
         """
         note = self.resume()
         with self._report() as report:
             report.start(step=self.step, layout=self.layout, note=note)
             try:
-                signalled = self._train(report)
+                self._train(report)
             finally:  # also where training fails: a step that is being written shall not be lost
                 if self.checkpointer is not None:
                     self.checkpointer.close()
-            newest = None if self.checkpointer is None else self.checkpointer.directory(self.step)
-            report.end(self.step, newest)
-        return EXIT_CODE if signalled else 0
+            report.end(self.step, self._newest())
+        return self.checkpointer.exit_code or 0 if self.checkpointer is not None else 0
 
-    def _train(self, report: Report) -> bool:
-        """Train to the end or until the signal comes; return whether it did."""
-        last, interval = self.arguments.exit_after, self.arguments.knobs.save_interval
-        signalled = False
-        while self.step < last and not signalled:
+    def _newest(self) -> str | None:
+        """Where the newest checkpoint is, for the report; with --on-save-error warn it may be an old one."""
+        step = None if self.checkpointer is None or self.groups.rank else self.checkpointer.latest()
+        return None if self.checkpointer is None or step is None else self.checkpointer.location(step)
+
+    def _train(self, report: Report) -> None:
+        """Train to the end or until a signal asks to exit, saving when it is due."""
+        last = self.arguments.exit_after
+        while self.step < last:
             measured = self.train_step()
             report.step(self.step, **measured)
-            signalled = self.signal.came()
-            if signalled or self.step == last or (interval is not None and self.step % interval == 0):
-                self.save(report)
-        return signalled
+            if self.checkpointer is None:
+                continue
+            due = self.checkpointer.should_save(self.step)  # collective: at every step
+            if due or self.step == last:
+                self.save(self.checkpointer, report)
+            if self.checkpointer.exit_requested:
+                break
 
-    def state(self, *, with_rng: bool = True, to_save: bool = False) -> dict[str, Any]:
+    def state(self, *, to_save: bool = False) -> dict[str, Any]:
         """Declare everything that this run is made of: what a checkpoint holds.
 
-        `rng` is left out where the streams of a checkpoint cannot be continued: at another layout than they
-        were saved at. Collective where it is to be saved and optimizer state is gathered for that.
+        Collective where it is to be saved and optimizer state is gathered for that.
         """
         model = self.model.sharded_state_dict()
         gather = to_save and not self.arguments.knobs.dist_ckpt_parallel_dist_opt
@@ -116,10 +133,7 @@ class Trainer:
         return {
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, **how),
-            "rng": self.rng.sharded_state_dict() if with_rng else {},
-            "progress": {"step": self.step, "consumed_samples": self.consumed_samples},
-            "schedule": self.schedule.state_dict(),
-            "text": self.text.fingerprint,
+            **self.training_state.sharded_state_dict(),
         }
 
     @property
@@ -127,20 +141,18 @@ class Trainer:
         """How the ranks are arranged, as it is stored with a checkpoint."""
         return {axis: getattr(self.arguments.layout, axis) for axis in ("tp", "pp", "dp")}
 
-    def save(self, report: Report) -> None:
-        """Save the current step, if checkpoints are wanted."""
-        if self.checkpointer is None:
-            return
+    def save(self, checkpointer: Checkpointer, report: Report) -> None:
+        """Save the current step; with --on-save-error warn it may fail."""
         began = time.monotonic()
-        self.checkpointer.save(
+        saved = checkpointer.save(
             self.step,
             self.state(to_save=True),
             content_metadata={"layout": self.layout, "model": _plain(self.arguments.model)},
             sharded_strategy=self.arguments.knobs.save_strategy(),
         )
-        report.saved(
-            self.step, seconds=time.monotonic() - began, is_committed=not self.checkpointer.async_save
-        )
+        if saved:
+            seconds = time.monotonic() - began
+            report.saved(self.step, seconds=seconds, is_committed=not checkpointer.async_save)
 
     def resume(self) -> str:
         """Load the newest committed checkpoint, whatever layout it was saved at; say what was found."""
@@ -151,36 +163,32 @@ class Trainer:
             return (
                 f"starting from scratch at {_text(self.layout)}; {self.arguments.ckpt} has no checkpoint yet"
             )
-        directory = self.checkpointer.directory(step)
-        saved_at = self._check_model(self.checkpointer.content_metadata(step), directory)
-        same_layout = saved_at == self.layout
+        location = self.checkpointer.location(step)
+        saved_at = self._check_model(self.checkpointer.content_metadata(step), location)
         try:
             loaded = self.checkpointer.load(
-                self.state(with_rng=same_layout),
+                self.state(),
                 step=step,
                 strict=StrictHandling.of(self.arguments.knobs.dist_ckpt_load_strictness),
             )
+            notes = self.training_state.resume(loaded, step=step)
         except CheckpointError as error:  # the same on all ranks
-            refuse(f"cannot resume: {error}")
-        if loaded["text"] != self.text.fingerprint:
-            refuse(
-                f"{directory} was trained on other text, another --seq-length or another --seed; give the "
-                f"same ones, or another --ckpt"
-            )
-        self.step = loaded["progress"]["step"]
-        self.consumed_samples = loaded["progress"]["consumed_samples"]
-        note = self._resume_optimizer(loaded["optimizer"])
-        note += self._resume_schedule(CosineSchedule(**loaded["schedule"]))
-        note += self._resume_rng(loaded["rng"]["rng_state"] if same_layout else None)
-        return (
-            f"resumed step {self.step} from {directory}, saved at {_text(saved_at)}, now at "
-            f"{_text(self.layout)}{note}"
+            refuse(f"cannot resume {location}: {error}")
+        self.step = step
+        self.optimizer.load_sharded_state_dict(loaded["optimizer"])
+        self._follow_schedule()
+        return "; ".join(
+            [
+                f"resumed step {self.step} from {location}, saved at {_text(saved_at)}, now at "
+                f"{_text(self.layout)}",
+                *notes,
+            ]
         )
 
-    def _check_model(self, found: Any, directory: Path) -> dict[str, int]:
+    def _check_model(self, found: Any, location: str) -> dict[str, int]:
         """Refuse a checkpoint of another model; return the layout it was saved at."""
         if not isinstance(found, dict) or not {"layout", "model"} <= set(found):
-            refuse(f"{directory} was not saved by pretrain_gpt.py; give another --ckpt")
+            refuse(f"{location} was not saved by pretrain_gpt.py; give another --ckpt")
         ours, saved = _plain(self.arguments.model), found["model"]
         other = [
             f"{name} {saved.get(name)} instead of {value}"
@@ -189,45 +197,25 @@ class Trainer:
         ]
         if other:
             refuse(
-                f"{directory} holds another model, with {', '.join(other)}; give the flags it was trained "
+                f"{location} holds another model, with {', '.join(other)}; give the flags it was trained "
                 f"with, or another --ckpt"
             )
         layout: dict[str, int] = found["layout"]
         return layout
 
-    def _resume_optimizer(self, loaded: dict[str, Any]) -> str:
-        decay = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.optimizer.load_sharded_state_dict(loaded)
-        kept = [group["weight_decay"] for group in self.optimizer.param_groups]
-        if decay == kept:
-            return ""
-        if not self.arguments.override_schedule:
-            return f"; the checkpoint's weight decay is kept: {kept[0]} instead of {decay[0]}"
-        for group, value in zip(self.optimizer.param_groups, decay, strict=True):
-            group["weight_decay"] = value
-        return ""
-
-    def _resume_rng(self, loaded: dict[str, Any] | None) -> str:
-        if loaded is not None:
-            self.rng.load_state_dict(loaded)
-            return ""
-        self.rng.reseed(self.step)
-        return "; dropout draws from fresh streams" if self.arguments.model.dropout else ""
-
-    def _resume_schedule(self, saved: CosineSchedule) -> str:
-        if saved == self.schedule or self.arguments.override_schedule:
-            return ""
-        ours, kept = self.schedule.state_dict(), saved.state_dict()
-        other = [f"{name} {kept[name]} instead of {ours[name]}" for name in ours if kept[name] != ours[name]]
-        self.schedule = saved
-        return (
-            f"; the checkpoint's learning-rate schedule is kept: {', '.join(other)} "
-            f"(--override-schedule follows the flags)"
-        )
+    def _follow_schedule(self) -> None:
+        """Set what the schedule decides, which may be that of the checkpoint."""
+        fields = self.schedule_state.values
+        for group in self.optimizer.param_groups:
+            if group["name"] == "matrices":
+                group["weight_decay"] = fields["weight_decay"]
+        del fields["weight_decay"]
+        self.schedule = CosineSchedule(**fields)
 
     def train_step(self) -> dict[str, Any]:
         """Train on the next global batch; return what was measured. Collective."""
         began = time.monotonic()
+        first = self.data.consumed
         numbers = self._next_samples()
         micro_batches = [MicroBatch(*self.text.batch(part)) for part in numbers]
         learning_rate = self.schedule.at(self.step + 1)
@@ -238,13 +226,11 @@ class Trainer:
         loss = self._mean_loss(share_losses(losses, len(micro_batches), self.groups))
         norm = float(self.optimizer.step())
         self.step += 1
-        first = self.consumed_samples
-        self.consumed_samples += self.arguments.global_batch_size
         measured = {
             "loss": loss,
             "grad_norm": norm,
             "lr": learning_rate,
-            "samples": [first, self.consumed_samples],
+            "samples": [first, self.data.consumed],
             "seconds": round(time.monotonic() - began, 4),
         }
         if self.arguments.log_samples:
@@ -253,12 +239,10 @@ class Trainer:
 
     def _next_samples(self) -> list[list[int]]:
         """Numbers of the samples of each of this rank's micro-batches: its share of the next global batch."""
-        share = self.arguments.global_batch_size // self.groups.dp.size
-        size = share // self.arguments.micro_batches
-        first = self.consumed_samples + self.groups.dp.rank * share
-        return [
-            list(range(first + k * size, first + (k + 1) * size)) for k in range(self.arguments.micro_batches)
-        ]
+        dp, parts = self.groups.dp, self.arguments.micro_batches
+        share = self.data.take(self.arguments.global_batch_size, dp_rank=dp.rank, dp_size=dp.size)
+        size = len(share) // parts
+        return [list(share[k * size : (k + 1) * size]) for k in range(parts)]
 
     def _mean_loss(self, losses: Tensor) -> float:
         """Mean over micro-batches and data-parallel ranks, all of which have equally many tokens."""
@@ -278,7 +262,8 @@ class Trainer:
 
     def _report(self) -> Report:
         arguments = self.arguments
-        metrics = arguments.metrics or (arguments.ckpt and arguments.ckpt / "metrics.jsonl")
+        beside = arguments.ckpt / "metrics.jsonl" if isinstance(arguments.ckpt, Path) else None
+        metrics = arguments.metrics or beside
         return Report(metrics, steps=arguments.steps, done=self.step, is_root=self.groups.rank == 0)
 
     def _param_groups(self) -> list[dict[str, Any]]:

@@ -194,6 +194,7 @@ class _Prepared:
         refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
         arrays = self.contents.arrays
         excluded |= _kept_elsewhere(self.expanded.per_rank, arrays, group.size, where)
+        excluded |= _kept_objects(self.expanded.objects, arrays)
         self.unexpected = settle_unexpected(
             set(self.asked) - excluded,
             arrays,
@@ -315,6 +316,15 @@ def _kept_elsewhere(
         log.warning("%s: every rank keeps its own value.", said)
         kept.add(key)
     return kept
+
+
+def _kept_objects(objects: Iterable[ShardedObject], stored: Mapping[str, ArraySpec]) -> set[str]:
+    """Return the keys of objects that were stored in an array of another shape and may be kept."""
+    return {
+        o.key
+        for o in objects
+        if o.elsewhere == "keep" and o.key in stored and stored[o.key].global_shape != o.global_shape
+    }
 
 
 def _renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:

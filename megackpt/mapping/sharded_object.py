@@ -6,8 +6,8 @@ Owns the declaration; how values become bytes is the codec's affair.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +31,9 @@ class ShardedObject(ShardedBase):
         global_shape: shape of the array, in objects.
         global_offset: position of this object in it.
         replica_id: 0 or all zeros for the main replica.
+        elsewhere: what a load does where the array was stored with another global shape, as by another
+            number of ranks. `error`; or `keep`: it is not loaded and keeps `data`, and who declares it finds
+            out from common state of its own and decides what that means.
 
     Raises:
         DeclarationError: the offset does not lie in the shape.
@@ -43,6 +46,7 @@ class ShardedObject(ShardedBase):
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     replica_id: ReplicaId = 0
+    elsewhere: Literal["error", "keep"] = field(default="error", kw_only=True)
 
     def __post_init__(self) -> None:
         check_key(self.key, "ShardedObject")

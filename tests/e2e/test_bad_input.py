@@ -88,14 +88,20 @@ CASES = {
     ),
     "other text": Case(
         "{small} --data {root}/other --ckpt {root}/ckpt",
-        r"{root}/ckpt/iter_0000002 was trained on other text, another --seq-length or .*; give .*",
+        r"cannot resume {root}/ckpt/iter_0000002: .*samples in another order: text: '\w+' stored, '\w+' here "
+        r"Give .*",
+    ),
+    "other schedule": Case(
+        "{small} --data {root}/text --ckpt {root}/ckpt --steps=2 --lr=0.5 --weight-decay=0.3",
+        r"cannot resume .*: The schedule .* not the one given: peak: 0\.003 stored, 0\.5 given "
+        r"weight_decay: 0\.1 stored, 0\.3 given .*",
     ),
     "foreign": Case(
         "{small} --data {root}/text --ckpt {root}/foreign",
         r"{root}/foreign/iter_0000001 was not saved by pretrain_gpt\.py; give another --ckpt",
     ),
     "damaged": Case(
-        "{small} --data {root}/text --ckpt {root}/damaged", r"cannot resume: .*{root}/damaged/iter_0000002.*"
+        "{small} --data {root}/text --ckpt {root}/damaged", r"cannot resume .*{root}/damaged/iter_0000002.*"
     ),
 }
 
@@ -155,3 +161,20 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
         parse_arguments([f"--metrics={tmp_path}/new/metrics"], world_size=1)
     expected = f"pretrain_gpt.py: --metrics: no permission to write to {tmp_path}; give another directory\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "exclude each other"),
+        ("--exit-signal=SIGTERM", "--exit-signal and --save-signal ask for a checkpoint; give --ckpt"),
+        ("--keep-every=0", "keep_every is 0; give at least 1."),
+        ("--save-interval-seconds=-1", "save_interval_seconds is -1.0; give a finite number above 0."),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    flags: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(flags.split(), world_size=1)
+    assert capsys.readouterr().err.endswith(f"{says}\n")

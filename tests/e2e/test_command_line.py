@@ -45,7 +45,12 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
     flags = [*SMALL_MODEL, f"--data={write_text(tmp_path / 'text')}", f"--ckpt={ckpt}", "--steps=6"]
     (tmp_path / "watched").mkdir()
     kill_in_the_save_of("iter_0000004", tmp_path / "watched", [*flags, "--tp=2", "--save-every=2"])
-    assert sorted(entry.name for entry in ckpt.iterdir()) == ["iter_0000002", "iter_0000004", "metrics.jsonl"]
+    assert sorted(entry.name for entry in ckpt.iterdir()) == [
+        "iter_0000002",
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+        "metrics.jsonl",
+    ]
     assert list((ckpt / "iter_0000004").rglob("*.safetensors"))  # torn, and not empty
 
     resumed = run_torchrun(RANKS, [*flags, "--save-every=3", "--keep-last=2"])
@@ -56,7 +61,10 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
         f"{ckpt}/iter_0000004 is not committed (its save did not finish) and is ignored; the newest "
         f"committed step is 2."
     )
-    assert what == f"resumed step 2 from {ckpt}/iter_0000002, saved at tp2 pp1 dp1, now at tp1 pp1 dp2"
+    assert what == (
+        f"resumed step 2 from {ckpt}/iter_0000002, saved at tp2 pp1 dp1, now at tp1 pp1 dp2; random streams "
+        f"are fresh: they were saved at cp 1, dp 1, pp 1, tp 2, and this run is at cp 1, dp 2, pp 1, tp 1"
+    )
     assert [re.sub(r"\d+\.\d+", "X", line) for line in saves] == [
         f"step {step}: loss X, checkpoint saved in X s" for step in (3, 6)
     ]
@@ -64,7 +72,12 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
     assert last == f"step 6 is done; checkpoint: {ckpt}/iter_0000006, metrics: {ckpt}/metrics.jsonl"
 
     # --keep-last 2 and the removal of the torn step by the save of step 3
-    assert sorted(entry.name for entry in ckpt.iterdir()) == ["iter_0000003", "iter_0000006", "metrics.jsonl"]
+    assert sorted(entry.name for entry in ckpt.iterdir()) == [
+        "iter_0000003",
+        "iter_0000006",
+        "latest_checkpointed_iteration.txt",
+        "metrics.jsonl",
+    ]
     assert (ckpt / "iter_0000003" / "metadata.json").is_file()
     lines = [json.loads(line) for line in (ckpt / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "event" not in line]

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from training.arguments import parse_arguments
-from training.signals import EXIT_CODE, SignalWatch
 
 from megackpt import CheckpointConfig, Checkpointer, DeclarationError
 from megackpt.engine.load import open_checkpoint
@@ -120,7 +119,12 @@ def vars_of_help() -> list[str]:
         ({"dist_ckpt_format": "zarr:2"}, "zarr"),
         ({"keep_last": 0}, "keep_last is 0"),
         ({"save_interval": 0}, "save_interval is 0"),
+        ({"keep_every": 0}, "keep_every is 0"),
+        ({"save_interval_seconds": 0.0}, r"save_interval_seconds is 0\.0"),
         ({"exit_signal": "SIGNONSENSE"}, "SIGNONSENSE"),
+        ({"exit_signal": "SIGUSR1"}, "save_signal"),
+        ({"save_signal": "SIGTERM"}, "exit_signal"),
+        ({"on_save_error": "ignore"}, "on_save_error='ignore'"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
     ],
 )
@@ -129,35 +133,34 @@ def test_knobs_that_make_no_sense_are_refused(wrong: dict[str, object], says: st
         CheckpointConfig(**wrong)  # type: ignore[arg-type]
 
 
-def hear_on_rank_1() -> bool:
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        watch = SignalWatch("SIGUSR1")
-        assert not watch.came()
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return watch.came()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
-def test_a_signal_to_one_rank_is_heard_by_all(rank_pool: RankPool) -> None:
-    assert rank_pool.run(hear_on_rank_1, 4) == [True] * 4
-
-
-def test_a_signal_ends_a_run_with_a_checkpoint_and_a_code_of_its_own(tmp_path: Path) -> None:
+def test_a_signal_saves_and_another_ends_the_run_as_well_with_a_code_of_its_own(tmp_path: Path) -> None:
     flags = [*SMALL_MODEL, f"--data={write_text(tmp_path / 'text')}", f"--ckpt={tmp_path / 'run'}"]
-    command = [sys.executable, str(PRETRAIN_GPT), *flags, "--steps=100000", "--exit-signal=SIGUSR1"]
+    command = [
+        sys.executable,
+        str(PRETRAIN_GPT),
+        *flags,
+        "--steps=100000",
+        "--exit-signal=SIGTERM",
+        "--save-signal=SIGUSR1",
+    ]
     run = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 60
-        while not (metrics.exists() and '"step": 3' in metrics.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: metrics.exists() and '"step": 3' in metrics.read_text())
         run.send_signal(signal.SIGUSR1)
-        assert run.wait(60) == EXIT_CODE
+        wait_for(lambda: Checkpointer(tmp_path / "run").latest() is not None)
+        saved = Checkpointer(tmp_path / "run").latest()
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 128 + signal.SIGTERM
     finally:
         run.kill()
     latest = Checkpointer(tmp_path / "run").latest()
+    assert saved is not None
     assert latest is not None
-    assert latest == max(metrics_of(tmp_path / "run"))
+    assert saved < latest == max(metrics_of(tmp_path / "run"))

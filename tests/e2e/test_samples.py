@@ -129,16 +129,16 @@ def test_a_sample_is_a_function_of_text_seed_and_number(number: int, seed: int) 
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     tokens, labels = expected
     assert torch.equal(tokens[1:], labels[:-1])
-    assert text.fingerprint == other.fingerprint
+    assert text.order == other.order
 
 
-def test_fingerprints_differ_where_samples_are_numbered_otherwise() -> None:
+def test_orders_differ_where_samples_are_numbered_otherwise() -> None:
     texts = [b"one text of some length", b"another text"]
-    known = Text(texts, seq_length=4, seed=1).fingerprint
+    known = Text(texts, seq_length=4, seed=1).order
     others = [
         Text([texts[0] + b" ", texts[1]], seq_length=4, seed=1),
         Text([b"\0".join(texts)], seq_length=4, seed=1),
         Text(texts, seq_length=5, seed=1),
         Text(texts, seq_length=4, seed=2),
     ]
-    assert len({known, *(text.fingerprint for text in others)}) == 5
+    assert len({tuple(order.items()) for order in (known, *(text.order for text in others))}) == 5

@@ -1,4 +1,4 @@
-"""Step and learning rate go on; what the checkpoint was trained with wins unless the user says otherwise."""
+"""Step and learning rate go on; where the checkpoint was trained with others, the user says which hold."""
 
 from __future__ import annotations
 
@@ -44,28 +44,30 @@ def test_the_schedule_goes_on_where_it_was(rank_pool: RankPool, tmp_path: Path) 
     train(rank_pool, "1 rank", tmp_path / "run", *data, *flags_of(STORED), "--weight-decay=0.3")
     assert rates(tmp_path / "run") == [STORED.at(step) for step in range(1, 9)]
     notes = [start["note"] for start in events_of(tmp_path / "run", "start")]
-    assert "kept" not in notes[1]
+    assert "schedule is followed" not in notes[1]
     assert [start["step"] for start in events_of(tmp_path / "run", "start")] == [0, 4]
     assert [saved["step"] for saved in events_of(tmp_path / "run", "save")] == [4, 8]
 
 
-def test_the_schedule_of_the_checkpoint_wins_and_says_so(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_the_schedule_of_the_checkpoint_is_followed_where_asked_for_and_says_so(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     data = trained_to_step_4(rank_pool, tmp_path)
-    train(rank_pool, "1 rank", tmp_path / "run", *data, *flags_of(OTHER))
+    asked = "--use-checkpoint-opt_param-scheduler"
+    train(rank_pool, "1 rank", tmp_path / "run", *data, *flags_of(OTHER), asked)
     assert rates(tmp_path / "run") == [STORED.at(step) for step in range(1, 11)]
     note = events_of(tmp_path / "run", "start")[1]["note"]
-    assert "the checkpoint's learning-rate schedule is kept: peak 0.003 instead of 0.001" in note
-    assert "steps 8 instead of 10 (--override-schedule follows the flags)" in note
-    assert "weight decay is kept: 0.3 instead of 0.1" in note
+    assert "the checkpoint's schedule is followed (peak: 0.003 stored, 0.001 given; " in note
+    assert "steps: 8 stored, 10 given; weight_decay: 0.3 stored, 0.1 given)" in note
     assert weight_decay_at(tmp_path / "run", 10) == 0.3
 
 
 def test_override_schedule_follows_the_flags(rank_pool: RankPool, tmp_path: Path) -> None:
     data = trained_to_step_4(rank_pool, tmp_path)
-    train(rank_pool, "1 rank", tmp_path / "run", *data, *flags_of(OTHER), "--override-schedule")
+    train(rank_pool, "1 rank", tmp_path / "run", *data, *flags_of(OTHER), "--override-opt_param-scheduler")
     expected = [STORED.at(step) for step in range(1, 5)] + [OTHER.at(step) for step in range(5, 11)]
     assert rates(tmp_path / "run") == expected
-    assert "kept" not in events_of(tmp_path / "run", "start")[1]["note"]
+    assert "the given schedule is followed" in events_of(tmp_path / "run", "start")[1]["note"]
     assert weight_decay_at(tmp_path / "run", 10) == 0.1
 
 

@@ -116,6 +116,7 @@ def _entities(*, filled: bool) -> dict[str, Any]:
             for layer in range(rank, 4, ranks)
         },
         "seed": megackpt.PerRank("seed", scale * rank, elsewhere="keep"),
+        "stream": megackpt.ShardedObject("stream", scale * rank, (ranks, 1), (rank, 0), elsewhere="keep"),
         "tokenizer": megackpt.Replicated("tokenizer", {"size": scale}),
         "here": megackpt.LocalNonpersistentObject("local"),
         "plain": torch.full((5,), scale, dtype=torch.bfloat16),
@@ -138,6 +139,7 @@ def _expected(*, same_ranks: bool) -> dict[str, Any]:
             "made": mine,
             "layer_seeds": {layer: entity.data for layer, entity in state["layer_seeds"].items()},
             "seed": float(rank) if same_ranks else 0.0,
+            "stream": float(rank) if same_ranks else 0.0,
             "tokenizer": {"size": 1.0},
             "here": "local",
         }

@@ -221,3 +221,12 @@ def test_a_dict_with_integer_keys_stays_a_dict(tmp_path: Path) -> None:
     loaded = load({"params": state(2)}, tmp_path / "c")["params"]
     assert isinstance(loaded, dict)
     assert (loaded[0], loaded[1].tolist()) == (1, [1, 1])
+
+
+def test_an_object_stored_in_an_array_of_another_shape_is_an_error_or_kept(tmp_path: Path) -> None:
+    save({"o": ShardedObject("o", "stored", (1,), (0,))}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="Objects are never resharded"):
+        load({"o": ShardedObject("o", "mine", (2,), (1,))}, tmp_path / "c")
+    for shape, expected in [((2,), "mine"), ((1, 1), "mine"), ((1,), "stored")]:
+        asked = ShardedObject("o", "mine", shape, (0,) * len(shape), elsewhere="keep")
+        assert load({"o": asked}, tmp_path / "c") == {"o": expected}

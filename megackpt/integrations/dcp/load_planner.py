@@ -165,6 +165,8 @@ class MegackptLoadPlanner(LoadPlanner):
             if per_rank is not None and per_rank.elsewhere == "keep":
                 log.warning("%r was stored for another number of ranks: every rank keeps its own.", name)
                 return []
+            if entity is not None and entity.elsewhere == "keep" and self._holds_objects(entity.key):
+                return []
             return self._refuse_missing(name if entity is None else entity.key)
         if not isinstance(found, BytesStorageMetadata):
             raise MismatchError(
@@ -175,6 +177,10 @@ class MegackptLoadPlanner(LoadPlanner):
         place = torch.Size((0,))
         index = MetadataIndex(name)
         return [ReadItem(LoadItemType.BYTE_IO, index, place, index, place, place)]
+
+    def _holds_objects(self, key: str) -> bool:
+        """Whether there is an array of objects of this key, of whatever shape."""
+        return any(name.startswith(f"{key}/shard_") for name in self._stored)
 
     def _refuse_missing(self, key: str) -> list[ReadItem]:
         if not self._allow_partial_load:

@@ -1,0 +1,60 @@
+"""State of a training run that is not tensors: random streams, data position, schedule, users' objects."""
+
+from megackpt.training_state.data_position import DataPosition
+from megackpt.training_state.objects import CommonObject, RankObject, Stateful, loader_object
+from megackpt.training_state.position import RankPosition
+from megackpt.training_state.resumable import Resumable
+from megackpt.training_state.rng import RngState
+from megackpt.training_state.rng_sources import (
+    ACTIVATION_AXES,
+    DATA_AXES,
+    TRACKED_AXES,
+    CudaRng,
+    NumpyGenerator,
+    NumpyRng,
+    ParallelStreams,
+    PythonRng,
+    RngSource,
+    Seeds,
+    StatesTracker,
+    TorchRng,
+    TrackedRng,
+)
+from megackpt.training_state.sample_order import SampleOrder
+from megackpt.training_state.schedule import PROGRESS, ScheduleState, WhenDifferent
+from megackpt.training_state.shard_reader import SequenceReader, ShardReader, ShuffleBuffer
+from megackpt.training_state.sharded_data import ShardedData
+from megackpt.training_state.training_state import TrainingState
+
+__all__ = [
+    "ACTIVATION_AXES",
+    "DATA_AXES",
+    "PROGRESS",
+    "TRACKED_AXES",
+    "CommonObject",
+    "CudaRng",
+    "DataPosition",
+    "NumpyGenerator",
+    "NumpyRng",
+    "ParallelStreams",
+    "PythonRng",
+    "RankObject",
+    "RankPosition",
+    "Resumable",
+    "RngSource",
+    "RngState",
+    "SampleOrder",
+    "ScheduleState",
+    "Seeds",
+    "SequenceReader",
+    "ShardReader",
+    "ShardedData",
+    "ShuffleBuffer",
+    "Stateful",
+    "StatesTracker",
+    "TorchRng",
+    "TrackedRng",
+    "TrainingState",
+    "WhenDifferent",
+    "loader_object",
+]

@@ -1,0 +1,282 @@
+"""Generators of random numbers, each with a way to take its state, give it back, and seed it anew.
+
+Owns what the state of each kind of generator is, as plain values: nothing is pickled. Whose state it is, and
+when it may be given back, is decided in `rng`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megackpt.errors import DeclarationError, MismatchError
+from megackpt.parallel import ParallelRng, stable_seed
+from megackpt.training_state.position import RankPosition
+
+DATA_AXES = ("dp",)
+"""Along which python's and numpy's generators are seeded apart: ranks that read the same samples change them
+alike, so those that differ in any other index have to agree."""
+
+ACTIVATION_AXES = ("pp", "dp", "cp")
+"""Along which torch's are: activations that all ranks of tp hold have to be dropped alike."""
+
+TRACKED_AXES: Mapping[str, tuple[str, ...]] = {
+    "data-parallel-rng": ("pp",),
+    "model-parallel-rng": ("pp", "tp"),
+    "expert-parallel-rng": ("pp", "tp", "ep", "etp"),
+}
+"""Likewise for the named states of Megatron's tracker.
+
+Source: Megatron-Core `tensor_parallel.random.model_parallel_cuda_manual_seed`.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeds:
+    """Fresh seeds, as a function of a base seed, a step and a rank's coordinates alone."""
+
+    base: int
+    step: int
+    position: RankPosition
+
+    def of(self, name: str, axes: tuple[str, ...]) -> int:
+        """Return the 63-bit seed of what is called `name` and differs along `axes` only."""
+        where = [part for pair in self.position.along(axes) for part in pair]
+        return stable_seed(self.base, self.step, name, *where)
+
+
+class RngSource(Protocol):
+    """One generator, or several that belong together; on this rank."""
+
+    def capture(self) -> Any:
+        """Return the state as values that the codec knows; later draws do not change it."""
+
+    def restore(self, state: Any) -> None:
+        """Go on from a state that `capture` returned.
+
+        Raises:
+            MismatchError: it belongs to generators of another kind, or another number of them.
+        """
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Begin anew."""
+
+
+class PythonRng:
+    """The generator behind the functions of Python's `random`."""
+
+    def capture(self) -> Any:
+        """Return version, words and the spare normal number."""
+        version, words, spare = random.getstate()
+        return {"version": version, "words": np.array(words, np.uint32), "spare": spare}
+
+    def restore(self, state: Any) -> None:
+        """Set the state."""
+        random.setstate((state["version"], tuple(int(word) for word in state["words"]), state["spare"]))
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Seed it; it differs along dp."""
+        random.seed(seeds.of("python", DATA_AXES))
+
+
+class NumpyRng:
+    """The generator behind the functions of `numpy.random`."""
+
+    def capture(self) -> Any:
+        """Return what numpy calls its legacy state."""
+        return dict(np.random.get_state(legacy=False))
+
+    def restore(self, state: Any) -> None:
+        """Set the state."""
+        np.random.set_state(state)
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Seed it; it differs along dp."""
+        np.random.seed(seeds.of("numpy", DATA_AXES) % 2**32)
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyGenerator:
+    """A `numpy.random.Generator`, which stays the same object.
+
+    Attributes:
+        generator: the generator.
+        name: makes its fresh seeds differ from those of others.
+        axes: along which it differs.
+    """
+
+    generator: np.random.Generator
+    name: str = "numpy generator"
+    axes: tuple[str, ...] = DATA_AXES
+
+    def capture(self) -> Any:
+        """Return the state of its bit generator."""
+        return dict(self.generator.bit_generator.state)
+
+    def restore(self, state: Any) -> None:
+        """Set the state."""
+        ours = type(self.generator.bit_generator).__name__
+        if state["bit_generator"] != ours:
+            raise MismatchError(
+                f"The state of {self.name!r} is that of a {state['bit_generator']}, and the generator here "
+                f"is a {ours}. Make it from the bit generator that it was saved with."
+            )
+        self.generator.bit_generator.state = state
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Take over the state of a new bit generator of the same kind."""
+        kind: Any = type(self.generator.bit_generator)
+        self.generator.bit_generator.state = kind(seeds.of(self.name, self.axes)).state
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRng:
+    """torch's default generator on the CPU, or a `torch.Generator` on any device.
+
+    Attributes:
+        generator: the generator; None for the default one.
+        name: makes its fresh seeds differ from those of others.
+        axes: along which it differs.
+    """
+
+    generator: torch.Generator | None = None
+    name: str = "torch"
+    axes: tuple[str, ...] = ACTIVATION_AXES
+
+    def capture(self) -> Any:
+        """Return the state, uint8 on the CPU."""
+        return (self.generator or torch.default_generator).get_state()
+
+    def restore(self, state: Any) -> None:
+        """Set the state."""
+        generator = self.generator or torch.default_generator
+        if state.numel() != generator.get_state().numel():
+            raise MismatchError(
+                f"The state of {self.name!r} has {state.numel()} bytes, and that of the generator here, on "
+                f"{generator.device}, another number. Make it on the kind of device that it was saved on."
+            )
+        generator.set_state(state)
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Seed it."""
+        (self.generator or torch.default_generator).manual_seed(seeds.of(self.name, self.axes))
+
+
+class CudaRng:
+    """torch's default generators of all CUDA devices that this process sees; there may be none."""
+
+    def capture(self) -> Any:
+        """Return a state for each device."""
+        return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore(self, state: Any) -> None:
+        """Set the state of each device."""
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if len(state) != devices:
+            raise MismatchError(
+                f"There are CUDA random states of {len(state)} devices, and this process sees {devices}. "
+                f"Start it with as many visible devices (CUDA_VISIBLE_DEVICES) as when it was saved, or "
+                f"leave the source out."
+            )
+        if devices:
+            torch.cuda.set_rng_state_all(state)
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Seed all devices alike, as `torch.manual_seed` does."""
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seeds.of("cuda", ACTIVATION_AXES))
+
+
+class StatesTracker(Protocol):
+    """Named random states, as Megatron's `CudaRNGStatesTracker` keeps them."""
+
+    def get_states(self) -> dict[str, Any]:
+        """Return the states by name: uint8 tensors, or generators."""
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Replace them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRng:
+    """The named states of Megatron's tensor-parallel tracker.
+
+    Attributes:
+        tracker: the tracker.
+        axes: along which each of its states differs; a name that is added with `tracker.add` needs an entry.
+    """
+
+    tracker: StatesTracker
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: TRACKED_AXES)
+
+    def capture(self) -> Any:
+        """Return copies of the states by name."""
+        found = self.tracker.get_states()
+        return {
+            name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+            for name, state in found.items()
+        }
+
+    def restore(self, state: Any) -> None:
+        """Set the states; a state that is a generator here stays that generator."""
+        ours = self.tracker.get_states()
+        if ours and ours.keys() != state.keys():
+            raise MismatchError(
+                f"The tracker's states were saved as {', '.join(sorted(state))}, and here they are "
+                f"{', '.join(sorted(ours))}. Add the same ones before resuming."
+            )
+        self._set({name: stored.clone() for name, stored in state.items()})
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Seed each state."""
+        fresh = {}
+        for name, state in self.tracker.get_states().items():
+            if name not in self.axes:
+                raise DeclarationError(
+                    f"The tracker has a random state {name!r} of which nobody said along which axes it "
+                    f'differs. Give TrackedRng(tracker, axes={{**TRACKED_AXES, {name!r}: ("pp", "tp")}}), or '
+                    f"what is true of it."
+                )
+            generator = torch.Generator(device=_device_of(state))
+            fresh[name] = generator.manual_seed(seeds.of(name, self.axes[name])).get_state()
+        self._set(fresh)
+
+    def _set(self, states: dict[str, Any]) -> None:
+        ours = self.tracker.get_states()
+        for name, state in states.items():
+            if isinstance(ours.get(name), torch.Generator):
+                ours[name].set_state(state)
+                states = {**states, name: ours[name]}
+        self.tracker.set_states(states)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelStreams:
+    """The streams of a `megackpt.parallel.ParallelRng`; fresh ones come from its own seed."""
+
+    rng: ParallelRng
+
+    def capture(self) -> Any:
+        """Return its state dict."""
+        return self.rng.state_dict()
+
+    def restore(self, state: Any) -> None:
+        """Load it."""
+        self.rng.load_state_dict(state)
+
+    def reseed(self, seeds: Seeds) -> None:
+        """Reseed it for the step."""
+        self.rng.reseed(seeds.step)
+
+
+def _device_of(state: Any) -> torch.device:
+    """Return the device of the generators whose state this is: that of a CPU generator is much longer."""
+    if isinstance(state, torch.Generator):
+        return state.device
+    is_cpu = state.numel() == torch.default_generator.get_state().numel()
+    return torch.device("cpu" if is_cpu else "cuda")

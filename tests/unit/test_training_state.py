@@ -1,0 +1,135 @@
+"""Users' objects, data loaders, and all parts of a run's state together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt import Checkpointer, DeclarationError, MismatchError, load, save
+from megackpt.testing.world import SimulatedWorld
+from megackpt.training_state import (
+    CommonObject,
+    DataPosition,
+    RankObject,
+    RankPosition,
+    ScheduleState,
+    TrainingState,
+    loader_object,
+)
+
+
+class Counter:
+    """A user's object."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def place(rank: int, *, dp: int, tp: int) -> RankPosition:
+    return RankPosition(layout={"dp": dp, "tp": tp}, coordinates={"dp": rank // tp, "tp": rank % tp})
+
+
+def save_of_each(path: Path, declare: Any, *, dp: int, tp: int) -> None:
+    def run(group: Any) -> None:
+        where = place(group.rank, dp=dp, tp=tp)
+        save({"o": declare(Counter(where.index("dp")), where).sharded_state_dict("o.")}, path, group=group)
+
+    SimulatedWorld(dp * tp).run(run)
+
+
+def values_of_each(path: Path, declare: Any, *, dp: int, tp: int) -> list[tuple[Any, str]]:
+    def run(group: Any) -> tuple[Any, str]:
+        counter = Counter("mine")
+        part = declare(counter, place(group.rank, dp=dp, tp=tp))
+        note = part.resume(load({"o": part.sharded_state_dict("o.")}, path, group=group)["o"], step=1)
+        return counter.value, note
+
+    return SimulatedWorld(dp * tp).run(run)
+
+
+def test_a_data_loader_resumes_at_the_same_dp_whatever_the_other_axes_are(tmp_path: Path) -> None:
+    save_of_each(tmp_path / "c", loader_object, dp=2, tp=2)
+    for tp in (1, 2, 3):
+        values = values_of_each(tmp_path / "c", loader_object, dp=2, tp=tp)
+        assert values == [(rank // tp, "") for rank in range(2 * tp)]
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (4, 1), (3, 1)])
+def test_a_data_loader_is_refused_at_another_dp_with_the_reason(tmp_path: Path, dp: int, tp: int) -> None:
+    save_of_each(tmp_path / "c", loader_object, dp=2, tp=2)
+    expected = rf"States of a Counter were saved at dp 2, and this run is at dp {dp}: a loader's state counts"
+    with pytest.raises(MismatchError, match=expected):
+        values_of_each(tmp_path / "c", loader_object, dp=dp, tp=tp)
+
+
+def test_a_state_of_each_rank_is_kept_elsewhere_where_asked_for(tmp_path: Path) -> None:
+    def declare(counter: Counter, where: RankPosition) -> RankObject:
+        return RankObject(counter, where, elsewhere="keep")
+
+    save_of_each(tmp_path / "c", declare, dp=2, tp=2)
+    assert values_of_each(tmp_path / "c", declare, dp=2, tp=2) == [(n // 2, "") for n in range(4)]
+    for value, note in values_of_each(tmp_path / "c", declare, dp=4, tp=1):
+        assert value == "mine"
+        assert "saved at dp 2, tp 2, and this run is at dp 4, tp 1: each rank keeps" in note
+
+
+def test_parts_are_saved_and_resumed_together_and_say_what_does_not_go_on(tmp_path: Path) -> None:
+    def parts(**schedule: float) -> tuple[TrainingState, DataPosition, Counter]:
+        data, counter = DataPosition({"files": "v1"}), Counter(0)
+        found = {
+            "data": data,
+            "schedule": ScheduleState(schedule, when_different="checkpoint"),
+            "mine": CommonObject(counter),
+        }
+        return TrainingState(found), data, counter
+
+    state, data, counter = parts(peak=1.0)
+    data.take(12)
+    counter.value = {"seen": (1, 2)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state.sharded_state_dict())
+        again, data_then, counter_then = parts(peak=2.0)
+        notes = again.resume(checkpointer.load(again.sharded_state_dict()), step=3)
+    assert notes == ["the checkpoint's schedule is followed (peak: 1.0 stored, 2.0 given)"]
+    assert (data_then.consumed, counter_then.value) == (12, {"seen": (1, 2)})
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_names_it() -> None:
+    class Picky(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if state["value"] == 2:
+                raise MismatchError("2 is no good")
+
+    def run(group: Any) -> list[str]:
+        state = TrainingState({"mine": CommonObject(Picky())}, group=group)
+        return state.resume({"mine": {"state": {"value": group.rank}}}, step=1)
+
+    for outcome in SimulatedWorld(4).outcomes(run):
+        assert isinstance(outcome, MismatchError)
+        assert "Rank 2 failed while resuming the training state: 2 is no good" in str(outcome)
+
+
+def test_a_part_that_the_checkpoint_lacks_is_named() -> None:
+    with pytest.raises(MismatchError, match=r"The checkpoint has no 'data', of which this run is made"):
+        TrainingState({"data": DataPosition({})}).resume({"schedule": {}}, step=1)
+
+
+def test_names_that_would_not_begin_keys_are_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"named \['a\.b', ''\]"):
+        TrainingState({"a.b": DataPosition({}), "": DataPosition({}), "c": DataPosition({})})
+
+
+def test_a_position_in_another_order_of_samples_is_refused_by_field() -> None:
+    stored = DataPosition({"samples": 10, "seed": 1}).sharded_state_dict()
+    with pytest.raises(MismatchError, match=r"(?s)samples: 10 stored, 12 here\n  seed: 1 stored, None here"):
+        DataPosition({"samples": 12}).resume(stored, step=1)
+    with pytest.raises(DeclarationError, match="batch of 0 samples"):
+        DataPosition({}).take(0)
