@@ -195,7 +195,8 @@ def load(
         NotACheckpointError: nothing was committed there.
         MissingKeyError: a key is asked for that the checkpoint lacks; the text has the most similar one.
         MismatchError: an array is stored with another dtype or global shape.
-        IntegrityError: stored bytes are damaged; the text names key, file and byte range.
+        IntegrityError: stored bytes are damaged, and nothing may or can take their place, see
+            `LoadOptions.on_corrupt`; the text names key, file and byte range.
         CheckpointError: each of these, and every other error of a load; raised on all ranks, naming the
             failing one.
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from megackpt.errors import DeclarationError
 
@@ -20,6 +20,9 @@ Exchange: TypeAlias = Literal[
     "direct", "all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"
 ]
 """How a load gets bytes to the ranks that need them."""
+
+OnCorrupt: TypeAlias = Literal["error", "fallback"]
+"""What a load does about a damaged checkpoint."""
 
 
 class Policy(Enum):
@@ -71,15 +74,31 @@ class SaveOptions:
             write about as many bytes; `group`: any of those in the `spread_group` of its main replica;
             `none`: its main replica. Without `validate_access_integrity` ranks do not know what others hold,
             and main replicas write whatever stands here.
+        parity: of at most how many data files one parity file is written, from which any one of them that is
+            lost or damaged is computed; None for no parity. Only the native format has it. See
+            docs/integrity.md for what it costs.
+        compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
+            hold different bits in it. IGNORE does not compare; otherwise every rank digests all it holds.
     """
 
     timeout_s: float = 600.0
     piece_bytes: int = 4 * 1024 * 1024
     assume_constant_structure: bool = False
     spread: Spread = "world"
+    parity: int | None = None
+    compare_replicas: Policy = Policy.IGNORE
 
     def __post_init__(self) -> None:
         _check_choice("spread", self.spread, get_args(Spread))
+        if self.parity is not None and (type(self.parity) is not int or self.parity < 1):
+            raise DeclarationError(
+                f"parity is {self.parity!r}; give how many data files share a parity file, at least 1, or "
+                f"None."
+            )
+        if not isinstance(self.compare_replicas, Policy):
+            raise DeclarationError(
+                f"compare_replicas is {self.compare_replicas!r}; give Policy.ERROR, WARN or IGNORE."
+            )
         _check_positive("timeout_s", self.timeout_s)
         _check_positive("piece_bytes", self.piece_bytes)
 
@@ -113,6 +132,13 @@ class LoadOptions:
             `two_stage` keeps within twice the largest chunk as well.
         cpu_transfer: whether what is exchanged for tensors on a device goes through host memory. False, for
             `broadcast` and `two_stage`: it is broadcast between devices by the exchange group's own backend.
+        on_corrupt: what to do where bytes are not those that were saved, or a file is gone or too short.
+            `error`: raise. `fallback`: take what is damaged from parity files (`SaveOptions.parity`), or from
+            copies, if the digests of the save say that it is right there; the log and the load report say
+            what was taken from where. A `Checkpointer` that loads its newest step then goes back to older
+            ones.
+        copies: for `fallback`, where the same save may be found: directories, URLs or open stores, asked in
+            this order. For a `Checkpointer`, roots of which each may have the same steps.
     """
 
     timeout_s: float = 600.0
@@ -126,8 +152,11 @@ class LoadOptions:
     exchange: Exchange = "direct"
     exchange_bytes: int = 64 * 1024 * 1024
     cpu_transfer: bool = True
+    on_corrupt: OnCorrupt = "error"
+    copies: tuple[Any, ...] = ()  # str, os.PathLike or Store, which options do not know
 
     def __post_init__(self) -> None:
+        self._check_fallback()
         _check_positive("timeout_s", self.timeout_s)
         _check_positive("threads", self.threads)
         _check_choice("exchange", self.exchange, get_args(Exchange))
@@ -136,6 +165,17 @@ class LoadOptions:
             raise DeclarationError(
                 f"cpu_transfer=False has no meaning with exchange={self.exchange!r}: only 'broadcast' and "
                 f"'two_stage' move data between devices. Leave it out."
+            )
+
+    def _check_fallback(self) -> None:
+        _check_choice("on_corrupt", self.on_corrupt, get_args(OnCorrupt))
+        if self.copies and self.on_corrupt != "fallback":
+            raise DeclarationError("copies are given, and are never read: set on_corrupt='fallback' as well.")
+        if not isinstance(self.copies, tuple) or any(not copy for copy in self.copies):
+            raise DeclarationError(f"copies={self.copies!r}: give a tuple of places, none of them empty.")
+        if self.on_corrupt == "fallback" and not self.verify:
+            raise DeclarationError(
+                "on_corrupt='fallback' needs verify=True: damage that is not looked for is not found."
             )
 
 
@@ -173,6 +213,26 @@ class VerifyOptions:
     """
 
     deep: bool = False
+    threads: int = 4
+    allow_unsafe_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive("threads", self.threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairOptions:
+    """How to repair a checkpoint.
+
+    Attributes:
+        dry_run: find out what can be mended, and change nothing.
+        partial: mend what can be, also if other damage stays.
+        threads: as for `VerifyOptions`.
+        allow_unsafe_pickle: as for `LoadOptions`.
+    """
+
+    dry_run: bool = False
+    partial: bool = False
     threads: int = 4
     allow_unsafe_pickle: bool = False
 

@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, SupportsFloat
 
-from megackpt.api import ReturnsState, label_to_spread, load
+from megackpt.api import ReturnsState, label_to_spread, load_with_report
 from megackpt.checkpointer.failures import Failures, OnError
+from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
@@ -42,7 +43,7 @@ from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import ObjectOptions, Store
-from megackpt.validation import StrictHandling
+from megackpt.validation import LoadReport, StrictHandling
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Checkpointer(Run):
             are removed. A damaged one is removed instead, and the save fails.
         async_save: whether `save` returns before the step is committed.
         every: steps that are multiples of it go to the root; others into tiers only.
-        last_load: what the last `load` with tiers has used; None before.
+        last_load: what the last `load` has used; None before.
 
     >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
@@ -312,7 +313,9 @@ class Checkpointer(Run):
         """Load a step: the newest committed one that rank 0 finds, for "latest" and None. Collective.
 
         With tiers, the newest that is whole over all nodes and the root; a damaged or incomplete one is
-        passed over with a warning, and `last_load` says what was used.
+        passed over with a warning, and `last_load` says what was used. Without, that needs
+        `LoadOptions(on_corrupt="fallback")`: all ranks go back together to an older step where one of them
+        cannot load the newest. A step that is asked for is loaded, or not.
 
         Raises:
             DeclarationError: step is neither a number nor "latest".
@@ -333,9 +336,42 @@ class Checkpointer(Run):
                 f"{self.root} has no committed step. Save one, or name the directory of a run.",
                 path=str(self.root),
             )
-        loaded = self._load_from_root(state, found, strict=strict)
-        self._schedule.loaded(found)
+        goes_back = asked is None and self._load_options.on_corrupt == "fallback"
+        (loaded, report), used = load_or_go_back(
+            found,
+            lambda step: self._load_step(state, step, strict),
+            self._older if goes_back else None,
+            where=self._places.location,
+        )
+        self.last_load = replace(used, report=report)
+        self._schedule.loaded(used.step)
         return loaded
+
+    def _load_step(
+        self, state: ShardedStateDict, step: int, strict: ReturnsState
+    ) -> tuple[StateDict, LoadReport]:
+        """Load one step, with what copies there may be of it. Collective."""
+        name = step_name(step)
+        with contextlib.closing(self._places.open(name)) as store:
+            return load_with_report(
+                state,
+                store,
+                strict=strict,
+                options=with_copies_of_step(self._load_options, name),
+                group=self._ranks(self._load_options.timeout_s),
+                exchange_group=self._exchange_group,
+            )
+
+    def _older(self, step: int) -> int | None:
+        """Return the newest committed step before another, as rank 0 sees it. Collective."""
+        group = self._ranks(self._load_options.timeout_s)
+
+        def look() -> bytes:
+            before = [s for s in self.steps() if s < step] if group.rank == 0 else []
+            return json.dumps(max(before, default=None)).encode()
+
+        found: int | None = json.loads(together(group, look, doing="looking for an older checkpoint")[0])
+        return found
 
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
@@ -374,15 +410,7 @@ class Checkpointer(Run):
                 return_group(behind)
 
     def _load_from_root(self, state: ShardedStateDict, step: int, *, strict: ReturnsState) -> StateDict:
-        with contextlib.closing(self._places.open(step_name(step))) as store:
-            return load(
-                state,
-                store,
-                strict=strict,
-                options=self._load_options,
-                group=self._ranks(self._load_options.timeout_s),
-                exchange_group=self._exchange_group,
-            )
+        return self._load_step(state, step, strict)[0]
 
     def _recovery(self, strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED) -> Recovery:
         """Look at all tiers and the root. Collective; strict is for loads from the root."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from megackpt.checkpointer.going_back import with_copies_of_step
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
 from megackpt.comm import BulkGroup, from_root, together, together_at_root
 from megackpt.engine.load import load_state
@@ -216,7 +217,9 @@ class Recovery:
         takes, commits = placed.lacking.get(group.rank, ((), False))
         with self._opened(candidate.tier, name) as store:
             share_step(group, store, placed.needs, source=placed.donor, takes=takes, commits=commits)
-            by_exchange = replace(options, exchange="all_to_all", cpu_transfer=True)
+            by_exchange = replace(
+                with_copies_of_step(options, name), exchange="all_to_all", cpu_transfer=True
+            )
             return load_state(state, lambda: store, group, by_exchange, strict, holders=placed.holders).state
 
     def _find_damage(self, candidate: Candidate) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megackpt.engine.steps import step_name, step_of
 from megackpt.engine.tier_recover import HeldStep, StepNeeds
+from megackpt.validation import LoadReport
 
 ROOT = -1
 """Stands for the root where numbers stand for tiers."""
@@ -42,12 +43,14 @@ class LastLoad:
         where: the tier or root it came from.
         passed_over: newer steps, or the same ones elsewhere, that were not used; newest first.
         damaged: copies of files that were left out as they are damaged, with the node they are on.
+        report: the load report of this rank; None of a `Checkpointer` with tiers.
     """
 
     step: int
     where: str
     passed_over: tuple[PassedOver, ...] = ()
     damaged: tuple[str, ...] = ()
+    report: LoadReport | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ COMMANDS = {
     "ls": "megackpt.cli.ls",
     "pin": "megackpt.cli.pin",
     "plan": "megackpt.cli.plan",
+    "repair": "megackpt.cli.repair",
     "verify": "megackpt.cli.verify",
 }
 """Modules of the commands, by their names."""

@@ -11,8 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from megackpt.engine.agree_on_load import check_alike, check_exchange, exchange_
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.manifest import read_manifest
+from megackpt.engine.mending import Fallback
 from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError, truncated_list
@@ -119,6 +122,20 @@ def load_state(
     Raises:
         CheckpointError: the same on every rank. If reading had begun, the given tensors may hold anything.
     """
+    with ExitStack() as opened:
+        return _load(state, open_store, group, options, strict, exchange_group, holders, opened)
+
+
+def _load(
+    state: ShardedStateDict,
+    open_store: Callable[[], Store],
+    group: Group,
+    options: LoadOptions,
+    strict: StrictHandling | str,
+    exchange_group: GivenGroup | None,
+    holders: Mapping[str, Sequence[int]] | None,
+    opened: ExitStack,
+) -> Loaded:
     prepared: list[_Prepared] = []
     exchanging: list[ExchangeRanks] = []
     loaded: list[StateDict] = []
@@ -126,7 +143,8 @@ def load_state(
     def prepare() -> bytes:
         rules = Rules(options.rules, StrictHandling.of(strict))
         check_exchange(options, group, exchange_group)
-        prepared.append(_Prepared(state, open_store(), options, rules, group))
+        fallback = opened.enter_context(_fallback(open_store(), options))
+        prepared.append(_Prepared(state, fallback, options, rules, group))
         said = {
             "opened": prepared[0].contents.identity,
             "asked": prepared[0].asked if rules.look_for_missing_keys else [],
@@ -164,20 +182,33 @@ def load_state(
     times = LoadTimes.over([PhaseTimes(*json.loads(said)) for said in spent])
     if options.exchange != "direct" and group.rank == 0:
         log.info("%s: loaded by %s. %s", where, options.exchange, times)
-    return Loaded(loaded[0], replace(prepared[0].report, missing=missing, times=times))
+    mended = prepared[0].fallback.mended
+    if mended:
+        log.warning(
+            "%s is damaged; rank %d has loaded from elsewhere:\n%s",
+            where,
+            group.rank,
+            truncated_list([str(record) for record in mended]),
+        )
+    return Loaded(loaded[0], replace(prepared[0].report, missing=missing, mended=mended, times=times))
+
+
+def _fallback(store: Store, options: LoadOptions) -> Fallback:
+    opens = partial(open_checkpoint, allow_unsafe_pickle=options.allow_unsafe_pickle)
+    return Fallback(store, options.copies, opens, is_allowed=options.on_corrupt == "fallback")
 
 
 class _Prepared:
     """One rank's load with everything known that can be known before a tensor's bytes are read."""
 
     def __init__(
-        self, state: ShardedStateDict, store: Store, options: LoadOptions, rules: Rules, group: Group
+        self, state: ShardedStateDict, fallback: Fallback, options: LoadOptions, rules: Rules, group: Group
     ) -> None:
-        where = store.location
+        where = fallback.location
         self.where = where
         self.rules = rules
-        opened = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
-        self.contents = _renamed(opened, options.rename)
+        self.fallback = fallback
+        self.contents = _renamed(fallback.open(), options.rename)
         self.common = read_common(self.contents, where=where)[0]
         paths = _paths(self.common)
         objects = {key for key, spec in self.contents.arrays.items() if spec.dtype == OBJECT}

@@ -21,7 +21,7 @@ from megackpt.formats.registry import detect, save_strategies
 from megackpt.formats.strategy import MANIFEST, HasFixedNames, Json, SaveStrategy
 from megackpt.storage import Store
 
-_HALF_REPLACED = re.compile(rf"\.{re.escape(MANIFEST)}\.[0-9a-f]+\.tmp")  # of a replace that died
+_HALF_REPLACED = re.compile(r"(?:.*/)?\.[^/]+\.[0-9a-f]{16}\.tmp")  # of a replacement that died
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 

@@ -24,7 +24,9 @@ from megackpt.engine.agree_on_plan import (
 )
 from megackpt.engine.local_state import LocalState, RowPieces, SaveRequest, prepare
 from megackpt.engine.manifest import new_attempt
+from megackpt.engine.parity import check_parity
 from megackpt.engine.plan_cache import KeptPlan
+from megackpt.engine.replicas import compare_replicas
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy
@@ -63,6 +65,7 @@ def plan_state(
 
     def begin() -> Numbers:
         strategy = request.choose()
+        check_parity(strategy, options.parity)
         if strategy.writes_in_place and not request.validate:
             raise DeclarationError(
                 f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
@@ -72,14 +75,15 @@ def plan_state(
             store.create()
             earlier[0] = manifest.earlier_in(store, strategy)
         prepared.append(prepare(request, strategy, rank=group.rank, ranks=group.size))
-        return _numbers(prepared[0], rank=group.rank)
+        return _numbers(prepared[0], options, rank=group.rank)
 
     found = compare(group, begin, alike=_ALIKE, largest=2 + OFFERED, doing="preparing the save")
     (local,) = prepared
     if not found.alike[_SETTINGS]:
-        _name_settings(local, group)
+        _name_settings(local, options, group)
     attempt = f"{found.largest[0]:08x}{found.largest[1]:08x}"
     agreed = _agree(local, found, attempt, group)
+    compare_replicas(local, group, options.compare_replicas, piece_bytes=options.piece_bytes)
     planned = Planned(
         attempt=attempt,
         plan=agreed.plan,
@@ -88,6 +92,7 @@ def plan_state(
         earlier=earlier[0],
         report=agreed.report,
         complete=agreed.complete,
+        parity=options.parity,
     )
     return planned, local.strategy
 
@@ -96,7 +101,7 @@ _SETTINGS, _COMMON, _VALUES, _PLANS, _ASSUMED = range(5)
 _ALIKE = 5
 
 
-def _numbers(local: LocalState, *, rank: int) -> Numbers:
+def _numbers(local: LocalState, options: SaveOptions, *, rank: int) -> Numbers:
     """What is compared between ranks: digests of all that must be equal, and which plans this one may take.
 
     Where the structure is assumed to be that of the last save, values are not compared.
@@ -113,7 +118,7 @@ def _numbers(local: LocalState, *, rank: int) -> Numbers:
             raise _has_changed(local, plans.peek(names[0]), rank=rank)
     compared = request.validate and not assumed
     alike = (
-        _number(json.dumps(local.settings()).encode()),
+        _number(_settings(local, options)),
         _number(local.common_leaves()) if compared else 0,
         _number(json.dumps(local.values(), sort_keys=True).encode()) if compared else 0,
         _number(json.dumps(plans.names if plans is not None else []).encode()),
@@ -156,9 +161,18 @@ def _is_assumed(local: LocalState) -> bool:
     return local.request.assume_constant_structure and plans is not None and bool(plans.names)
 
 
-def _name_settings(local: LocalState, group: Group) -> None:
+def _settings(local: LocalState, options: SaveOptions) -> bytes:
+    """What all ranks must be given alike, as JSON."""
+    meetings = {
+        "SaveOptions.parity": options.parity,
+        "SaveOptions.compare_replicas": options.compare_replicas.value,
+    }
+    return json.dumps(local.settings() | meetings).encode()
+
+
+def _name_settings(local: LocalState, options: SaveOptions, group: Group) -> None:
     """Refuse ranks that are not about to do the same; every rank comes to the same result."""
-    said = together(group, lambda: json.dumps(local.settings()).encode(), doing="comparing settings")
+    said = together(group, lambda: _settings(local, options), doing="comparing settings")
     _check_alike([json.loads(settings) for settings in said])
 
 

@@ -1,4 +1,4 @@
-"""Carrying out a save that was planned: write, collect receipts, write the index, commit.
+"""Carrying out a save that was planned: write, collect receipts, write parity and the index, commit.
 
 Owns the order of these steps. Each that can fail on one rank ends in a meeting of all, where a failure
 becomes the same error everywhere; then what was written is removed.
@@ -13,7 +13,8 @@ from typing import Any
 
 from megackpt.comm import Group, together, together_at_root
 from megackpt.engine import manifest
-from megackpt.formats.strategy import Pieces, SaveStrategy
+from megackpt.engine.parity import write_parity
+from megackpt.formats.strategy import Pieces, SaveStrategy, WritesParity
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
@@ -31,6 +32,7 @@ class Planned:
         earlier: what was at the place before; known to rank 0.
         report: what this rank tells rank 0 when it has written.
         complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
+        parity: at most how many files are protected together; None for no parity.
     """
 
     attempt: str
@@ -40,6 +42,7 @@ class Planned:
     earlier: manifest.Earlier = field(default_factory=manifest.Earlier)
     report: bytes = b""
     complete: Callable[[Sequence[bytes]], SavePlan] | None = None
+    parity: int | None = None
 
 
 def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> None:
@@ -51,11 +54,21 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
     """
     try:
         receipts, reports = write_rounds(planned, store, strategy, group)
+        parity: list[bytes] = []
+        if planned.parity is not None:
+            parity = write_parity(
+                store,
+                strategy,
+                group,
+                attempt=planned.attempt,
+                most=planned.parity,
+                written=lambda: (_whole_plan(planned, reports), receipts),
+            )
 
         def finish() -> bytes:
             if group.rank == 0:
-                plan = planned.complete(reports) if planned.complete is not None else planned.plan
-                finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size)
+                plan = _whole_plan(planned, reports)
+                finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size, parity=parity)
             return b""
 
         together(group, finish, doing="writing the index")
@@ -107,6 +120,10 @@ def write_rounds(
     return receipts, [report for report, _ in told[0]]
 
 
+def _whole_plan(planned: Planned, reports: Sequence[bytes]) -> SavePlan:
+    return planned.complete(reports) if planned.complete is not None else planned.plan
+
+
 def _split(told: bytes) -> tuple[bytes, bytes]:
     """Take a report and the receipt behind it apart."""
     end = 8 + int.from_bytes(told[:8], "little")
@@ -121,10 +138,12 @@ def finish_attempt(
     strategy: SaveStrategy,
     *,
     world_size: int,
+    parity: Sequence[bytes] = (),
 ) -> None:
     """Write what is not chunks, and commit. Rank 0 only, after every rank has written its chunks.
 
-    plan is that of all ranks; receipts are by rank and round.
+    plan is that of all ranks; receipts are by rank and round. parity are the receipts of parity files, by
+    rank, where there are some.
 
     Raises:
         CheckpointError: see `write_out`; nothing is removed here.
@@ -140,5 +159,7 @@ def finish_attempt(
         **strategy.write_common(store, attempt=attempt, common=planned.common),
         **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
     }
+    if parity and isinstance(strategy, WritesParity):
+        said |= strategy.list_parity(store, attempt=attempt, receipts=list(parity))
     store.sync()
     manifest.commit(store, said, attempt=attempt, earlier=planned.earlier, strategy=strategy)

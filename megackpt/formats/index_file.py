@@ -46,11 +46,10 @@ def entry_of(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) ->
     holder = f"{store.location}/{holder}"
     if not isinstance(named, dict) or not {"file", "nbytes", "xxh3_128"} <= set(named):
         raise FormatError(
-            f"{holder} does not say where the {entry} is. The file is damaged or foreign.",
-            path=store.location,
+            f"{holder} does not say where the {entry} is. The file is damaged or foreign.", path=holder
         )
     if not isinstance(named["file"], str) or not isinstance(named["nbytes"], int):
-        raise FormatError(f"{holder}: entry {entry!r} is malformed.", path=store.location)
+        raise FormatError(f"{holder}: entry {entry!r} is malformed.", path=holder)
     return named, f"{store.location}/{named['file']}"
 
 

@@ -148,10 +148,13 @@ class Contents:
         decode_object: returns the value of an object from the bytes of its chunk; the second argument says
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
+        names_save: whether no other save has the same identity, wherever it is.
         unreadable: keys that are stored, and not in arrays, with the reason why they cannot be loaded.
         chunks_meeting: returns the stored chunks that meet any of the given ones, and maybe others of the
             same arrays, all of which are stored; None if the format cannot find them faster than all chunks
             of these arrays.
+        rebuilt: opens the same contents with the bytes of chunks computed from other files, digests checked
+            as ever; None if nothing was stored for that.
     """
 
     arrays: Mapping[str, ArraySpec]
@@ -161,6 +164,8 @@ class Contents:
     identity: str
     unreadable: Mapping[str, str] = field(default_factory=dict)
     chunks_meeting: Callable[[Sequence[ChunkTable]], Chunks] | None = None
+    rebuilt: Callable[[], Contents] | None = None
+    names_save: bool = True
 
     def chunks_for(self, wanted: Sequence[ChunkTable]) -> Chunks:
         """Return the stored chunks that a load of these needs, as few others as the format can; local."""
@@ -279,6 +284,41 @@ class TakesOwnRows(Protocol):
     @property
     def takes_own_rows(self) -> bool:
         """Whether it is so."""
+
+
+@runtime_checkable
+class WritesParity(Protocol):
+    """What a `SaveStrategy` also has if it can protect files of chunks with parity.
+
+    After all ranks have written their chunks, a save calls `plan_parity` on rank 0, `write_parity` on every
+    rank, and, with the index, `list_parity` on rank 0.
+    """
+
+    def plan_parity(
+        self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
+    ) -> list[bytes]:
+        """Return what each rank is to compute, for groups of at most `most` files; rank 0.
+
+        plan is that of all ranks; `receipts[rank][round]` are those of `write_chunks`.
+        """
+
+    def write_parity(self, store: Store, *, attempt: str, work: bytes) -> bytes:
+        """Read files back and write their parity, durably; return a receipt for `list_parity`."""
+
+    def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
+        """Write what a reader has to know, durably; return what metadata.json says of it. Rank 0."""
+
+
+@runtime_checkable
+class RebuildsFiles(Protocol):
+    """What a `LoadStrategy` also has if its checkpoints may hold what lost files are computed from."""
+
+    def rebuilt_files(self, store: Store, manifest: Json) -> Store | None:
+        """Return a view that has only the files that can be computed from others; None if there are none.
+
+        Raises:
+            FormatError, IntegrityError, StorageError: what says which these are is damaged.
+        """
 
 
 def takes_own_rows(strategy: SaveStrategy) -> bool:

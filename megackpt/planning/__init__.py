@@ -6,6 +6,7 @@ from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import Copies, plan_load
 from megackpt.planning.nodes import Nodes
 from megackpt.planning.own_rows import pack_rows, unpack_rows
+from megackpt.planning.parity import parity_groups, parity_writer
 from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
 from megackpt.planning.readers import Readers
 from megackpt.planning.save_plan import (
@@ -37,6 +38,8 @@ __all__ = [
     "needed_ranges",
     "object_sizes",
     "pack_rows",
+    "parity_groups",
+    "parity_writer",
     "plan_copy",
     "plan_exchange",
     "plan_holdings",

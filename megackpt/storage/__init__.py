@@ -5,13 +5,21 @@ The only part of megackpt that reads and writes files. What the bytes mean is up
 
 from megackpt.storage.below import StoreBelow
 from megackpt.storage.buffers import COMMON_POOL
-from megackpt.storage.digest import BlockDigester, block_digests, digest_of, digest_of_pieces, digests_of_each
+from megackpt.storage.digest import (
+    BlockDigester,
+    FileDigester,
+    block_digests,
+    digest_of,
+    digest_of_pieces,
+    digests_of_each,
+)
 from megackpt.storage.lending import LENT_BYTES, lend
 from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
 from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
 from megackpt.storage.opening import open_store
+from megackpt.storage.patched import Patch, PatchedStore
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
@@ -20,11 +28,14 @@ __all__ = [
     "COMMON_POOL",
     "LENT_BYTES",
     "BlockDigester",
+    "FileDigester",
     "FileOptions",
     "LocalStore",
     "MemoryStore",
     "ObjectOptions",
     "ObjectStore",
+    "Patch",
+    "PatchedStore",
     "Store",
     "StoreBelow",
     "StreamWriter",

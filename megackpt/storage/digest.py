@@ -53,6 +53,22 @@ def digest_of_pieces(pieces: Iterable[memoryview]) -> str:
     return hexdigest
 
 
+class FileDigester:
+    """Like `digest_of`, for the bytes of a file that come one piece after the other, as they come."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes."""
+        self._digest.update(piece)
+
+    def result(self) -> str:
+        """Return the digest of the bytes so far."""
+        digest: str = self._digest.hexdigest()
+        return digest
+
+
 class BlockDigester:
     """Like `block_digests`, for bytes that arrive in pieces of any size. Copies nothing. For one thread.
 

@@ -3,7 +3,9 @@
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage, uncovered
 from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
+from megackpt.validation.mended import Mended, merged
 from megackpt.validation.renaming import rename_keys
+from megackpt.validation.replicas import CLAIM, Divergence, divergences
 from megackpt.validation.report import ArrayReport, LoadReport
 from megackpt.validation.request import (
     Rules,
@@ -16,9 +18,12 @@ from megackpt.validation.request import (
 from megackpt.validation.strictness import StrictHandling
 
 __all__ = [
+    "CLAIM",
     "ArrayReport",
+    "Divergence",
     "LoadReport",
     "LoadTimes",
+    "Mended",
     "OverRanks",
     "PhaseTimes",
     "Rules",
@@ -27,6 +32,8 @@ __all__ = [
     "check_copies_equal",
     "check_coverage",
     "check_replicated_equal",
+    "divergences",
+    "merged",
     "rename_keys",
     "report_arrays",
     "settle_differences",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megackpt.errors import truncated_list
 from megackpt.validation.load_times import LoadTimes
+from megackpt.validation.mended import Mended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class LoadReport:
         missing: keys in the checkpoint that no rank asked for.
         unexpected: keys this rank asked for that the checkpoint lacks; nothing was loaded for them.
         excluded: keys this rank asked for that `LoadOptions.exclude` left out.
+        mended: bytes that came from another source, as those of the checkpoint are damaged; see
+            `LoadOptions.on_corrupt`.
         times: how long reading, exchanging and copying took on all ranks; None before they are done.
     """
 
@@ -70,6 +73,7 @@ class LoadReport:
     missing: frozenset[str] = field(default_factory=frozenset)
     unexpected: frozenset[str] = field(default_factory=frozenset)
     excluded: frozenset[str] = field(default_factory=frozenset)
+    mended: tuple[Mended, ...] = ()
     times: LoadTimes | None = None
 
     @property
@@ -117,6 +121,8 @@ class LoadReport:
             keys: frozenset[str] = getattr(self, name)
             if keys:
                 lines += [f"{name}: {len(keys)}", truncated_list(sorted(keys))]
+        if self.mended:
+            lines += [f"mended: {len(self.mended)}", truncated_list([str(m) for m in self.mended])]
         return "\n".join(lines)
 
 

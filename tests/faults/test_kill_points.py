@@ -11,12 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megackpt import NotACheckpointError, ShardedObject, ShardedTensor, load, save
+from megackpt import NotACheckpointError, SaveOptions, ShardedObject, ShardedTensor, load, save
 from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
+from tests.effort import is_thorough
 
 Strategy = tuple[str, int]
 Files = dict[str, bytes]
@@ -60,7 +61,9 @@ def names_of(files: Files) -> list[str]:
     return sorted(re.sub(r"[0-9a-f]{16,32}", "X", name) for name in files)
 
 
-def run_save(machine: CrashMachine, value: int, *, ranks: int, strategy: Strategy) -> None:
+def run_save(
+    machine: CrashMachine, value: int, *, ranks: int, strategy: Strategy, options: SaveOptions | None = None
+) -> None:
     """Save on a number of ranks, whatever becomes of it."""
     # Equal saves write equal files, so that most directories need to be looked at only once.
     attempt = patch("megackpt.engine.save.new_attempt", return_value=f"{value:016x}")
@@ -70,6 +73,7 @@ def run_save(machine: CrashMachine, value: int, *, ranks: int, strategy: Strateg
                 state(value, rank=group.rank, ranks=ranks),
                 machine.store(rank=group.rank),
                 strategy,
+                options=options,
                 group=group,
             )
         )
@@ -134,3 +138,27 @@ def test_a_crash_at_any_moment_of_a_save_leaves_the_old_checkpoint_or_the_new_on
         assert index > 8
     assert outcomes == {over, 2}
     print(f"{tally.crashes} crashes, {len(tally.found)} different directories")
+
+
+def test_a_crash_at_any_moment_of_a_save_with_parity_leaves_nothing_that_stays() -> None:
+    """Over a checkpoint with parity. With --thorough on two ranks, each of which writes a parity file."""
+    ranks = 2 if is_thorough() else 1
+    parity, native = SaveOptions(parity=1), STRATEGIES[0]
+    machine = CrashMachine()
+    run_save(machine, 1, ranks=ranks, strategy=native, options=parity)
+    before = machine.disk.files_after(Loss.NOTHING)
+    clean = saved(3, ranks=1, strategy=native).disk.files_after(Loss.EVERYTHING)
+    tally = Tally(native, 1, names_of(clean))
+    outcomes: set[int | None] = set()
+    for rank in range(ranks):
+        for index in range(10_000):
+            machine = CrashMachine(before, stop_at=Moment(rank=rank, index=index))
+            run_save(machine, 2, ranks=ranks, strategy=native, options=parity)
+            for loss in Loss:
+                outcomes.add(tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)))
+            if not machine.has_stopped:
+                break
+        assert index > 8
+    assert outcomes == {1, 2}
+    left = machine.disk.files_after(Loss.NOTHING)
+    assert sum(name.startswith("parity/") for name in left) == ranks

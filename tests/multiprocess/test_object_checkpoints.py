@@ -19,9 +19,11 @@ from megackpt import Checkpointer, KeepBest, NotACheckpointError, ShardedTensor,
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.convert import convert_checkpoint
+from megackpt.engine.progress import Unseen
+from megackpt.engine.repair import repair_checkpoint
 from megackpt.errors import UnsupportedError
 from megackpt.formats.registry import save_strategy
-from megackpt.options import ConvertOptions
+from megackpt.options import ConvertOptions, RepairOptions
 from megackpt.storage import MemoryStore, ObjectOptions, ObjectStore
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.ranks import RankPool
@@ -351,3 +353,24 @@ def test_a_rank_that_is_killed_while_it_uploads_leaves_the_previous_checkpoint(
     assert is_loaded(loaded, 0, 1, axis=0, seed=3)
     assert len(store.names("data/")) == 1
     assert not [t for t in threading.enumerate() if t.name.startswith("megackpt-upload")]
+
+
+def test_parity_and_repair_work_in_an_object_store(s3_server: S3Server) -> None:
+    store = ObjectStore(new_url(), options=options_for(s3_server.port))
+
+    def save_rank(group: Group) -> None:
+        options = megackpt.SaveOptions(parity=4)
+        megackpt.save(state(group.rank, 4, axis=0, seed=1), store, options=options, group=group)
+
+    SimulatedWorld(4).run(save_rank)
+    names = store.names()
+    lost = next(name for name in names if name.startswith("data/"))
+    store.delete([lost])
+    fallback = megackpt.LoadOptions(on_corrupt="fallback")
+    loaded, report = megackpt.load_with_report(state(0, 1, axis=0, seed=None), store, options=fallback)
+    assert is_loaded(loaded, 0, 1, axis=0, seed=1)
+    assert {m.file for m in report.mended} == {lost}
+    repaired = repair_checkpoint(store, [], RepairOptions(), Unseen())
+    assert (repaired.is_done, repaired.is_whole) == (True, True)
+    assert store.names() == names
+    store.close()

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, save
+from megackpt import SaveOptions, ShardedObject, ShardedTensor, load, load_plain_tensors, save
+from megackpt.comm import Group
 from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.testing.layouts import arrays, held_chunks
 from megackpt.testing.world import SimulatedWorld
@@ -55,6 +56,17 @@ def test_the_reader_agrees_with_load_at_any_layout(
     ours = load_plain_tensors(directory)["k"]
     assert theirs.shape == tuple(ours.shape)
     assert np.ascontiguousarray(theirs).tobytes() == bytes(byte_view(as_bits(ours)))
+
+
+def test_the_reader_passes_over_parity(tmp_path: Path) -> None:
+    def save_rank(group: Group) -> None:
+        rows = ShardedTensor.from_rank_offsets("rows", torch.arange(6.0) + group.rank, (0, group.rank, 3))
+        save({"rows": rows}, tmp_path, options=SaveOptions(parity=2), group=group)
+
+    SimulatedWorld(3).run(save_rank)
+    assert len(list(tmp_path.glob("parity/*"))) == 2
+    rows = reader().Checkpoint(tmp_path).array("rows")
+    assert np.array_equal(rows, load_plain_tensors(tmp_path)["rows"].numpy())
 
 
 def test_the_reader_shows_common_state_and_objects(tmp_path: Path) -> None:

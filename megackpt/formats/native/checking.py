@@ -21,6 +21,7 @@ from megackpt.formats.index_file import entry_of, read_index
 from megackpt.formats.index_head import read_head
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
+from megackpt.formats.native.parity import digest_of_file, read_groups
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.metadata import StoredChunks
 from megackpt.storage import Store, digest_of
@@ -30,10 +31,11 @@ _HEADER_MAX_BYTES = 1 << 32  # no file of a rank has so many chunks
 _SMALL_BYTES = 64 << 20  # common state up to this length is read and compared with its digest
 
 
-def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
+def check_files(store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
     """Yield what is wrong; see `KnowsFiles`."""
     yield from _check_manifest(manifest)
     yield from _check_named(store, manifest)
+    yield from _check_parity(store, manifest, deep=deep)
     for entry in ("common", "common_tensors"):
         if entry == "common" or entry in manifest:
             yield from _check_small(store, manifest, entry)
@@ -57,7 +59,7 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
     common = (manifest.get("common_backend"), manifest.get("common_backend_version"))
     if common != (names.BACKEND, names.VERSION):
         yield Damage(file=MANIFEST, what=f"its common state is of format {common!r:.80}")
-    for entry in ("index", "common", "common_tensors"):
+    for entry in ("index", "common", "common_tensors", "parity"):
         named = manifest.get(entry)
         name = named.get("file") if isinstance(named, dict) else None
         if isinstance(name, str) and names.attempt_of(name) != attempt:
@@ -65,10 +67,10 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
 
 
 def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Find common state that the commit has lost its entry of; without tensors it may seem to need none."""
-    entries = [manifest.get(entry) for entry in ("common", "common_tensors")]
+    """Find what the commit has lost its entry of, and may seem to need none."""
+    entries = [manifest.get(entry) for entry in ("common", "common_tensors", "parity")]
     named = [entry["file"] for entry in entries if isinstance(entry, dict) and "file" in entry]
-    for name in store.names("common-"):
+    for name in (*store.names("common-"), *store.names("parity-")):
         if names.attempt_of(name) == manifest.get("attempt") and name not in named:
             yield Damage(file=MANIFEST, what=f"it does not name {name!r}, which is of its attempt")
 
@@ -84,6 +86,33 @@ def _check_small(store: Store, manifest: Json, entry: str) -> Iterator[Damage]:
             yield Damage(file=name, what="its bytes are not those that were saved (their digest differs)")
     except CheckpointError as error:
         yield damage_of(error, location=store.location)
+
+
+def _check_parity(store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+    """Check the parity files, and data files that are only kept for them; with deep also their digests.
+
+    Data files with chunks are checked by the digests of these.
+    """
+    try:
+        groups = read_groups(store, manifest)
+        with_chunks = set(read_index(store, manifest).files) if groups else set()
+    except CheckpointError as error:
+        yield damage_of(error, location=store.location)
+        return
+    for listed in (file for group in groups for file in (group.parity, *group.members)):
+        if listed.name in with_chunks:
+            continue
+        try:
+            found = store.size(listed.name)
+            if found != listed.nbytes:
+                what = f"it has {found:,} bytes instead of {listed.nbytes:,}"
+                yield Damage(file=listed.name, what=what)
+            elif deep and digest_of_file(store, listed) != listed.digest:
+                what = "its bytes are not those that were saved (their digest differs)"
+                yield Damage(file=listed.name, what=what)
+        except CheckpointError as error:
+            what = " ".join(str(error).split()) if store.exists(listed.name) else "it is missing"
+            yield Damage(file=listed.name, what=f"{what}; it is needed to repair others")
 
 
 def _check_head(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:

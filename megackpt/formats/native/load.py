@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import safetensors.torch
@@ -13,9 +14,11 @@ from megackpt.errors import FormatError
 from megackpt.formats.damage import Damage
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
-from megackpt.formats.index_reader import open_index
+from megackpt.formats.index_reader import StoredIndex, open_index
 from megackpt.formats.native import names
 from megackpt.formats.native.checking import check_files
+from megackpt.formats.native.parity import read_groups
+from megackpt.formats.native.rebuilding import RebuiltFiles
 from megackpt.formats.strategy import Contents, Json
 from megackpt.storage import Store
 
@@ -32,7 +35,7 @@ class NativeLoadStrategy:
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with documents, index and headers."""
-        return check_files(store, manifest)
+        return check_files(store, manifest, deep=deep)
 
     def writer_of(self, name: str) -> int | None:
         """Return the rank in the name of a data file."""
@@ -41,14 +44,28 @@ class NativeLoadStrategy:
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Read and check the index's head; rows, and common state, when asked for. There are no pickles."""
         index = open_index(store, manifest)
-        return Contents(
-            arrays={a.key: a for a in index.arrays},
-            chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
-            chunks_meeting=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
-            common=lambda: _read_common(store, manifest),
-            decode_object=lambda data, where: unpack(data, where=where),
-            identity=str(manifest.get("attempt")),
-        )
+
+        def rebuilt() -> Contents:
+            return _contents(RebuiltFiles(store, read_groups(store, manifest)), index, manifest)
+
+        contents = _contents(store, index, manifest)
+        return replace(contents, rebuilt=rebuilt) if "parity" in manifest else contents
+
+    def rebuilt_files(self, store: Store, manifest: Json) -> Store | None:
+        """Return a view of data files and parity files, each computed from the others of its group."""
+        groups = read_groups(store, manifest)
+        return RebuiltFiles(store, groups) if groups else None
+
+
+def _contents(store: Store, index: StoredIndex, manifest: Json) -> Contents:
+    return Contents(
+        arrays={a.key: a for a in index.arrays},
+        chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
+        chunks_meeting=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
+        common=lambda: _read_common(store, manifest),
+        decode_object=lambda data, where: unpack(data, where=where),
+        identity=str(manifest.get("attempt")),
+    )
 
 
 def _read_common(store: Store, manifest: Json) -> Any:

@@ -11,7 +11,9 @@ import re
 BACKEND = "megackpt"
 VERSION = 1
 
-_ATTEMPT_FILE = re.compile(r"(?:data/|index-|common-)([0-9a-f]{16})(?:-\d{5,})?\.(?:safetensors|json)")
+_ATTEMPT_FILE = re.compile(
+    r"(?:data/|parity/|index-|common-|parity-)([0-9a-f]{16})(?:-\d{5,})?\.(?:safetensors|json)"
+)
 
 
 def data_file(attempt: str, rank: int) -> str:
@@ -30,9 +32,9 @@ def index_file(attempt: str, *, revision: int = 0) -> str:
     return f"index-{attempt}-{revision:05d}.safetensors" if revision else f"index-{attempt}.safetensors"
 
 
-def revision_of(index: str) -> int:
-    """Return the revision in the name of an index."""
-    match = re.fullmatch(r"index-[0-9a-f]{16}-(\d{5,})\.safetensors", index)
+def revision_of(name: str) -> int:
+    """Return the revision in the name of an index, or of a list of parity files."""
+    match = re.fullmatch(r"(?:index|parity)-[0-9a-f]{16}-(\d{5,})\.(?:safetensors|json)", name)
     return int(match.group(1)) if match else 0
 
 
@@ -44,6 +46,16 @@ def common_file(attempt: str) -> str:
 def common_tensors_file(attempt: str) -> str:
     """Name of the file with the tensors of the common state."""
     return f"common-{attempt}.safetensors"
+
+
+def parity_file(attempt: str, number: int) -> str:
+    """Name of the parity file of a group of data files."""
+    return f"parity/{attempt}-{number:05d}.safetensors"
+
+
+def parity_list(attempt: str, *, revision: int = 0) -> str:
+    """Name of the list of parity files; a revision above 0 is one that was written again with fewer."""
+    return f"parity-{attempt}-{revision:05d}.json" if revision else f"parity-{attempt}.json"
 
 
 def attempt_of(name: str) -> str | None:

@@ -20,6 +20,7 @@ from megackpt.formats.index_file import (
 from megackpt.formats.index_writer import write_index
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
+from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
 from megackpt.formats.strategy import Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints
 from megackpt.metadata import (
@@ -29,7 +30,7 @@ from megackpt.metadata import (
     pack_columns,
     unpack_columns,
 )
-from megackpt.planning import SavePlan, first_of_equal_chunks
+from megackpt.planning import SavePlan, first_of_equal_chunks, parity_groups, parity_writer
 from megackpt.storage import BlockDigester, Store
 
 _STEP_BYTES = 1 << 20
@@ -115,6 +116,38 @@ class NativeSaveStrategy:
         once = stored if len(first) == len(stored) else stored.take(first)
         return {"index": write_index(store, names.index_file(attempt), compact(once))}
 
+    def plan_parity(
+        self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
+    ) -> list[bytes]:
+        """Return for each rank, as JSON, the numbers of the parity files it writes, and of which files."""
+        nbytes = np.zeros(len(receipts), np.int64)
+        np.add.at(nbytes, plan.writer, plan.table.nbytes)
+        writers = np.unique(plan.writer)
+        for rank in writers.tolist():
+            receipt = unpack_columns(receipts[rank][0], where=f"receipt of rank {rank}")
+            nbytes[rank] += int(receipt["data_start"][0])
+        work: list[list[Any]] = [[] for _ in receipts]
+        for number, group in enumerate(parity_groups(writers, most=most)):
+            members = [[names.data_file(attempt, rank), int(nbytes[rank])] for rank in group.tolist()]
+            work[parity_writer(group, number)].append([number, members])
+        return [json.dumps(of_rank).encode() for of_rank in work]
+
+    def write_parity(self, store: Store, *, attempt: str, work: bytes) -> bytes:
+        """Write the parity files of a rank, one after the other."""
+        written = []
+        for number, members in json.loads(work):
+            named = [(name, nbytes) for name, nbytes in members]
+            written.append(write_parity_file(store, attempt=attempt, number=number, members=named).to_json())
+        return json.dumps(written).encode()
+
+    def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
+        """Write the list of parity files."""
+        entries = [entry for receipt in receipts for entry in json.loads(receipt)]
+        where = "receipts of parity files"
+        groups = [ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries]
+        groups.sort(key=lambda group: group.parity.name)
+        return {"parity": write_small(store, names.parity_list(attempt), list_of(groups))} if groups else {}
+
     def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
         """Return all that is known: metadata.json is the one file with a fixed name."""
         return said
@@ -124,13 +157,36 @@ class NativeSaveStrategy:
         return attempt_in_manifest(store)
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
-        """Write the index again without some arrays; data files that hold nothing else become stale."""
+        """Write the index again without some arrays; data files that hold nothing else become stale.
+
+        Those that parity needs for others stay.
+        """
         index = read_index(store, manifest)
         stored = without_arrays(index, key_prefix=key_prefix)
         old = manifest["index"]["file"]
         new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
-        stale = [old, *(name for name in index.files if name not in stored.files)]
-        return manifest | {"index": write_index(store, new, stored)}, stale
+        parity, needed, not_needed = self._parity_of(store, manifest, frozenset(stored.files))
+        left = {name for name in index.files if name not in stored.files} - needed
+        said = {name: value for name, value in manifest.items() if name != "parity"}
+        said |= {"index": write_index(store, new, stored)} | parity
+        return said, [old, *sorted(left | not_needed)]
+
+    def _parity_of(
+        self, store: Store, manifest: Json, files: frozenset[str]
+    ) -> tuple[Json, set[str], set[str]]:
+        """Leave out groups none of whose files is one of these.
+
+        Return the entry of the others, the files that they need, and those that are not needed any more.
+        """
+        groups = read_groups(store, manifest)
+        kept = [group for group in groups if any(member.name in files for member in group.members)]
+        needed = {listed.name for group in kept for listed in (group.parity, *group.members)}
+        if len(kept) == len(groups):
+            return {name: manifest[name] for name in ("parity",) if name in manifest}, needed, set()
+        gone = {listed.name for g in groups for listed in (g.parity, *g.members)} - needed
+        old = manifest["parity"]["file"]
+        new = names.parity_list(manifest["attempt"], revision=names.revision_of(old) + 1)
+        return {"parity": write_small(store, new, list_of(kept))} if kept else {}, needed, {*gone, old}
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write the tree as JSON and its tensors beside it."""
@@ -144,8 +200,8 @@ class NativeSaveStrategy:
         return said
 
     def files_of(self, manifest: Json) -> list[str]:
-        """Return the index and the files of the common state."""
-        entries = ("index", "common", "common_tensors")
+        """Return the index, the files of the common state and the list of parity files."""
+        entries = ("index", "common", "common_tensors", "parity")
         return [manifest[entry]["file"] for entry in entries if entry in manifest]
 
     def attempt_of(self, name: str) -> str | None:

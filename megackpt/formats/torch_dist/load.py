@@ -105,6 +105,7 @@ def _open_foreign(store: Store, described: Described, *, identity: str, allow_un
         decode_object=decode,
         identity=identity,
         unreadable=described.unreadable,
+        names_save=False,  # .metadata of DCP is the same for all saves of one structure
     )
 
 

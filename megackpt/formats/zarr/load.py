@@ -163,6 +163,7 @@ def open_contents(
     common: Callable[[], Any],  # as in Contents
     decode_object: Callable[[bytes, str], Any],
     identity: str,
+    names_save: bool,
 ) -> Contents:
     """Put together what an opened checkpoint is.
 
@@ -192,6 +193,7 @@ def open_contents(
         common=common,
         decode_object=decode_object,
         identity=identity,
+        names_save=names_save,
     )
 
 

@@ -206,6 +206,7 @@ class ZarrV2LoadStrategy:
             common=common,
             decode_object=decode,
             identity=_attempt(store, listed) or identity_of(found, listed),
+            names_save=_attempt(store, listed) is not None,
         )
 
 

@@ -192,6 +192,7 @@ class ZarrV3LoadStrategy:
             common=lambda: dict(_NOTHING) if detected else _read_common(store, manifest),
             decode_object=lambda data, where: unpack(without_digest(data, where=where), where=where),
             identity=identity_of(found.arrays, found.listed) if detected else _identity(manifest),
+            names_save=not detected,
         )
 
 

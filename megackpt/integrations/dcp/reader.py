@@ -179,7 +179,7 @@ def _check_followed(options: LoadOptions) -> None:
         DeclarationError: naming them, and what to do instead.
     """
     default = LoadOptions()
-    names = ("rename", "exclude", "exchange", "load_on_device")
+    names = ("rename", "exclude", "exchange", "load_on_device", "on_corrupt")
     ignored = [name for name in names if getattr(options, name) != getattr(default, name)]
     if ignored:
         raise DeclarationError(

@@ -81,6 +81,9 @@ class MegackptStorageWriter(Stager, StorageWriter):
             checkpoint_id.
         content_metadata: a value stored beside the common state; that of the coordinator counts.
         options: tunables; of the timeouts, DCP's own process group decides.
+
+    Raises:
+        DeclarationError: the options ask for what is not done here: parity files, comparing replicas.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
         self.path = path
         self._content_metadata = content_metadata
         self._options = options or SaveOptions()
+        _check_followed(self._options)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Save to another directory, if one is given. DCP calls it on every rank."""
@@ -328,4 +332,16 @@ def _refuse_cached(plan: SavePlan) -> None:
         raise DeclarationError(
             "enable_plan_caching lets DCP use the plan of an earlier save, which names that save's files. "
             "Make the planner without it."
+        )
+
+
+def _check_followed(options: SaveOptions) -> None:
+    """Refuse options that a DCP save would pass over."""
+    default = SaveOptions()
+    names = ("parity", "compare_replicas")
+    ignored = [name for name in names if getattr(options, name) != getattr(default, name)]
+    if ignored:
+        raise DeclarationError(
+            f"MegackptStorageWriter does not follow SaveOptions.{', '.join(ignored)}: DCP brings the ranks "
+            f"together, and tells them nothing of each other. Leave them out, or save with megackpt.save."
         )

@@ -1,0 +1,235 @@
+"""`megackpt repair`: damaged files are mended from parity or copies, or nothing is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+import megackpt
+from megackpt import SaveOptions
+from megackpt.cli import main
+from megackpt.comm import Group
+from megackpt.engine.inspect import inspect_checkpoint
+from megackpt.storage import open_store
+from megackpt.testing.world import SimulatedWorld
+from tests.cli.small_checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
+
+Said = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def repair(capsys: pytest.CaptureFixture[str]) -> Said:
+    def run(directory: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+        code = main(["repair", str(directory), "--json", *flags])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def protected(directory: Path) -> Path:
+    """Save the small state with one parity file over the data files of both ranks."""
+
+    def save_rank(group: Group) -> None:
+        megackpt.save(state_of(group.rank), directory, options=SaveOptions(parity=2), group=group)
+
+    SimulatedWorld(RANKS).run(save_rank)
+    return directory
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(directory)): f.read_bytes() for f in files_below(directory, "*")}
+
+
+def lose(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def grow(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"more")
+
+
+def spoil_block(file: Path) -> None:
+    flip(file, -1)
+
+
+def spoil_header(file: Path) -> None:
+    flip(file, 20)
+
+
+DAMAGES = [lose, cut, grow, spoil_block, spoil_header]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("pattern", ["data/*-00000*", "data/*-00001*", "parity/*"])
+def test_parity_mends_any_damage_to_one_file(
+    tmp_path: Path, pattern: str, damage: Callable[[Path], None], repair: Said
+) -> None:
+    before = content(protected(tmp_path))
+    (file,) = tmp_path.glob(pattern)
+    damage(file)
+    code, said = repair(tmp_path)
+    assert (code, said["is_done"], said["is_whole"]) == (0, True, True)
+    assert [(f["file"], f["source"]) for f in said["files"]] == [(str(file.relative_to(tmp_path)), "parity")]
+    assert content(tmp_path) == before
+
+
+def test_files_of_one_group_that_are_damaged_at_different_places_are_mended(
+    tmp_path: Path, repair: Said
+) -> None:
+    before = content(protected(tmp_path))
+    first, second = files_below(tmp_path, "data/*")
+    flip(first, 5000)
+    flip(second, -1)
+    code, said = repair(tmp_path)
+    assert code == 0
+    assert len(said["files"]) == 2
+    assert all(stop - start < f["nbytes"] for f in said["files"] for start, stop in f["ranges"])
+    assert content(tmp_path) == before
+
+
+def test_nothing_is_touched_where_something_cannot_be_mended(tmp_path: Path, repair: Said) -> None:
+    whole = content(protected(tmp_path))
+    first, second = files_below(tmp_path, "data/*")
+    flip(first, -1)
+    (index,) = tmp_path.glob("common-*.json")
+    flip(index, 5)
+    before = content(tmp_path)
+    code, said = repair(tmp_path)
+    assert (code, said["is_done"], said["is_whole"]) == (1, False, False)
+    assert [f["file"] for f in said["files"]] == [f"data/{first.name}"]
+    assert content(tmp_path) == before
+    code, said = repair(tmp_path, "--partial")
+    assert (code, said["is_done"], said["is_whole"]) == (1, True, False)
+    assert content(tmp_path) == {**whole, index.name: before[index.name]}
+    assert second.read_bytes() == whole[f"data/{second.name}"]
+
+
+def test_dry_run_says_what_can_be_mended_and_changes_nothing(tmp_path: Path, repair: Said) -> None:
+    lose(files_below(protected(tmp_path), "data/*")[0])
+    before = content(tmp_path)
+    code, said = repair(tmp_path, "--dry-run")
+    assert (code, said["is_done"], said["is_whole"]) == (0, False, True)
+    assert len(said["files"]) == 1
+    assert content(tmp_path) == before
+
+
+def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = content(protected(tmp_path))
+    assert main(["repair", str(tmp_path)]) == 0
+    assert "whole; nothing was changed" in capsys.readouterr().out
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_copy_mends_all_files_of_chunks_that_are_lost(
+    tmp_path: Path, format: tuple[str, int], repair: Said
+) -> None:
+    directory, copy = saved(tmp_path / "it", format), tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    before = content(directory)
+    for file in inspect_checkpoint(open_store(directory)).files:
+        lose(directory / file.name)
+    assert repair(directory, "--from", str(copy))[0] == 0
+    assert content(directory) == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_copy_mends_every_other_file_of_a_checkpoint(tmp_path: Path, first: int, repair: Said) -> None:
+    directory, copy = protected(tmp_path / "it"), tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    before = content(directory)
+    for name in sorted(before)[first::2]:
+        lose(directory / name)
+    assert repair(directory, "--from", str(copy))[0] == 0
+    assert content(directory) == before
+
+
+@pytest.mark.parametrize("at", range(5, 860, 57))
+def test_a_damaged_commit_is_mended_from_a_copy(tmp_path: Path, at: int, repair: Said) -> None:
+    """Also where it says that other files are damaged, and they are not."""
+    directory = protected(tmp_path / "it")
+    shutil.copytree(directory, tmp_path / "copy")
+    before = content(directory)
+    flip(directory / "metadata.json", at)
+    flip(files_below(directory, "data/*")[0], -1)
+    code, said = repair(directory, "--from", str(tmp_path / "copy"))
+    assert code == 0, said["remaining"]
+    assert json.loads(content(directory)["metadata.json"]) == json.loads(before["metadata.json"])
+    assert main(["verify", str(directory), "--deep"]) == 0
+
+
+def test_a_copy_of_another_save_is_of_no_use(tmp_path: Path, repair: Said) -> None:
+    directory, other = saved(tmp_path / "it"), saved(tmp_path / "other")
+    flip(files_below(directory, "data/*")[0], -1)
+    before = content(directory)
+    code, said = repair(directory, "--from", str(other))
+    assert code == 1
+    assert said["refusals"] == [f"{other} holds another save, or does not say which"]
+    assert content(directory) == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, repair: Said) -> None:
+    """Nothing in it says which save it is of: a copy could be of another step."""
+    for place, value in (("it", 1.0), ("other", 2.0)):
+        torch.distributed.checkpoint.save(
+            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / place, no_dist=True
+        )
+    lose(tmp_path / "it/__0_0.distcp")
+    shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
+    code, said = repair(tmp_path / "it", "--from", str(tmp_path / "other"))
+    assert (code, said["is_done"], said["files"]) == (1, False, [])
+
+
+def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: Said) -> None:
+    before = content(protected(tmp_path))
+    first = files_below(tmp_path, "data/*")[0]
+    lose(first)
+    (tmp_path / f"data/.{first.name}.0123456789abcdef.tmp").write_bytes(b"half")
+    assert repair(tmp_path)[0] == 0
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["repair", "nowhere"], 3, "is not a checkpoint"),
+        (["repair", "nowhere", "--from", "neither"], 3, "is not a checkpoint"),
+        (["repair"], 2, "Missing argument 'PATH'"),
+    ],
+)
+def test_bad_input_has_exit_codes_of_its_own(
+    arguments: list[str], code: int, said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == code
+    assert said in capsys.readouterr().err
+
+
+def test_people_read_what_was_mended_and_what_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = files_below(protected(tmp_path), "data/*")
+    lose(first)
+    assert main(["repair", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "parity" in out
+    assert "1 files were mended" in out
+    lose(first)
+    lose(second)
+    assert main(["repair", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "nothing can be mended" in out
+    assert "missing" in out
