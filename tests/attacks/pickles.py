@@ -157,7 +157,7 @@ attacks_with(
     "an object takes memory or stack by {}",
     WEIGHTS,
     object_weighs,
-    another=("memo_number", "protocol_99", "contains_itself"),
+    another=("memo_number", "protocol_99", "contains_itself", "vast_size"),
 )
 
 

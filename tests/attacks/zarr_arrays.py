@@ -316,7 +316,7 @@ def group_is_odd(place: Place) -> None:
     os.mkfifo(file)
 
 
-@attack(ZARR_3, "a zarr.json is a million lists", is_harmless=True)
+@attack(ZARR_3, "a zarr.json has a field of a hundred thousand lists")
 def zarr_json_is_wide(place: Place) -> None:
     document = _document_3(place)
     said = json.loads(document.read_text())
