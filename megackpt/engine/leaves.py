@@ -32,5 +32,8 @@ def shown(value: object) -> str:
     elif isinstance(value, (bytes, bytearray)):
         text = f"{type(value).__name__} of {len(value)}: {bytes(value[:_MOST_ELEMENTS])!r}"
     else:
-        text = repr(value)
+        try:
+            text = repr(value)
+        except Exception as error:  # noqa: BLE001 - a torch.Size beyond 64 bits, for one: torch makes it
+            text = f"{type(value).__name__} that cannot be shown: {error}"
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
