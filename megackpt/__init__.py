@@ -46,13 +46,14 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
+from megackpt.options import AsyncOptions, KeyRule, LoadOptions, Policy, SaveOptions
 from megackpt.validation import ArrayReport, LoadReport, StrictHandling
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArrayReport",
+    "AsyncOptions",
     "CheckpointConfig",
     "CheckpointError",
     "Checkpointer",

@@ -24,6 +24,12 @@ Exchange: TypeAlias = Literal[
 OnCorrupt: TypeAlias = Literal["error", "fallback"]
 """What a load does about a damaged checkpoint."""
 
+WhenBusy: TypeAlias = Literal["wait", "queue", "skip"]
+"""What an asynchronous save does while an earlier one is under way."""
+
+IoClass: TypeAlias = Literal["idle", "low"]
+"""How a writer process stands back when others use the disk."""
+
 
 class Policy(Enum):
     """What to do about something that a load finds."""
@@ -101,6 +107,46 @@ class SaveOptions:
             )
         _check_positive("timeout_s", self.timeout_s)
         _check_positive("piece_bytes", self.piece_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncOptions:
+    """How a Checkpointer saves while training goes on.
+
+    Attributes:
+        staging_bytes: memory of each rank for what is saved and not yet written, in bytes, made before the
+            first save. A larger state goes through it in waves, for which `save` waits. None: as much as a
+            rank writes, made when that is known: by `Checkpointer.warm_up`, or else by the first save, which
+            then takes longer.
+        when_busy: what `save` does while an earlier one is under way. `wait`: it waits until that is
+            committed; `queue`: it begins to copy as staging memory becomes free, and is written after the
+            earlier one; `skip`: it does nothing, and returns False.
+        stage_in_background: return from `save` before the state is copied; then `wait_staged` must be called
+            before it changes.
+        nice: niceness of the writer process, added to that of the training; 0 to leave it.
+        ionice: class of its I/O: `idle`: only while nobody else uses the disk; `low`: after others; None to
+            leave it. Not every I/O scheduler of Linux heeds it.
+        start_timeout_s: how long a writer process may take to start, in seconds.
+        coordinator_host: name or address under which other hosts reach that of rank 0; None to find it.
+    """
+
+    staging_bytes: int | None = None
+    when_busy: WhenBusy = "wait"
+    stage_in_background: bool = False
+    nice: int = 10
+    ionice: IoClass | None = None
+    start_timeout_s: float = 120.0
+    coordinator_host: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("when_busy", self.when_busy, get_args(WhenBusy))
+        _check_positive("start_timeout_s", self.start_timeout_s)
+        if self.staging_bytes is not None:
+            _check_positive("staging_bytes", self.staging_bytes)
+        if self.ionice is not None:
+            _check_choice("ionice", self.ionice, get_args(IoClass))
+        if self.nice not in range(20):
+            raise DeclarationError(f"nice is {self.nice}; give a number from 0 to 19.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

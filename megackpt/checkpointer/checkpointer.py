@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, label_to_spread, load_with_report
-from megackpt.checkpointer.failures import Failures, OnError
+from megackpt.checkpointer.failures import Around, Failures, OnError
 from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
@@ -30,18 +30,19 @@ from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
-from megackpt.comm import GivenGroup, Group, borrow_group, return_group, together, world_group
-from megackpt.engine.background import Background, Staging
+from megackpt.comm import GivenGroup, Group, together, world_group
+from megackpt.engine.async_save import AsyncSaver, sendable
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import step_name
 from megackpt.engine.write import Planned, write_out
+from megackpt.engine.writer_messages import Place
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.options import LoadOptions, SaveOptions
+from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import ObjectOptions, Store
 from megackpt.validation import LoadReport, StrictHandling
 
@@ -59,9 +60,9 @@ class Checkpointer(Run):
     Saving, loading, finding and `should_save` are collective over the group. A step that is not committed is
     never loaded; what a torn save left is removed once a step as new as it is committed.
 
-    With async_save, `save` returns as soon as the state is copied to host memory, and a thread writes and
-    commits; the next `save`, `wait` or `close` waits for it and raises its error. The memory for the copies
-    is kept.
+    With async_save, `save` returns as soon as the state is copied to host memory, and a process beside each
+    rank writes and commits it; the next `save`, `wait`, `poll` or `close` raises its error. That process is
+    started with the Checkpointer; `async_options` are its tunables. The root is then a path or an URL.
 
     spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
     them. timeout_s is the deadline of saves and loads, instead of the one in save_options and load_options.
@@ -92,6 +93,8 @@ class Checkpointer(Run):
     ...     state = checkpointer.load({"model": model.sharded_state_dict()})
     """
 
+    _writer_hook: str | None = None  # for tests: what stands between writer processes and their stores
+
     def __init__(
         self,
         root: str | os.PathLike[str] | Store,
@@ -107,6 +110,7 @@ class Checkpointer(Run):
         tiers: Sequence[Tier] = (),
         every: int = 1,
         node: str | int | None = None,
+        async_options: AsyncOptions | None = None,
         timeout_s: float | None = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
@@ -143,10 +147,18 @@ class Checkpointer(Run):
         self._spread_group = spread_group
         self._exchange_group = exchange_group
         self._plans = PlanCache()
-        self._staging = Staging()
-        self._background = Background()
-        self._behind: Group | None = None  # what the thread speaks through
+        self._async_options = async_options or AsyncOptions()
+        self._objects = objects
+        self._saver: AsyncSaver | None = None
+        self._rank = 0
         self._saving_step: int | None = None  # in the background
+        if async_save:
+            if not isinstance(root, (str, os.PathLike)):
+                raise DeclarationError(
+                    f"{self.root}: asynchronous saves are written by another process, which cannot be given "
+                    f"a {type(root).__name__}. Give a path or an URL, or save synchronously."
+                )
+            self._behind()
         self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
         self._schedule = Schedule(interval, self._signals)
@@ -223,7 +235,8 @@ class Checkpointer(Run):
         `every` says: the last step of a run should. Into tiers it goes before this returns, in the native
         format, whatever the root's strategy is.
 
-        Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed.
+        Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed,
+        or with `AsyncOptions.when_busy="skip"` while an earlier save is under way.
 
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
@@ -237,8 +250,11 @@ class Checkpointer(Run):
         if not (step % self.every == 0 if to_root is None else to_root):
             self._schedule.saved(step)
             return True
-        self.wait()
-        self._warn_of_newer(step, group)
+        self._rank = group.rank
+        if self.async_save and not self._may_save(group):
+            return False
+        if not self.async_save:
+            self._warn_of_newer(step, group)
         with self._failures.around(f"Saving step {step}", rank=group.rank) as saving:
             try:
                 self._note_metrics(step, metrics, group)
@@ -247,12 +263,57 @@ class Checkpointer(Run):
                 self._schedule.saved(step)
         return not saving.has_failed
 
+    def warm_up(
+        self,
+        state: ShardedStateDict,
+        *,
+        content_metadata: Any = None,
+        sharded_strategy: SaveChoice = None,
+    ) -> None:
+        """Prepare the first asynchronous save of a state, which then takes no longer than others. Collective.
+
+        Plans for it, makes the memory for its copy and waits for the writer processes. Nothing is written;
+        without async_save nothing is done.
+
+        Raises:
+            CheckpointError: as `save` does before anything is written.
+        """
+        if self.async_save:
+            self.wait()
+            group = self._ranks(self._save_options.timeout_s)
+            request = self._request(state, content_metadata, sharded_strategy, group)
+            self._behind().warm_up(request, group, self._save_options)
+
+    def wait_staged(self) -> None:
+        """Return when the state that was saved may change. Local.
+
+        At once, unless `AsyncOptions.stage_in_background` is set: then call it before `optimizer.step()`.
+        """
+        if self._saver is not None:
+            self._saver.wait_staged()
+
+    def poll(self) -> bool:
+        """Return whether an asynchronous save is under way on this rank. Local.
+
+        Raises:
+            CheckpointError: one has failed; older steps are untouched. As for `save`, on_error says which
+                errors are raised.
+        """
+        if self._saver is not None:
+            with self._waiting():
+                self._saver.poll()
+        return self.is_saving
+
     def _request(
         self, state: ShardedStateDict, content_metadata: Any, strategy: SaveChoice, group: Group
     ) -> SaveRequest:
+        def choose() -> SaveStrategy:
+            found = save_strategy(strategy)
+            return sendable(found) if self.async_save else found
+
         return SaveRequest(
             state=state,
-            choose=lambda: save_strategy(strategy),
+            choose=choose,
             content_metadata=content_metadata,
             plans=self._plans,
             assume_constant_structure=self._save_options.assume_constant_structure,
@@ -260,48 +321,67 @@ class Checkpointer(Run):
             spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
         )
 
+    def _may_save(self, group: Group) -> bool:
+        """Meet before an asynchronous save, until no earlier one has failed. Collective."""
+        while True:
+            with self._waiting() as earlier:
+                return self._behind().may_save(group, self._save_options)
+            assert earlier.has_failed
+
+    def _behind(self) -> AsyncSaver:
+        """Return what saves asynchronously; after `close` a new one."""
+        if self._saver is None:
+            self._saver = AsyncSaver(self._async_options, hook=self._writer_hook)
+        return self._saver
+
+    def _save_behind(self, step: int, request: SaveRequest, group: Group) -> None:
+        def follow() -> None:
+            self._warn_of_newer(step, group)
+            self._after_commit(step)
+
+        self._saving_step = step
+        try:
+            self._behind().save(
+                request,
+                place=Place(root=self._places.location, name=step_name(step), objects=self._objects),
+                label=f"step {step}",
+                group=group,
+                options=self._save_options,
+                follow=follow,
+                failed=lambda: self._after_failure(step),
+            )
+        except Exception:
+            self._on_root(group, lambda: self._after_failure(step))
+            raise
+
     def _save(self, step: int, request: SaveRequest, group: Group) -> None:
+        if self.async_save:
+            self._save_behind(step, request, group)
+            return
         store = self._places.open(step_name(step))
         try:
             planned, strategy = plan_state(request, store, group, self._save_options)
-            if self.async_save:
-                planned = self._stage(planned, group)
         except Exception:
             store.close()
             self._on_root(group, lambda: self._after_failure(step))
             raise
-        if not self.async_save:
-            self._finish(step, planned, store, strategy, group)
-            return
-        behind = self._behind or borrow_group(group, timeout_s=self._save_options.timeout_s)
-        self._behind = behind
-        self._saving_step = step
-        self._background.start(lambda: self._finish(step, planned, store, strategy, behind))
-
-    def _stage(self, planned: Planned, group: Group) -> Planned:
-        staged: list[Planned] = []
-
-        def stage() -> bytes:
-            staged.append(self._staging.stage(planned, rank=group.rank))
-            return b""
-
-        together(group, stage, doing="copying its state to host memory")
-        return staged[0]
+        self._finish(step, planned, store, strategy, group)
 
     def wait(self) -> None:
-        """Return when the save that is under way, if any, is committed. Every rank calls it.
+        """Return when the saves that are under way, if any, are committed. Local.
 
         Raises:
             CheckpointError: it failed; older steps are untouched. As for `save`, on_error says which errors
                 are raised.
         """
-        with self._waiting():
-            self._background.wait()
+        if self._saver is not None:
+            with self._waiting():
+                self._saver.wait()
 
     @property
     def is_saving(self) -> bool:
         """Whether an asynchronous save is under way on this rank. Local."""
-        return self._background.is_busy
+        return self._saver is not None and self._saver.is_busy
 
     def load(
         self,
@@ -399,15 +479,13 @@ class Checkpointer(Run):
         Collective, if anything was saved asynchronously. In the main thread, if signals are watched: their
         handlers of before are put back. The checkpointer can be used again, but watches no signals then.
         """
+        saver, self._saver = self._saver, None
         try:
-            with self._waiting():
-                self._background.close()
+            if saver is not None:
+                with self._waiting():
+                    saver.close()
         finally:
             self._signals.close()
-            behind, self._behind = self._behind, None
-            self._staging = Staging()
-            if behind is not None:
-                return_group(behind)
 
     def _load_from_root(self, state: ShardedStateDict, step: int, *, strict: ReturnsState) -> StateDict:
         return self._load_step(state, step, strict)[0]
@@ -466,11 +544,8 @@ class Checkpointer(Run):
         """Let go of what is beside the files of a save that failed. Local: rank 0 alone calls it."""
         self._housekeeping.failed(step)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[object]:
-        group = self._behind
-        return self._failures.around(
-            f"Saving step {self._saving_step}", rank=0 if group is None else group.rank
-        )
+    def _waiting(self) -> Around:
+        return self._failures.around(f"Saving step {self._saving_step}", rank=self._rank)
 
     def _ranks(self, timeout_s: float) -> Group:
         return self._group or world_group(timeout_s=timeout_s)

@@ -36,9 +36,9 @@ class Failures:
         self._on_error = on_error
         self.count = 0
 
-    def around(self, what: str, *, rank: int) -> _Around:
+    def around(self, what: str, *, rank: int) -> Around:
         """Return a block in which a save may fail; what says which."""
-        return _Around(self, what, rank)
+        return Around(self, what, rank)
 
     def take(self, what: str, error: CheckpointError, *, rank: int) -> bool:
         """Count an error; say whether it is dealt with."""
@@ -58,12 +58,18 @@ class Failures:
         return True
 
 
-class _Around:
+class Around:
+    """A block in which a save may fail.
+
+    Attributes:
+        has_failed: whether it has, and training goes on.
+    """
+
     def __init__(self, failures: Failures, what: str, rank: int) -> None:
         self._failures, self._what, self._rank = failures, what, rank
         self.has_failed = False
 
-    def __enter__(self) -> _Around:
+    def __enter__(self) -> Around:
         return self
 
     def __exit__(

@@ -15,10 +15,19 @@ from megackpt.comm.group import (
     Group,
     Parcel,
     SingleProcess,
+    encode_error,
     moves_bulk,
     together,
 )
-from megackpt.comm.known_groups import borrow_group, return_group, world_group
+from megackpt.comm.known_groups import world_group
+from megackpt.comm.store_group import (
+    StoreAddress,
+    StoreGroup,
+    StoreHost,
+    connect_store,
+    decode_error,
+    host_store,
+)
 from megackpt.comm.subgroup import GivenGroup, check_subgroup, subgroup, subgroup_label, subgroup_members
 from megackpt.comm.torch_group import TorchGroup
 
@@ -32,14 +41,19 @@ __all__ = [
     "Parcel",
     "ReducingGroup",
     "SingleProcess",
+    "StoreAddress",
+    "StoreGroup",
+    "StoreHost",
     "TorchGroup",
-    "borrow_group",
     "check_subgroup",
     "compare",
+    "connect_store",
+    "decode_error",
+    "encode_error",
     "from_root",
     "given_by_root",
+    "host_store",
     "moves_bulk",
-    "return_group",
     "subgroup",
     "subgroup_label",
     "subgroup_members",

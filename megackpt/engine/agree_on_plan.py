@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -47,22 +47,56 @@ from megackpt.validation import (
     check_replicated_equal,
 )
 
+Completes: TypeAlias = Callable[[Sequence[bytes]], SavePlan]
+"""Makes the plan of all ranks from what they report; it can be sent to another process."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromSizes:
+    """Completes the plan of all ranks with the sizes of their objects."""
+
+    whole: SavePlan
+
+    def __call__(self, reports: Sequence[bytes]) -> SavePlan:
+        """Return the plan; each report is the sizes of a rank's objects, int64."""
+        return with_object_sizes(self.whole, _sizes(reports))
+
+
+@dataclass(frozen=True, slots=True)
+class FromDeclarations:
+    """Makes a plan of what each rank has planned alone."""
+
+    def __call__(self, reports: Sequence[bytes]) -> SavePlan:
+        """Return the plan; each report is a rank's declarations."""
+        return plan_own(merge_declarations(decode_declarations(_unpack(reports))))
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """A plan that ranks have agreed on.
 
     Attributes:
-        plan: the rows of this rank, or of all where the format needs them.
+        kept: the rows of this rank, or of all where the format needs them, but for the sizes of objects: the
+            same object in every save that takes the same plan.
+        sizes: the sizes of the objects among them.
         report: what this rank tells rank 0 when it has written.
         complete: makes the plan of all ranks from the reports; on rank 0, None where `plan` is that.
-        whole: the plan of all ranks before the reports; on rank 0, where there is one.
     """
 
-    plan: SavePlan
+    kept: SavePlan
+    sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     report: bytes = b""
-    complete: Callable[[Sequence[bytes]], SavePlan] | None = None
-    whole: SavePlan | None = None
+    complete: Completes | None = None
+
+    @property
+    def plan(self) -> SavePlan:
+        """The rows with the sizes of this save's objects."""
+        return with_object_sizes(self.kept, self.sizes)
+
+    @property
+    def whole(self) -> SavePlan | None:
+        """The plan of all ranks before the reports; on rank 0, where there is one."""
+        return self.complete.whole if isinstance(self.complete, FromSizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,30 +154,21 @@ def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group:
         return Agreed(plan)
     mine = local.object_sizes(plan, rank=group.rank).tobytes()
     reports = together(group, lambda: mine, doing="comparing sizes of objects")
-    return Agreed(with_object_sizes(plan, _sizes(reports)))
+    return Agreed(plan, _sizes(reports))
 
 
 def of_own_rows(local: LocalState, plan: SavePlan, whole: SavePlan | None, *, rank: int) -> Agreed:
     """Give objects the room that they need in this rank's file; rank 0 learns of it after writing."""
     sizes = local.object_sizes(plan, rank=rank)
-
-    def complete(reports: Sequence[bytes]) -> SavePlan:
-        assert whole is not None
-        return with_object_sizes(whole, _sizes(reports))
-
-    made = complete if whole is not None else None
-    return Agreed(with_object_sizes(plan, sizes), sizes.tobytes(), made, whole)
+    return Agreed(plan, sizes, sizes.tobytes(), FromSizes(whole) if whole is not None else None)
 
 
 def plan_alone(local: LocalState, group: Group) -> Agreed:
     """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
     # Nobody knows who else holds a replicated value: every holder stores it.
     mine = local.alone()
-
-    def complete(reports: Sequence[bytes]) -> SavePlan:
-        return plan_own(merge_declarations(decode_declarations(_unpack(reports))))
-
-    return Agreed(plan_own(mine), pack_columns(mine.to_columns()), complete if group.rank == 0 else None)
+    made = FromDeclarations() if group.rank == 0 else None
+    return Agreed(plan_own(mine), report=pack_columns(mine.to_columns()), complete=made)
 
 
 def compare_values(local: LocalState, group: Group, unequal: Unequal) -> None:

@@ -53,15 +53,17 @@ def save_state(request: SaveRequest, store: Store, group: Group, options: SaveOp
 
 
 def plan_state(
-    request: SaveRequest, store: Store, group: Group, options: SaveOptions
+    request: SaveRequest, store: Store | None, group: Group, options: SaveOptions
 ) -> tuple[Planned, SaveStrategy]:
     """Prove the ranks' declarations right and decide who writes what. Collective over the group.
+
+    store is where it will be written; None to leave it to `write_out` to look at the place.
 
     Raises:
         CheckpointError: the same on every rank; nothing was written.
     """
     prepared: list[LocalState] = []
-    earlier = [manifest.Earlier()]
+    earlier: list[manifest.Earlier | None] = [manifest.Earlier() if store is not None else None]
 
     def begin() -> Numbers:
         strategy = request.choose()
@@ -71,7 +73,7 @@ def plan_state(
                 f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
                 f"ranks have to know of each other what they write, to keep out of each other's way."
             )
-        if group.rank == 0:
+        if group.rank == 0 and store is not None:
             store.create()
             earlier[0] = manifest.earlier_in(store, strategy)
         prepared.append(prepare(request, strategy, rank=group.rank, ranks=group.size))
@@ -84,15 +86,18 @@ def plan_state(
     attempt = f"{found.largest[0]:08x}{found.largest[1]:08x}"
     agreed = _agree(local, found, attempt, group)
     compare_replicas(local, group, options.compare_replicas, piece_bytes=options.piece_bytes)
+    plan = agreed.plan
     planned = Planned(
         attempt=attempt,
-        plan=agreed.plan,
-        pieces=RowPieces(local, agreed.plan, piece_bytes=options.piece_bytes),
+        plan=plan,
+        pieces=RowPieces(local, plan, piece_bytes=options.piece_bytes),
         common={"state_dict": local.expanded.common, "content_metadata": request.content_metadata},
         earlier=earlier[0],
         report=agreed.report,
         complete=agreed.complete,
         parity=options.parity,
+        kept=agreed.kept,
+        sizes=agreed.sizes,
     )
     return planned, local.strategy
 
@@ -148,7 +153,7 @@ def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agr
         if plans is not None:
             if not found.alike[_PLANS]:  # from now on all ranks keep the same
                 plans.clear()
-            plans.keep(attempt, KeptPlan(agreed.plan, local.structure(), agreed.whole))
+            plans.keep(attempt, KeptPlan(agreed.kept, local.structure(), agreed.whole))
         return agreed
     kept = plans.find(plans.names[missing.index(0)])
     if not all_assume and (unequal.common or unequal.values):

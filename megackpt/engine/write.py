@@ -7,17 +7,19 @@ becomes the same error everywhere; then what was written is removed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from megackpt.comm import Group, together, together_at_root
+import numpy as np
+
+from megackpt.comm import Group, Numbers, compare, together, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.parity import write_parity
-from megackpt.formats.strategy import Pieces, SaveStrategy, WritesParity
+from megackpt.formats.strategy import Json, Pieces, SaveStrategy, WritesParity
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
-from megackpt.storage import Store
+from megackpt.storage import MemoryStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +30,53 @@ class Planned:
         attempt: the id of this attempt.
         plan: the plan; at least this rank's own rows of it.
         pieces: the bytes of one of this rank's rows.
-        common: what is stored as common state; that of rank 0 counts.
-        earlier: what was at the place before; known to rank 0.
+        common: what is stored as common state, or its files, made already; that of rank 0 counts.
+        earlier: what was at the place before; known to rank 0. None: nobody has looked.
         report: what this rank tells rank 0 when it has written.
         complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
         parity: at most how many files are protected together; None for no parity.
+        kept: `plan` before it had the sizes of this save's objects: the same object in every save that takes
+            the same plan.
+        sizes: those sizes, in bytes.
     """
 
     attempt: str
     plan: SavePlan
     pieces: Pieces
     common: Any  # whatever the user saves
-    earlier: manifest.Earlier = field(default_factory=manifest.Earlier)
+    earlier: manifest.Earlier | None = field(default_factory=manifest.Earlier)
     report: bytes = b""
     complete: Callable[[Sequence[bytes]], SavePlan] | None = None
     parity: int | None = None
+    kept: SavePlan | None = None
+    sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class CommonFiles:
+    """Common state as a format would write it, ready to be put into a store.
+
+    Attributes:
+        files: the files by name, in the order of writing.
+        said: what `SaveStrategy.write_common` returned.
+    """
+
+    files: tuple[tuple[str, bytes], ...]
+    said: Json
+
+    @classmethod
+    def of(cls, common: Any, strategy: SaveStrategy, *, attempt: str) -> CommonFiles:
+        """Let a format write it, into memory."""
+        store = MemoryStore()
+        said = strategy.write_common(store, attempt=attempt, common=common)
+        files = tuple((name, store.read(name, max_bytes=store.size(name))) for name in store.names())
+        return cls(files, said)
+
+    def put(self, store: Store) -> Json:
+        """Write them, durably."""
+        for name, data in self.files:
+            store.write(name, data)
+        return self.said
 
 
 def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> None:
@@ -53,6 +87,8 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
             this one if only the last meeting, after the commit, failed.
     """
     try:
+        if planned.earlier is None:
+            planned = _looked(planned, store, strategy, group)
         receipts, reports = write_rounds(planned, store, strategy, group)
         parity: list[bytes] = []
         if planned.parity is not None:
@@ -65,17 +101,31 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
                 written=lambda: (_whole_plan(planned, reports), receipts),
             )
 
-        def finish() -> bytes:
+        def finish() -> Numbers:
             if group.rank == 0:
                 plan = _whole_plan(planned, reports)
                 finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size, parity=parity)
-            return b""
+            return Numbers(())
 
-        together(group, finish, doing="writing the index")
+        compare(group, finish, alike=0, doing="writing the index")
     except Exception:
         if group.rank == 0:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
         raise
+
+
+def _looked(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> Planned:
+    """Make the place on rank 0, and see what is there; nobody writes before."""
+    found: list[manifest.Earlier] = []
+
+    def look() -> Numbers:
+        if group.rank == 0:
+            store.create()
+            found.append(manifest.earlier_in(store, strategy))
+        return Numbers(())
+
+    compare(group, look, alike=0, doing="looking at the place")
+    return replace(planned, earlier=found[0] if found else manifest.Earlier())
 
 
 def write_rounds(
@@ -156,10 +206,17 @@ def finish_attempt(
         "common_backend_version": strategy.version,
         "attempt": attempt,
         "world_size": world_size,
-        **strategy.write_common(store, attempt=attempt, common=planned.common),
+        **_write_common(planned, store, strategy),
         **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
     }
     if parity and isinstance(strategy, WritesParity):
         said |= strategy.list_parity(store, attempt=attempt, receipts=list(parity))
     store.sync()
-    manifest.commit(store, said, attempt=attempt, earlier=planned.earlier, strategy=strategy)
+    earlier = planned.earlier or manifest.Earlier()
+    manifest.commit(store, said, attempt=attempt, earlier=earlier, strategy=strategy)
+
+
+def _write_common(planned: Planned, store: Store, strategy: SaveStrategy) -> Json:
+    if isinstance(planned.common, CommonFiles):
+        return planned.common.put(store)
+    return strategy.write_common(store, attempt=planned.attempt, common=planned.common)

@@ -326,6 +326,24 @@ def takes_own_rows(strategy: SaveStrategy) -> bool:
     return isinstance(strategy, TakesOwnRows) and strategy.takes_own_rows
 
 
+@runtime_checkable
+class WritesInOrder(Protocol):
+    """What a `SaveStrategy` also has whose `write_chunks` takes the bytes of rows in the order of the rows.
+
+    All rows stand in one round, and each is asked for once: then a rank's bytes can be handed on while others
+    are being made, through memory that does not hold them all.
+    """
+
+    @property
+    def writes_in_order(self) -> bool:
+        """Whether it is so."""
+
+
+def writes_in_order(strategy: SaveStrategy) -> bool:
+    """Say whether a format takes the bytes of a rank's rows in their order."""
+    return isinstance(strategy, WritesInOrder) and strategy.writes_in_order
+
+
 class LoadStrategy(Protocol):
     """Opens checkpoints of one format."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +13,46 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import Checkpointer, DeclarationError, ShardedTensor, StorageError
-from megackpt.comm import Group
-from megackpt.formats.native import NativeSaveStrategy
+from megackpt import (
+    AsyncOptions,
+    Checkpointer,
+    DeclarationError,
+    RankFailedError,
+    SaveOptions,
+    ShardedObject,
+    ShardedTensor,
+    StorageError,
+    load,
+)
+from megackpt.comm import Group, SingleProcess
+from megackpt.engine.async_save import AsyncSaver
+from megackpt.formats.torch_dist import TorchDistSaveStrategy
+from megackpt.storage import MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
+from tests.writer_faults import FullDiskStrategy, GatedStrategy, HungStrategy, KilledStrategy, wait_for
 
 pytestmark = pytest.mark.multiprocess
 
+OPTIONS = SaveOptions(timeout_s=20)
+MANY = 200_000  # rows whose copy takes longer than to start one
 
-def part(value: float) -> ShardedTensor:
+
+def part(value: float, rows: int = 1000) -> ShardedTensor:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    return ShardedTensor.from_rank_offsets("w", torch.full((1000, 10), value + rank), (0, rank, ranks))
+    return ShardedTensor.from_rank_offsets("w", torch.full((rows, 10), value + rank), (0, rank, ranks))
 
 
-class SlowStrategy(NativeSaveStrategy):
-    """Waits until it is told to write."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        assert self.go.wait(60)
-        return super().write_chunks(*args, **kwargs)
+def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
+    found = checkpointer._saver
+    assert found is not None
+    return found
 
 
-class FailingStrategy(NativeSaveStrategy):
-    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        if dist.get_rank() == 1:
-            raise StorageError("the disk of rank 1 is full")
-        return super().write_chunks(*args, **kwargs)
-
-
-def save_while_training(root: Path) -> None:
-    strategy = SlowStrategy()
+def save_while_training(root: Path, gate: Path) -> None:
     with Checkpointer(root, keep_last=1, async_save=True) as checkpointer:
         weight, common = part(1.0), {"lr": [0.5]}
-        checkpointer.save(1, {"w": weight, "common": common}, sharded_strategy=strategy)
+        checkpointer.save(1, {"w": weight, "common": common}, sharded_strategy=GatedStrategy(gate))
         assert checkpointer.is_saving
         assert checkpointer.steps() == ()
         weight.data.fill_(-1)  # training goes on, with collectives of its own, while nothing is written yet
@@ -56,107 +60,289 @@ def save_while_training(root: Path) -> None:
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == dist.get_world_size()
-        strategy.go.set()
-        checkpointer.save(2, {"w": part(2.0), "common": {"lr": [0.25]}})
+        (gate / "go").touch()
+        loaded = checkpointer.load({"w": part(0.0)})  # the step that is under way
+        assert torch.equal(loaded["w"], part(1.0).data)
+        assert loaded["common"] == {"lr": [0.5]}
+        checkpointer.save(2, {"w": part(2.0), "common": {"lr": 0.25}})
         checkpointer.wait()
-        assert not checkpointer.is_saving
+        assert not checkpointer.poll()
         dist.barrier()
         assert checkpointer.steps() == (2,)  # keep_last is followed after the commit
 
 
-def load_first(root: Path) -> None:
-    strategy = SlowStrategy()
-    strategy.go.set()
-    checkpointer = Checkpointer(root, async_save=True)
-    weight = part(1.0)
-    checkpointer.save(1, {"w": weight, "common": {"lr": 0.5}}, sharded_strategy=strategy)
-    weight.data.fill_(-1)
-    checkpointer.close()
-    loaded = checkpointer.load({"w": part(0.0)})
-    assert torch.equal(loaded["w"], part(1.0).data)
-    assert loaded["common"] == {"lr": 0.5}
-
-
-def fail_then_save(root: Path, look: str) -> None:
-    checkpointer = Checkpointer(root, async_save=True)
-    checkpointer.save(1, {"w": part(1.0)})
-    checkpointer.save(2, {"w": part(2.0)}, sharded_strategy=FailingStrategy())
-    began = time.monotonic()
-    with pytest.raises(StorageError, match="rank 1"):
-        {
-            "wait": checkpointer.wait,
-            "close": checkpointer.close,
-            "save": lambda: checkpointer.save(3, {"w": part(3.0)}),
-        }[look]()
-    assert time.monotonic() - began < 30
-    dist.barrier()
-    assert checkpointer.steps() == (1,)
-    checkpointer.save(4, {"w": part(4.0)})
-    checkpointer.close()
-    dist.barrier()
-    assert checkpointer.steps() == (1, 4)
-
-
-def test_training_goes_on_while_a_step_is_written(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save_while_training, 4, tmp_path)
-
-
-def test_a_step_holds_what_the_state_was_at_the_call(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(load_first, 4, tmp_path)
-
-
-@pytest.mark.parametrize("look", ["wait", "save", "close"])
-def test_a_failure_is_raised_on_all_ranks_at_the_next_call_and_the_next_save_works(
-    rank_pool: RankPool, tmp_path: Path, look: str
+def test_a_step_holds_the_state_at_the_call_while_training_goes_on(
+    rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    rank_pool.run(fail_then_save, 4, tmp_path, look)
+    rank_pool.run(save_while_training, 2, tmp_path / "root", _made(tmp_path / "gate"))
 
 
-def test_a_group_without_a_second_channel_is_refused(tmp_path: Path) -> None:
+def survive_failures(root: Path, gate: Path) -> None:
+    checkpointer = Checkpointer(root, async_save=True, save_options=OPTIONS)
+    checkpointer.save(1, {"w": part(1.0)})
+    for step, look in ((2, checkpointer.wait), (3, lambda: checkpointer.save(9, {"w": part(9.0)}))):
+        checkpointer.save(step, {"w": part(2.0)}, sharded_strategy=FullDiskStrategy())
+        with pytest.raises(StorageError, match=r"Rank 1 failed.*the disk of rank 1 is full"):
+            look()
+    checkpointer.save(4, {"w": part(4.0)})
 
-    def run(group: Group) -> None:
-        data = torch.ones(2)
-        state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, group.rank, group.size))}
-        Checkpointer(tmp_path, async_save=True, group=group).save(1, state)
+    pid = saver_of(checkpointer).writer_pid
+    checkpointer.save(5, {"w": part(5.0)}, sharded_strategy=KilledStrategy())
+    with pytest.raises(RankFailedError, match=r"writer process of rank 1 .* was killed by SIGKILL") as found:
+        checkpointer.wait()
+    assert found.value.rank == 1
+    assert "step 5" in str(found.value)
+    checkpointer.save(6, {"w": part(6.0)})
+    assert (saver_of(checkpointer).writer_pid == pid) == (dist.get_rank() != 1)
 
-    with pytest.raises(DeclarationError, match="second channel"):
-        SimulatedWorld(2).run(run)
+    checkpointer.save(7, {"w": part(7.0)}, sharded_strategy=GatedStrategy(gate))
+    wait_for(lambda: all((gate / f"begun.{rank}").exists() for rank in range(dist.get_world_size())))
+    dist.barrier()
+    if dist.get_rank() == 0:  # the store that writers meet in is hosted by rank 0
+        store = saver_of(checkpointer).store
+        assert store is not None
+        store.close()
+        (gate / "go").touch()
+    with pytest.raises(RankFailedError, match=r"The store .* is gone"):
+        checkpointer.wait()
+    checkpointer.save(8, {"w": part(8.0)})
+    checkpointer.wait()
+    checkpointer.save(10, {"w": part(10.0)}, sharded_strategy=FullDiskStrategy())
+    with pytest.raises(StorageError, match="rank 1"):
+        checkpointer.close()
+    dist.barrier()
+    assert checkpointer.steps() == (1, 4, 6, 8)
+    loaded = checkpointer.load({"w": part(0.0)})
+    assert torch.equal(loaded["w"], part(8.0).data)
 
 
-def test_staging_memory_is_kept_and_reused(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, keep_last=1, async_save=True)
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
-    for step in range(3):
-        checkpointer.save(step, state)
-        assert checkpointer._staging.nbytes == 4000
+def outlast_a_hung_writer(root: Path) -> None:
+    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=1))
+    checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=HungStrategy())
+    with pytest.raises(RankFailedError, match=r"rank 1|rank\(s\) 1"):
+        checkpointer.wait()
+    dist.barrier()
     checkpointer.close()
-    assert checkpointer.latest() == 2
+    patient = Checkpointer(root, async_save=True, save_options=OPTIONS)
+    patient.save(2, {"w": part(2.0)})
+    patient.close()
+    assert patient.steps() == (2,)
 
 
-def load_while_saving(root: Path) -> int:
-    checkpointer = Checkpointer(root, keep_last=1, async_save=True)
-    for step in range(1, 5):
-        checkpointer.save(step, {"w": part(float(step))})
-        loaded = checkpointer.load({"w": part(0.0)})  # the step that is under way
-        assert torch.equal(loaded["w"], part(float(step)).data)
-    checkpointer.close()
-    return checkpointer.find_latest() or 0
+def test_a_writer_that_hangs_is_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(outlast_a_hung_writer, 2, tmp_path)
 
 
-def test_a_load_waits_for_the_step_under_way(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert rank_pool.run(load_while_saving, 2, tmp_path) == [4, 4]
+def test_a_failure_of_a_writer_is_raised_on_all_ranks_and_the_next_save_works(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(survive_failures, 2, tmp_path / "root", _made(tmp_path / "gate"))
 
 
-def descriptors_after_many(root: Path) -> tuple[int, int]:
+def pass_in_waves(root: Path) -> None:
+    options = AsyncOptions(staging_bytes=1 << 16)
+    rows = 30_000  # 18 times the memory
+    with Checkpointer(root, async_save=True, async_options=options, save_options=OPTIONS) as checkpointer:
+        for step in (1, 2):
+            odd = torch.arange(7) + dist.get_rank()
+            small = ShardedTensor.from_rank_offsets("small", odd, (0, dist.get_rank(), 2))
+            state = {"w": part(float(step), rows), "small": small, "common": {"n": step}}
+            checkpointer.save(step, state)
+            state["w"].data.zero_()
+        assert saver_of(checkpointer).staging_nbytes == 1 << 16
+        loaded = checkpointer.load({"w": part(0.0, rows)})
+        assert torch.equal(loaded["w"], part(2.0, rows).data)
+        one_file = TorchDistSaveStrategy(thread_count=1)
+        checkpointer.save(3, {"w": part(3.0, rows)}, sharded_strategy=one_file)
+        loaded = checkpointer.load({"w": part(0.0, rows)})
+        assert torch.equal(loaded["w"], part(3.0, rows).data)
+        with pytest.raises(DeclarationError, match=r"in no fixed order.*Raise staging_bytes"):
+            checkpointer.save(4, {"w": part(4.0, rows)}, sharded_strategy="zarr")
+        checkpointer.save(5, {"w": part(5.0)}, sharded_strategy="zarr")
+    assert checkpointer.steps() == (1, 2, 3, 5)
+
+
+def test_a_state_larger_than_the_staging_memory_passes_through_it_in_waves(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(pass_in_waves, 2, tmp_path)
+
+
+def save_when_busy(root: Path, gates: Path) -> list[bool]:
+    said = []
+    rank = dist.get_rank()
+    for policy in ("skip", "queue"):
+        gate = gates / policy
+        options = AsyncOptions(when_busy=policy, stage_in_background=True)  # type: ignore[arg-type]
+        with Checkpointer(root / policy, async_save=True, async_options=options) as checkpointer:
+            weight = part(1.0, MANY)
+            strategy = GatedStrategy(gate)
+            said.append(checkpointer.save(1, {"w": weight}, sharded_strategy=strategy))
+            checkpointer.wait_staged()
+            weight.data.fill_(-1)
+            dist.barrier()
+            if policy == "queue":  # there is no room for a second one before the first is written
+                (gate / "go").touch()
+            weight = part(2.0, MANY)
+            said.append(checkpointer.save(2, {"w": weight, "o": ShardedObject("o", [rank], (2,), (rank,))}))
+            checkpointer.wait_staged()
+            weight.data.fill_(-1)
+            (gate / "go").touch()
+            checkpointer.wait()
+            said.append(checkpointer.save(3, {"w": part(3.0, MANY)}))
+        dist.barrier()
+        steps = checkpointer.steps()
+        assert steps == ((1, 3) if policy == "skip" else (1, 2, 3))
+        for step in steps:
+            loaded = load({"w": part(0.0, MANY)}, root / policy / f"iter_{step:07d}")
+            assert torch.equal(loaded["w"], part(float(step), MANY).data)
+    return said
+
+
+def test_a_second_save_is_skipped_or_queued(rank_pool: RankPool, tmp_path: Path) -> None:
+    for policy in ("skip", "queue"):
+        _made(tmp_path / policy)
+    said = rank_pool.run(save_when_busy, 2, tmp_path / "root", tmp_path)
+    assert said == [[True, False, True, True, True, True]] * 2
+
+
+def save_in(root: Path, backends: list[Any]) -> None:
+    with Checkpointer(root, async_save=True, save_options=OPTIONS) as checkpointer:
+        keys = []
+        for step, backend in enumerate(backends):
+            checkpointer.save(
+                step,
+                {"w": part(float(step)), "n": torch.arange(3)},
+                sharded_strategy=backend,
+                content_metadata=step,
+            )
+            checkpointer.wait()
+            store = saver_of(checkpointer).store
+            dist.barrier()
+            keys.append(store.key_count() if store else 0)
+        assert keys[1:] == keys[:-1]  # the store that writers meet in does not grow
+        for step in range(len(backends)):
+            loaded = checkpointer.load({"w": part(0.0)}, step=step)
+            assert torch.equal(loaded["w"], part(float(step)).data)
+            assert torch.equal(loaded["n"], torch.arange(3))
+            assert checkpointer.content_metadata(step) == step
+
+
+def test_every_format_is_saved_asynchronously(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_in, 2, tmp_path, ["megackpt", "torch_dist", ("zarr", 1), ("zarr", 3)])
+
+
+def die_while_saving(root: Path, gate: Path) -> str:
+    rank = dist.get_rank()
+    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=2))
+    writer = saver_of(checkpointer).writer_pid
+    (gate / f"writer.{rank}").write_text(str(writer))
+    checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=GatedStrategy(gate))
+    wait_for((gate / f"begun.{rank}").exists)
+    for process in ("self", writer):  # the shared memory has no name that could stay behind
+        maps = Path(f"/proc/{process}/maps").read_text()
+        assert "/dev/shm" not in maps
+        assert "memfd:megackpt-staging" in maps
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    other = int((gate / "writer.1").read_text())
+    wait_for(lambda: not _is_alive(other))
+    (gate / "go").touch()
+    with pytest.raises(RankFailedError) as found:
+        checkpointer.close()
+    return str(found.value)
+
+
+def test_nothing_outlives_a_training_process_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
+    gate = _made(tmp_path / "gate")
+    survivor, victim = rank_pool.outcomes(die_while_saving, 2, tmp_path / "root", gate)
+    assert isinstance(victim.error, EOFError)
+    assert survivor.error is None, survivor.trace
+    assert "writer process of rank(s) 1 within 2 s" in survivor.value
+    assert not (tmp_path / "root" / "iter_0000001" / "metadata.json").exists()
+
+
+def descriptors_after_many(root: Path) -> list[int]:
     def one(number: int) -> int:
         with Checkpointer(root / str(number), async_save=True) as checkpointer:
             checkpointer.save(1, {"w": part(1.0)})
         return len(os.listdir("/proc/self/fd"))
 
-    first = one(0)
-    return first, [one(number) for number in range(1, 8)][-1]
+    return [one(number) for number in range(3)]
 
 
 def test_a_closed_checkpointer_leaves_no_connections(rank_pool: RankPool, tmp_path: Path) -> None:
-    for first, last in rank_pool.run(descriptors_after_many, 2, tmp_path):
-        assert last <= first + 2
+    for _, second, third in rank_pool.run(descriptors_after_many, 2, tmp_path):
+        assert third <= second
+
+
+def test_any_group_will_do(tmp_path: Path) -> None:
+    def run(group: Group) -> None:
+        data = torch.full((2,), group.rank + 1.0)
+        state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, group.rank, group.size))}
+        with Checkpointer(tmp_path, async_save=True, group=group) as checkpointer:
+            checkpointer.warm_up(state)
+            assert checkpointer.steps() == ()
+            checkpointer.save(1, state)
+
+    SimulatedWorld(2).run(run)
+    whole = load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, tmp_path / "iter_0000001")
+    assert whole["w"].tolist() == [1, 1, 2, 2]
+
+
+class Refused(Checkpointer):
+    _writer_hook = "tests.writer_faults:refusing"
+
+
+def test_tests_can_stand_between_a_writer_and_its_store(tmp_path: Path) -> None:
+    checkpointer = Refused(tmp_path, async_save=True, group=SingleProcess())
+    checkpointer.save(1, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))})
+    with pytest.raises(StorageError, match="iter_0000001 is refused by the hook"):
+        checkpointer.close()
+
+
+def test_a_store_that_another_process_cannot_be_given_is_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"cannot be given a MemoryStore. Give a path or an URL"):
+        Checkpointer(MemoryStore(), async_save=True)
+
+
+SCRIPT = """
+import sys, torch
+from megackpt import Checkpointer, DeclarationError, ShardedTensor
+from megackpt.formats.native import NativeSaveStrategy
+print("the script runs")
+class Mine(NativeSaveStrategy): pass
+checkpointer = Checkpointer(sys.argv[1], async_save=True)
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+try:
+    checkpointer.save(1, state, sharded_strategy=Mine())
+except DeclarationError as error:
+    print(error)
+checkpointer.save(2, state)
+"""
+
+
+def test_a_script_that_ends_waits_for_its_save_and_is_run_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path / "root")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    first, second = done.stdout.splitlines()
+    assert first == "the script runs"
+    assert second.startswith("Mine is defined in the script itself")
+    assert Checkpointer(tmp_path / "root").latest() == 2
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory

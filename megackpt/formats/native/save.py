@@ -43,6 +43,7 @@ class NativeSaveStrategy:
     version = names.VERSION
     writes_in_place = False
     takes_own_rows = True
+    writes_in_order = True
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""

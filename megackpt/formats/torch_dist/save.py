@@ -74,6 +74,11 @@ class TorchDistSaveStrategy:
             raise DeclarationError(f"thread_count is {thread_count}; give a number above 0.")
         self.thread_count = thread_count
 
+    @property
+    def writes_in_order(self) -> bool:
+        """Whether it writes one file, and not several at a time."""
+        return self.thread_count == 1
+
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""
 

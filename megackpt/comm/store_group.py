@@ -1,0 +1,331 @@
+"""A group of ranks that meet in a key-value store, without torch's collectives.
+
+Owns the store (a TCPStore that rank 0 hosts), how ranks find it, and meetings over it. It is for processes
+that stand beside the ranks of a job: what they say to each other never waits behind the training's
+collectives, nor they behind it. Messages go through one server, so they are to be small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from megackpt.comm.group import Group, describe_ranks, encode_error, error_class, together
+from megackpt.errors import CheckpointError, RankFailedError
+
+T = TypeVar("T")
+
+PART_BYTES = 4 << 20
+"""Longer messages go in parts: the store's server refuses values of 8 MiB."""
+
+LOOK_EVERY_S = 1.0
+"""How often a rank that waits for a message looks whether another has given the meeting up."""
+
+LEAVE_S = 5.0
+"""How long rank 0 waits for the others to have read its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a store is served."""
+
+    host: str
+    port: int
+
+
+class StoreHost:
+    """One end of a store: the server on rank 0, a client elsewhere.
+
+    The server runs in threads of its own that need no interpreter lock.
+    """
+
+    def __init__(self, store: Any, address: StoreAddress) -> None:
+        self._store = store  # a dist.Store
+        self.address = address
+
+    def abort(self, prefix: str, error: bytes) -> None:
+        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_abort_key(prefix), error)
+
+    def is_aborted(self, prefix: str) -> bool:
+        """Say whether a rank that meets under a prefix has given up."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.check([_abort_key(prefix)]))
+        return False
+
+    def leave(self, prefix: str) -> None:
+        """Say for a process that died that it will come to no other meeting under a prefix."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add(_left_key(prefix), 1)
+
+    def key_count(self) -> int:
+        """Return how many keys the store holds."""
+        return int(self._store.num_keys())
+
+    def close(self) -> None:
+        """Let go of the server or the connection."""
+        self._store = None
+
+
+def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> StoreHost:
+    """Serve a store on rank 0, and connect to it. Collective over the group.
+
+    host is the name or address under which others reach rank 0; None to find it: `localhost` if all ranks
+    have one host name, else MASTER_ADDR if it is set, else rank 0's full name.
+
+    Raises:
+        RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
+    """
+    served: list[Any] = []
+
+    def serve() -> bytes:
+        said: dict[str, Any] = {"name": socket.gethostname()}
+        if group.rank == 0:
+            served.append(_open_store("localhost", 0, is_server=True, timeout_s=timeout_s))
+            said |= {"port": served[0].port, "host": os.environ.get("MASTER_ADDR") or socket.getfqdn()}
+        return json.dumps(said).encode()
+
+    said = [json.loads(text) for text in together(group, serve, doing="serving the store of the writers")]
+    is_one_host = len({one["name"] for one in said}) == 1
+    address = StoreAddress(host or ("localhost" if is_one_host else said[0]["host"]), said[0]["port"])
+
+    def connect() -> bytes:
+        if group.rank:
+            served.append(connect_store(address, timeout_s=timeout_s))
+        return b""
+
+    together(group, connect, doing="connecting to the store of the writers")
+    return StoreHost(served[0], address)
+
+
+def connect_store(address: StoreAddress, *, timeout_s: float) -> Any:
+    """Return a client of a store, a dist.Store. Local.
+
+    Raises:
+        RankFailedError: it cannot be reached.
+    """
+    try:
+        return _open_store(address.host, address.port, is_server=False, timeout_s=timeout_s)
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"The store of rank 0 at {address.host}:{address.port} cannot be reached: {error}. Look at the "
+            f"log of rank 0; if that host has another name here, give it as coordinator_host.",
+            rank=0,
+        ) from error
+
+
+def _open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=is_server,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=False,
+    )
+
+
+class StoreGroup:
+    """Ranks that meet under one prefix of a store, each meeting once, with a deadline. See `Group`.
+
+    Rank 0 collects and tells; what was said is removed from the store as soon as all have read it. Made anew
+    for each piece of work, with a prefix of its own that all ranks know. store is a dist.Store.
+
+    Raises:
+        CheckpointError: from every method: the error with which another rank has given up (see
+            `StoreHost.abort`); RankFailedError where a rank did not come before the deadline, or the store is
+            gone.
+    """
+
+    def __init__(self, store: Any, *, prefix: str, rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._prefix = store, prefix
+        self.rank, self.size = rank, size
+        self._timeout_s = timeout_s
+        self._meetings = 0
+        self._told: list[str] = []  # keys of rank 0's answers that some may not have read yet
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for the others, in seconds."""
+        return self._timeout_s
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, in rank order."""
+        everyone = self._collect(data)
+        return _split(self._tell(_joined(everyone)))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return on rank 0 what every rank gave; nothing on the others, which do not wait."""
+        return self._collect(data)
+
+    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+        """Return the largest of what the ranks gave, number by number."""
+        everyone = [json.loads(said) for said in self._collect(json.dumps(list(numbers)).encode())]
+        if len({len(one) for one in everyone}) > 1:
+            raise RankFailedError("Ranks are at different steps, which have different numbers to compare.")
+        largest = [max(column) for column in zip(*everyone, strict=True)]
+        found: list[int] = json.loads(self._tell(json.dumps(largest).encode()))
+        return found
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part; rank 0 gives those of all."""
+        self._meetings += 1
+        if self.rank:
+            return self._take(self._key(f"for/{self.rank}"), from_rank=0)
+        for rank in range(1, self.size):
+            self._put(self._key(f"for/{rank}"), parts[rank])
+        return parts[0]
+
+    def leave(self) -> None:
+        """Say that this rank will come to no other meeting; rank 0 waits for all, and clears the store.
+
+        A rank that does not say so costs rank 0 a short while, and no error; then what was said last stays.
+        """
+        left = _left_key(self._prefix)
+        with contextlib.suppress(RuntimeError):
+            if self.rank:
+                self._store.add(left, 1)
+                return
+            deadline = time.monotonic() + min(LEAVE_S, self._timeout_s)
+            while self._store.add(left, 0) < self.size - 1:
+                if time.monotonic() > deadline:
+                    return  # one may still come, and is to find that it was given up
+                time.sleep(0.005)
+            for key in (*self._told, left, _abort_key(self._prefix)):
+                self._store.delete_key(key)
+
+    def _collect(self, data: bytes) -> list[bytes]:
+        """Begin a meeting: rank 0 takes what each has."""
+        self._meetings += 1
+        if self.rank:
+            self._put(self._key(str(self.rank)), data)
+            return []
+        others = range(1, self.size)
+        deadline = time.monotonic() + self._timeout_s  # one for all of them
+        everyone = [data, *(self._take(self._key(str(r)), from_rank=r, deadline=deadline) for r in others)]
+        for key in self._told:  # who has come here has read them
+            self._ask(self._store.delete_key, key)
+        self._told = []
+        return everyone
+
+    def _tell(self, data: bytes) -> bytes:
+        """End a meeting: rank 0 tells all the same."""
+        key = self._key("all")
+        if self.rank:
+            return self._take(key, from_rank=0, keep=True)
+        if self.size > 1:
+            self._told += self._put(key, data)
+        return data
+
+    def _put(self, key: str, data: bytes) -> list[str]:
+        """Store a message, in parts, of which the first comes last; return their keys."""
+        count = max(1, -(-len(data) // PART_BYTES))
+        keys = [key, *(f"{key}.{n}" for n in range(1, count))]
+        for n in reversed(range(count)):
+            part = data[n * PART_BYTES : (n + 1) * PART_BYTES]
+            head = count.to_bytes(4, "little") if n == 0 else b""
+            self._ask(self._store.set, keys[n], head + part)
+        return keys
+
+    def _take(self, key: str, *, from_rank: int, keep: bool = False, deadline: float | None = None) -> bytes:
+        """Wait for a message and return it; unless keep, remove it."""
+        # Rank 0 says who is missing; the others give it the time to.
+        self._await(key, from_rank, deadline or time.monotonic() + self._timeout_s + 2 * LOOK_EVERY_S)
+        first = self._ask(self._store.get, key)
+        keys = [f"{key}.{n}" for n in range(1, int.from_bytes(first[:4], "little"))]
+        rest = [self._ask(self._store.get, name) for name in keys]
+        for name in () if keep else (key, *keys):
+            self._ask(self._store.delete_key, name)
+        return b"".join((first[4:], *rest))
+
+    def _await(self, key: str, from_rank: int, deadline: float) -> None:
+        while True:
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                self._give_up(from_rank)
+            wait = timedelta(seconds=max(0.001, min(rest, LOOK_EVERY_S)))
+            try:
+                self._store.wait([key], wait)
+            except dist.DistStoreError:  # it is not there yet
+                self._look_for_abort()
+            except RuntimeError as error:
+                raise self._store_is_gone(error) from error
+            else:
+                return
+
+    def _look_for_abort(self) -> None:
+        key = _abort_key(self._prefix)
+        if self._ask(self._store.check, [key]):
+            raise decode_error(self._ask(self._store.get, key))
+
+    def _give_up(self, from_rank: int) -> NoReturn:
+        """Name the ranks that have not come, to all."""
+        missing = [from_rank]
+        if self.rank == 0:
+            later = range(from_rank + 1, self.size)
+            missing += [r for r in later if not self._ask(self._store.check, [self._key(str(r))])]
+        error = RankFailedError(
+            f"No answer from the writer process of rank(s) {describe_ranks(missing)} within "
+            f"{self._timeout_s:g} s (seen by rank {self.rank}). That process or its rank is stuck, or gone: "
+            f"look at its log. Raise timeout_s if it was only slow.",
+            rank=missing[0],
+        )
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_abort_key(self._prefix), encode_error(error))
+        raise error
+
+    def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return request(*arguments)
+        except RuntimeError as error:
+            raise self._store_is_gone(error) from error
+
+    def _store_is_gone(self, error: RuntimeError) -> RankFailedError:
+        text = str(error).strip().splitlines()
+        return RankFailedError(
+            f"The store through which writer processes meet is gone (seen by rank {self.rank}: "
+            f"{text[0] if text else 'no reason given'}). Rank 0 hosts it: that process has ended; look at "
+            f"its log.",
+            rank=0,
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{self._meetings}/{name}"
+
+
+def decode_error(data: bytes) -> CheckpointError:
+    """Return the error that `encode_error` was given, or a RankFailedError with its text."""
+    fields = json.loads(data)
+    kind = error_class(fields["class"])
+    return kind(fields["text"], key=fields["key"], rank=fields.get("rank"), path=fields["path"])
+
+
+def _abort_key(prefix: str) -> str:
+    return f"{prefix}/abort"
+
+
+def _left_key(prefix: str) -> str:
+    return f"{prefix}/left"
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def _split(data: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+        parts.append(data[at + 8 : end])
+        at = end
+    return parts

@@ -1,0 +1,161 @@
+"""What a rank and its writer process say to each other.
+
+Owns the messages; nothing here acts. They go through a pipe between a process and its own child, which is the
+only place where objects are pickled: never into, or out of, a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megackpt.comm import StoreAddress
+from megackpt.engine.agree_on_plan import Completes
+from megackpt.engine.steps import step_places
+from megackpt.engine.write import CommonFiles
+from megackpt.geometry import Ints
+from megackpt.planning import SavePlan
+from megackpt.storage import ObjectOptions, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a checkpoint is written: a name below a root, and options if that is in an object store."""
+
+    root: str
+    name: str
+    objects: ObjectOptions | None = None
+
+    def open(self) -> Store:
+        """Return its store."""
+        return step_places(self.root, objects=self.objects).open(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """To the writer: which rank of how many it writes for, and where they meet; None for a rank alone."""
+
+    rank: int
+    size: int
+    address: StoreAddress | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UseArena:
+    """To the writer: how large the staging memory is now; it is empty."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UsePlan:
+    """To the writer: a plan that jobs name by its number, and how it is completed."""
+
+    number: int
+    plan: SavePlan
+    complete: Completes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPlan:
+    """To the writer: no job will name this plan again."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """To the writer: a save to be written and committed.
+
+    Attributes:
+        number: its number; jobs are done one after the other.
+        label: what to call it in messages.
+        attempt: the attempt; also the prefix of its meetings.
+        place: where to.
+        strategy: the format's strategy, pickled: where it cannot be unpickled only this job fails.
+        plan: number of the plan.
+        sizes: sizes of the objects in that.
+        report: what rank 0 is told.
+        parity: at most how many files are protected together; None for no parity.
+        common: common state; on rank 0.
+        start: position of the stream at which its first row begins.
+        in_order: whether the strategy takes the rows in order, so that memory may be used again at once.
+    """
+
+    number: int
+    label: str
+    attempt: str
+    place: Place
+    strategy: bytes
+    plan: int
+    sizes: Ints
+    report: bytes
+    parity: int | None
+    common: CommonFiles | None
+    start: int
+    in_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """To the writer: the stream is there up to this position."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """To the writer: what a job writes could not be staged; error is encoded."""
+
+    job: int
+    error: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """To the writer: there is nothing more to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """To the writer: what the trainer does after a commit is done; error is encoded, if there is one."""
+
+    job: int
+    error: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the writer: it has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """From the writer: the memory before this position may be used again."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """From the writer of rank 0: a job is committed; it waits for `Followed`."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """From the writer: a job is over; error is encoded, None if it succeeded on all ranks."""
+
+    job: int
+    error: bytes | None
+
+
+def meetings_of(attempt: str) -> str:
+    """Return the prefix under which writers meet for an attempt."""
+    return f"megackpt/{attempt}"
+
+
+ToWriter: TypeAlias = Join | UseArena | UsePlan | ForgetPlan | Job | Staged | Cancelled | Followed | Leave
+FromWriter: TypeAlias = Ready | Consumed | Committed | Ended

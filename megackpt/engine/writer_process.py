@@ -1,0 +1,363 @@
+"""The writer process of this rank, as the training sees it.
+
+Owns starting and ending it, the threads that speak to it, and what is known of its jobs. What it does is in
+`writer_main`; what ranks agree on, in `async_save`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from megackpt.comm import StoreHost, decode_error, encode_error
+from megackpt.engine.agree_on_plan import Completes
+from megackpt.engine.arena import Arena
+from megackpt.engine.staging import StreamClosedError
+from megackpt.engine.writer_messages import (
+    Cancelled,
+    Committed,
+    Consumed,
+    Ended,
+    Followed,
+    ForgetPlan,
+    Job,
+    Join,
+    Leave,
+    Ready,
+    Staged,
+    ToWriter,
+    UseArena,
+    UsePlan,
+    meetings_of,
+)
+from megackpt.errors import CheckpointError, RankFailedError
+from megackpt.options import AsyncOptions
+from megackpt.planning import SavePlan
+
+log = logging.getLogger(__name__)
+
+_END_S = 5.0
+_PLANS = 8  # that it keeps
+_LOOK_EVERY_S = 1.0
+_GRACE_S = 3.0
+"""How long a writer may be stuck after other ranks have given its job up, before it is killed."""
+
+_QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A job that was given to the process, and what became of it.
+
+    Attributes:
+        job: what it was told.
+        stop: one past the last position of the stream that belongs to it.
+        follow: what is done here when it is committed.
+        failed: what is done here when it has failed.
+        is_over: whether it has ended.
+        error: why it failed; None if it did not.
+    """
+
+    job: Job
+    stop: int
+    follow: Callable[[], None]
+    failed: Callable[[], None]
+    is_over: bool = False
+    error: CheckpointError | None = None
+
+
+class WriterProcess:
+    """A process that is there for this rank's saves, and for nothing else.
+
+    Any thread may use it; `Ring` for the one that stages.
+
+    Attributes:
+        arena: the memory that it shares.
+        kind: what was decided at its start: niceness, class of I/O, and a hook for tests (see
+            `writer_main.Hook`).
+    """
+
+    def __init__(
+        self, options: AsyncOptions, *, arena: Arena, kind: tuple[int, str | None, str | None]
+    ) -> None:
+        self.arena, self.kind = arena, kind
+        self._owner = os.getpid()
+        self._start_timeout_s = options.start_timeout_s
+        self._numbers = itertools.count()
+        self._plans: list[tuple[int, SavePlan]] = []  # the one used last is the last
+        self._position = 0
+        self._news = threading.Condition()
+        self._is_ready = self._is_lost = False
+        self._consumed = 0
+        self._capacity = 0
+        self._under_way: list[Work] = []
+        self._rank = 0
+        self._host: StoreHost | None = None
+        self._outbox: queue.SimpleQueue[ToWriter | None] = queue.SimpleQueue()
+        self._process, self._connection = _start(kind, arena.descriptor)
+        threads = {"listen": self._listen, "send": self._speak}
+        self._threads = [
+            threading.Thread(target=run, name=f"megackpt-{name}", daemon=True)
+            for name, run in threads.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has started it: a fork of the training, of data loaders say, has not."""
+        return os.getpid() == self._owner
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, so that another is needed."""
+        return self._is_lost
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a job that is not over."""
+        return bool(self._under_way)
+
+    def join(self, *, rank: int, size: int, host: StoreHost | None, timeout_s: float) -> None:
+        """Tell it which rank it writes for, and where writers meet."""
+        self._rank, self._host = rank, host
+        address = host.address if host is not None else None
+        self._send(Join(rank=rank, size=size, address=address, timeout_s=timeout_s))
+
+    def resize(self, nbytes: int) -> None:
+        """Give the memory another size, when nothing is under way; it may have that already.
+
+        Raises:
+            StorageError: there is not as much.
+        """
+        self.arena.resize(nbytes)
+        if self._capacity != self.arena.nbytes:
+            self._capacity = self.arena.nbytes
+            self._send(UseArena(self._capacity))
+
+    def use_plan(self, plan: SavePlan, complete: Completes | None) -> int:
+        """Return the number of a plan; it is sent if it is not one of those that were used last."""
+        known = next((one for one in self._plans if one[1] is plan), None)
+        if known is None:
+            known = next(self._numbers), plan
+            self._send(UsePlan(*known, complete))
+        else:
+            self._plans.remove(known)
+        self._plans.append(known)
+        self._forget_plans(_PLANS)
+        return known[0]
+
+    def begin(
+        self,
+        make: Callable[[int, int], Job],
+        nbytes: int,
+        follow: Callable[[], None],
+        failed: Callable[[], None],
+    ) -> Work:
+        """Give it a job, made of a number and the position at which its part of the stream begins."""
+        job = make(next(self._numbers), self._position)
+        self._position += nbytes
+        work = Work(job, self._position, follow, failed)
+        with self._news:
+            self._under_way.append(work)
+            is_lost = self._is_lost
+        self._send(job)
+        if is_lost:
+            self._fail_all()
+        return work
+
+    def rest(self) -> None:
+        """Let go of what belongs to a user that has gone."""
+        self._forget_plans(0)
+        self.join(rank=0, size=1, host=None, timeout_s=0.0)
+        self.resize(0)
+
+    def cancel(self, work: Work, error: Exception) -> None:
+        """Let a job fail, on all ranks: what it writes cannot be staged."""
+        data = encode_error(error)
+        self._send(Cancelled(work.job.number, data))
+        self._send(Staged(work.stop))
+        if self._host is not None:
+            self._host.abort(meetings_of(work.job.attempt), data)
+
+    def room_from(self, position: int) -> int:
+        """Return up to where the stream may be written; see `Ring`."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._is_lost or not self._under_way or self._consumed + self._capacity > position
+            )
+            if self._is_lost or not self._under_way:
+                raise StreamClosedError
+            return self._consumed + self._capacity
+
+    def tell_staged(self, position: int) -> None:
+        """Say that the stream is there up to a position."""
+        self._send(Staged(position))
+
+    def wait_ready(self) -> None:
+        """Return when it has started.
+
+        Raises:
+            RankFailedError: it could not, or took too long.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._is_ready or self._is_lost, self._start_timeout_s)
+        if not self._is_ready:
+            how = self._how_it_ended() if self._is_lost else f"needs over {self._start_timeout_s:g} s"
+            raise RankFailedError(
+                f"The writer process of rank {self._rank} {how} to start. What it has printed says why.",
+                rank=self._rank,
+            )
+
+    def wait_until(self, count: int) -> None:
+        """Return when at most count jobs are under way. Their errors are not raised here.
+
+        A process that hangs is killed once other ranks have given up waiting for it.
+        """
+        given_up: float | None = None
+        while True:
+            with self._news:
+                if self._news.wait_for(lambda: len(self._under_way) <= count, _LOOK_EVERY_S):
+                    return
+                first = self._under_way[0]
+            if self._host is None or not self._host.is_aborted(meetings_of(first.job.attempt)):
+                continue
+            given_up = given_up or time.monotonic()
+            if time.monotonic() - given_up > _GRACE_S:
+                self._process.kill()
+
+    def close(self) -> None:
+        """End it, and let go of the memory. Jobs that are under way are lost."""
+        if not self.is_ours:
+            return
+        self._send(Leave())
+        self._outbox.put(None)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where the collector of garbage may run
+                thread.join(_END_S)
+        self._connection.close()
+        self.arena.close()
+
+    def _send(self, message: ToWriter) -> None:
+        """Send a message, sooner or later; what comes after it is sent after it."""
+        self._outbox.put(message)
+
+    def _forget_plans(self, most: int) -> None:
+        while len(self._plans) > most:
+            self._send(ForgetPlan(self._plans.pop(0)[0]))
+
+    def _speak(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            with contextlib.suppress(OSError):  # it has ended, which the other thread finds
+                self._connection.send(message)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Committed):
+                    threading.Thread(
+                        target=self._follow, args=(message.job,), name="megackpt-follow", daemon=True
+                    ).start()
+                    continue
+                with self._news:
+                    if isinstance(message, Consumed):
+                        self._consumed = message.position
+                    elif isinstance(message, Ended):
+                        error = decode_error(message.error) if message.error is not None else None
+                        self._end(self._work(message.job), error)
+                    elif isinstance(message, Ready):
+                        self._is_ready = True
+                    self._news.notify_all()
+        self._process.wait()
+        with self._news:
+            self._is_lost = True
+        self._fail_all()
+
+    def _follow(self, job: int) -> None:
+        """Do what follows a commit, outside of the thread that listens: it may take long."""
+        error: bytes | None = None
+        try:
+            self._work(job).follow()
+        except Exception as raised:  # noqa: BLE001 - handed over to all ranks
+            error = encode_error(raised)
+        self._send(Followed(job, error))
+
+    def _work(self, job: int) -> Work:
+        return next(work for work in self._under_way if work.job.number == job)
+
+    def _end(self, work: Work, error: CheckpointError | None) -> None:
+        if error is not None:
+            try:
+                work.failed()
+            except Exception as another:  # noqa: BLE001 - the first error is the one that is raised
+                log.warning("After %s has failed: %s", work.job.label, another)
+        work.error, work.is_over = error, True
+        self._under_way.remove(work)
+
+    def _fail_all(self) -> None:
+        """Let all jobs fail, here and on other ranks, because the process has ended."""
+        with self._news:
+            lost = list(self._under_way)
+            for work in lost:
+                error = RankFailedError(
+                    f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} "
+                    f"while saving {work.job.label}. It is started again for the next save.",
+                    rank=self._rank,
+                )
+                self._end(work, error)
+                if self._host is not None:
+                    self._host.abort(meetings_of(work.job.attempt), encode_error(error))
+                    self._host.leave(meetings_of(work.job.attempt))
+            self._news.notify_all()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+def _start(
+    kind: tuple[int, str | None, str | None], arena: int
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start the process: a new interpreter, never a fork, which would take locks and devices along."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        settings = {
+            "connection": theirs.fileno(),
+            "arena": arena,
+            "parent": os.getpid(),
+            **dict(zip(("nice", "ionice", "hook"), kind, strict=True)),
+        }
+        search = os.pathsep.join(path for path in sys.path if path)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megackpt.engine.writer_main", json.dumps(settings)],
+            pass_fds=(theirs.fileno(), arena),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **_QUIET, "PYTHONPATH": search},
+        )
+    return process, Connection(ours.detach())

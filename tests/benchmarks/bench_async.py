@@ -1,0 +1,362 @@
+"""How long training waits for asynchronous saves, how much they slow it, and what they keep.
+
+Run by hand: `python tests/benchmarks/bench_async.py CASE --dir DIR [--ranks 4] [--mib 2048] [--saves 6]
+[--vs dcp mcore] [--json FILE]`. Cases:
+
+* stall: time in `save` over the time of a warm copy of the same bytes (all ranks at once, the slowest counts,
+  measured before each save), for the first save and the median of the later ones. Peers in their best mode:
+  DCP with a process and shared staging memory that it keeps, Megatron-Core's queue with a persistent process
+  (without CUDA that does not start: it forks then).
+* interference: steps of a CPU-bound loop while a save drains, beside the same steps while a process per rank,
+  as nice as a writer, burns as much processor time as the writer used, without input or output.
+* memory: resident memory of training and writer processes, descriptors, the store's keys and /dev/shm, after
+  each of many saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megackpt import AsyncOptions, Checkpointer
+from megackpt.bench.dcp import TorchDistributed
+from megackpt.bench.ours import Ours
+from megackpt.bench.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
+
+MIB = 1 << 20
+Row = dict[str, Any]  # plain JSON
+
+
+class Behind:
+    """megackpt's Checkpointer, warmed up before the first save."""
+
+    name = "megackpt"
+
+    def __init__(self, root: Path, state: RankState) -> None:
+        self._declare = Ours("megackpt").declare
+        self.checkpointer = Checkpointer(root / self.name, keep_last=1, async_save=True)
+        self.checkpointer.warm_up(self._declare(state))
+        self._step = 0
+
+    def declare(self, state: RankState) -> Any:
+        return self._declare(state)
+
+    def save(self, declared: Any) -> None:
+        self._step += 1
+        self.checkpointer.save(self._step, declared)
+
+    def wait(self) -> None:
+        self.checkpointer.wait()
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+class Dcp:
+    """`dcp.async_save` with a process, and shared memory for staging that is kept."""
+
+    name = "dcp"
+
+    def __init__(self, root: Path, state: RankState) -> None:
+        import torch.distributed.checkpoint.staging as staging
+
+        self._root, self._peer, self._number = root / self.name, TorchDistributed(), 0
+        options = staging.StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        self._stager = staging.DefaultStager(options)
+        self._group = dist.new_group(backend="gloo")
+        self._future: Any = None
+
+    def declare(self, state: RankState) -> Any:
+        return self._peer.declare(state)
+
+    def save(self, declared: Any) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+        self._number += 1
+        self._future = async_save(
+            declared,
+            storage_writer=FileSystemWriter(self._root / str(self._number), sync_files=True),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self._stager,
+        )
+
+    def wait(self) -> None:
+        found = self._future
+        getattr(found, "upload_completion", found).result()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._root / str(self._number))
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class Megatron:
+    """Megatron-Core's `AsyncCallsQueue`: with a persistent process, which needs CUDA; else it forks."""
+
+    name = "mcore"
+
+    def __init__(self, root: Path, state: RankState) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        from megackpt.bench.megatron import MegatronCore
+
+        self._root, self._peer, self._number = root / self.name, MegatronCore(), 0
+        self._peer._queue = AsyncCallsQueue(persistent=torch.cuda.is_available())
+        self._finish: Callable[[], Path] | None = None
+
+    def declare(self, state: RankState) -> Any:
+        return self._peer.declare(state)
+
+    def save(self, declared: Any) -> None:
+        self._number += 1
+        directory = self._root / str(self._number)
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True)
+        dist.barrier()
+        self._finish = self._peer.save_behind(declared, directory)
+
+    def wait(self) -> None:
+        assert self._finish is not None
+        directory = self._finish()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory)
+
+    def close(self) -> None:
+        self._peer._queue.close()
+
+
+CONTENDERS = {one.name: one for one in (Behind, Dcp, Megatron)}
+
+
+def slowest(act: Callable[[], None]) -> float:
+    """Begin on all ranks at once; return the seconds of the one that took longest."""
+    dist.barrier()
+    began = time.perf_counter()
+    act()
+    spent = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def made(mib: int) -> RankState:
+    """Return this rank's state: parameters and optimizer state of a transformer, split by TP."""
+    ranks = dist.get_world_size()
+    model = make_model(mib * MIB, ranks=ranks, dtype=torch.bfloat16)
+    return make_state(model, GridLayout(tp=ranks), dist.get_rank(), torch.bfloat16)
+
+
+def stall(root: Path, name: str, mib: int, saves: int) -> Row:
+    """Measure one library on one rank; the same row on all."""
+    state = made(mib)
+    sources = [as_bytes(piece.data).numpy() for piece in state.pieces]
+    warm = [np.zeros_like(source) for source in sources]
+
+    def copy() -> None:
+        for target, source in zip(warm, sources, strict=True):
+            np.copyto(target, source)
+
+    contender = CONTENDERS[name](root, state)
+    copies, stalls, drains = [], [], []
+    for _ in range(saves):
+        declared = contender.declare(state)
+        copies.append(statistics.median(slowest(copy) for _ in range(3)))
+        stalls.append(slowest(lambda declared=declared: contender.save(declared)))  # type: ignore[misc]
+        invert(state)  # training goes on
+        drains.append(slowest(contender.wait))
+    contender.close()
+    ratios = [s / c for s, c in zip(stalls, copies, strict=True)]
+    return {
+        "library": name,
+        "copy_s": statistics.median(copies),
+        "first_save_s": stalls[0],
+        "later_saves_s": statistics.median(stalls[1:]),
+        "drain_s": statistics.median(drains[1:]),
+        "first_ratio": ratios[0],
+        "later_ratio": statistics.median(ratios[1:]),
+        "ratios": ratios,
+    }
+
+
+BURN = """
+import os, sys, time
+os.nice(int(sys.argv[1])); share = float(sys.argv[2])
+parent = os.getppid()
+while os.getppid() == parent:
+    began = time.process_time(); wall = time.perf_counter()
+    while time.process_time() - began < 0.01 * share: pass
+    time.sleep(max(0.0, 0.01 - (time.perf_counter() - wall)))
+"""
+
+
+def interference(root: Path, mib: int, saves: int) -> Row:
+    """Measure steps alone, while saves drain, and beside processes that burn as much processor time."""
+    state = made(mib)
+    matrix = torch.randn(256, 256)
+
+    def step() -> float:
+        began = time.perf_counter()
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        dist.all_reduce(torch.ones(16))
+        return time.perf_counter() - began
+
+    contender = Behind(root, state)
+    saver = contender.checkpointer._saver
+    assert saver is not None
+    alone, draining, used, walls = [step() for _ in range(200)], [], 0.0, 0.0
+    for _ in range(saves):
+        contender.save(contender.declare(state))
+        cpu, began = cpu_s(saver.writer_pid), time.perf_counter()
+        is_any = True
+        while is_any:
+            draining.append(step())
+            busy = torch.tensor([int(contender.checkpointer.is_saving)])
+            dist.all_reduce(busy)
+            is_any = bool(busy.item())
+        used += cpu_s(saver.writer_pid) - cpu
+        walls += time.perf_counter() - began
+        contender.wait()
+    contender.close()
+    share = used / walls
+    burner = subprocess.Popen([sys.executable, "-c", BURN, str(AsyncOptions().nice), str(share)])
+    time.sleep(0.5)
+    cpu, began = cpu_s(burner.pid), time.perf_counter()
+    burning = [step() for _ in range(max(200, len(draining) // 2))]
+    burnt = (cpu_s(burner.pid) - cpu) / (time.perf_counter() - began)
+    burner.kill()
+    burner.wait()
+    mean = statistics.mean
+    return {
+        "step_alone_s": mean(alone),
+        "step_draining_s": mean(draining),
+        "step_burning_s": mean(burning),
+        "steps_draining": len(draining),
+        "writer_cpu_share": share,
+        "burner_cpu_share": burnt,
+        "ratio": mean(draining) / mean(burning),
+    }
+
+
+def memory(root: Path, mib: int, saves: int) -> Row:
+    """Save many times; return the growth from the tenth save to the last."""
+    state = made(mib)
+    contender = Behind(root, state)
+    saver = contender.checkpointer._saver
+    assert saver is not None
+    rows: list[Row] = []
+    for _ in range(saves):
+        contender.save(contender.declare(state))
+        invert(state)
+        contender.wait()
+        dist.barrier()
+        rows.append(
+            {
+                "training_mib": resident(os.getpid()),
+                "writer_mib": resident(saver.writer_pid),
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "writer_descriptors": len(os.listdir(f"/proc/{saver.writer_pid}/fd")),
+                "store_keys": saver.store.key_count() if saver.store else 0,
+                "mapped_from_dev_shm": Path("/proc/self/maps").read_text().count("/dev/shm/"),
+            }
+        )
+    contender.close()
+    early = min(10, len(rows)) - 1
+    return {"saves": saves} | {
+        name: {"after_10": round(rows[early][name], 1), "after_all": round(rows[-1][name], 1)}
+        for name in rows[0]
+    }
+
+
+def cpu_s(process: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident(process: int) -> float:
+    """Return the private and shared memory that a process has in RAM, without files, in MiB."""
+    status = Path(f"/proc/{process}/status").read_text()
+    found = dict(line.split(":", 1) for line in status.splitlines())
+    return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
+
+
+def run_rank(rank: int, given: argparse.Namespace, root: str, name: str, port: int) -> None:
+    """Measure on one rank; rank 0 writes the row."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(given.ranks)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    if given.case == "stall":
+        row = stall(Path(root), name, given.mib, given.saves)
+    elif given.case == "interference":
+        row = interference(Path(root), given.mib, given.saves)
+    else:
+        row = memory(Path(root), given.mib, given.saves)
+    dist.barrier()
+    if rank == 0:
+        (Path(root) / "row.json").write_text(json.dumps(row))
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("case", choices=("stall", "interference", "memory"))
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--mib", type=int, default=2048, help="of all ranks together")
+    parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--vs", nargs="*", default=[], choices=sorted(set(CONTENDERS) - {Behind.name}))
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="bench-async-", dir=given.dir))
+    rows: list[Row] = []
+    try:
+        for name in [Behind.name, *given.vs] if given.case == "stall" else [Behind.name]:
+            mp.spawn(run_rank, (given, str(root), name, free_port()), nprocs=given.ranks)
+            rows.append(json.loads((root / "row.json").read_text()))
+            for key, value in rows[-1].items():
+                shown = f"{value:.4g}" if isinstance(value, float) else value
+                print(f"{name:10} {key:20} {shown}")
+    finally:
+        shutil.rmtree(root)
+    if given.json:
+        load = os.getloadavg()
+        Path(given.json).write_text(json.dumps({"case": vars(given), "load": load, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Whatever passes through the staging memory arrives unchanged, however small that is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megackpt import StorageError
+from megackpt.comm import encode_error
+from megackpt.engine.arena import Arena, Layout, lay_out, map_memory
+from megackpt.engine.staging import Span, fill
+from megackpt.engine.writer_main import Stream, StreamPieces
+from megackpt.engine.writer_messages import Consumed, FromWriter, Job, Place
+
+PAGE = 4096
+
+
+class Reader:
+    """Both ends of a stream in one process."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.consumed = capacity, 0
+        self.news = threading.Condition()
+        self.stream = Stream(self.tell)
+
+    def tell(self, message: FromWriter) -> None:
+        assert isinstance(message, Consumed)
+        with self.news:
+            self.consumed = message.position
+            self.news.notify_all()
+
+    def room_from(self, position: int) -> int:
+        with self.news:
+            assert self.news.wait_for(lambda: self.consumed + self.capacity > position, 20)
+            return self.consumed + self.capacity
+
+    def tell_staged(self, position: int) -> None:
+        self.stream.stage(position)
+
+
+def job_at(start: int) -> Job:
+    return Job(
+        number=1, label="", attempt="", place=Place(root="", name=""), strategy=b"", plan=0,
+        sizes=np.zeros(0, np.int64), report=b"",parity=None, common=None, start=start, in_order=True,
+    )  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    pages=st.integers(1, 4),
+    saves=st.lists(st.lists(st.integers(1, 3 * PAGE), max_size=5), min_size=1, max_size=3),
+    piece=st.integers(1, 5000),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], piece: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    arena = Arena()
+    arena.resize(pages * PAGE)
+    assert arena.nbytes == pages * PAGE
+    seen = map_memory(arena.descriptor, arena.nbytes, writable=False)
+    reader, start = Reader(arena.nbytes), 0
+    for sizes in saves:
+        rows = [generator.integers(0, 256, n).astype(np.uint8) for n in sizes]
+        layout = lay_out(np.array(sizes, np.int64))
+        assert (layout.start % 64 == 0).all()
+        found: list[bytes] = []
+
+        def read(
+            count: int = len(sizes), start: int = start, found: list[bytes] = found, layout: Layout = layout
+        ) -> None:
+            pieces = StreamPieces(reader.stream, seen, range(count), layout, job_at(start))
+            found += [b"".join(map(bytes, of_row)) for of_row in pieces.in_order(range(count))]
+            reader.stream.consume(start + layout.stop)
+
+        def pieces_of(row: int, rows: list[np.ndarray] = rows) -> Iterator[memoryview]:
+            return (rows[row].data[at : at + piece] for at in range(0, len(rows[row]), piece))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        fill(arena.memory, Span(start=start, layout=layout), range(len(rows)), pieces_of, reader)
+        thread.join(20)
+        assert found == [row.tobytes() for row in rows]
+        start += layout.stop
+    arena.close()
+
+
+def test_a_reader_hears_that_a_row_will_never_come() -> None:
+    reader = Reader(PAGE)
+    pieces = StreamPieces(reader.stream, np.zeros(PAGE, np.uint8), [0], lay_out(np.array([9])), job_at(0))
+    threading.Timer(0.1, reader.stream.cancel, (1, encode_error(StorageError("no copy")))).start()
+    with pytest.raises(StorageError, match="no copy"):
+        next(pieces(0))

@@ -1,0 +1,126 @@
+"""Meetings in a key-value store: what ranks are told, what stays in it, and who is named when one is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megackpt import RankFailedError, StorageError
+from megackpt.comm import (
+    Numbers,
+    StoreAddress,
+    StoreGroup,
+    StoreHost,
+    compare,
+    connect_store,
+    encode_error,
+    given_by_root,
+    together,
+    together_at_root,
+)
+from megackpt.comm.store_group import PART_BYTES
+
+RANKS = 3
+
+
+@pytest.fixture
+def server() -> Any:
+    return dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+
+
+def on_ranks(server: Any, act: Callable[[StoreGroup], Any], *, timeout_s: float = 10) -> list[Any]:
+    """Run on every rank, each with a client of its own; return results or errors."""
+    address = StoreAddress("localhost", server.port)
+
+    def one(rank: int) -> Any:
+        client = connect_store(address, timeout_s=5)
+        try:
+            return act(StoreGroup(client, prefix="job", rank=rank, size=RANKS, timeout_s=timeout_s))
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            return error
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        return list(threads.map(one, range(RANKS)))
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, PART_BYTES + 5])
+def test_messages_arrive_and_nothing_of_them_stays(server: Any, nbytes: int) -> None:
+    parts = [bytes([65 + rank]) * (nbytes * rank) for rank in range(RANKS)]
+
+    def meet(group: StoreGroup) -> None:
+        mine = parts[group.rank]
+        assert together(group, lambda: mine, doing="sharing") == parts
+        assert together_at_root(group, lambda: mine, doing="sending") == ([] if group.rank else parts)
+        assert given_by_root(group, lambda: parts, doing="giving") == mine
+        found = compare(group, lambda: Numbers((1, group.rank), (group.rank,)), alike=2, largest=1, doing="x")
+        assert found == Numbers((1, 0), (RANKS - 1,))
+        group.leave()
+
+    before = server.num_keys()
+    assert on_ranks(server, meet) == [None] * RANKS
+    assert server.num_keys() == before
+
+
+def test_an_error_of_one_rank_is_that_of_all(server: Any) -> None:
+    def meet(group: StoreGroup) -> None:
+        def step() -> bytes:
+            if group.rank == 2:
+                raise StorageError("the disk is full", path="/data")
+            return b""
+
+        together(group, step, doing="writing")
+
+    for error in on_ranks(server, meet):
+        assert isinstance(error, StorageError)
+        assert (error.rank, error.path) == (2, "/data")
+
+
+def test_a_rank_that_does_not_come_is_named_to_all(server: Any) -> None:
+    def meet(group: StoreGroup) -> None:
+        if group.rank != 1:
+            together(group, lambda: b"", doing="waiting")
+
+    first, _, last = on_ranks(server, meet, timeout_s=0.5)
+    for error in (first, last):
+        assert isinstance(error, RankFailedError)
+        assert error.rank == 1
+        assert "No answer from the writer process of rank(s) 1 within 0.5 s" in str(error)
+
+
+def test_those_who_wait_hear_that_a_rank_has_given_up(server: Any) -> None:
+    host = StoreHost(server, StoreAddress("localhost", server.port))
+    assert not host.is_aborted("job")
+
+    def meet(group: StoreGroup) -> None:
+        if group.rank == 1:
+            host.abort("job", encode_error(RankFailedError("the writer was killed", rank=1)))
+            return
+        together(group, lambda: b"", doing="waiting")
+
+    first, _, last = on_ranks(server, meet, timeout_s=60)
+    assert str(first) == str(last) == "the writer was killed"
+    assert first.rank == last.rank == 1
+    assert host.is_aborted("job")
+
+
+def test_a_store_that_goes_away_is_an_error_that_says_so() -> None:
+    held = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
+    client = connect_store(StoreAddress("localhost", held[0].port), timeout_s=5)
+    group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)
+    threading.Timer(0.3, held.clear).start()
+    with pytest.raises(RankFailedError, match="Rank 0 hosts it") as found:
+        together(group, lambda: b"", doing="waiting")
+    assert found.value.rank == 0
+
+
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    with pytest.raises(RankFailedError, match=r"at localhost:1 cannot be reached.*coordinator_host"):
+        connect_store(StoreAddress("localhost", 1), timeout_s=0.3)
