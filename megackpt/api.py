@@ -101,7 +101,35 @@ def save(
     """
     options = options or SaveOptions()
     group = group or world_group(timeout_s=options.timeout_s)
-    request = SaveRequest(
+    request = save_request(
+        sharded_state_dict,
+        sharded_strategy,
+        validate_access_integrity=validate_access_integrity,
+        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
+        options=options,
+        group=group,
+        plans=plans,
+        spread_group=spread_group,
+    )
+    with _Opened(checkpoint_dir) as store:
+        save_state(request, store, group, options)
+
+
+def save_request(
+    sharded_state_dict: ShardedStateDict,
+    sharded_strategy: SaveChoice = None,
+    *,
+    options: SaveOptions,
+    group: Group,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Any = None,
+    plans: PlanCache | None = None,
+    spread_group: GivenGroup | None = None,
+) -> SaveRequest:
+    """Return what the engine is asked for in a save with these arguments of `save`. Local."""
+    return SaveRequest(
         state=sharded_state_dict,
         choose=lambda: save_strategy(sharded_strategy),
         content_metadata=content_metadata,
@@ -112,8 +140,6 @@ def save(
         spread=options.spread,
         spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
     )
-    with _Opened(checkpoint_dir) as store:
-        save_state(request, store, group, options)
 
 
 def label_to_spread(options: SaveOptions, spread_group: GivenGroup | None, *, rank: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, SupportsFloat
 
-from megackpt.api import ReturnsState, label_to_spread, load_with_report
+from megackpt.api import ReturnsState, load_with_report, save_request
 from megackpt.checkpointer.failures import Around, Failures, OnError
 from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
 from megackpt.checkpointer.housekeeping import Housekeeping
@@ -31,7 +31,7 @@ from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
 from megackpt.comm import GivenGroup, Group, together, world_group
-from megackpt.engine.async_save import AsyncSaver, sendable
+from megackpt.engine.async_save import AsyncSaver, for_a_writer
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import step_name
@@ -39,7 +39,7 @@ from megackpt.engine.write import Planned, write_out
 from megackpt.engine.writer_messages import Place
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.damage import Damage
-from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.formats.registry import SaveChoice
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
@@ -307,19 +307,16 @@ class Checkpointer(Run):
     def _request(
         self, state: ShardedStateDict, content_metadata: Any, strategy: SaveChoice, group: Group
     ) -> SaveRequest:
-        def choose() -> SaveStrategy:
-            found = save_strategy(strategy)
-            return sendable(found) if self.async_save else found
-
-        return SaveRequest(
-            state=state,
-            choose=choose,
+        request = save_request(
+            state,
+            strategy,
+            options=self._save_options,
+            group=group,
             content_metadata=content_metadata,
             plans=self._plans,
-            assume_constant_structure=self._save_options.assume_constant_structure,
-            spread=self._save_options.spread,
-            spread_label=lambda: label_to_spread(self._save_options, self._spread_group, rank=group.rank),
+            spread_group=self._spread_group,
         )
+        return for_a_writer(request) if self.async_save else request
 
     def _may_save(self, group: Group) -> bool:
         """Meet before an asynchronous save, until no earlier one has failed. Collective."""

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 
 from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error, host_store
@@ -225,6 +225,12 @@ class AsyncSaver:
             self._closing.detach()
             self._session.end(keeps_writer=True)
 
+    def abandon(self) -> None:
+        """End the process at once; what it has not committed stays torn, and no error is raised. Local."""
+        self._closing.detach()
+        self._session.writer.kill()
+        self._session.end(keeps_writer=False)
+
     def _failure(self) -> CheckpointError | None:
         """Return the error of the first save that has failed; those of others that have ended are logged."""
         over = [work for work in self._session.works if work.is_over]
@@ -366,6 +372,11 @@ class AsyncSaver:
     def _await_ready(self) -> Numbers:
         self._session.running().wait_ready()
         return Numbers(())
+
+
+def for_a_writer(request: SaveRequest) -> SaveRequest:
+    """Return the request, refused if a process of its own cannot be given its strategy."""
+    return replace(request, choose=lambda: sendable(request.choose()))
 
 
 def sendable(strategy: SaveStrategy) -> SaveStrategy:

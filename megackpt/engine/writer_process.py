@@ -261,6 +261,10 @@ class WriterProcess:
         self._connection.close()
         self.arena.close()
 
+    def kill(self) -> None:
+        """Let it end at once. Jobs that are under way fail."""
+        self._process.kill()
+
     def _send(self, message: ToWriter) -> None:
         """Send a message, sooner or later; what comes after it is sent after it."""
         self._outbox.put(message)

@@ -60,7 +60,8 @@ NOTES: dict[str, str] = {
         "`megackpt` if "
         "no strategy is given. Common state that differs between ranks is an error, and so is a value "
         "without "
-        "a codec (nothing is pickled). Errors are raised on every rank. `async_sharded_save=True` is refused."
+        "a codec (nothing is pickled). Errors are raised on every rank. "
+        "With `async_sharded_save` tensors are read when the request is scheduled."
     ),
     "serialization.get_default_save_sharded_strategy": (
         "`torch_dist` gives the strategy of format `megackpt` and a warning, until that format can be "
@@ -69,7 +70,12 @@ NOTES: dict[str, str] = {
     "serialization.load_common_state_dict": "Has the content metadata under `content_metadata`, as there.",
     "serialization.remove_sharded_tensors": "Atomic; one process calls it.",
     "state_dict_utils.save_preprocess": "The given state dict is not changed.",
-    "strategies.async_utils.AsyncCallsQueue.schedule_async_request": "Raises UnsupportedError.",
+    "strategies.async_utils.AsyncCallsQueue.schedule_async_request": (
+        "Saves of ours go to a writer process, which is kept; other functions are called in a thread."
+    ),
+    "strategies.async_utils.AsyncCallsQueue.maybe_finalize_async_calls": (
+        "A failure on one rank is raised on all; the request is then no longer in the queue."
+    ),
     "strategies.async_utils.AsyncRequest": "Later versions put three fields before `is_frozen`.",
     "strategies.base.LoadStrategyBase.check_backend_compatibility": _BACKEND,
     "strategies.base.get_default_strategy": "To load, any format gives the strategy that detects the format.",
@@ -89,7 +95,9 @@ NOTES: dict[str, str] = {
         "Main replicas are spread within their group, or over all ranks without one, which any save does. "
         "`do_cache_distribution` has no effect: `megackpt.Checkpointer` keeps plans."
     ),
-    "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.async_save": "Raises UnsupportedError.",
+    "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.async_save": (
+        "A request for a whole checkpoint."
+    ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy": (
         "Loads any format, objects too; `times` has the times of the last load."
     ),
@@ -116,7 +124,7 @@ NOTES: dict[str, str] = {
     ),
     "strategies.torch.TorchDistSaveShardedStrategy": "Raises UnsupportedError until that format can be "
     "written.",
-    "strategies.torch.TorchDistSaveShardedStrategy.async_save": "Raises UnsupportedError.",
+    "strategies.torch.TorchDistSaveShardedStrategy.async_save": "A request for a whole checkpoint.",
     "strategies.torch.TorchDistSaveShardedStrategy.can_handle_sharded_objects": _PROPERTY,
     "utils.logger_stack": "Nested per thread.",
     "validation.StrictHandling": "The same modes and values.",

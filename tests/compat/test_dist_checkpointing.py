@@ -147,7 +147,7 @@ def _save_other_common_state(path: str) -> bool:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megackpt.compat.megatron.dist_checkpointing.serialization")
+    logger = logging.getLogger("megackpt.compat.megatron")
     logger.addHandler(handler)
     dist_checkpointing.save(state, path)
     logger.removeHandler(handler)

@@ -8,11 +8,14 @@ save or load.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, NoReturn, TypeAlias
 
 from megackpt import api
-from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import refuse_async
+from megackpt.comm import Group
+from megackpt.compat.megatron.deferred import DeferredSave
+from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
@@ -20,11 +23,17 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from megackpt.compat.megatron.refusal import refuse
+from megackpt.engine.save import SaveRequest
+from megackpt.errors import CommonStateError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.options import SaveOptions
 from megackpt.validation import StrictHandling
 
+log = logging.getLogger(__name__)
+
 NATIVE = (DEFAULT_BACKEND, 1)
+_PREPROCESS = "preprocess_common_before_consistancy_check"
 
 SaveArguments: TypeAlias = dict[str, Any]
 """Keyword arguments of `megackpt.save`."""
@@ -47,13 +56,11 @@ class FormatSaveStrategy(AsyncSaveShardedStrategy):
         """Save a whole checkpoint: what is not sharded becomes its common state. Collective."""
         save_by(self, sharded_state_dict, checkpoint_dir)
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> Any:
-        """Refuse, until this library saves asynchronously.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        refuse_async("async_save")
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> AsyncRequest:
+        """Return a request that saves a whole checkpoint when it is scheduled or executed. Local."""
+        return request_by(self, sharded_state_dict, checkpoint_dir)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -150,6 +157,60 @@ def save_by(
     given = getattr(strategy, "save_arguments", {})
     choice = save_choice(strategy)
     api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **given, **arguments)
+
+
+def save_as_rank_0(
+    strategy: Any,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    **arguments: Any,
+) -> None:
+    """Save as `save_by`; where ranks disagree about common state, store that of rank 0 and warn. Collective.
+
+    So Megatron-Core does: its optimizers of 0.12 have it so with pipeline parallelism.
+    """
+    try:
+        save_by(strategy, sharded_state_dict, checkpoint_dir, **arguments)
+    except CommonStateError as error:  # before anything was written, and on every rank
+        log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
+        arguments[_PREPROCESS] = _nothing_of
+        save_by(strategy, sharded_state_dict, checkpoint_dir, **arguments)
+
+
+def request_by(
+    strategy: Any,
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    **arguments: Any,
+) -> AsyncRequest:
+    """Return a request for what `save_as_rank_0` does with these arguments. Local.
+
+    Tensors are not copied yet. The format is chosen here, so that what is refused is refused at once.
+    """
+    if isinstance(strategy, (tuple, list)):
+        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
+    choice = save_choice(strategy)
+    save_strategy(choice)
+    given = {**getattr(strategy, "save_arguments", {}), **arguments}
+    options = given.pop("options", None) or SaveOptions()
+
+    def request(group: Group, options: SaveOptions, may_differ: bool) -> SaveRequest:
+        compared = {_PREPROCESS: _nothing_of} if may_differ else {}
+        with_all = {**given, **compared, "options": options, "group": group}
+        return api.save_request(sharded_state_dict, choice, **with_all)
+
+    deferred = DeferredSave(
+        now=lambda: save_as_rank_0(strategy, sharded_state_dict, checkpoint_dir, **arguments),
+        request=request,
+        options=options,
+        checkpoint_dir=os.fspath(checkpoint_dir),
+    )
+    return AsyncRequest(deferred, (), [])
+
+
+def _nothing_of(common: StateDict) -> StateDict:
+    """Return what of common state must be equal on all ranks: nothing."""
+    return {}
 
 
 def load_by(

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megackpt import api
-from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest, refuse_async
+from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -32,8 +31,14 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
     StrictHandling,
     verify_checkpoint_and_load_strategy,
 )
-from megackpt.compat.megatron.ours import check_load_strategy, load_by, refuse_strangers, save_by
-from megackpt.errors import CommonStateError, DeclarationError
+from megackpt.compat.megatron.ours import (
+    check_load_strategy,
+    load_by,
+    refuse_strangers,
+    request_by,
+    save_as_rank_0,
+)
+from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 
 __all__ = [
@@ -154,27 +159,23 @@ def save(
     returns, where programs look for it. Where ranks disagree about common state, that of rank 0 is stored
     and a warning says where, as there: optimizers of 0.12 have it so with pipeline parallelism.
 
+    With async_sharded_save nothing is begun: the request that is returned saves when a queue is given it, or
+    when it is executed. The tensors are read then, so schedule it before they change.
+
     Raises:
-        UnsupportedError: async_sharded_save, or a strategy of someone else's.
+        UnsupportedError: a strategy of someone else's.
         CheckpointError: as `megackpt.save`.
     """
-    if async_sharded_save:
-        refuse_async("save(async_sharded_save=True)")
     _check_common(common_strategy, TorchCommonSaveStrategy, StrategyAction.SAVE_COMMON)
     described = _clean_metadata_for_serialization(content_metadata)
-    save_with = partial(
-        save_by,
-        sharded_strategy,
-        sharded_state_dict,
-        checkpoint_dir,
-        validate_access_integrity=validate_access_integrity,
-        content_metadata=described,
-    )
-    try:
-        save_with(preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check)
-    except CommonStateError as error:  # before anything was written, and on every rank
-        logger.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
-        save_with(preprocess_common_before_consistancy_check=lambda common: {})
+    arguments = {
+        "validate_access_integrity": validate_access_integrity,
+        "content_metadata": described,
+        "preprocess_common_before_consistancy_check": preprocess_common_before_consistancy_check,
+    }
+    if async_sharded_save:
+        return request_by(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
+    save_as_rank_0(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
     return None
 
 

@@ -1,25 +1,32 @@
 """Requests and queues of asynchronous saves.
 
-Here a strategy saves synchronously; asynchronous saves are a Checkpointer's. Requests are plain data, an
-empty queue is one, and what would start a process refuses.
+Owns the order in which requests end, over all ranks. Saving is up to the engine's writer processes; classes
+that start processes in Megatron-Core refuse.
 
 Source: Megatron-Core `dist_checkpointing.strategies.async_utils`, for names and signatures.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megackpt.compat.megatron.refusal import refuse, refused
+from megackpt.comm import Numbers, compare, world_group
+from megackpt.compat.megatron.deferred import DeferredSave
+from megackpt.compat.megatron.refusal import refused
+from megackpt.engine.async_save import AsyncSaver
 from megackpt.errors import DeclarationError
+from megackpt.options import AsyncOptions
 
+_TIMEOUT_S = 600.0  # as in SaveOptions
 _WHY = {
-    "because": "its saves are synchronous.",
-    "instead": "Leave async_sharded_save=False; for asynchronous saving use "
-    "megackpt.Checkpointer(async_save=True).",
+    "because": "a process beside each rank writes, and is started by the queue.",
+    "instead": "Use AsyncCallsQueue, or megackpt.Checkpointer(async_save=True).",
 }
 
 
@@ -74,38 +81,145 @@ class AsyncRequest(NamedTuple):
 
 
 class AsyncCallsQueue:
-    """A queue of asynchronous saves, which stays empty: nothing can be scheduled in this version."""
+    """Requests that are under way, and what is to be done after them, in order.
+
+    Saves of ours go to a writer process beside each rank, which is started with the first and kept; any other
+    function is called in a thread, one after the other. persistent has no effect.
+
+    Source: Megatron-Core `AsyncCallsQueue`.
+    """
 
     def __init__(self, persistent: bool = False) -> None:
         self.persistent = persistent
+        self._calls: deque[_Call] = deque()
+        self._number = -1
+        self._saver: AsyncSaver | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Refuse.
+        """Begin a request; return its number. Collective.
+
+        A save is planned and staged before this returns: then the state may change. One that is under way is
+        waited for.
 
         Raises:
-            UnsupportedError: always.
+            CheckpointError: as `megackpt.save` before anything is written; or an earlier save has failed,
+                whose request is then no longer in the queue. Nothing is begun.
         """
-        refuse_async("AsyncCallsQueue.schedule_async_request")
+        request, group = async_request.freeze(), world_group(timeout_s=_TIMEOUT_S)
+        if isinstance(request.async_fn, DeferredSave):
+            request.async_fn.begin(self._writer(), group)
+            call = _Call(self._number + 1, request, None)
+        else:
+            call = _Call(self._number + 1, request, self._in_thread(request))
+        self._number += 1
+        self._calls.append(call)
+        return call.number
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Return the numbers of requests that have ended: none."""
-        return []
+        """Call the finalize functions of requests that have ended on all ranks; return their numbers.
+
+        Collective, unless no_dist is set, which looks at this rank alone. blocking waits for all requests.
+
+        Raises:
+            CheckpointError: the first of them has failed on a rank. It is no longer in the queue, and its
+                finalize functions are not called.
+        """
+        ended: list[int] = []
+        while self._calls and self._has_ended(self._calls[0], blocking, no_dist):
+            call = self._calls.popleft()
+            for finalize in call.request.finalize_fns:
+                finalize()
+            ended.append(call.number)
+        return ended
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return how many requests are under way: none."""
-        return 0
+        """Return how many requests are in the queue. Local."""
+        return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """End the queue; there is nothing to end."""
+        """Finalize all requests and end the queue; with abort, forget them: what is not committed is torn.
+
+        Collective without abort.
+
+        Raises:
+            CheckpointError: as `maybe_finalize_async_calls`.
+        """
+        try:
+            if not abort:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self._calls.clear()
+            saver, self._saver = self._saver, None
+            threads, self._threads = self._threads, None
+            if threads is not None:
+                threads.shutdown(wait=not abort, cancel_futures=True)
+            if saver is not None and abort:
+                saver.abandon()
+            elif saver is not None:
+                saver.close()
+
+    def _has_ended(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
+        def look() -> Numbers:
+            return Numbers((call.number,), (int(not self._is_over(call, blocking)),))
+
+        try:
+            if no_dist:
+                return self._is_over(call, blocking)
+            group = world_group(timeout_s=_TIMEOUT_S)
+            found = compare(group, look, alike=1, largest=1, doing="looking after asynchronous saves")
+        except Exception:
+            self._calls.remove(call)
+            raise
+        if not found.alike[0]:
+            raise DeclarationError(
+                f"Ranks have different requests in their queues; this one is at number {call.number}. "
+                f"Schedule and finalize on all ranks alike."
+            )
+        return not found.largest[0]
+
+    def _is_over(self, call: _Call, blocking: bool) -> bool:
+        """Say whether a request has ended here; raise its error. Local."""
+        if call.future is not None:
+            if not blocking and not call.future.done():
+                return False
+            call.future.result()
+            return True
+        assert self._saver is not None
+        is_last = not any(later.future is None for later in self._calls if later.number > call.number)
+        if not is_last:  # the next one was begun after it had ended
+            return True
+        if blocking:
+            self._saver.wait()
+        self._saver.poll()
+        return not self._saver.is_busy
+
+    def _writer(self) -> AsyncSaver:
+        if self._saver is None:
+            self._saver = AsyncSaver(AsyncOptions())
+        return self._saver
+
+    def _in_thread(self, request: AsyncRequest) -> Future[None]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="megackpt-async-call")
+        args = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            args[1] = request.preload_fn()
+        work = request.async_fn or _nothing
+        return self._threads.submit(work, *args, **request.async_fn_kwargs)
 
 
-def refuse_async(name: str) -> NoReturn:
-    """Refuse to save asynchronously, which is what `name` does.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request in a queue; future is None for a save of ours."""
 
-    Raises:
-        UnsupportedError: always.
-    """
-    refuse(name, **_WHY)
+    number: int
+    request: AsyncRequest
+    future: Future[None] | None
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Do the work of a request that has none."""
 
 
 AsyncCaller = refused("AsyncCaller", **_WHY)

@@ -14,7 +14,7 @@ from megackpt.compat.megatron.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     distribute_shards_to_ranks,
 )
-from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import refuse_async
+from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
@@ -25,6 +25,7 @@ from megackpt.compat.megatron.ours import (
     SaveArguments,
     check_load_strategy,
     load_by,
+    request_by,
     save_by,
     save_choice,
 )
@@ -84,13 +85,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             return {}
         return {"options": SaveOptions(spread="group"), "spread_group": self.parallelization_group}
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> Any:
-        """Refuse, until this library saves asynchronously.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        refuse_async("FullyParallelSaveStrategyWrapper.async_save")
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> AsyncRequest:
+        """Return a request that saves a whole checkpoint when it is scheduled or executed. Local."""
+        return request_by(self, sharded_state_dict, checkpoint_dir)
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Do nothing: a plan says who writes a shard, and no entity is changed for it."""

@@ -1,0 +1,78 @@
+"""A save that an AsyncRequest stands for: done at once when it is called, or by a writer process.
+
+Owns what is remembered of the call until then. What a queue does with it is in `async_utils`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megackpt.comm import Group
+from megackpt.engine.async_save import AsyncSaver, for_a_writer
+from megackpt.engine.save import SaveRequest
+from megackpt.engine.writer_messages import Place
+from megackpt.errors import CommonStateError
+from megackpt.options import SaveOptions
+
+log = logging.getLogger(__name__)
+
+MakesRequest: TypeAlias = Callable[[Group, SaveOptions, bool], SaveRequest]
+"""Makes the request for a group; the last argument says whether common state may differ between ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredSave:
+    """One save of ours, not begun.
+
+    The tensors are those of the model until it is: schedule or execute the request before training goes on.
+
+    Attributes:
+        now: saves, and returns when it is committed; collective.
+        request: makes the request that a writer process is given.
+        options: of the save.
+        checkpoint_dir: where to.
+    """
+
+    now: Callable[[], None]
+    request: MakesRequest
+    options: SaveOptions
+    checkpoint_dir: str
+
+    def __call__(self) -> None:
+        """Save, and return when it is committed. Collective."""
+        self.now()
+
+    def begin(self, saver: AsyncSaver, group: Group) -> None:
+        """Plan and stage; a process beside each rank writes and commits. Collective.
+
+        Where ranks disagree about common state, that of rank 0 is stored, as `save` does.
+
+        Raises:
+            CheckpointError: as `megackpt.save` before anything is written; or an earlier save has failed.
+        """
+        saver.may_save(group, self.options)
+        try:
+            self._begin(saver, group, may_differ=False)
+        except CommonStateError as error:  # before anything was staged, and on every rank
+            log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
+            self._begin(saver, group, may_differ=True)
+
+    def _begin(self, saver: AsyncSaver, group: Group, *, may_differ: bool) -> None:
+        root, name = os.path.split(self.checkpoint_dir.rstrip("/"))
+        saver.save(
+            for_a_writer(self.request(group, self.options, may_differ)),
+            place=Place(root=root or ".", name=name),
+            label=self.checkpoint_dir,
+            group=group,
+            options=self.options,
+            follow=_nothing,
+            failed=_nothing,
+        )
+
+
+def _nothing() -> None:
+    """Do what follows a commit elsewhere."""
