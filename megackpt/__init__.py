@@ -35,6 +35,7 @@ from megackpt.errors import (
     RankFailedError,
     StorageError,
     UnserializableError,
+    WriterFailedError,
 )
 from megackpt.mapping import (
     Layout,
@@ -90,6 +91,7 @@ __all__ = [
     "StorageError",
     "StrictHandling",
     "UnserializableError",
+    "WriterFailedError",
     "check_is_distributed_checkpoint",
     "load",
     "load_common_state_dict",

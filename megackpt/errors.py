@@ -18,6 +18,7 @@ Owns the error tree and nothing else; each layer raises from here.
     |- UnsupportedError       NotImplementedError  a name of another library that is not offered here
     |- MissingExtraError      ImportError        an optional dependency is not installed
     `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
+       `- WriterFailedError   RuntimeError       a process that writes asynchronous saves; all ranks are well
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class MissingExtraError(CheckpointError, ImportError):
 
 class RankFailedError(CheckpointError, RuntimeError):
     """Another rank failed, or did not answer before the deadline."""
+
+
+class WriterFailedError(RankFailedError):
+    """A process that writes an asynchronous save died, hung or lost the others; the ranks themselves live."""
 
 
 def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = None) -> str:

@@ -1,52 +1,41 @@
 """Checkpointer: the steps of one training run under one directory or URL.
 
-Owns the object that a training script holds, and the order of what `save` and `load` do. A step counts if it
-was committed: nothing else is consulted, so a torn save can never be chosen. What is decided along the way is
-in the modules beside it: `schedule` when to save, `retention` what stays, `failures` what training outlives;
-`housekeeping` does what follows a commit; looking at steps needs only a `run`.
+Owns the object that a training script holds. A step counts if it was committed: nothing else is consulted, so
+a torn save can never be chosen. The modules beside it do the work: `saving` and `loading` one step, into the
+root and out of it; `schedule` when to save, `retention` what stays, `failures` what training outlives;
+`housekeeping` what follows a commit; `tiers` and `recovery` storage of the nodes; looking needs only a `run`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, SupportsFloat
 
-from megackpt.api import ReturnsState, load_with_report, save_request
-from megackpt.checkpointer.failures import Around, Failures, OnError
-from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
+from megackpt.api import ReturnsState, save_request
+from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
-from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
+from megackpt.checkpointer.loading import RootLoading
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
+from megackpt.checkpointer.saving import AsyncRootSaving, RootSaving
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
-from megackpt.comm import GivenGroup, Group, together, world_group
-from megackpt.engine.async_save import AsyncSaver, for_a_writer
+from megackpt.comm import GivenGroup, Group, world_group
+from megackpt.engine.async_save import for_a_writer
 from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import step_name
-from megackpt.engine.write import Planned, write_out
-from megackpt.engine.writer_messages import Place
-from megackpt.errors import DeclarationError, NotACheckpointError
-from megackpt.formats.damage import Damage
+from megackpt.engine.save import SaveRequest
+from megackpt.errors import DeclarationError
 from megackpt.formats.registry import SaveChoice
-from megackpt.formats.strategy import SaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import ObjectOptions, Store
-from megackpt.validation import LoadReport, StrictHandling
-
-log = logging.getLogger(__name__)
+from megackpt.validation import StrictHandling
 
 _SIGNAL_EXIT = 128  # a shell's exit code for a process that a signal has ended is this and the signal
 
@@ -93,7 +82,7 @@ class Checkpointer(Run):
     ...     state = checkpointer.load({"model": model.sharded_state_dict()})
     """
 
-    _writer_hook: str | None = None  # for tests: what stands between writer processes and their stores
+    _writer_hook: str | None = None  # for tests; see `AsyncRootSaving`
 
     def __init__(
         self,
@@ -124,10 +113,8 @@ class Checkpointer(Run):
         if every < 1:
             raise DeclarationError(f"every is {every}; give at least 1 step.")
         check_tiers(tiers)
-        self._tiers = TierSet(tiers, node=node)
         self.every = every
         self.last_load: LastLoad | None = None
-        self._failures = Failures(on_error)
         self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
         self.save_interval = save_interval
         self.on_error = on_error
@@ -140,25 +127,38 @@ class Checkpointer(Run):
             self._load_options = replace(self._load_options, timeout_s=timeout_s)
         trusted = self._load_options.allow_unsafe_pickle
         super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
-        self._housekeeping = Housekeeping(
-            self._places, policy, verify=verify_after_save, allow_unsafe_pickle=trusted
-        )
+        if async_save and not isinstance(root, (str, os.PathLike)):
+            raise DeclarationError(
+                f"{self.root}: asynchronous saves are written by another process, which cannot be given a "
+                f"{type(root).__name__}. Give a path or an URL, or save synchronously."
+            )
         self._group = group
         self._spread_group = spread_group
-        self._exchange_group = exchange_group
         self._plans = PlanCache()
-        self._async_options = async_options or AsyncOptions()
-        self._objects = objects
-        self._saver: AsyncSaver | None = None
-        self._rank = 0
-        self._saving_step: int | None = None  # in the background
+        self._tiers = TierSet(tiers, node=node)
+        self._failures = Failures(on_error)
+        self._saving = RootSaving(
+            places=self._places,
+            steps=self.steps,
+            housekeeping=Housekeeping(
+                self._places, policy, verify=verify_after_save, allow_unsafe_pickle=trusted
+            ),
+            failures=self._failures,
+            options=self._save_options,
+            verify=verify_after_save,
+        )
+        self._loading = RootLoading(
+            places=self._places,
+            steps=self.steps,
+            latest=self.latest,
+            options=self._load_options,
+            exchange_group=exchange_group,
+        )
+        self._behind: AsyncRootSaving | None = None
         if async_save:
-            if not isinstance(root, (str, os.PathLike)):
-                raise DeclarationError(
-                    f"{self.root}: asynchronous saves are written by another process, which cannot be given "
-                    f"a {type(root).__name__}. Give a path or an URL, or save synchronously."
-                )
-            self._behind()
+            self._behind = AsyncRootSaving(
+                self._saving, async_options or AsyncOptions(), objects=objects, hook=self._writer_hook
+            )
         self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
         self._schedule = Schedule(interval, self._signals)
@@ -250,18 +250,12 @@ class Checkpointer(Run):
         if not (step % self.every == 0 if to_root is None else to_root):
             self._schedule.saved(step)
             return True
-        self._rank = group.rank
-        if self.async_save and not self._may_save(group):
+        if self._behind is not None and not self._behind.may_save(group):
             return False
-        if not self.async_save:
-            self._warn_of_newer(step, group)
-        with self._failures.around(f"Saving step {step}", rank=group.rank) as saving:
-            try:
-                self._note_metrics(step, metrics, group)
-                self._save(step, request, group)
-            finally:
-                self._schedule.saved(step)
-        return not saving.has_failed
+        try:
+            return (self._behind or self._saving).save(step, request, metrics, group)
+        finally:
+            self._schedule.saved(step)
 
     def warm_up(
         self,
@@ -278,19 +272,17 @@ class Checkpointer(Run):
         Raises:
             CheckpointError: as `save` does before anything is written.
         """
-        if self.async_save:
-            self.wait()
+        if self._behind is not None:
             group = self._ranks(self._save_options.timeout_s)
-            request = self._request(state, content_metadata, sharded_strategy, group)
-            self._behind().warm_up(request, group, self._save_options)
+            self._behind.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local.
 
         At once, unless `AsyncOptions.stage_in_background` is set: then call it before `optimizer.step()`.
         """
-        if self._saver is not None:
-            self._saver.wait_staged()
+        if self._behind is not None:
+            self._behind.wait_staged()
 
     def poll(self) -> bool:
         """Return whether an asynchronous save is under way on this rank. Local.
@@ -299,9 +291,8 @@ class Checkpointer(Run):
             CheckpointError: one has failed; older steps are untouched. As for `save`, on_error says which
                 errors are raised.
         """
-        if self._saver is not None:
-            with self._waiting():
-                self._saver.poll()
+        if self._behind is not None:
+            self._behind.poll()
         return self.is_saving
 
     def _request(
@@ -318,52 +309,6 @@ class Checkpointer(Run):
         )
         return for_a_writer(request) if self.async_save else request
 
-    def _may_save(self, group: Group) -> bool:
-        """Meet before an asynchronous save, until no earlier one has failed. Collective."""
-        while True:
-            with self._waiting() as earlier:
-                return self._behind().may_save(group, self._save_options)
-            assert earlier.has_failed
-
-    def _behind(self) -> AsyncSaver:
-        """Return what saves asynchronously; after `close` a new one."""
-        if self._saver is None:
-            self._saver = AsyncSaver(self._async_options, hook=self._writer_hook)
-        return self._saver
-
-    def _save_behind(self, step: int, request: SaveRequest, group: Group) -> None:
-        def follow() -> None:
-            self._warn_of_newer(step, group)
-            self._after_commit(step)
-
-        self._saving_step = step
-        try:
-            self._behind().save(
-                request,
-                place=Place(root=self._places.location, name=step_name(step), objects=self._objects),
-                label=f"step {step}",
-                group=group,
-                options=self._save_options,
-                follow=follow,
-                failed=lambda: self._after_failure(step),
-            )
-        except Exception:
-            self._on_root(group, lambda: self._after_failure(step))
-            raise
-
-    def _save(self, step: int, request: SaveRequest, group: Group) -> None:
-        if self.async_save:
-            self._save_behind(step, request, group)
-            return
-        store = self._places.open(step_name(step))
-        try:
-            planned, strategy = plan_state(request, store, group, self._save_options)
-        except Exception:
-            store.close()
-            self._on_root(group, lambda: self._after_failure(step))
-            raise
-        self._finish(step, planned, store, strategy, group)
-
     def wait(self) -> None:
         """Return when the saves that are under way, if any, are committed. Local.
 
@@ -371,14 +316,13 @@ class Checkpointer(Run):
             CheckpointError: it failed; older steps are untouched. As for `save`, on_error says which errors
                 are raised.
         """
-        if self._saver is not None:
-            with self._waiting():
-                self._saver.wait()
+        if self._behind is not None:
+            self._behind.wait()
 
     @property
     def is_saving(self) -> bool:
         """Whether an asynchronous save is under way on this rank. Local."""
-        return self._saver is not None and self._saver.is_busy
+        return self._behind is not None and self._behind.is_busy
 
     def load(
         self,
@@ -404,51 +348,13 @@ class Checkpointer(Run):
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
         asked = None if isinstance(step, str) else step
         if len(self._tiers):
-            loaded, self.last_load = self._recovery(strict).load(state, asked, strict, self._load_options)
-            self._schedule.loaded(self.last_load.step)
-            return loaded
-        found = self.find_latest() if asked is None else asked
-        if found is None:
-            raise NotACheckpointError(
-                f"{self.root} has no committed step. Save one, or name the directory of a run.",
-                path=str(self.root),
-            )
-        goes_back = asked is None and self._load_options.on_corrupt == "fallback"
-        (loaded, report), used = load_or_go_back(
-            found,
-            lambda step: self._load_step(state, step, strict),
-            self._older if goes_back else None,
-            where=self._places.location,
-        )
-        self.last_load = replace(used, report=report)
+            loaded, used = self._recovery(strict).load(state, asked, strict, self._load_options)
+        else:
+            group = self._ranks(self._load_options.timeout_s)
+            loaded, used = self._loading.load(state, asked, strict, group)
+        self.last_load = used
         self._schedule.loaded(used.step)
         return loaded
-
-    def _load_step(
-        self, state: ShardedStateDict, step: int, strict: ReturnsState
-    ) -> tuple[StateDict, LoadReport]:
-        """Load one step, with what copies there may be of it. Collective."""
-        name = step_name(step)
-        with contextlib.closing(self._places.open(name)) as store:
-            return load_with_report(
-                state,
-                store,
-                strict=strict,
-                options=with_copies_of_step(self._load_options, name),
-                group=self._ranks(self._load_options.timeout_s),
-                exchange_group=self._exchange_group,
-            )
-
-    def _older(self, step: int) -> int | None:
-        """Return the newest committed step before another, as rank 0 sees it. Collective."""
-        group = self._ranks(self._load_options.timeout_s)
-
-        def look() -> bytes:
-            before = [s for s in self.steps() if s < step] if group.rank == 0 else []
-            return json.dumps(max(before, default=None)).encode()
-
-        found: int | None = json.loads(together(group, look, doing="looking for an older checkpoint")[0])
-        return found
 
     def find_latest(self) -> int | None:
         """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
@@ -462,13 +368,7 @@ class Checkpointer(Run):
         self.wait()
         if len(self._tiers):
             return self._recovery().find()
-        group = self._ranks(self._load_options.timeout_s)
-
-        def look() -> bytes:
-            return json.dumps(self.latest() if group.rank == 0 else None).encode()
-
-        found: int | None = json.loads(together(group, look, doing="looking for the newest checkpoint")[0])
-        return found
+        return self._loading.find_latest(self._ranks(self._load_options.timeout_s))
 
     def close(self) -> None:
         """Wait for the save that is under way, raise its error if it failed, and let go of everything.
@@ -476,104 +376,21 @@ class Checkpointer(Run):
         Collective, if anything was saved asynchronously. In the main thread, if signals are watched: their
         handlers of before are put back. The checkpointer can be used again, but watches no signals then.
         """
-        saver, self._saver = self._saver, None
         try:
-            if saver is not None:
-                with self._waiting():
-                    saver.close()
+            if self._behind is not None:
+                self._behind.close()
         finally:
             self._signals.close()
 
-    def _load_from_root(self, state: ShardedStateDict, step: int, *, strict: ReturnsState) -> StateDict:
-        return self._load_step(state, step, strict)[0]
-
     def _recovery(self, strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED) -> Recovery:
         """Look at all tiers and the root. Collective; strict is for loads from the root."""
+        group = self._ranks(self._load_options.timeout_s)
         root = Root(
             location=self._places.location,
-            steps=lambda: self.scan().committed,
-            load=partial(self._load_from_root, strict=strict),
+            steps=self.steps,
+            load=lambda state, step: self._loading.load_step(state, step, strict, group)[0],
         )
-        return self._tiers.recovery(self._ranks(self._load_options.timeout_s), root)
-
-    def _finish(
-        self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
-    ) -> None:
-        """Write and commit a step, then do what follows. Collective over the group."""
-        try:
-            write_out(planned, store, strategy, group)
-        except Exception:
-            self._on_root(group, lambda: self._after_failure(step))
-            raise
-        finally:
-            store.close()
-        damages = self._verified(step, group)
-        together(
-            group,
-            lambda: self._on_root(group, lambda: self._after_commit(step, damages)),
-            doing="removing old steps" if damages is None else "verifying the step",
-        )
-
-    def _verified(self, step: int, group: Group) -> list[Damage] | None:
-        """Read a step again, each rank its part; return what is wrong. Collective; None if none is to."""
-        if not self.verify_after_save:
-            return None
-
-        def look() -> bytes:
-            found = self._housekeeping.damages(step, deep=True, share=(group.rank, group.size))
-            return json.dumps([damage.to_json() for damage in found]).encode()
-
-        told = together(group, look, doing="verifying the step")
-        return [*dict.fromkeys(Damage(**damage) for of_rank in told for damage in json.loads(of_rank))]
-
-    def _after_commit(self, step: int, damages: Sequence[Damage] | None = None) -> None:
-        """Verify a step that was committed just now, note it as the newest, remove what is not kept.
-
-        Local: rank 0 alone calls it, in any thread, once for each commit. Without damages, which ranks have
-        found together, it reads all of the step itself.
-
-        Raises:
-            IntegrityError: verify_after_save found damage, and the step is removed.
-        """
-        self._housekeeping.committed(step)
-
-    def _after_failure(self, step: int) -> None:
-        """Let go of what is beside the files of a save that failed. Local: rank 0 alone calls it."""
-        self._housekeeping.failed(step)
-
-    def _waiting(self) -> Around:
-        return self._failures.around(f"Saving step {self._saving_step}", rank=self._rank)
+        return self._tiers.recovery(group, root)
 
     def _ranks(self, timeout_s: float) -> Group:
         return self._group or world_group(timeout_s=timeout_s)
-
-    def _on_root(self, group: Group, act: Callable[[], None]) -> bytes:
-        if group.rank == 0:
-            act()
-        return b""
-
-    def _warn_of_newer(self, step: int, group: Group) -> None:
-        newest = step
-        with contextlib.suppress(OSError):  # the save will meet it, too, and tell all ranks
-            newest = max(self.steps(), default=step) if group.rank == 0 else step
-        if newest > step:
-            log.warning(
-                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
-                "newest.",
-                step,
-                newest,
-            )
-
-    def _note_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
-        """Store metrics before the commit, so that no committed step lacks its own. Collective."""
-        root = self._places.root
-        if metrics is None:  # whether those of an earlier save of this step are there: nobody is asked
-            with contextlib.suppress(OSError):
-                self._on_root(group, lambda: forget_metrics(root, step))
-            return
-
-        def note() -> bytes:
-            found = checked_metrics(metrics)
-            return self._on_root(group, lambda: write_metrics(root, step, found))
-
-        together(group, note, doing="storing metrics")

@@ -10,15 +10,18 @@ import logging
 from types import TracebackType
 from typing import Literal, get_args
 
-from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, StorageError
+from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, StorageError, WriterFailedError
 
 log = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn"]
 
-OUTLIVED = (StorageError, IntegrityError)
-"""What the store did. Not among them: mistakes of the caller, which the next save would meet again, and ranks
-that are lost, whose connections do not recover."""
+OUTLIVED = (StorageError, IntegrityError, WriterFailedError)
+"""What the store did, and processes that are started again.
+
+Not among them: mistakes of the caller, which the next save would meet again, and ranks that are lost, whose
+connections do not recover.
+"""
 
 
 class Failures:

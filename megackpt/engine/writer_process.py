@@ -43,7 +43,7 @@ from megackpt.engine.writer_messages import (
     UsePlan,
     meetings_of,
 )
-from megackpt.errors import CheckpointError, RankFailedError
+from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
 
@@ -291,8 +291,7 @@ class WriterProcess:
                     if isinstance(message, Consumed):
                         self._consumed = message.position
                     elif isinstance(message, Ended):
-                        error = decode_error(message.error) if message.error is not None else None
-                        self._end(self._work(message.job), error)
+                        self._end(self._work(message.job), _error_of(message))
                     elif isinstance(message, Ready):
                         self._is_ready = True
                     self._news.notify_all()
@@ -327,7 +326,7 @@ class WriterProcess:
         with self._news:
             lost = list(self._under_way)
             for work in lost:
-                error = RankFailedError(
+                error = WriterFailedError(
                     f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} "
                     f"while saving {work.job.label}. It is started again for the next save.",
                     rank=self._rank,
@@ -343,6 +342,14 @@ class WriterProcess:
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
+
+
+def _error_of(ended: Ended) -> CheckpointError | None:
+    """Return what a job ended in; ranks that writers miss are writers."""
+    error = decode_error(ended.error) if ended.error is not None else None
+    if type(error) is RankFailedError:
+        return WriterFailedError(error.message, key=error.key, rank=error.rank, path=error.path)
+    return error
 
 
 def _start(

@@ -229,7 +229,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
         return time.perf_counter() - began
 
     contender = Behind(root, state)
-    saver = contender.checkpointer._saver
+    saver = contender.checkpointer._behind.saver
     assert saver is not None
     alone, draining, used, walls = [step() for _ in range(200)], [], 0.0, 0.0
     for _ in range(saves):
@@ -269,7 +269,7 @@ def memory(root: Path, mib: int, saves: int) -> Row:
     """Save many times; return the growth from the tenth save to the last."""
     state = made(mib)
     contender = Behind(root, state)
-    saver = contender.checkpointer._saver
+    saver = contender.checkpointer._behind.saver
     assert saver is not None
     rows: list[Row] = []
     for _ in range(saves):

@@ -44,7 +44,7 @@ def part(value: float, rows: int = 1000) -> ShardedTensor:
 
 
 def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
-    found = checkpointer._saver
+    found = checkpointer._behind and checkpointer._behind.saver
     assert found is not None
     return found
 
@@ -116,6 +116,16 @@ def survive_failures(root: Path, gate: Path) -> None:
     assert torch.equal(loaded["w"], part(8.0).data)
 
 
+def train_on_without_a_writer(root: Path) -> None:
+    """The process that writes is killed, which with on_error="warn" costs one save and nothing else."""
+    with Checkpointer(root, async_save=True, on_error="warn", save_options=OPTIONS) as checkpointer:
+        checkpointer.save(1, {"w": part(1.0)})
+        checkpointer.save(2, {"w": part(2.0)}, sharded_strategy=KilledStrategy())
+        assert checkpointer.save(3, {"w": part(3.0)})
+    assert checkpointer.failed_saves == 1
+    assert checkpointer.steps() == (1, 3)
+
+
 def outlast_a_hung_writer(root: Path) -> None:
     checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=1))
     checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=HungStrategy())
@@ -131,6 +141,10 @@ def outlast_a_hung_writer(root: Path) -> None:
 
 def test_a_writer_that_hangs_is_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(outlast_a_hung_writer, 2, tmp_path)
+
+
+def test_training_outlives_a_writer_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(train_on_without_a_writer, 2, tmp_path)
 
 
 def test_a_failure_of_a_writer_is_raised_on_all_ranks_and_the_next_save_works(

@@ -1,0 +1,248 @@
+"""One step on its way into the root: planned and written by the ranks, or staged for their writer processes.
+
+Owns the order of a save - metrics, plan, write, commit, verify, what follows - and which of its errors
+training outlives. When to save is the caller's; what follows a commit is in `housekeeping`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import SupportsFloat
+
+from megackpt.checkpointer.failures import Around, Failures
+from megackpt.checkpointer.housekeeping import Housekeeping
+from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
+from megackpt.comm import Group, together
+from megackpt.engine.async_save import AsyncSaver
+from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.steps import StepPlaces, step_name
+from megackpt.engine.write import Planned, write_out
+from megackpt.engine.writer_messages import Place
+from megackpt.formats.damage import Damage
+from megackpt.formats.strategy import SaveStrategy
+from megackpt.options import AsyncOptions, SaveOptions
+from megackpt.storage import ObjectOptions, Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootSaving:
+    """How steps go into a root.
+
+    Attributes:
+        places: where they lie.
+        steps: returns the committed ones.
+        housekeeping: does what follows a commit, or a failure.
+        failures: counts what fails, and says which errors training outlives.
+        options: of the saves.
+        verify: read every byte again after a commit.
+    """
+
+    places: StepPlaces
+    steps: Callable[[], Iterable[int]]
+    housekeeping: Housekeeping
+    failures: Failures
+    options: SaveOptions
+    verify: bool
+
+    def save(
+        self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
+    ) -> bool:
+        """Save a step; return whether that has not failed. Collective.
+
+        Raises:
+            CheckpointError: the same on every rank, unless training outlives it.
+        """
+        self.warn_of_newer(step, group)
+        with self.failures.around(f"Saving step {step}", rank=group.rank) as saving:
+            self.note_metrics(step, metrics, group)
+            store = self.places.open(step_name(step))
+            try:
+                planned, strategy = plan_state(request, store, group, self.options)
+            except Exception:
+                store.close()
+                self.clean_up(step, group)
+                raise
+            self._finish(step, planned, store, strategy, group)
+        return not saving.has_failed
+
+    def _finish(
+        self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
+    ) -> None:
+        """Write and commit a step, then do what follows. Collective over the group."""
+        try:
+            write_out(planned, store, strategy, group)
+        except Exception:
+            self.clean_up(step, group)
+            raise
+        finally:
+            store.close()
+        damages = self._damages(step, group)
+
+        def follow() -> bytes:
+            if group.rank == 0:
+                self.housekeeping.committed(step, damages)
+            return b""
+
+        together(group, follow, doing="removing old steps" if damages is None else "verifying the step")
+
+    def _damages(self, step: int, group: Group) -> list[Damage] | None:
+        """Read a step again, each rank its part; return what is wrong. Collective; None if none is to."""
+        if not self.verify:
+            return None
+
+        def look() -> bytes:
+            found = self.housekeeping.damages(step, deep=True, share=(group.rank, group.size))
+            return json.dumps([damage.to_json() for damage in found]).encode()
+
+        told = together(group, look, doing="verifying the step")
+        return [*dict.fromkeys(Damage(**damage) for of_rank in told for damage in json.loads(of_rank))]
+
+    def clean_up(self, step: int, group: Group) -> None:
+        """Let go of what is beside the files of a save that failed, on rank 0. Local."""
+        if group.rank == 0:
+            self.housekeeping.failed(step)
+
+    def warn_of_newer(self, step: int, group: Group) -> None:
+        """Say, on rank 0, that the step will not be the newest, if there is a newer one. Local."""
+        newest = step
+        with contextlib.suppress(OSError):  # the save will meet it, too, and tell all ranks
+            newest = max(self.steps(), default=step) if group.rank == 0 else step
+        if newest > step:
+            log.warning(
+                "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
+                "newest.",
+                step,
+                newest,
+            )
+
+    def note_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
+        """Store metrics before the commit, so that no committed step lacks its own. Collective."""
+        root = self.places.root
+        if metrics is None:  # whether those of an earlier save of this step are there: nobody is asked
+            with contextlib.suppress(OSError):
+                if group.rank == 0:
+                    forget_metrics(root, step)
+            return
+
+        def note() -> bytes:
+            found = checked_metrics(metrics)
+            if group.rank == 0:
+                write_metrics(root, step, found)
+            return b""
+
+        together(group, note, doing="storing metrics")
+
+
+class AsyncRootSaving:
+    """Saves into a root whose steps are written by a process beside each rank, while training goes on.
+
+    hook is for tests: what stands between writer processes and their stores.
+    """
+
+    def __init__(
+        self,
+        saving: RootSaving,
+        options: AsyncOptions,
+        *,
+        objects: ObjectOptions | None,
+        hook: str | None = None,
+    ) -> None:
+        self._saving = saving
+        self._options = options
+        self._objects = objects
+        self._hook = hook
+        self._rank = 0
+        self._step: int | None = None  # the one that was begun last
+        self.saver: AsyncSaver | None = AsyncSaver(options, hook=hook)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self.saver is not None and self.saver.is_busy
+
+    def save(
+        self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
+    ) -> bool:
+        """Begin the save of a step; return whether it is under way. Collective, after `may_save`.
+
+        Raises:
+            CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
+        """
+        saving = self._saving
+
+        def follow() -> None:
+            saving.warn_of_newer(step, group)
+            saving.housekeeping.committed(step)
+
+        with saving.failures.around(f"Saving step {step}", rank=group.rank) as around:
+            saving.note_metrics(step, metrics, group)
+            self._step = step
+            try:
+                self._running().save(
+                    request,
+                    place=Place(root=saving.places.location, name=step_name(step), objects=self._objects),
+                    label=f"step {step}",
+                    group=group,
+                    options=saving.options,
+                    follow=follow,
+                    failed=lambda: saving.housekeeping.failed(step),
+                )
+            except Exception:
+                saving.clean_up(step, group)
+                raise
+        return not around.has_failed
+
+    def warm_up(self, request: SaveRequest, group: Group) -> None:
+        """Do what a first save would do besides copying. Collective."""
+        self.wait()
+        self._running().warm_up(request, group, self._saving.options)
+
+    def wait_staged(self) -> None:
+        """Return when the state that was saved may change. Local."""
+        if self.saver is not None:
+            self.saver.wait_staged()
+
+    def poll(self) -> None:
+        """Raise the error of a save that has failed since one last asked, unless training outlives it."""
+        if self.saver is not None:
+            with self._waiting():
+                self.saver.poll()
+
+    def wait(self) -> None:
+        """Return when nothing is under way; errors as of `poll`. Local."""
+        if self.saver is not None:
+            with self._waiting():
+                self.saver.wait()
+
+    def close(self) -> None:
+        """Wait, and let go of the process; errors as of `poll`. The next save starts another one."""
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            with self._waiting():
+                saver.close()
+
+    def may_save(self, group: Group) -> bool:
+        """Wait for an earlier save as the options say; return whether the next one is to be made. Collective.
+
+        Raises:
+            CheckpointError: an earlier one has failed, and training does not outlive it.
+        """
+        self._rank = group.rank
+        while True:
+            with self._waiting() as earlier:
+                return self._running().may_save(group, self._saving.options)
+            assert earlier.has_failed
+
+    def _running(self) -> AsyncSaver:
+        if self.saver is None:
+            self.saver = AsyncSaver(self._options, hook=self._hook)
+        return self.saver
+
+    def _waiting(self) -> Around:
+        return self._saving.failures.around(f"Saving step {self._step}", rank=self._rank)
