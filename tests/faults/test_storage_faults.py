@@ -116,7 +116,7 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_the_old_ch
 
 def test_what_a_death_inside_of_the_commit_leaves_is_removed_by_the_next_save(tmp_path: Path) -> None:
     save(state(1.0), tmp_path / "c")
-    (tmp_path / "c" / ".metadata.json.0123abcd.tmp").write_text("half")
+    (tmp_path / "c" / ".metadata.json.0123456789abcdef.tmp").write_text("half")
     (tmp_path / "c" / ".metadata.json.note").write_text("the user's own")
     save(state(2.0), tmp_path / "c")
     assert [f for f in files_of(tmp_path / "c") if f.startswith(".")] == [".metadata.json.note"]
