@@ -36,7 +36,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 
 
 @pytest.mark.parametrize("place", ["file", "empty", "nowhere"])
-@pytest.mark.parametrize("command", ["inspect {}", "verify {}", "diff whole {}", "convert {} new --to zarr"])
+@pytest.mark.parametrize(
+    "command", ["inspect {}", "verify {}", "repair {}", "diff whole {}", "convert {} new --to zarr"]
+)
 def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
     here: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +94,7 @@ def test_bad_input_is_refused_before_any_work(
     [
         ("verify s3://bucket/run", "http://127.0.0.1:9", "no connection"),
         ("verify s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
+        ("repair s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
         ("pin s3://bucket/run --list", "nowhere", "does not begin with http:// or https://"),
     ],
 )
