@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megackpt import FormatError, LoadOptions, ShardedTensor, load, save
+from megackpt import FormatError, LoadOptions, ShardedTensor, load, load_plain_tensors, save
 from megackpt.comm import Group
 from megackpt.formats.zarr.chunks import MOST_CHUNKS
 from megackpt.testing.world import SimulatedWorld
@@ -62,3 +62,14 @@ def test_an_object_that_is_longer_than_its_file_is_refused_before_memory_is_take
         assert isinstance(outcome, FormatError), outcome
         assert "Rank 1 failed while" in str(outcome)
         assert "It was cut short" in str(outcome)
+
+
+def test_an_array_that_ends_behind_its_file_is_refused_before_any_chunk_is_read(tmp_path: Path) -> None:
+    save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(100_000))}, tmp_path)
+    (file,) = (tmp_path / "data").iterdir()
+    with file.open("r+b") as opened:
+        opened.truncate(200_000)
+    with pytest.raises(
+        FormatError, match=r"'a' .* ends at byte 200,000, before this chunk does at 4\d\d,\d\d\d"
+    ):
+        load_plain_tensors(tmp_path)
