@@ -192,6 +192,8 @@ class Checkpointer(Run):
     ) -> bool:
         """Save a step if it is due; make_state is called only then. Collective, as `should_save` and `save`.
 
+        What a signal asks for goes to the root, whatever `every` says.
+
         Return whether it was due, and what `save` then returned.
         """
         return self.should_save(step) and self.save(
@@ -200,6 +202,7 @@ class Checkpointer(Run):
             metrics=metrics,
             content_metadata=content_metadata,
             sharded_strategy=sharded_strategy,
+            to_root=True if self._schedule.is_signalled else None,
         )
 
     @property

@@ -35,11 +35,17 @@ class Schedule:
         self._met: tuple[int, float] | None = None  # step and time of the last meeting
         self._apart = 1
         self._exit_signal: int | None = None
+        self._is_signalled = False
 
     @property
     def exit_signal(self) -> int | None:
         """The signal that asks to end after a save, once all ranks know of it."""
         return self._exit_signal
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether a signal has asked for the step of the last answer; the same on all ranks."""
+        return self._is_signalled
 
     def should_save(self, step: int, group: Callable[[], Group]) -> bool:
         """Say whether a step is due. Collective over the group, at some steps.
@@ -52,6 +58,7 @@ class Schedule:
             return self._answer[1]
         if self._since is None:
             self._since = max(step - 1, 0)
+        self._is_signalled = False
         due = passes_multiple(self._interval.steps, step=step, since=self._since)
         if self._meets and step >= self._next_meeting:
             due = self._agree(step, group()) or due
@@ -104,6 +111,7 @@ class Schedule:
             self._signals.serve(signum)
             if asks_to_exit(signum) and self._exit_signal is None:
                 self._exit_signal = signum
+        self._is_signalled = bool(received)
         return bool(timed or received)
 
     def _say_of_time(self, step: int) -> tuple[int, int]:

@@ -14,7 +14,9 @@ from megackpt.bench import PEERS, BenchSettings, Report, goals_of, run_bench
 from megackpt.bench.chart import draw
 from megackpt.bench.settings import CASES, DTYPES
 from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_times
-from megackpt.cli.frame import FAILED_CHECK
+from megackpt.cli.frame import FAILED_CHECK, is_root
+from megackpt.cli.places import check_output
+from megackpt.simulation.chart import check_chart
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
 _BUSY = 0.5  # load average per CPU
@@ -107,6 +109,11 @@ def command(
         long_run=long_run,
         profile=profile,
     )
+    if is_root():  # which alone writes them, also where the others are on machines without these directories
+        check_output(json_path)
+        check_output(profile)
+        if chart is not None:
+            check_chart(Path(chart))
     report = run_bench(settings)
     if report is None:  # a rank of torchrun other than 0
         return 0

@@ -8,6 +8,7 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.frame import EXIT_CODES, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.ranks import taking_part
 from megackpt.engine.convert import convert_checkpoint
@@ -58,7 +59,7 @@ def command(
         taking_part(timeout_s=options.timeout_s) as group,
         Bars(is_root=is_root()) as bars,
     ):
-        stores = open_store(source), open_store(target)
+        stores = checkpoint_store(source), open_store(target)
         done = convert_checkpoint(*stores, strategy, group, options, bars)
     result = {
         "source": source,

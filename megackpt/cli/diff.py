@@ -12,11 +12,11 @@ from rich.console import Group
 from rich.filesize import decimal
 
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.difference import ArrayDifference, Difference, find_difference
 from megackpt.options import DiffOptions
-from megackpt.storage import open_store
 
 
 @click.command(name="diff", short_help="Compare two checkpoints, bit by bit.", epilog=EXIT_CODES)
@@ -46,11 +46,13 @@ def command(
         keys=keys, common=not no_common, allow_unsafe_pickle=allow_unsafe_pickle, threads=threads
     )
     with (
-        contextlib.closing(open_store(first)) as one,
-        contextlib.closing(open_store(second)) as two,
+        contextlib.closing(checkpoint_store(first)) as one,
+        contextlib.closing(checkpoint_store(second)) as two,
         Bars(is_root=is_root()) as bars,
     ):
         found = find_difference(one, two, options, bars)
+    if keys and not (found.compared or found.only_first or found.only_second or found.declared):
+        raise click.UsageError(f"No key of {first} or {second} fits {', '.join(map(repr, keys))}.")
     if as_json:
         said = {**asdict(found), "arrays": [_json_of(a) for a in found.arrays], "is_equal": found.is_none}
         say({"first": first, "second": second, **said}, "", as_json=True)

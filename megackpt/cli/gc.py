@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
 from megackpt.checkpointer import KeepBest
 from megackpt.checkpointer.housekeeping import Housekeeping, Removals
+from megackpt.checkpointer.metrics import read_metrics
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.checkpointer.step_list import scan
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, json_option, say
+from megackpt.cli.places import check_root
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.steps import step_places
-from megackpt.errors import NotACheckpointError
+from megackpt.errors import DeclarationError, NotACheckpointError
 
 _RUNNING = (
     "A job may be saving there right now: leftovers that are newer than the newest commit are left alone. "
@@ -67,6 +71,7 @@ def command(
             "Say what is to stay: --keep-last, --keep-every, --keep-best, or --keep-all alone. "
             "What is removed does not come back, so nothing is assumed."
         )
+    check_root(root)
     places = step_places(root, objects=None)
     found = scan(places)
     if not found.committed:
@@ -75,6 +80,8 @@ def command(
             f"that a Checkpointer saves to.",
             path=root,
         )
+    if keep_best is not None:
+        _check_metric(keep_best.metric, {s: read_metrics(places.root, s) for s in found.committed}, root)
     keeping = Housekeeping(places, policy)
     whole = keeping.newest_whole(found.committed)
     planned = keeping.plan(found, upto=found.committed[-1], good=() if whole is None else (whole,))
@@ -87,6 +94,17 @@ def command(
         _show(root, planned, removed, left, dry_run=dry_run)
         click.echo(_RUNNING, err=True)
     return FAILED_CHECK if left else 0
+
+
+def _check_metric(name: str, metrics: Mapping[int, Mapping[str, float]], root: str) -> None:
+    """Refuse a metric that no step has: it would keep none, and may be misspelt."""
+    known = sorted({each for of_step in metrics.values() for each in of_step})
+    if name not in known:
+        raise DeclarationError(
+            f"--keep-best {name}: no committed step of {root} was saved with that metric; "
+            f"known are {', '.join(known) or 'none'}.",
+            path=root,
+        )
 
 
 def _json(

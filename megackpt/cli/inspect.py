@@ -11,10 +11,10 @@ from rich.console import Group
 from rich.filesize import decimal
 
 from megackpt.cli.frame import EXIT_CODES, json_option, say, unsafe_pickle_option
+from megackpt.cli.places import checkpoint_store
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.inspect import Inspected, inspect_checkpoint
 from megackpt.metadata import OBJECT
-from megackpt.storage import open_store
 
 
 @click.command(name="inspect", short_help="Show what a checkpoint holds.", epilog=EXIT_CODES)
@@ -33,7 +33,7 @@ def command(
     Its commit, arrays and objects with dtype, shape, chunks and bytes, files, bytes by rank, common state.
     JSON has all rows.
     """
-    with contextlib.closing(open_store(path)) as store:
+    with contextlib.closing(checkpoint_store(path)) as store:
         found = inspect_checkpoint(store, keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if as_json:
         say(asdict(found), "", as_json=True)

@@ -14,11 +14,12 @@ from rich.filesize import decimal
 
 from megackpt.checkpointer import Checkpointer
 from megackpt.cli.frame import EXIT_CODES, json_option, say
+from megackpt.cli.places import check_root
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import LocalStore
+from megackpt.storage import LocalStore, is_object_url
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -60,6 +61,10 @@ def command(root: str, *, as_json: bool) -> None:
     A step that is torn holds what a save left that did not finish, or is being written right now: it is never
     loaded. The latest is the newest that is committed.
     """
+    if is_object_url(root):
+        raise click.UsageError(
+            f"{root}: only directories are listed. `megackpt pin {root} --list` takes an URL."
+        )
     steps = find_steps(Path(root))
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:
@@ -79,10 +84,7 @@ def find_steps(root: Path) -> list[Step]:
     Raises:
         NotACheckpointError: it is no directory, or is itself a checkpoint.
     """
-    if not root.is_dir():
-        raise NotACheckpointError(
-            f"{root} is no directory. Name the one that a Checkpointer saves to.", path=str(root)
-        )
+    check_root(str(root))
     if (root / MANIFEST).is_file():
         raise NotACheckpointError(
             f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name "

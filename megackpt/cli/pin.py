@@ -6,6 +6,7 @@ import click
 
 from megackpt.checkpointer.run import Run
 from megackpt.cli.frame import EXIT_CODES, json_option, say
+from megackpt.cli.places import check_root
 
 
 @click.command(name="pin", short_help="Keep a step, whatever a run's retention says.", epilog=EXIT_CODES)
@@ -23,6 +24,7 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
         raise click.UsageError("Give a STEP to pin or unpin, or --list; not both.")
     if only_list and remove:
         raise click.UsageError("--remove needs a STEP, and changes something, which --list does not.")
+    check_root(root)
     run = Run(root)
     was_pinned = step in run.pins()
     if step is not None and remove:

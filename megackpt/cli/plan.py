@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from megackpt.cli.places import check_output
 from megackpt.cli.progress import RankBar
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
@@ -88,10 +89,7 @@ def command(
     )
     if chart is not None:
         check_chart(Path(chart))
-    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
-        raise DeclarationError(
-            f"{json_path}: there is no such directory. Give a file in one that exists.", path=json_path
-        )
+    check_output(json_path)
     at, to = (None if text is None else JobLayout.parse(text) for text in (source, target))
     if Path(subject).is_dir():
         name, parameters, save, load = _of_checkpoint(Path(subject), at, to, ranks_planned)

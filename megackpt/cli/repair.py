@@ -9,11 +9,11 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.repair import Repaired, RepairedFile, repair_checkpoint
 from megackpt.options import RepairOptions
-from megackpt.storage import open_store
 
 
 @click.command(name="repair", short_help="Mend a damaged checkpoint.", epilog=EXIT_CODES)
@@ -52,7 +52,7 @@ def command(
     )
     with contextlib.ExitStack() as stack:
         store, *others = [
-            stack.enter_context(contextlib.closing(open_store(place))) for place in (path, *copies)
+            stack.enter_context(contextlib.closing(checkpoint_store(place))) for place in (path, *copies)
         ]
         bars = stack.enter_context(Bars(is_root=is_root()))
         found = repair_checkpoint(store, others, options, bars)

@@ -9,12 +9,12 @@ import click
 from rich.filesize import decimal
 
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.verify import Verified, verify_checkpoint
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
-from megackpt.storage import open_store
 
 
 @click.command(name="verify", short_help="Look for damage in a checkpoint.", epilog=EXIT_CODES)
@@ -32,7 +32,7 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     damage is listed: file, bytes, key, chunk.
     """
     options = VerifyOptions(deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
-    with contextlib.closing(open_store(path)) as store, Bars(is_root=is_root()) as bars:
+    with contextlib.closing(checkpoint_store(path)) as store, Bars(is_root=is_root()) as bars:
         found = verify_checkpoint(store, options, bars)
     if as_json:
         damages = [damage.to_json() for damage in found.damages]

@@ -158,6 +158,7 @@ def _load(
 
     def connect() -> bytes:
         exchanging.append(replace(exchange_ranks(options, group, exchange_group), holders=holders))
+        prepared[0].make_room(exchanging[0])
         return b""
 
     def read() -> bytes:
@@ -246,6 +247,7 @@ class _Prepared:
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
         self.requested = requested
         self.object_bytes: list[bytes] = []
+        self.blobs: list[torch.Tensor] = []
         self.chunks: Chunks = self.contents.chunks_for([requested.table])
         tensors = requested.take(np.arange(len(self.tensors)))
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
@@ -259,6 +261,20 @@ class _Prepared:
             excluded=frozenset(excluded),
         )
 
+    def make_room(self, exchange: ExchangeRanks) -> None:
+        """Take memory for the objects that an exchange brings, before it begins: others wait in it.
+
+        Raises:
+            FormatError: an object is longer than its file.
+        """
+        if exchange.group.size == 1:
+            return
+        if exchange.holders is None:  # else files may be with other ranks, and have been looked at there
+            for row in self.object_rows:
+                probe_chunk(self.chunks, row)
+        lengths = self.chunks.table.nbytes[self.object_rows].tolist()
+        self.blobs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
+
     def read(self, options: LoadOptions, exchange: ExchangeRanks | None) -> PhaseTimes | None:
         """Fill the tensors and the bytes of objects; None if another rank that this one needs has failed."""
         padded = {a.key for a in self.report.arrays if a.padded_nbytes}
@@ -266,13 +282,9 @@ class _Prepared:
             if tensor.key in padded and tensor.data is not None:
                 tensor.data.detach().zero_()
         if exchange is not None and exchange.group.size > 1:
-            for row in self.object_rows:
-                probe_chunk(self.chunks, row)
-            lengths = self.chunks.table.nbytes[self.object_rows].tolist()
-            blobs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
-            wanted = Wanted(self.requested, self.tensors, blobs)
+            wanted = Wanted(self.requested, self.tensors, self.blobs)
             times = load_by_exchange(self.contents, wanted, exchange, options, where=self.where)
-            self.object_bytes = [blob.numpy().tobytes() for blob in blobs]
+            self.object_bytes = [blob.numpy().tobytes() for blob in self.blobs]
             return times
         began = time.perf_counter()
         read_tensors(self.chunks, self.copies, self.tensors, options)

@@ -15,7 +15,7 @@ from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
 from megackpt.engine.verify_bytes import verify_bytes
-from megackpt.errors import CheckpointError, NotACheckpointError
+from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import (
@@ -91,11 +91,12 @@ def verify_checkpoint(
     Raises:
         NotACheckpointError: there is none.
         FormatError: it is of a format that is not known here.
+        StorageError: the store does not say whether there is one: no permission, no connection.
     """
     found = _Found(store.location)
     try:
         manifest = read_manifest(store)
-    except NotACheckpointError:
+    except (NotACheckpointError, StorageError):
         raise
     except CheckpointError as error:
         found.add(damage_of(error, location=store.location, file=MANIFEST))

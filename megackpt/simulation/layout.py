@@ -68,10 +68,9 @@ class JobLayout:
         names = [match[1].lower() for match in found if match is not None]
         if wrong or len(set(names)) < len(names):
             raise DeclarationError(
-                f"{text!r} is no layout: {wrong[0]!r} is not an axis with its size."
-                if wrong
-                else f"{text!r} is no layout: it names an axis twice."
-                f" Write one as tp8,pp16,dp128, with ep or world where wanted."
+                f"{text!r} is no layout: "
+                + (f"{wrong[0]!r} is not an axis with its size." if wrong else "it names an axis twice.")
+                + " Write one as tp8,pp16,dp128, with ep or world where wanted."
             )
         sizes = {name: int(match[2]) for name, match in zip(names, found, strict=True) if match is not None}
         world = sizes.pop("world", None)

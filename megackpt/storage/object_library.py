@@ -28,6 +28,7 @@ SCHEMES = ("s3", "gs", "az")
 """Kinds of URLs that name object stores. Only s3 is tested."""
 
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[A-Za-z0-9._-]+)(?P<prefix>/[^?#]*)?")
+_HTTP = re.compile(r"https?://[^/\s]")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -122,11 +123,18 @@ def open_client(url: str, options: ObjectOptions) -> Any:
         StorageError: the configuration is refused.
     """
     library = obstore()
+    endpoint = _endpoint(options)
+    if endpoint and not _HTTP.match(endpoint):  # the library would panic at the first request
+        raise StorageError(
+            f"{url}: the endpoint of the object store does not begin with http:// or https://. Check "
+            f"AWS_ENDPOINT_URL and `endpoint` in ObjectOptions(config=...).",
+            path=url,
+        )
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=options.timeout_s),
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
         # Plain HTTP is what an endpoint that begins with it asks for.
-        "allow_http": _endpoint(options).startswith("http://"),
+        "allow_http": endpoint.startswith("http://"),
     }
     retry = {
         "max_retries": options.max_retries,

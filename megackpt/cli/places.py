@@ -1,0 +1,51 @@
+"""Paths as a user types them: checked before a command begins.
+
+Owns what a path has to be that a command reads from or writes a file to. What lies there is up to others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.storage import Store, is_object_url, open_store
+
+
+def checkpoint_store(path: str) -> Store:
+    """Return the store of a checkpoint that is to be read.
+
+    Raises:
+        NotACheckpointError: it is a file.
+        StorageError: it is an URL that no store serves.
+    """
+    if Path(path).is_file():
+        raise NotACheckpointError(
+            f"{path} is a file, and no checkpoint. Name the directory of a finished one.", path=path
+        )
+    return open_store(path)
+
+
+def check_root(root: str) -> None:
+    """Check that the root of a run is there, if it is on a file system; an URL may have nothing yet.
+
+    Raises:
+        NotACheckpointError: it is no directory.
+        StorageError: it is an URL that no store serves.
+    """
+    open_store(root)
+    if not is_object_url(root) and not Path(root).is_dir():
+        raise NotACheckpointError(
+            f"{root} is no directory. Name the one that a Checkpointer saves to.", path=root
+        )
+
+
+def check_output(path: str | None) -> None:
+    """Check that a file can be written, before the work whose result it takes. None is fine.
+
+    Raises:
+        DeclarationError: its directory is not there.
+    """
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise DeclarationError(
+            f"{path}: there is no such directory. Give a file in one that exists.", path=path
+        )

@@ -1,0 +1,109 @@
+"""What a user mistypes: one clear line on stderr, the exit code that docs/tools.md says, no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import Checkpointer
+from megackpt.cli import main
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a checkpoint `whole`, a file, an empty directory and a run; no S3 server."""
+    megackpt.save({"a": torch.ones(2)}, tmp_path / "whole")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "empty").mkdir()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(2)}, metrics={"loss": 1.0})
+        checkpointer.save(2, {"a": torch.ones(2)}, metrics={"loss": 0.5})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
+    return tmp_path
+
+
+def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return the exit code and what stderr says; nothing is on stdout."""
+    code = main(arguments.split())
+    said = capsys.readouterr()
+    assert said.out == ""
+    return code, said.err
+
+
+@pytest.mark.parametrize("place", ["file", "empty", "nowhere"])
+@pytest.mark.parametrize(
+    "command", ["inspect {}", "verify {}", "repair {}", "diff whole {}", "convert {} new --to zarr"]
+)
+def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
+    here: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = refused(command.format(place), capsys)
+    assert code == 3
+    assert place in said
+    assert ("is a file, and no checkpoint" if place == "file" else "is not a checkpoint") in said
+
+
+@pytest.mark.parametrize("place", ["file", "nowhere"])
+@pytest.mark.parametrize(
+    "command", ["ls {}", "pin {} --list", "pin {} 1", "pin {} 1 --remove", "gc {} --keep-all"]
+)
+def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
+    here: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"megackpt: {place} is no directory. Name the one that a Checkpointer saves to.\n"
+    assert refused(command.format(place), capsys) == (3, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan nosuch --from tp8", "'nosuch' is no model, file or directory"),
+        ("plan llama3-8b --from tp3", "is not a multiple of tp=3"),
+        ("plan llama3-8b --from tp8,world12", "12 ranks cannot be divided so"),
+        ("plan llama3-8b --from foo", "'foo' is not an axis with its size. Write one as tp8,pp16,dp128"),
+        ("plan llama3-8b --from tp8,tp4", "it names an axis twice. Write one as tp8,pp16,dp128"),
+        ("plan llama3-8b --from tp8 --json nowhere/x.json", "nowhere/x.json: there is no such directory"),
+        ("bench --dir new --cases foo", "'foo' is no case. Known are save"),
+        ("bench --dir new --json nowhere/x.json", "nowhere/x.json: there is no such directory"),
+        ("bench --dir new --profile nowhere/x.json", "nowhere/x.json: there is no such directory"),
+        ("bench --dir new --chart chart.txt", "chart.txt: no chart can be drawn there"),
+        ("diff whole whole --keys b*", "No key of whole or whole fits 'b*'"),
+        ("ls s3://bucket/run", "only directories are listed"),
+        ("verify s3://", "no URL of an object store"),
+        ("gc run --keep-best lost", "no committed step of run was saved with that metric; known are loss"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    here: Path, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(here.rglob("*"))
+    # What plan and bench write as --json is a file, so an error of theirs is JSON on stdout, too.
+    code = main(arguments.split())
+    assert code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "endpoint", "said"),
+    [
+        ("verify s3://bucket/run", "http://127.0.0.1:9", "no connection"),
+        ("verify s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
+        ("repair s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
+        ("pin s3://bucket/run --list", "nowhere", "does not begin with http:// or https://"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_bad_input_and_no_damage(
+    here: Path, command: str, endpoint: str, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    code, err = refused(command, capsys)
+    assert code == 2
+    assert said in err

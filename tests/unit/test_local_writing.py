@@ -1,0 +1,393 @@
+"""LocalStore while it writes: what the system refuses, direct I/O, descriptors, and what is durable when."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megackpt.errors import FormatError, StorageError
+from megackpt.storage import FileOptions, LocalStore, buffers, rawio, sinks
+from megackpt.testing.store_suite import read_range, some_bytes, write_stream
+
+# Small buffers, so that streams of a few megabytes go around the pipeline many times.
+SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)
+BUFFERED = FileOptions(direct=False)
+MEGABYTES = 3 * (1 << 20) + 12_345
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    local = LocalStore(tmp_path / "ckpt", files=SMALL)
+    local.create()
+    yield local
+    local.close()
+
+
+# What the system refuses.
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, r"ENOSPC\)\. 5 bytes were needed, [\d,]+ bytes are free\. Free space"),
+        (errno.EDQUOT, r"EDQUOT\)\. 5 bytes were needed, .*raise the quota"),
+        (errno.EACCES, r"EACCES\)\. The process runs as uid \d+: check the owner and mode"),
+        (errno.EROFS, r"EROFS\)\. The file system is mounted read-only"),
+        (errno.EIO, r"EIO\)\. The device reports a fault: see the kernel log"),
+        (errno.EBUSY, r"EBUSY\)\. Check the file system"),
+    ],
+)
+def test_a_refused_write_says_what_where_and_how_and_leaves_nothing(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
+) -> None:
+    monkeypatch.setattr(os, "fsync", _raiser(code))
+    with pytest.raises(
+        StorageError, match=rf"ckpt/a: cannot write: {os.strerror(code)} \({advice}"
+    ) as caught:
+        store.write("a", b"12345")
+    assert caught.value.errno == code
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.path == str(tmp_path / "ckpt" / "a")
+    assert store.names() == []
+
+
+def test_a_failed_replace_keeps_the_old_file_and_no_other(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.replace("m", b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", _raiser(errno.EIO))
+        with pytest.raises(StorageError, match=r"ckpt/m: cannot replace: .*EIO"):
+            store.replace("m", b"new")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _raiser(errno.ENOSPC))
+        with pytest.raises(StorageError, match=r"\.m\..*\.tmp: cannot write: .*ENOSPC"):
+            store.replace("m", b"new")
+    assert store.read("m", max_bytes=3) == b"old"
+    assert store.names() == ["m"]
+
+
+@pytest.mark.parametrize("step", ["rename", "fsync"])
+def test_a_process_killed_inside_replace_leaves_the_old_bytes(tmp_path: Path, step: str) -> None:
+    store = LocalStore(tmp_path)
+    store.replace("m", b"old")
+    program = (
+        "import os, signal, sys; from megackpt.storage import LocalStore\n"
+        f"os.{step} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "LocalStore(sys.argv[1]).replace('m', b'new')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert store.read("m", max_bytes=3) == b"old"
+    (leftover,) = set(store.names()) - {"m"}
+    assert leftover.startswith(".m.")
+    assert leftover.endswith(".tmp")
+
+
+def test_a_stream_too_large_for_the_disk_is_refused_before_it_begins(store: LocalStore) -> None:
+    state = os.statvfs(store.location)
+    nbytes = state.f_bfree * state.f_frsize + (1 << 40)
+    message = rf"ckpt/a: cannot reserve space: .*ENOSPC.* {nbytes:,} bytes were needed, [\d,]+ bytes are free"
+    with pytest.raises(StorageError, match=message):
+        store.open_writer("a", nbytes)
+    assert store.names() == []
+
+
+def test_space_is_reserved_before_the_first_byte(store: LocalStore, tmp_path: Path) -> None:
+    with store.open_writer("a", MEGABYTES) as writer:
+        assert (tmp_path / "ckpt" / "a").stat().st_blocks * 512 >= MEGABYTES
+        writer.write(memoryview(bytes(MEGABYTES)))
+
+
+@pytest.mark.parametrize("answer", [errno.ENOSPC, errno.EDQUOT])
+def test_a_refused_reservation_is_raised_at_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    monkeypatch.setattr(rawio, "_fallocate", _fallocate_answering(answer))
+    with pytest.raises(StorageError, match=r"ckpt/a: cannot reserve space: .*9,999 bytes were needed"):
+        store.open_writer("a", 9_999)
+    assert store.names() == []
+
+
+def test_a_file_system_that_cannot_reserve_still_stores(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rawio, "_fallocate", _fallocate_answering(errno.EOPNOTSUPP))
+    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=100_000)
+    assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
+
+
+def _fallocate_answering(code: int) -> Callable[[int, int, int, int], int]:
+    import ctypes
+
+    def fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    return fallocate
+
+
+def _raiser(code: int) -> Callable[..., None]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+# Streams around the page cache.
+
+
+def test_large_streams_use_direct_io_with_aligned_requests(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = _record_pwrite(monkeypatch)
+    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=77_777)
+    if not any(direct for direct, _, _ in requests):
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    assert all(direct for direct, _, _ in requests)
+    assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for _, offset, nbytes in requests)
+    assert max(nbytes for _, _, nbytes in requests) == SMALL.buffer_bytes
+
+
+def test_small_streams_go_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = _record_pwrite(monkeypatch)
+    write_stream(LocalStore(tmp_path), "a", some_bytes(1000), piece_bytes=1000)
+    assert requests == [(False, 0, 1000)]
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+def test_a_file_system_without_direct_io_still_stores(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where == "open":
+        monkeypatch.setattr(rawio, "_O_DIRECT", 0)
+    else:
+        monkeypatch.setattr(os, "pwrite", _refusing_direct(os.pwrite))
+    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=100_000)
+    assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
+
+
+def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:5_000], offset))
+    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=1 << 20)
+    assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
+
+
+def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write("a", some_bytes(50_000))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: real(fd, [parts[0][:999]], offset))
+    assert read_range(store, "a", 10, 50_000) == some_bytes(50_000)[10:]
+
+
+@pytest.mark.parametrize("options", [SMALL, BUFFERED])
+def test_an_error_while_writing_fails_the_stream_and_removes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: FileOptions
+) -> None:
+    store = LocalStore(tmp_path, files=options)
+    monkeypatch.setattr(os, "pwrite", _raiser(errno.EIO))
+    with pytest.raises(StorageError, match=r"/a: cannot write: .*EIO.*device reports a fault") as caught:
+        write_stream(store, "a", bytes(MEGABYTES), piece_bytes=100_000)
+    assert caught.value.errno == errno.EIO
+    assert store.names() == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megackpt-write")]
+
+
+def test_an_error_of_the_last_background_write_is_raised_by_close(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = store.open_writer("a", 1000)
+    monkeypatch.setattr(os, "pwrite", _raiser(errno.ENOSPC))
+    writer.write(memoryview(bytes(1000)))
+    with pytest.raises(StorageError, match=r"ckpt/a: cannot write: .*ENOSPC.*1,000 bytes were needed"):
+        writer.close()
+    assert store.names() == []
+
+
+def test_a_writer_holds_no_more_buffers_than_it_may(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    real = buffers.mmap.mmap
+    monkeypatch.setattr(
+        buffers.mmap, "mmap", lambda fd, nbytes, **kind: made.append(nbytes) or real(fd, nbytes, **kind)
+    )
+    for name in ("a", "b"):
+        write_stream(store, name, bytes(MEGABYTES), piece_bytes=MEGABYTES)
+    assert made == [SMALL.buffer_bytes] * SMALL.buffers
+
+
+def test_a_buffered_stream_is_flushed_and_dropped_from_the_cache_as_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "_FLUSH_EVERY_BYTES", 1 << 20)
+    dropped: list[tuple[int, int]] = []
+    real = os.posix_fadvise
+
+    def fadvise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        dropped.append((offset, nbytes))
+        real(descriptor, offset, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    write_stream(LocalStore(tmp_path, files=BUFFERED), "a", bytes(MEGABYTES), piece_bytes=3 << 19)
+    assert [offset for offset, _ in dropped] == [0, *itertools.accumulate(n for _, n in dropped)][:-1]
+    assert sum(nbytes for _, nbytes in dropped) > MEGABYTES - (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"buffer_bytes": 5000}, "buffer_bytes is 5000; direct I/O needs a multiple of 4096"),
+        ({"buffers": 0}, "buffers is 0 and threads 2; give at least 1"),
+        ({"buffers": 5}, "5 buffers of 4194304 bytes exceed the 16 MiB .* use fewer or smaller"),
+    ],
+)
+def test_impossible_options_are_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FileOptions(**fields)
+
+
+def _record_pwrite(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+    """Record (direct, offset, bytes) of each request."""
+    requests: list[tuple[bool, int, int]] = []
+    real = os.pwrite
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        requests.append((direct, offset, len(data)))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return requests
+
+
+def _refusing_direct(real: Callable[..., int]) -> Callable[..., int]:
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, data, offset)
+
+    return pwrite
+
+
+# Descriptors and durability.
+
+
+def test_few_files_stay_open_however_many_are_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, open_files=4)
+    for index in range(30):
+        store.write(f"f{index}", bytes([index]))
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(30):
+        assert read_range(store, f"f{index}", 0, 1) == bytes([index])
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_evicted_file_stays_open_for_the_thread_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path, open_files=1)
+    store.write("a", b"aa")
+    store.write("b", b"bb")
+    real = os.preadv
+
+    def preadv(descriptor: int, parts: list[memoryview], offset: int) -> int:
+        if offset == 0:  # in the middle of reading "a": push it out of the cache
+            assert read_range(store, "b", 1, 2) == b"b"
+        return real(descriptor, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read_range(store, "a", 0, 2) == b"aa"
+    store.close()
+
+
+def test_failures_leak_no_descriptors(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write("a", b"1")
+    os.symlink("a", f"{store.location}/link")
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fsync", _raiser(errno.EIO))
+    for use in (
+        lambda: store.write("b", b""),
+        lambda: store.replace("b", b""),
+        lambda: write_stream(store, "b", bytes(100_000), piece_bytes=100_000),
+        lambda: store.read("link", max_bytes=1),
+        lambda: store.read("d/none", max_bytes=1),
+        lambda: store.sync(),
+    ):
+        with pytest.raises(StorageError):
+            use()
+    with pytest.raises(FormatError):
+        store.read("a", max_bytes=0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_sync_flushes_every_directory_that_changed_and_only_those(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for directory in ("quiet", "busy"):
+        write_stream(store, f"{directory}/a", b"1", piece_bytes=1)
+    store.sync()
+    flushed = _record_fsync(monkeypatch)
+    store.sync()
+    assert flushed == []
+    write_stream(store, "busy/new/b", b"1", piece_bytes=1)
+    store.delete(["busy/a"])
+    flushed.clear()
+    store.sync()
+    assert sorted(os.path.relpath(path, store.location) for path in flushed) == ["busy", "busy/new"]
+
+
+@pytest.mark.parametrize("method", ["write", "replace"])
+def test_a_small_file_is_durable_with_its_name_when_written(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    flushed = _record_fsync(monkeypatch)
+    getattr(store, method)("d/e/a", b"1")
+    places = [os.path.relpath(path, store.location) for path in flushed]
+    assert places[0].startswith(("d/e/a", "d/e/.a."))
+    assert sorted(places[1:]) == [".", "d", "d/e"]
+
+
+def test_a_failed_sync_is_tried_again(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_stream(store, "d/a", b"1", piece_bytes=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _raiser(errno.EIO))
+        with pytest.raises(StorageError, match=r"cannot flush: .*EIO"):
+            store.sync()
+    flushed = _record_fsync(monkeypatch)
+    store.sync()
+    assert sorted(os.path.relpath(path, store.location) for path in flushed) == [".", "d"]
+
+
+def test_a_file_system_that_cannot_flush_directories_is_accepted(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stream(store, "a", b"1", piece_bytes=1)
+    monkeypatch.setattr(os, "fsync", _raiser(errno.EINVAL))
+    store.sync()
+
+
+def _record_fsync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return flushed
