@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import check_known, save_strategy
 from megackpt.formats.strategy import SaveStrategy
-from megackpt.options import LoadOptions, SaveOptions
+from megackpt.options import AsyncOptions, LoadOptions, SaveOptions, WhenBusy
 from megackpt.validation import StrictHandling
 
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
@@ -42,6 +42,8 @@ class CheckpointConfig:
             gathered on the first data-parallel rank. Loads into any layout either way.
         dist_ckpt_load_strictness: a `StrictHandling` or its value.
         async_save: return from a save when the state is copied to host memory.
+        async_when_busy: what a save does then while an earlier one is under way: `wait`, `queue` or `skip`.
+        async_staging_bytes: host memory of a rank for copies of the state; None for as much as it needs.
         keep_last: how many checkpoints stay; None for all.
         keep_every: checkpoints of steps that this number divides stay as well; None for no others.
         save_interval: steps between checkpoints; None for none but the last.
@@ -67,6 +69,8 @@ class CheckpointConfig:
     dist_ckpt_parallel_dist_opt: bool = True
     dist_ckpt_load_strictness: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
     async_save: bool = False
+    async_when_busy: WhenBusy = "wait"
+    async_staging_bytes: int | None = None
     keep_last: int | None = None
     keep_every: int | None = None
     save_interval: int | None = None
@@ -107,6 +111,7 @@ class CheckpointConfig:
         # What options refuse is refused here, too.
         self.save_options()
         self.load_options()
+        self.async_options()
 
     def _check_signals(self) -> None:
         if self.exit_signal is not None and (
@@ -152,6 +157,10 @@ class CheckpointConfig:
             spread=spread if self.dist_ckpt_parallel_save else "none",  # type: ignore[arg-type]
             assume_constant_structure=self.dist_ckpt_assume_constant_structure,
         )
+
+    def async_options(self) -> AsyncOptions:
+        """Return the options of asynchronous saves."""
+        return AsyncOptions(when_busy=self.async_when_busy, staging_bytes=self.async_staging_bytes)
 
     def load_options(self) -> LoadOptions:
         """Return the options of a load. Unless it is direct, hand it the group that exchanges as well."""

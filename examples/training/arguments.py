@@ -24,6 +24,7 @@ from training.text import VOCAB_SIZE
 
 EXCHANGES = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+BUSY = ("wait", "queue", "skip")
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 
@@ -125,6 +126,7 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
         "save_interval",
         "keep_last",
         "keep_every",
+        "async_staging_bytes",
         "micro_batches",
         "global_batch_size",
     ):
@@ -281,6 +283,19 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     )
     _count(group, "--keep-every", None, "checkpoints of each so many steps stay as well")
     _switch(group, "--async-save", "train on while a checkpoint is written")
+    group.add_argument(
+        "--async-when-busy",
+        choices=BUSY,
+        default=BUSY[0],
+        help="what becomes then of a checkpoint that is due while an earlier one is being written: it waits, "
+        "is queued, or is skipped until the next step; the last one always waits (default: %(default)s)",
+    )
+    _count(
+        group,
+        "--async-staging-bytes",
+        None,
+        "memory of a rank for what is being written; if not given, as much as is needed",
+    )
     group.add_argument(
         "--exit-signal",
         choices=EXIT_SIGNALS,

@@ -81,6 +81,7 @@ class Trainer:
             on_error=knobs.on_save_error,  # type: ignore[arg-type]
             verify_after_save=knobs.verify_after_save,
             async_save=knobs.async_save,
+            async_options=knobs.async_options(),
             save_options=knobs.save_options(),
             load_options=knobs.load_options(),
             spread_group=dp if knobs.dist_ckpt_parallel_save_within_dp else None,
@@ -117,6 +118,8 @@ class Trainer:
             if self.checkpointer is None:
                 continue
             due = self.checkpointer.should_save(self.step)  # collective: at every step
+            if self.step == last:
+                self.checkpointer.wait()  # then the last one is not skipped
             if due or self.step == last:
                 self.save(self.checkpointer, report)
             if self.checkpointer.exit_requested:

@@ -8,6 +8,7 @@ root and out of it; `schedule` when to save, `retention` what stays, `failures` 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,12 +31,14 @@ from megackpt.comm import GivenGroup, Group, world_group
 from megackpt.engine.async_save import for_a_writer
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest
-from megackpt.errors import DeclarationError
+from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import ObjectOptions, Store
 from megackpt.validation import StrictHandling
+
+log = logging.getLogger(__name__)
 
 _SIGNAL_EXIT = 128  # a shell's exit code for a process that a signal has ended is this and the signal
 
@@ -159,6 +162,7 @@ class Checkpointer(Run):
             self._behind = AsyncRootSaving(
                 self._saving, async_options or AsyncOptions(), objects=objects, hook=self._writer_hook
             )
+        self._owes_root = False  # a step that was for the root was skipped
         self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
         self._schedule = Schedule(interval, self._signals)
@@ -166,8 +170,13 @@ class Checkpointer(Run):
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            log.error("A save has failed, too: %s", failure)  # what ends the block is not to be hidden
 
     def should_save(self, step: int) -> bool:
         """Say whether `save_interval` or a signal asks for a save of this step; the same on all ranks.
@@ -202,7 +211,6 @@ class Checkpointer(Run):
             metrics=metrics,
             content_metadata=content_metadata,
             sharded_strategy=sharded_strategy,
-            to_root=True if self._schedule.is_signalled else None,
         )
 
     @property
@@ -235,11 +243,13 @@ class Checkpointer(Run):
 
         metrics are numbers that say how good the step is, for keep_best and `megackpt ls`; those of rank 0
         count, and all ranks give some or none does. to_root says whether it goes to the root, whatever
-        `every` says: the last step of a run should. Into tiers it goes before this returns, in the native
-        format, whatever the root's strategy is.
+        `every` says: the last step of a run should. One that a signal asked for does, and the one after a
+        step that was skipped there. Into tiers it goes before this returns, in the native format, whatever
+        the root's strategy is.
 
         Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed,
-        or with `AsyncOptions.when_busy="skip"` while an earlier save is under way.
+        with `AsyncOptions.when_busy="skip"` while an earlier save is under way (unless `exit_requested`), or
+        if neither the root nor a tier takes this step.
 
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
@@ -249,16 +259,22 @@ class Checkpointer(Run):
             raise DeclarationError(f"step is {step}; steps are counted from 0.")
         group = self._ranks(self._save_options.timeout_s)
         request = self._request(state, content_metadata, sharded_strategy, group)
-        self._tiers.save(step, request, group, self._save_options)
-        if not (step % self.every == 0 if to_root is None else to_root):
+        is_in_tier = self._tiers.save(step, request, group, self._save_options)
+        if not (self._is_for_root(step) if to_root is None else to_root):
             self._schedule.saved(step)
-            return True
-        if self._behind is not None and not self._behind.may_save(group):
+            return is_in_tier
+        if self._behind is not None and not self._behind.may_save(group, is_last=self.exit_requested):
+            self._owes_root = True
             return False
+        self._owes_root = False
         try:
             return (self._behind or self._saving).save(step, request, metrics, group)
         finally:
             self._schedule.saved(step)
+
+    def _is_for_root(self, step: int) -> bool:
+        """Say whether a step goes to the root where nobody says."""
+        return step % self.every == 0 or self._schedule.is_signalled or self._owes_root
 
     def warm_up(
         self,

@@ -227,8 +227,10 @@ class AsyncRootSaving:
             with self._waiting():
                 saver.close()
 
-    def may_save(self, group: Group) -> bool:
+    def may_save(self, group: Group, *, is_last: bool = False) -> bool:
         """Wait for an earlier save as the options say; return whether the next one is to be made. Collective.
+
+        The last one of a run is, whatever they say.
 
         Raises:
             CheckpointError: an earlier one has failed, and training does not outlive it.
@@ -236,7 +238,7 @@ class AsyncRootSaving:
         self._rank = group.rank
         while True:
             with self._waiting() as earlier:
-                return self._running().may_save(group, self._saving.options)
+                return self._running().may_save(group, self._saving.options, waits=is_last)
             assert earlier.has_failed
 
     def _running(self) -> AsyncSaver:

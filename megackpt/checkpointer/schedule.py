@@ -44,7 +44,7 @@ class Schedule:
 
     @property
     def is_signalled(self) -> bool:
-        """Whether a signal has asked for the step of the last answer; the same on all ranks."""
+        """Whether a signal has asked for a save, and none was tried since; the same on all ranks."""
         return self._is_signalled
 
     def should_save(self, step: int, group: Callable[[], Group]) -> bool:
@@ -58,10 +58,10 @@ class Schedule:
             return self._answer[1]
         if self._since is None:
             self._since = max(step - 1, 0)
-        self._is_signalled = False
         due = passes_multiple(self._interval.steps, step=step, since=self._since)
         if self._meets and step >= self._next_meeting:
             due = self._agree(step, group()) or due
+        due = due or self._is_signalled
         due = due and step != self._since  # what is saved already
         self._answer = step, due
         return due
@@ -80,6 +80,7 @@ class Schedule:
 
     def _begin_anew(self, step: int) -> None:
         self._since, self._since_s, self._answer = step, self._clock(), None
+        self._is_signalled = False
 
     @property
     def _meets(self) -> bool:
@@ -111,7 +112,7 @@ class Schedule:
             self._signals.serve(signum)
             if asks_to_exit(signum) and self._exit_signal is None:
                 self._exit_signal = signum
-        self._is_signalled = bool(received)
+        self._is_signalled = self._is_signalled or bool(received)
         return bool(timed or received)
 
     def _say_of_time(self, step: int) -> tuple[int, int]:

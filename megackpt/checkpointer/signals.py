@@ -40,6 +40,7 @@ class SignalWatch:
         self.signals = tuple(sorted({int(signum) for signum in signals}))
         self._flags = dict.fromkeys(self.signals, False)
         self._before: dict[int, Callable[..., object] | int | None] = {}
+        self._is_closed = False
         if len(self.signals) > MOST_SIGNALS:
             raise DeclarationError(f"save_on_signal has {len(self.signals)} signals; give at most 8.")
         for signum in self.signals:
@@ -61,14 +62,20 @@ class SignalWatch:
         self._flags[signum] = False
 
     def close(self) -> None:
-        """Put the handlers of before back, where nobody has put others in place of these since."""
+        """Put the handlers of before back, where nobody has put others in place of these since.
+
+        Such others may still call, or put back, these: then they do what the handlers of before do.
+        """
+        self._is_closed = True
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, signal.SIG_DFL if before is None else before)
-        self._before = {}
 
     def _note(self, signum: int, frame: types.FrameType | None) -> None:
         self._flags[signum] = True
         before = self._before.get(signum)
-        if callable(before) and before is not signal.default_int_handler:
+        if callable(before) and (self._is_closed or before is not signal.default_int_handler):
             before(signum, frame)
+        elif self._is_closed and before != signal.SIG_IGN and signal.getsignal(signum) == self._note:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)

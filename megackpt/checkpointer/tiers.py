@@ -102,29 +102,32 @@ class TierSet:
         """Return the numbers of the tiers that a step goes into. Local."""
         return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
 
-    def save(self, step: int, request: SaveRequest, group: Group, options: SaveOptions) -> None:
+    def save(self, step: int, request: SaveRequest, group: Group, options: SaveOptions) -> bool:
         """Save a step into the tiers where it is due, then remove there what is not kept. Collective.
 
-        A tier that refuses it, a full one for instance, is a warning: the step is then missing there, and
-        older ones stay.
+        Return whether a tier has it. One that refuses it, a full one for instance, is a warning: the step is
+        then missing there, and older ones stay.
 
         Raises:
             CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
         """
         due = self.due(step)
         if not due:
-            return
+            return False
         bulk = bulk_of(group)
         nodes, places = self.open(bulk)
+        is_saved = False
         for number in due:
             tier, place = self._tiers[number], places[number]
             try:
                 self._save(step, tier, place, request, bulk, nodes, options)
+                is_saved = True
             except StorageError as error:
                 if group.rank == 0:
                     log.warning(
                         "Step %s is not in %s, which goes on with older ones: %s", step, tier, error,
                     )  # fmt: skip
+        return is_saved
 
     def recovery(self, group: Group, root: Root) -> Recovery:
         """Look at all tiers and the root. Collective."""

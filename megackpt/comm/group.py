@@ -176,7 +176,7 @@ def _step_of(answer: bytes) -> str:
     return f"what belongs to {name.decode('ascii')!r}" if is_name and name else "a message of another kind"
 
 
-def encode_error(error: Exception) -> bytes:
+def encode_error(error: BaseException) -> bytes:
     """Return an error as it is sent to other ranks."""
     if isinstance(error, CheckpointError):
         where = {"key": error.key, "rank": error.rank, "path": error.path}

@@ -144,15 +144,17 @@ class AsyncSaver:
         self._use_plan(ready.planned)
         compare(group, self._await_ready, alike=0, doing="starting its writer process")
 
-    def may_save(self, group: Group, options: SaveOptions) -> bool:
+    def may_save(self, group: Group, options: SaveOptions, *, waits: bool = False) -> bool:
         """Wait as long as `when_busy` says, and say whether the next save is to be made. Collective.
+
+        With waits, until nothing is under way, whatever `when_busy` says.
 
         Raises:
             CheckpointError: the same on every rank: an earlier save has failed.
         """
         self.wait_staged()
-        if self._options.when_busy != "skip":
-            most = _MOST_QUEUED - 1 if self._options.when_busy == "queue" else 0
+        if waits or self._options.when_busy != "skip":
+            most = _MOST_QUEUED - 1 if self._options.when_busy == "queue" and not waits else 0
             self._session.running().wait_until(most)
         return self._meet(group, options)
 
@@ -361,7 +363,7 @@ class AsyncSaver:
             fill(writer.arena.memory, span, ready.rows, ready.planned.pieces, writer)
         except StreamClosedError:  # the save has failed, which is raised at the next call
             return
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: else the writer would wait for the rest for ever
             writer.cancel(work, error)
             raise
 

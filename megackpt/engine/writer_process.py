@@ -190,7 +190,7 @@ class WriterProcess:
         self.join(rank=0, size=1, host=None, timeout_s=0.0)
         self.resize(0)
 
-    def cancel(self, work: Work, error: Exception) -> None:
+    def cancel(self, work: Work, error: BaseException) -> None:
         """Let a job fail, on all ranks: what it writes cannot be staged."""
         data = encode_error(error)
         self._send(Cancelled(work.job.number, data))

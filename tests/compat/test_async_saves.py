@@ -85,8 +85,23 @@ def fail_on_one_rank(root: Path) -> None:
         queue.maybe_finalize_async_calls(blocking=True)
     request = dist_checkpointing.save(state(2.0), str(root / "iter_2"), async_sharded_save=True)
     queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    meet_a_failure_in_the_next_request(queue, root)
     queue.close()
     check(root / "iter_2", 2.0)
+
+
+def meet_a_failure_in_the_next_request(queue: AsyncCallsQueue, root: Path) -> None:
+    failing = dist_checkpointing.save(state(3.0), str(root / "file" / "iter_3"), async_sharded_save=True)
+    failing.add_finalize_fn(lambda: pytest.fail("not after a failure"))
+    queue.schedule_async_request(failing)
+    request = dist_checkpointing.save(state(4.0), str(root / "iter_4"), async_sharded_save=True)
+    with pytest.raises(CheckpointError, match="file"):
+        queue.schedule_async_request(request)
+    assert queue.get_num_unfinalized_calls() == 0
+    number = queue.schedule_async_request(request)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [number]
+    check(root / "iter_4", 4.0)
 
 
 def test_a_queue_saves_while_training_goes_on_and_finalizes_in_order(

@@ -26,7 +26,16 @@ pytestmark = pytest.mark.multiprocess
 
 # Two steps each: the flags of a phase save its last step, and load what the phase before has saved.
 PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("TP2xDP2", ("--dist-ckpt-format=torch_dist", "--dist-ckpt-torch-dist-multiproc=3", "--async-save")),
+    (
+        "TP2xDP2",
+        (
+            "--dist-ckpt-format=torch_dist",
+            "--dist-ckpt-torch-dist-multiproc=3",
+            "--async-save",
+            "--async-when-busy=skip",  # but never the last step, which the next phase loads
+            "--save-interval=1",
+        ),
+    ),
     ("DP4", ("--dist-ckpt-parallel-load", "--no-dist-ckpt-parallel-dist-opt")),
     (
         "TP2xDP2",

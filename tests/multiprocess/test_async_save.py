@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megackpt import (
     load,
 )
 from megackpt.comm import Group, SingleProcess
+from megackpt.engine import async_save
 from megackpt.engine.async_save import AsyncSaver
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import MemoryStore
@@ -314,6 +316,73 @@ def test_tests_can_stand_between_a_writer_and_its_store(tmp_path: Path) -> None:
     checkpointer.save(1, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))})
     with pytest.raises(StorageError, match="iter_0000001 is refused by the hook"):
         checkpointer.close()
+
+
+def alone(root: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(root, async_save=True, group=SingleProcess(), **options)
+
+
+def ones() -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+
+
+def fail_in_the_block(root: Path) -> None:
+    with Refused(root, async_save=True, group=SingleProcess()) as checkpointer:
+        checkpointer.save(1, ones())
+        raise KeyError("the user's own")
+
+
+def test_the_error_that_ends_a_block_is_not_hidden_by_that_of_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(KeyError, match="the user's own"):
+        fail_in_the_block(tmp_path)
+    assert "iter_0000001 is refused by the hook" in caplog.text
+
+
+def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with alone(tmp_path) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(async_save, "fill", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, ones())
+        with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
+            checkpointer.wait()  # and does not hang
+        checkpointer.save(2, ones())
+    assert checkpointer.steps() == (2,)
+
+
+def test_training_outlives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -> None:
+    with alone(tmp_path, on_error="warn") as checkpointer:
+        checkpointer.warm_up(ones())
+        writer = saver_of(checkpointer).writer_pid
+        os.kill(writer, signal.SIGSTOP)
+        assert checkpointer.save(1, ones())
+        os.kill(writer, signal.SIGKILL)
+        checkpointer.wait()
+        assert checkpointer.failed_saves == 1
+        assert checkpointer.save(2, ones())
+    assert checkpointer.steps() == (2,)
+
+
+def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
+    options = AsyncOptions(when_busy="skip")
+    with alone(tmp_path, async_options=options, save_on_signal=(signal.SIGTERM,)) as checkpointer:
+        checkpointer.warm_up(ones())
+        writer = saver_of(checkpointer).writer_pid
+        os.kill(writer, signal.SIGSTOP)
+        assert checkpointer.save(1, ones())
+        assert not checkpointer.save(2, ones())
+        signal.raise_signal(signal.SIGTERM)
+        threading.Timer(0.2, os.kill, (writer, signal.SIGCONT)).start()
+        assert checkpointer.maybe_save(3, ones)
+        assert checkpointer.exit_requested
+    assert checkpointer.steps() == (1, 3)
 
 
 def test_a_store_that_another_process_cannot_be_given_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megackpt.checkpointer.pins import write_pin
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.comm import Group
 from megackpt.engine.steps import LocalPlaces
+from megackpt.formats.damage import Damage
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 
@@ -187,6 +189,26 @@ def test_a_step_that_is_damaged_right_after_the_commit_is_removed_and_older_ones
     assert (tmp_path / TRACKER).read_text() == "1"
     assert SimulatedWorld(2).run(lambda group: save(group, 3)) == [0, 0]
     assert checkpointer.steps() == (3,)
+
+
+def test_each_rank_verifies_its_share_and_nobody_reads_a_step_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[tuple[int, int]] = []
+    look = Housekeeping.damages
+
+    def damages(self: Housekeeping, step: int, **how: Any) -> tuple[Damage, ...]:
+        shares.append(how["share"])
+        return look(self, step, **how)
+
+    monkeypatch.setattr(Housekeeping, "damages", damages)
+
+    def save(group: Group) -> bool:
+        checkpointer = Checkpointer(tmp_path, verify_after_save=True, group=group)
+        return checkpointer.save(1, tensor(group.rank, 1.0))
+
+    assert SimulatedWorld(2).run(save) == [True, True]
+    assert sorted(shares) == [(0, 2), (1, 2)]
 
 
 def test_steps_to_load_are_numbers_or_the_latest_and_timeout_s_is_that_of_saves_and_loads(

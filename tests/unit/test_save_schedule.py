@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megackpt import Checkpointer, DeclarationError, SaveInterval
+from megackpt import Checkpointer, DeclarationError, MemoryTier, SaveInterval
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
-from megackpt.comm import Group
+from megackpt.comm import Group, SingleProcess
 from megackpt.testing.world import SimulatedWorld
 
 
@@ -126,12 +127,46 @@ def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_pat
 
 def test_what_a_signal_asks_for_goes_to_the_root_whatever_every_says(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, every=500, save_interval=1, save_on_signal=(signal.SIGUSR1,)) as checkpointer:
-        assert checkpointer.maybe_save(119, lambda: {"step": 119})
+        assert not checkpointer.maybe_save(119, lambda: {"step": 119})
         assert checkpointer.steps() == ()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert checkpointer.maybe_save(120, lambda: {"step": 120})
-        assert checkpointer.maybe_save(121, lambda: {"step": 121})
+        assert not checkpointer.maybe_save(121, lambda: {"step": 121})
         assert checkpointer.steps() == (120,)
+
+
+def test_a_step_that_nobody_takes_is_not_saved(tmp_path: Path) -> None:
+    tiers = [MemoryTier(tmp_path / "tier", every=10)]
+    with Checkpointer(tmp_path / "root", tiers=tiers, every=100, save_interval=3) as checkpointer:
+        assert not checkpointer.maybe_save(3, lambda: {"step": 3})  # due, but nobody's
+        assert checkpointer.save(10, {"step": 10})
+        assert checkpointer.steps() == ()
+
+
+def test_a_signal_asks_until_a_save_is_tried() -> None:
+    with contextlib.closing(SignalWatch([signal.SIGUSR1])) as watch:
+        schedule = Schedule(SaveInterval(), watch)
+        signal.raise_signal(signal.SIGUSR1)
+        assert [schedule.should_save(step, SingleProcess) for step in (1, 2)] == [True, True]  # 1 was skipped
+        assert schedule.is_signalled
+        schedule.saved(2)
+        assert not schedule.is_signalled
+        assert not schedule.should_save(3, SingleProcess)
+
+
+def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as_it_was() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda signum, frame: seen.append(signum))
+    try:
+        first, second = SignalWatch([signal.SIGUSR2]), SignalWatch([signal.SIGUSR2])
+        first.close()
+        signal.raise_signal(signal.SIGUSR2)
+        assert second.received() == (1,)
+        second.close()
+        signal.raise_signal(signal.SIGUSR2)
+        assert seen == [signal.SIGUSR2, signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_handler_that_came_later_stays() -> None:

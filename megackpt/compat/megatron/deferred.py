@@ -17,6 +17,7 @@ from megackpt.engine.save import SaveRequest
 from megackpt.engine.writer_messages import Place
 from megackpt.errors import CommonStateError
 from megackpt.options import SaveOptions
+from megackpt.storage import is_object_url
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +48,13 @@ class DeferredSave:
         self.now()
 
     def begin(self, saver: AsyncSaver, group: Group) -> None:
-        """Plan and stage; a process beside each rank writes and commits. Collective.
+        """Plan and stage; a process beside each rank writes and commits. Collective, after `may_save`.
 
         Where ranks disagree about common state, that of rank 0 is stored, as `save` does.
 
         Raises:
-            CheckpointError: as `megackpt.save` before anything is written; or an earlier save has failed.
+            CheckpointError: as `megackpt.save` before anything is written.
         """
-        saver.may_save(group, self.options)
         try:
             self._begin(saver, group, may_differ=False)
         except CommonStateError as error:  # before anything was staged, and on every rank
@@ -62,10 +62,13 @@ class DeferredSave:
             self._begin(saver, group, may_differ=True)
 
     def _begin(self, saver: AsyncSaver, group: Group, *, may_differ: bool) -> None:
-        root, name = os.path.split(self.checkpoint_dir.rstrip("/"))
+        there = self.checkpoint_dir.rstrip("/")
+        if not is_object_url(there):
+            there = os.path.abspath(there)  # the process that writes has the working directory of its start
+        root, name = os.path.split(there)
         saver.save(
             for_a_writer(self.request(group, self.options, may_differ)),
-            place=Place(root=root or ".", name=name),
+            place=Place(root=root, name=name),
             label=self.checkpoint_dir,
             group=group,
             options=self.options,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megackpt.comm import Numbers, compare, world_group
+from megackpt.comm import Group, Numbers, compare, world_group
 from megackpt.compat.megatron.deferred import DeferredSave
 from megackpt.compat.megatron.refusal import refused
 from megackpt.engine.async_save import AsyncSaver
@@ -108,6 +108,7 @@ class AsyncCallsQueue:
         """
         request, group = async_request.freeze(), world_group(timeout_s=_TIMEOUT_S)
         if isinstance(request.async_fn, DeferredSave):
+            self._await_earlier(request.async_fn, group)
             request.async_fn.begin(self._writer(), group)
             call = _Call(self._number + 1, request, None)
         else:
@@ -159,6 +160,16 @@ class AsyncCallsQueue:
             elif saver is not None:
                 saver.close()
 
+    def _await_earlier(self, save: DeferredSave, group: Group) -> None:
+        """Return when the save that is under way, if any, is committed; one that failed leaves the queue."""
+        try:
+            self._writer().may_save(group, save.options)
+        except Exception:
+            saves = [call for call in self._calls if call.future is None]
+            if saves:  # those before it had succeeded when it was begun
+                self._calls.remove(saves[-1])
+            raise
+
     def _has_ended(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
         def look() -> Numbers:
             return Numbers((call.number,), (int(not self._is_over(call, blocking)),))
@@ -191,8 +202,10 @@ class AsyncCallsQueue:
             return True
         if blocking:
             self._saver.wait()
+        if self._saver.is_busy:  # its error is raised when it is over
+            return False
         self._saver.poll()
-        return not self._saver.is_busy
+        return True
 
     def _writer(self) -> AsyncSaver:
         if self._saver is None:
