@@ -129,7 +129,7 @@ def in_trouble(store: Store) -> Store:
         number = begun
 
         def instead() -> Any:
-            if order is not None:
+            if order is not None and order_for(store) == order:  # it is of this save, not of the one before
                 order.obey(number)
             return step()
 

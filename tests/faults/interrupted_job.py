@@ -54,6 +54,14 @@ class Notes:
         wait_for(self._saving())
         return float(self._saving().read_text())
 
+    def tell_step(self, step: int) -> None:
+        """Note that the save of a step begins."""
+        _put(self._step(), str(step))
+
+    def step(self) -> int:
+        """Return the step whose save has begun last."""
+        return int(self._step().read_text())
+
     def allow(self) -> None:
         """Let the job begin."""
         self._go().touch()
@@ -64,6 +72,9 @@ class Notes:
 
     def _rank(self, rank: int) -> Path:
         return self.directory / f"life-{self.life}.rank-{rank}"
+
+    def _step(self) -> Path:
+        return self.directory / f"life-{self.life}.step"
 
     def _saving(self) -> Path:
         return self.directory / f"life-{self.life}.saving"
@@ -89,8 +100,11 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
     while True:
         for tensor in tensors:  # what was saved asynchronously is not what is there now
             tensor.fill_(step)
+        state = {"model": dict(zip(map(str, range(TENSORS)), parts, strict=True)), "step": step}
+        if rank == 0:
+            notes.tell_step(step)
         began = time.monotonic()
-        checkpointer.save(step, {"model": dict(zip(map(str, range(TENSORS)), parts, strict=True)), "step": step})
+        checkpointer.save(step, state)
         if step == first + 1:  # of the first save, a writer process may have begun late
             checkpointer.wait()
             if rank == 0:
@@ -109,21 +123,44 @@ def load_alone(root: Path, step: int | None = None) -> tuple[int, torch.Tensor]:
     return loaded["step"], torch.stack(list(loaded["model"].values()))
 
 
-def check_root(root: Path, *, newest_before: int) -> tuple[int, bool]:
-    """Check that all that is committed loads, bit for bit, and that nothing torn is chosen.
+@dataclass(slots=True)
+class Tally:
+    """What kills have left.
 
-    Return the newest committed step, and whether a newer one is torn.
+    Attributes:
+        newest: the newest committed step.
+        kills: how many there were.
+        interrupted: how many came before the commit of a save that had begun.
+        torn: how many left a torn step that is newer than the committed ones; of others the writers, which
+            found themselves alone, have removed the files before they ended.
     """
-    found = Checkpointer(root, group=SingleProcess()).scan()
-    newest = found.committed[-1]
-    assert newest > newest_before
-    for asked in (*found.committed[:-1], None):
-        step, values = load_alone(root, asked)
-        assert step == (newest if asked is None else asked)
-        assert torch.equal(values, torch.full_like(values, step))
-    # Torn is the step that was being saved, or an old one that was being removed.
-    assert all(torn == newest + 1 or torn < found.committed[0] for torn in found.torn)
-    return newest, any(torn > newest for torn in found.torn)
+
+    newest: int = 0
+    kills: int = 0
+    interrupted: int = 0
+    torn: int = 0
+
+    def look(self, root: Path, notes: Notes) -> None:
+        """Check that all that is committed loads, bit for bit, and that nothing torn is chosen."""
+        found = Checkpointer(root, group=SingleProcess()).scan()
+        newest = found.committed[-1]
+        assert newest > self.newest
+        for asked in (*found.committed[:-1], None):
+            step, values = load_alone(root, asked)
+            assert step == (newest if asked is None else asked)
+            assert torch.equal(values, torch.full_like(values, step))
+        # Torn is the step that was being saved, or an old one that was being removed.
+        assert all(torn == newest + 1 or torn < found.committed[0] for torn in found.torn)
+        self.newest = newest
+        self.kills += 1
+        self.interrupted += notes.step() > newest
+        self.torn += any(torn > newest for torn in found.torn)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kills} kills, {self.interrupted} before the commit of a save that had begun, of which "
+            f"{self.torn} left a torn step; newest committed step {self.newest}"
+        )
 
 
 def await_end(pids: list[int], limit_s: float) -> float:

@@ -23,8 +23,8 @@ from tests.faults.interrupted_job import (
     LIMIT_S,
     RANKS,
     Notes,
+    Tally,
     await_end,
-    check_root,
     named_shared_memory,
     save_one_step_after_the_other,
 )
@@ -51,7 +51,7 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_step_loadable(
     root = tmp_path / "ckpt"
     generator = random.Random(20261121)
     kills = KILLS_ASYNC if async_save else KILLS_SYNC
-    torn_seen = newest = 0
+    tally = Tally()
     for kill in range(kills):
         notes = Notes(tmp_path, kill)
         notes.allow()
@@ -66,12 +66,10 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_step_loadable(
         assert not job.is_alive()
         assert len(notes.writers()) == (RANKS if async_save else 0)
         await_end(notes.writers(), WRITERS_END_S)
-        newest, is_torn = check_root(root, newest_before=newest)
-        torn_seen += is_torn
+        tally.look(root, notes)
     pool.close()
-    print(f"{kills} kills, {torn_seen} left a torn step, newest committed step {newest}")
-    # A kill in the last part of a save, after the commit, leaves nothing torn; the others do.
-    assert torn_seen >= kills // 4
+    print(tally)
+    assert tally.interrupted >= kills // 4
 
 
 def test_kills_under_torchrun_lose_nothing(tmp_path: Path) -> None:
@@ -88,8 +86,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
     script = [str(Path(interrupted_job.__file__)), str(root), str(directory)]
     with open(directory / "log", "wb") as log:
         agent = subprocess.Popen([*start, *restarts, *script], stdout=log, stderr=log)
-    torn_seen = newest = alone = 0
-    slowest = 0.0
+    tally, alone, slowest = Tally(), 0, 0.0
     try:
         Notes(directory, 0).allow()
         for kill in range(kills):
@@ -103,8 +100,7 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
                 os.kill(pid, signal.SIGKILL)
             await_end(ranks, 60)  # torchrun ends those that live
             slowest = max(slowest, await_end(notes.writers(), WRITERS_END_S))
-            newest, is_torn = check_root(root, newest_before=newest)
-            torn_seen += is_torn
+            tally.look(root, notes)
             Notes(directory, kill + 1).allow()
         last = Notes(directory, kills)
         last.duration()
@@ -112,10 +108,8 @@ def kill_under_torchrun(directory: Path, kills: int, *, seed: int) -> str:
         agent.terminate()
         agent.wait(60)
     await_end([*last.processes(), *last.writers()], 60)
-    return (
-        f"{kills} kills, {alone} of one rank alone; {torn_seen} left a torn step, newest committed step "
-        f"{newest}; the writers of killed ranks ended within {slowest:.3f} s"
-    )
+    assert tally.interrupted >= kills // 4
+    return f"{tally}; {alone} of one rank alone; writers ended within {slowest:.3f} s of their ranks"
 
 
 def check_no_names(notes: Notes) -> None:

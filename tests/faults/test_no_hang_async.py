@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import CheckpointError, Checkpointer, RankFailedError, ShardedTensor
+from megackpt import AsyncOptions, CheckpointError, Checkpointer, RankFailedError, ShardedTensor
 from megackpt.engine import async_save
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough
@@ -53,7 +53,8 @@ def state(step: int) -> dict[str, Any]:
 
 def started(root: Path, timeout_s: float, kind: type[Checkpointer] = Checkpointer) -> Checkpointer:
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
-    checkpointer = kind(root, async_save=True, timeout_s=timeout_s)
+    options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
+    checkpointer = kind(root, async_save=True, async_options=options, timeout_s=timeout_s)
     saver = checkpointer._saver
     assert saver is not None
     saver._session.running().wait_ready()
@@ -75,7 +76,8 @@ def save_and_load(root: Path, step: int) -> None:
 
 def end_in_trouble(root: Path, how: Trouble, before: int) -> tuple[str, float]:
     """Save with a writer in trouble, then without; return the error, "" for none, and the time until then."""
-    good = save_next(root)
+    good = Checkpointer(root).latest() or save_next(root)
+    dist.barrier()
     if dist.get_rank() == TROUBLED:
         Order(trainer=os.getpid(), before=before, how=how).give(root)
     checkpointer = started(root, TIMEOUT_S, Troubled)
