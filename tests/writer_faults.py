@@ -142,7 +142,7 @@ def in_trouble(store: Store) -> Store:
 
 
 def at_an_operation(store: Store) -> Store:
-    """A hook that gets into trouble before (0, 2, 4, ...) or after (1, 3, 5, ...) an operation on the store."""
+    """A hook that gets into trouble before (0, 2, ...) or after (1, 3, ...) an operation on the store."""
     order = order_for(store)
     if order is None:
         return store

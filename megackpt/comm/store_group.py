@@ -56,9 +56,13 @@ class StoreHost:
         self.address = address
 
     def abort(self, prefix: str, error: bytes) -> None:
-        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter."""
+        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter.
+
+        The first error stays: others follow from it.
+        """
         with contextlib.suppress(RuntimeError):
-            self._store.set(_abort_key(prefix), error)
+            if not self.is_aborted(prefix):
+                self._store.set(_abort_key(prefix), error)
 
     def is_aborted(self, prefix: str) -> bool:
         """Say whether a rank that meets under a prefix has given up."""

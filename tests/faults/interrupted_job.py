@@ -1,7 +1,7 @@
 """A job that saves one step after the other for ever, to be killed; and what must hold when it was.
 
-Owns what the job does, on ranks of a pool or, as a script, under torchrun; what it notes of its processes; and
-what is looked at after a kill. Who kills, and when, is up to the tests.
+Owns what the job does, on ranks of a pool or, as a script, under torchrun; what it notes of its processes;
+and what is looked at after a kill. Who kills, and when, is up to the tests.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class Notes:
 def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool) -> None:
     """Go on from the newest step, for ever; the value of every element is the number of the step."""
     # Not behind others, as in training: here nothing else is done.
-    checkpointer = Checkpointer(
-        root, keep_last=2, async_save=async_save, async_options=AsyncOptions(nice=0)
-    )
+    checkpointer = Checkpointer(root, keep_last=2, async_save=async_save, async_options=AsyncOptions(nice=0))
     rank, size = dist.get_rank(), dist.get_world_size()
     saver = checkpointer._saver
     notes.tell_processes(saver.writer_pid if saver is not None else None)

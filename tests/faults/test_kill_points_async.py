@@ -1,7 +1,7 @@
 """Writer processes stop at every moment of an asynchronous save: old or new, never a mixture.
 
-What stops is either a writer that runs in a thread here, with all that a real one does, on a machine whose disk
-is a crash machine's; or a real process, which kills itself.
+What stops is either a writer that runs in a thread here, with all that a real one does, on a crash machine;
+or a real process, which kills itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import AsyncOptions, CheckpointError, Checkpointer, RankFailedError, SaveOptions, ShardedTensor
+from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
 from megackpt.api import save_request
 from megackpt.comm import Group, StoreGroup
 from megackpt.engine.async_save import AsyncSaver
@@ -186,7 +186,9 @@ def test_an_asynchronous_save_does_what_a_synchronous_one_does(ranks: int, over:
     assert other.disk.files_after(Loss.NOTHING) == one.disk.files_after(Loss.NOTHING)
 
 
-@pytest.mark.parametrize(("ranks", "over", "alone"), [(1, 1, False), (4, None, True), (4, 1, False), (4, 1, True)])
+@pytest.mark.parametrize(
+    ("ranks", "over", "alone"), [(1, 1, False), (4, None, True), (4, 1, False), (4, 1, True)]
+)
 def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     ranks: int, over: int | None, alone: bool
 ) -> None:
@@ -194,7 +196,9 @@ def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
         pytest.skip("only with --thorough")
     losses = (Loss.NOTHING, Loss.EVERYTHING) if alone else tuple(Loss)
     files = before(over)
-    tally = Tally(NATIVE, over, names_of(saved(3, ranks=1, strategy=NATIVE).disk.files_after(Loss.EVERYTHING)))
+    tally = Tally(
+        NATIVE, over, names_of(saved(3, ranks=1, strategy=NATIVE).disk.files_after(Loss.EVERYTHING))
+    )
     whole = Listening(files)
     save_behind(whole, 2, ranks=ranks)
     moments = [(rank, index) for rank in range(ranks) for index in range(whole.passed[rank])]
@@ -219,12 +223,12 @@ class Mortal(Checkpointer):
 
 def part(value: float) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    data = torch.full((64,), value)
+    data = torch.full((64,), float(value))
     return {"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, size)), "step": int(value)}
 
 
 def kill_writers(root: Path, points: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """Kill the writer of a rank before or after one of its operations, for each of these, or all there are."""
+    """Kill the writer of a rank before or after one of its operations: each of these, or all there are."""
     rank, size = dist.get_rank(), dist.get_world_size()
     done: list[tuple[int, int]] = []
     with Mortal(root, keep_last=2, async_save=True, timeout_s=60) as checkpointer:
@@ -276,13 +280,11 @@ def test_a_writer_process_killed_at_any_operation_loses_nothing(
     rank_pool: RankPool, tmp_path: Path, ranks: int
 ) -> None:
     points = None if is_thorough() else [(random.randrange(ranks), random.randrange(6))]
-    if ranks == 1 and not is_thorough():
+    if ranks > 1 and not is_thorough():  # to start writers takes seconds
         pytest.skip("only with --thorough")
     everyone = rank_pool.run(kill_writers, ranks, tmp_path / "root", points, timeout_s=1200)
     print(f"killed at {len(everyone[0])} points: {everyone[0]}")
     assert len(everyone[0]) >= (1 if points is not None else 15)
     for step in (checkpointer := Checkpointer(tmp_path / "root")).steps():
-        loaded = checkpointer.load(
-            {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(64 * ranks))}, step
-        )
+        loaded = checkpointer.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(64 * ranks))}, step)
         assert torch.equal(loaded["w"], torch.full((64 * ranks,), float(step)))
