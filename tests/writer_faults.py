@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megackpt.comm import agreement, group
+from megackpt.comm.group import run_step
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.storage import Store
+from megackpt.testing.faulty_store import FaultyStore
 
 LIMIT_S = 60.0
 
@@ -66,3 +71,80 @@ class KilledStrategy(NativeSaveStrategy):
         if kwargs["rank"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().write_chunks(*args, **kwargs)
+
+
+ORDER = "trouble.json"
+"""Beside a root: in which of its steps which writer process gets into trouble, as JSON of an `Order`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to happen in a writer process.
+
+    Attributes:
+        trainer: process id of the rank whose writer it is.
+        before: how many meetings of a save, or operations of its store, come before.
+        how: `raises`, `dies` or `sleeps`.
+    """
+
+    trainer: int
+    before: int
+    how: str
+
+    def give(self, root: Path) -> None:
+        """Let it happen in the next save below a root."""
+        new = root.parent / f"{ORDER}.new"
+        new.write_text(json.dumps({"trainer": self.trainer, "before": self.before, "how": self.how}))
+        new.replace(root.parent / ORDER)
+
+    def obey(self, begun: int) -> None:
+        """Get into trouble in this process if it is the time to."""
+        if begun != self.before or os.getppid() != self.trainer:
+            return
+        if self.how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "sleeps":
+            time.sleep(LIMIT_S)
+        raise OwnMistakeError("something of one's own")
+
+
+class OwnMistakeError(Exception):
+    """What goes wrong in a writer process."""
+
+
+def order_for(store: Store) -> Order | None:
+    """Return what is to happen in the save of a step, if anything is."""
+    file = Path(store.location).parent.parent / ORDER
+    return Order(**json.loads(file.read_text())) if file.exists() else None
+
+
+def in_trouble(store: Store) -> Store:
+    """A hook that gets into trouble before this process does its part for a meeting: number 0 is this one."""
+    order = order_for(store)
+    begun = 0
+
+    def troubled(step: Callable[[], Any]) -> Any:
+        nonlocal begun
+        begun += 1
+        number = begun
+
+        def instead() -> Any:
+            if order is not None and order_for(store) == order:  # it is of this save, not of the one before
+                order.obey(number)
+            return step()
+
+        return run_step(instead)
+
+    agreement.run_step = group.run_step = troubled
+    if order is not None:
+        order.obey(0)
+    return store
+
+
+def at_an_operation(store: Store) -> Store:
+    """A hook that gets into trouble before (0, 2, ...) or after (1, 3, ...) an operation on the store."""
+    order = order_for(store)
+    if order is None:
+        return store
+    index, after = divmod(order.before, 2)
+    return FaultyStore(store, fail_at=index, after=bool(after), hook=lambda _: order.obey(order.before))

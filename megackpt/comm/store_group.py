@@ -33,6 +33,9 @@ LOOK_EVERY_S = 1.0
 LEAVE_S = 5.0
 """How long rank 0 waits for the others to have read its last words."""
 
+LEAVE_ABORTED_S = 2 * LOOK_EVERY_S
+"""How long if they were given up: until those that wait have looked. One that is lost will not come."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
@@ -53,9 +56,13 @@ class StoreHost:
         self.address = address
 
     def abort(self, prefix: str, error: bytes) -> None:
-        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter."""
+        """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter.
+
+        The first error stays: others follow from it.
+        """
         with contextlib.suppress(RuntimeError):
-            self._store.set(_abort_key(prefix), error)
+            if not self.is_aborted(prefix):
+                self._store.set(_abort_key(prefix), error)
 
     def is_aborted(self, prefix: str) -> bool:
         """Say whether a rank that meets under a prefix has given up."""
@@ -196,9 +203,12 @@ class StoreGroup:
             if self.rank:
                 self._store.add(left, 1)
                 return
-            deadline = time.monotonic() + min(LEAVE_S, self._timeout_s)
+            began = time.monotonic()
             while self._store.add(left, 0) < self.size - 1:
-                if time.monotonic() > deadline:
+                # Whose rank waits longer for one that is lost is taken for stuck itself, and killed.
+                is_aborted = self._store.check([_abort_key(self._prefix)])
+                most = LEAVE_ABORTED_S if is_aborted else LEAVE_S
+                if time.monotonic() - began > min(most, self._timeout_s):
                     return  # one may still come, and is to find that it was given up
                 time.sleep(0.005)
             for key in (*self._told, left, _abort_key(self._prefix)):

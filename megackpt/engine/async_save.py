@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 
 from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error, host_store
+from megackpt.comm.group import common_error
 from megackpt.engine.arena import Layout, lay_out
 from megackpt.engine.idle_writers import give_writer, take_writer
 from megackpt.engine.save import SaveRequest, plan_state
@@ -295,7 +296,8 @@ class AsyncSaver:
                 make()
             except Exception as error:
                 if self._session.host is not None:
-                    self._session.host.abort(meetings_of(planned.attempt), encode_error(error))
+                    said = common_error({group.rank: encode_error(error)}, "making room for its state")
+                    self._session.host.abort(meetings_of(planned.attempt), encode_error(said))
                 raise
         else:
             compare(group, make, alike=0, doing="making room for its state")

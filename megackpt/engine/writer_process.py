@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from megackpt.comm import StoreHost, decode_error, encode_error
+from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.arena import Arena
 from megackpt.engine.staging import StreamClosedError
@@ -192,7 +193,7 @@ class WriterProcess:
 
     def cancel(self, work: Work, error: BaseException) -> None:
         """Let a job fail, on all ranks: what it writes cannot be staged."""
-        data = encode_error(error)
+        data = encode_error(common_error({self._rank: encode_error(error)}, "copying its state"))
         self._send(Cancelled(work.job.number, data))
         self._send(Staged(work.stop))
         if self._host is not None:

@@ -1,0 +1,218 @@
+"""A job that saves one step after the other for ever, to be killed; and what must hold when it was.
+
+Owns what the job does, on ranks of a pool or, as a script, under torchrun; what it notes of its processes;
+and what is looked at after a kill. Who kills, and when, is up to the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megackpt import AsyncOptions, Checkpointer, ShardedTensor
+from megackpt.comm import SingleProcess
+
+RANKS = 2
+TENSORS = 8
+NUMEL = 1 << 20  # 8 tensors of 4 MiB on each of 2 ranks
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """Files in which a life of the job, from a start to a kill, says what must be known of it."""
+
+    directory: Path
+    life: int
+
+    def processes(self) -> list[int]:
+        """Return the process ids of the ranks."""
+        return [json.loads(self._rank(rank).read_text())["rank"] for rank in range(RANKS)]
+
+    def writers(self) -> list[int]:
+        """Return the process ids of the writers of the ranks; none if saves are synchronous."""
+        found = [json.loads(self._rank(rank).read_text())["writer"] for rank in range(RANKS)]
+        return [pid for pid in found if pid]
+
+    def tell_processes(self, writer: int | None) -> None:
+        """Note the processes of this rank."""
+        _put(self._rank(dist.get_rank()), json.dumps({"rank": os.getpid(), "writer": writer}))
+
+    def tell_duration(self, seconds: float) -> None:
+        """Note how long a save takes, right before the next one."""
+        _put(self._saving(), str(seconds))
+
+    def duration(self) -> float:
+        """Wait until the job has saved once, and return how long that took, in seconds."""
+        wait_for(self._saving())
+        return float(self._saving().read_text())
+
+    def tell_step(self, step: int) -> None:
+        """Note that the save of a step begins."""
+        _put(self._step(), str(step))
+
+    def step(self) -> int:
+        """Return the step whose save has begun last."""
+        return int(self._step().read_text())
+
+    def allow(self) -> None:
+        """Let the job begin."""
+        self._go().touch()
+
+    def await_go(self) -> None:
+        """Wait until the job may begin."""
+        wait_for(self._go())
+
+    def _rank(self, rank: int) -> Path:
+        return self.directory / f"life-{self.life}.rank-{rank}"
+
+    def _step(self) -> Path:
+        return self.directory / f"life-{self.life}.step"
+
+    def _saving(self) -> Path:
+        return self.directory / f"life-{self.life}.saving"
+
+    def _go(self) -> Path:
+        return self.directory / f"life-{self.life}.go"
+
+
+def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool) -> None:
+    """Go on from the newest step, for ever; the value of every element is the number of the step."""
+    # Not behind others, as in training: here nothing else is done.
+    checkpointer = Checkpointer(root, keep_last=2, async_save=async_save, async_options=AsyncOptions(nice=0))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    saver = checkpointer._saver
+    notes.tell_processes(saver.writer_pid if saver is not None else None)
+    notes.await_go()
+    tensors = [torch.empty(NUMEL) for _ in range(TENSORS)]
+    parts = [ShardedTensor.from_rank_offsets(f"t{i}", t, (0, rank, size)) for i, t in enumerate(tensors)]
+    first = (checkpointer.find_latest() or 0) + 1
+    step = first
+    while True:
+        for tensor in tensors:  # what was saved asynchronously is not what is there now
+            tensor.fill_(step)
+        state = {"model": dict(zip(map(str, range(TENSORS)), parts, strict=True)), "step": step}
+        if rank == 0:
+            notes.tell_step(step)
+        began = time.monotonic()
+        checkpointer.save(step, state)
+        if step == first + 1:  # of the first save, a writer process may have begun late
+            checkpointer.wait()
+            if rank == 0:
+                notes.tell_duration(time.monotonic() - began)
+        dist.barrier()
+        step += 1
+
+
+def load_alone(root: Path, step: int | None = None) -> tuple[int, torch.Tensor]:
+    """Load a step, or the one that is chosen; return its number and `[tensors, elements]`."""
+    checkpointer = Checkpointer(root, group=SingleProcess())
+    tensors = {
+        str(i): ShardedTensor.from_rank_offsets(f"t{i}", torch.zeros(RANKS * NUMEL)) for i in range(TENSORS)
+    }
+    loaded = checkpointer.load({"model": tensors}, step)
+    return loaded["step"], torch.stack(list(loaded["model"].values()))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What kills have left.
+
+    Attributes:
+        newest: the newest committed step.
+        kills: how many there were.
+        interrupted: how many came before the commit of a save that had begun.
+        torn: how many left a torn step that is newer than the committed ones; of others the writers, which
+            found themselves alone, have removed the files before they ended.
+    """
+
+    newest: int = 0
+    kills: int = 0
+    interrupted: int = 0
+    torn: int = 0
+
+    def look(self, root: Path, notes: Notes) -> None:
+        """Check that all that is committed loads, bit for bit, and that nothing torn is chosen."""
+        found = Checkpointer(root, group=SingleProcess()).scan()
+        newest = found.committed[-1]
+        assert newest > self.newest
+        for asked in (*found.committed[:-1], None):
+            step, values = load_alone(root, asked)
+            assert step == (newest if asked is None else asked)
+            assert torch.equal(values, torch.full_like(values, step))
+        # Torn is the step that was being saved, or an old one that was being removed.
+        assert all(torn == newest + 1 or torn < found.committed[0] for torn in found.torn)
+        self.newest = newest
+        self.kills += 1
+        self.interrupted += notes.step() > newest
+        self.torn += any(torn > newest for torn in found.torn)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kills} kills, {self.interrupted} before the commit of a save that had begun, of which "
+            f"{self.torn} left a torn step; newest committed step {self.newest}"
+        )
+
+
+def await_end(pids: list[int], limit_s: float) -> float:
+    """Return how long it took until none of the processes was left, in seconds."""
+    began = time.monotonic()
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() - began < limit_s, f"processes {left} are still there"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, which has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def named_shared_memory(pid: int) -> list[str]:
+    """Return what a process holds of /dev/shm that would stay there after it."""
+    held = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    for descriptor in list(Path(f"/proc/{pid}/fd").iterdir()):
+        try:
+            held.append(os.readlink(descriptor))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return [name for name in held if name.startswith("/dev/shm/") and not name.endswith("(deleted)")]
+
+
+def wait_for(path: Path) -> None:
+    """Return when there is such a file."""
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.002)
+
+
+def _put(path: Path, text: str) -> None:
+    path.with_suffix(path.suffix + ".new").write_text(text)
+    path.with_suffix(path.suffix + ".new").replace(path)
+
+
+def main() -> None:
+    """Be one rank of the job under torchrun: `interrupted_job.py ROOT NOTES`."""
+    torch.set_num_threads(1)
+    notes = Notes(Path(sys.argv[2]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    # Not torchrun's own store, in which gloo finds the addresses of the life before.
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(notes.directory / f"life-{notes.life}.store"), size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    save_one_step_after_the_other(Path(sys.argv[1]), notes, async_save=True)
+
+
+if __name__ == "__main__":
+    main()
