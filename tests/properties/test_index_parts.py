@@ -69,7 +69,7 @@ def stored_chunks(draw: st.DrawFn) -> StoredChunks:
     return StoredChunks(
         table,
         np.arange(len(table)) % 3,
-        np.arange(len(table)) * 4096,
+        np.cumsum(table.nbytes) - table.nbytes,  # one after the other, as in a file
         np.cumsum(counts) - counts,
         digests,
         tuple(f"data/{i}" for i in range(3)),
