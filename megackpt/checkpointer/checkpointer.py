@@ -226,7 +226,7 @@ class Checkpointer(Run):
 
     @property
     def failed_saves(self) -> int:
-        """How many saves have failed. Local; equal on all ranks once all have met the error of the last one."""
+        """How many saves have failed. Local; equal on all ranks once all have met the last error."""
         return self._failures.count
 
     def save(

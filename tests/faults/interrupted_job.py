@@ -88,7 +88,7 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
     # Not behind others, as in training: here nothing else is done.
     checkpointer = Checkpointer(root, keep_last=2, async_save=async_save, async_options=AsyncOptions(nice=0))
     rank, size = dist.get_rank(), dist.get_world_size()
-    saver = checkpointer._saver
+    saver = checkpointer._behind and checkpointer._behind.saver
     notes.tell_processes(saver.writer_pid if saver is not None else None)
     notes.await_go()
     tensors = [torch.empty(NUMEL) for _ in range(TENSORS)]

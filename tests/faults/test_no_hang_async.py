@@ -55,7 +55,7 @@ def started(root: Path, timeout_s: float, kind: type[Checkpointer] = Checkpointe
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
     options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
     checkpointer = kind(root, async_save=True, async_options=options, timeout_s=timeout_s)
-    saver = checkpointer._saver
+    saver = checkpointer._behind and checkpointer._behind.saver
     assert saver is not None
     saver._session.running().wait_ready()
     dist.barrier()
@@ -181,7 +181,7 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
         said = str(error)
     elapsed = time.monotonic() - began
     (gate / f"raised.{rank}").touch()
-    saver = checkpointer._saver
+    saver = checkpointer._behind and checkpointer._behind.saver
     assert saver is not None
     saver.abandon()
     return said, elapsed
