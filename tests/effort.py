@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 THOROUGH = "MEGACKPT_TESTS_THOROUGH"
 """Set in the environment, for decorators and for processes that tests start."""
 
@@ -15,6 +17,11 @@ THOROUGH = "MEGACKPT_TESTS_THOROUGH"
 def is_thorough() -> bool:
     """Whether `--thorough` was given."""
     return THOROUGH in os.environ
+
+
+def only_thorough(why: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that `--thorough` alone runs; why says what else holds its claim."""
+    return pytest.mark.skipif(not is_thorough(), reason=f"only with --thorough: {why}")
 
 
 def sample_of(whole: int, *, at_least: int = 20) -> int:

@@ -28,6 +28,7 @@ from megackpt.comm import together, world_group
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import Outcome, RankPool
+from tests.effort import only_thorough
 
 pytestmark = pytest.mark.multiprocess
 
@@ -196,6 +197,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_everywhere_and_the_old_checkpoin
     assert sum(rank_pool.run(load_everything, 4, tmp_path / "c")) == 4 * 4096
 
 
+@only_thorough("test_no_hang.py kills ranks at random steps")
 def test_a_rank_that_dies_is_named_before_the_deadline(rank_pool: RankPool, tmp_path: Path) -> None:
     began = time.monotonic()
     errors = timed(rank_pool.outcomes(save_while_rank_1_dies, 4, tmp_path / "c"), began)
