@@ -18,6 +18,7 @@ from megackpt.checkpointer.going_back import with_copies_of_step
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
 from megackpt.comm import BulkGroup, from_root, together, together_at_root
 from megackpt.engine.load import load_state
+from megackpt.engine.mending import DAMAGE
 from megackpt.engine.steps import LocalPlaces, step_name
 from megackpt.engine.tier_recover import (
     HeldStep,
@@ -30,10 +31,7 @@ from megackpt.engine.tier_recover import (
 from megackpt.engine.tier_transfer import from_rank
 from megackpt.errors import (
     CheckpointError,
-    FormatError,
-    IntegrityError,
     NotACheckpointError,
-    StorageError,
     truncated_list,
 )
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -45,9 +43,6 @@ from megackpt.validation import StrictHandling
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-DAMAGE = (IntegrityError, FormatError, StorageError, NotACheckpointError)
-"""Errors of a load after which another step may still be loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

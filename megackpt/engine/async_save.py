@@ -32,7 +32,6 @@ from megackpt.planning import SavePlan
 log = logging.getLogger(__name__)
 
 _MOST_QUEUED = 4
-_PLANS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)

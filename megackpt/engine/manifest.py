@@ -20,8 +20,8 @@ from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.registry import detect, save_strategies
 from megackpt.formats.strategy import MANIFEST, HasFixedNames, Json, SaveStrategy
 from megackpt.storage import Store
+from megackpt.storage.beside import is_beside
 
-_HALF_REPLACED = re.compile(r"(?:.*/)?\.[^/]+\.[0-9a-f]{16}\.tmp")  # of a replacement that died
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 
@@ -90,7 +90,7 @@ def files_of_saves(store: Store) -> list[str]:
     names, known = store.names(), _known()
     fixed = [n for strategy in known for n in _fixed_names(store, strategy)]
     others = set(names) - set(fixed)
-    halves = [n for n in names if _HALF_REPLACED.fullmatch(n)]
+    halves = [n for n in names if is_beside(n)]
     return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n, known) is not None)]
 
 
@@ -141,7 +141,7 @@ def commit(store: Store, said: Json, *, attempt: str, earlier: Earlier, strategy
 def _stale(store: Store, *, attempt: str, earlier: Earlier, strategy: SaveStrategy) -> list[str]:
     """Return what a commit has made useless: fixed names first, see `HasFixedNames`."""
     names = dict.fromkeys(store.names())
-    stale = [n for n in names if _HALF_REPLACED.fullmatch(n)]
+    stale = [n for n in names if is_beside(n)]
     if there := [n for n in earlier.fixed if n in names]:
         # The new checkpoint may have a file of its own under the same name.
         own = set(strategy.fixed_names(store) if isinstance(strategy, HasFixedNames) else [])

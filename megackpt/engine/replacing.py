@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +17,7 @@ import numpy as np
 from megackpt.errors import CheckpointError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.storage import ObjectStore, Patch, PatchedStore, Store
+from megackpt.storage.beside import name_beside
 
 _STEP_BYTES = 4 * 1024 * 1024
 
@@ -50,7 +50,7 @@ def replace_files(store: Store, view: Store, names: Sequence[str], check: Callab
             path=store.location,
         )
     store.delete([n for n in store.names() if any(_is_beside(n, name) for name in names)])  # of a crash
-    aside = {name: _beside(name) for name in names}
+    aside = {name: name_beside(name) for name in names}
     try:
         for name, written in aside.items():
             _copy(view, name, store, written)
@@ -66,12 +66,6 @@ def replace_files(store: Store, view: Store, names: Sequence[str], check: Callab
             store.sync()  # what it names is there for good before it is
         store.move(aside[name], name)
     store.sync()
-
-
-def _beside(name: str) -> str:
-    """Return a name beside a file that is known for what a crash has left; see docs/format.md."""
-    head, slash, leaf = name.rpartition("/")
-    return f"{head}{slash}.{leaf}.{secrets.token_hex(8)}.tmp"
 
 
 def _is_beside(written: str, name: str) -> bool:

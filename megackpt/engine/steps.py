@@ -27,9 +27,9 @@ from megackpt.storage import (
     is_in_memory,
     is_object_url,
 )
+from megackpt.storage.beside import is_beside
 from megackpt.storage.refusal import refusals
 
-_HALF = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _AT_ONCE = 16  # requests, when many steps are looked at
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
@@ -286,7 +286,7 @@ class ObjectPlaces:
 
 
 def _halves_in(root: Store) -> list[str]:
-    return [name for name in root.names(".") if _HALF.fullmatch(name.rpartition("/")[2])]
+    return [name for name in root.names(".") if is_beside(name)]
 
 
 def _remove_saved(store: Store) -> None:

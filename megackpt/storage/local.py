@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 
 from megackpt.storage.beneath import Beneath, flush_directory
+from megackpt.storage.beside import name_beside
 from megackpt.storage.buffers import COMMON_POOL, BufferPool
 from megackpt.storage.rawio import write_fully
 from megackpt.storage.reader import FileReader, fill_cached
@@ -97,8 +97,7 @@ class LocalStore:
         '.tmp'.
         """
         check_name(name, location=self._root)
-        head, slash, leaf = name.rpartition("/")
-        temporary = f"{head}{slash}.{leaf}.{secrets.token_hex(8)}.tmp"
+        temporary = name_beside(name)
         self._write_small(temporary, data)
         try:
             with refusals("replace", self._files.path(name)):

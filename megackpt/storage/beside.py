@@ -1,0 +1,22 @@
+"""Names of files that are written beside another, to be renamed to it.
+
+Owns the rule, by which what a crash has left is known; see docs/format.md.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_BESIDE = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+
+
+def name_beside(name: str) -> str:
+    """Return a new name in the directory of a file."""
+    head, slash, leaf = name.rpartition("/")
+    return f"{head}{slash}.{leaf}.{secrets.token_hex(8)}.tmp"
+
+
+def is_beside(name: str) -> bool:
+    """Say whether a name was made by `name_beside`, for any file."""
+    return _BESIDE.fullmatch(name.rpartition("/")[2]) is not None
