@@ -55,14 +55,14 @@ class StoreHost:
         self._store = store  # a dist.Store
         self.address = address
 
-    def abort(self, prefix: str, error: bytes) -> None:
+    def abort(self, prefix: str, error: bytes) -> bytes:
         """Let the ranks that meet under a prefix fail with an error; a store that is gone is no matter.
 
-        The first error stays: others follow from it.
+        Return the error with which they fail: the first that a rank has given, from which others follow.
         """
         with contextlib.suppress(RuntimeError):
-            if not self.is_aborted(prefix):
-                self._store.set(_abort_key(prefix), error)
+            return _first_error(self._store, prefix, error)
+        return error
 
     def is_aborted(self, prefix: str) -> bool:
         """Say whether a rank that meets under a prefix has given up."""
@@ -291,7 +291,7 @@ class StoreGroup:
             rank=missing[0],
         )
         with contextlib.suppress(RuntimeError):
-            self._store.set(_abort_key(self._prefix), encode_error(error))
+            raise decode_error(_first_error(self._store, self._prefix, encode_error(error)))
         raise error
 
     def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
@@ -318,6 +318,14 @@ def decode_error(data: bytes) -> CheckpointError:
     fields = json.loads(data)
     kind = error_class(fields["class"])
     return kind(fields["text"], key=fields["key"], rank=fields.get("rank"), path=fields["path"])
+
+
+def _first_error(store: Any, prefix: str, error: bytes) -> bytes:
+    """Leave an error for the ranks that meet under a prefix, unless there is one; return which is there.
+
+    One request to the store's server, so that two ranks that give up at once do so with one error.
+    """
+    return bytes(store.compare_set(_abort_key(prefix), "", error.decode()))
 
 
 def _abort_key(prefix: str) -> str:

@@ -292,7 +292,8 @@ class WriterProcess:
                     if isinstance(message, Consumed):
                         self._consumed = message.position
                     elif isinstance(message, Ended):
-                        self._end(self._work(message.job), _error_of(message))
+                        error = _error_of(message.error) if message.error is not None else None
+                        self._end(self._work(message.job), error)
                     elif isinstance(message, Ready):
                         self._is_ready = True
                     self._news.notify_all()
@@ -327,15 +328,16 @@ class WriterProcess:
         with self._news:
             lost = list(self._under_way)
             for work in lost:
-                error = WriterFailedError(
+                error: CheckpointError = WriterFailedError(
                     f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} "
                     f"while saving {work.job.label}. It is started again for the next save.",
                     rank=self._rank,
                 )
-                self._end(work, error)
                 if self._host is not None:
-                    self._host.abort(meetings_of(work.job.attempt), encode_error(error))
+                    first = self._host.abort(meetings_of(work.job.attempt), encode_error(error))
+                    error = _error_of(first)
                     self._host.leave(meetings_of(work.job.attempt))
+                self._end(work, error)
             self._news.notify_all()
 
     def _how_it_ended(self) -> str:
@@ -345,9 +347,9 @@ class WriterProcess:
         return f"ended with exit code {code}"
 
 
-def _error_of(ended: Ended) -> CheckpointError | None:
+def _error_of(said: bytes) -> CheckpointError:
     """Return what a job ended in; ranks that writers miss are writers."""
-    error = decode_error(ended.error) if ended.error is not None else None
+    error = decode_error(said)
     if type(error) is RankFailedError:
         return WriterFailedError(error.message, key=error.key, rank=error.rank, path=error.path)
     return error

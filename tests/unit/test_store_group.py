@@ -124,3 +124,20 @@ def test_a_store_that_goes_away_is_an_error_that_says_so() -> None:
 def test_a_store_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(RankFailedError, match=r"at localhost:1 cannot be reached.*coordinator_host"):
         connect_store(StoreAddress("localhost", 1), timeout_s=0.3)
+
+
+def test_of_several_that_give_up_at_once_the_first_is_heard_by_all(server: Any) -> None:
+    address = StoreAddress("localhost", server.port)
+    together_now = threading.Barrier(RANKS)
+
+    def give_up(group: StoreGroup) -> list[bytes]:
+        host = StoreHost(connect_store(address, timeout_s=5), address)
+        mine = encode_error(RankFailedError("gone", rank=group.rank))
+        said = []
+        for number in range(200):
+            together_now.wait()
+            said.append(host.abort(f"job-{number}", mine))
+        return said
+
+    first, *others = on_ranks(server, give_up)
+    assert all(said == first for said in others)
