@@ -108,7 +108,7 @@ def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None
     commands = [body for kind, body in _BLOCK.findall((ROOT / "README.md").read_text()) if kind == "bash"]
     assert commands == [
         "pip install -e . && python examples/elastic_resume.py\n",
-        "pip install -e '.[test]' && pytest\n",
+        "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n",
     ]
 
 
