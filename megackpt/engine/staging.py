@@ -58,6 +58,7 @@ def fill(memory: Octets, span: Span, rows: Sequence[int], pieces: Pieces, ring: 
         CheckpointError: what pieces raise.
     """
     if not rows:
+        ring.tell_staged(span.stop)
         return
     free = ring.room_from(span.start)
     told = span.start

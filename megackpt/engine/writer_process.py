@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -105,6 +106,7 @@ class WriterProcess:
         self._consumed = 0
         self._capacity = 0
         self._under_way: list[Work] = []
+        self._untold: deque[Job] = deque()  # of which the process has not heard yet
         self._rank = 0
         self._host: StoreHost | None = None
         self._outbox: queue.SimpleQueue[ToWriter | None] = queue.SimpleQueue()
@@ -173,14 +175,18 @@ class WriterProcess:
         follow: Callable[[], None],
         failed: Callable[[], None],
     ) -> Work:
-        """Give it a job, made of a number and the position at which its part of the stream begins."""
+        """Take up a job, made of a number and the position at which its part of the stream begins.
+
+        The process hears of it with the first bytes of it that are there: until then it, and through the
+        first meeting of writers those of other ranks, would only take processor time from the copy.
+        """
         job = make(next(self._numbers), self._position)
         self._position += nbytes
         work = Work(job, self._position, follow, failed)
         with self._news:
             self._under_way.append(work)
             is_lost = self._is_lost
-        self._send(job)
+        self._untold.append(job)
         if is_lost:
             self._fail_all()
         return work
@@ -194,6 +200,7 @@ class WriterProcess:
     def cancel(self, work: Work, error: BaseException) -> None:
         """Let a job fail, on all ranks: what it writes cannot be staged."""
         data = encode_error(common_error({self._rank: encode_error(error)}, "copying its state"))
+        self._tell_jobs()
         self._send(Cancelled(work.job.number, data))
         self._send(Staged(work.stop))
         if self._host is not None:
@@ -211,6 +218,7 @@ class WriterProcess:
 
     def tell_staged(self, position: int) -> None:
         """Say that the stream is there up to a position."""
+        self._tell_jobs()
         self._send(Staged(position))
 
     def wait_ready(self) -> None:
@@ -269,6 +277,10 @@ class WriterProcess:
     def _send(self, message: ToWriter) -> None:
         """Send a message, sooner or later; what comes after it is sent after it."""
         self._outbox.put(message)
+
+    def _tell_jobs(self) -> None:
+        while self._untold:
+            self._send(self._untold.popleft())
 
     def _forget_plans(self, most: int) -> None:
         while len(self._plans) > most:
