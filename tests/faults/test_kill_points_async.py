@@ -105,7 +105,7 @@ class MortalWriter(Writer):
         self.kill()
 
     def _work(self) -> None:
-        with suppress(Stopped):
+        with suppress(Stopped, OSError):  # the rank may have closed its end, with which a real one is killed
             super()._work()
         self.kill()
 
