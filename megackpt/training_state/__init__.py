@@ -2,7 +2,7 @@
 
 from megackpt.training_state.data_position import DataPosition
 from megackpt.training_state.objects import CommonObject, RankObject, Stateful, loader_object
-from megackpt.training_state.position import RankPosition
+from megackpt.training_state.rank_position import RankPosition
 from megackpt.training_state.resumable import Resumable
 from megackpt.training_state.rng import RngState
 from megackpt.training_state.rng_sources import (

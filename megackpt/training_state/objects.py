@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedObject, ShardedStateDict
-from megackpt.training_state.position import RankPosition, said
+from megackpt.training_state.rank_position import RankPosition, in_words
 
 
 class Stateful(Protocol):
@@ -98,9 +98,8 @@ class RankObject:
             self.wrapped.load_state_dict(loaded["state"])
             return ""
         name = type(self.wrapped).__name__
-        different = (
-            f"of a {name} were saved at {said(loaded['sizes'])}, and this run is at {said(self._sizes)}"
-        )
+        then, now = in_words(loaded["sizes"]), in_words(self._sizes)
+        different = f"of a {name} were saved at {then}, and this run is at {now}"
         if self.elsewhere == "keep":
             return f"states {different}: each rank keeps what its own holds"
         raise MismatchError(

@@ -14,19 +14,8 @@ import numpy as np
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedObject, ShardedStateDict
 from megackpt.parallel import ParallelRng
-from megackpt.training_state.position import RankPosition, said
-from megackpt.training_state.rng_sources import (
-    CudaRng,
-    NumpyGenerator,
-    NumpyRng,
-    ParallelStreams,
-    PythonRng,
-    RngSource,
-    Seeds,
-    StatesTracker,
-    TorchRng,
-    TrackedRng,
-)
+from megackpt.training_state.rank_position import RankPosition, in_words
+from megackpt.training_state.rng_sources import RngSource, Seeds, StatesTracker, sources_of_process
 
 
 class RngState:
@@ -79,18 +68,7 @@ class RngState:
             generators: numpy's generators of the program's own, by name.
             elsewhere: as for the class.
         """
-        sources: dict[str, RngSource] = {
-            "python": PythonRng(),
-            "numpy": NumpyRng(),
-            "torch": TorchRng(),
-            "cuda": CudaRng(),
-        }
-        for name, generator in (generators or {}).items():
-            sources[f"numpy.{name}"] = NumpyGenerator(generator, name)
-        if parallel is not None:
-            sources["parallel"] = ParallelStreams(parallel)
-        if tracker is not None:
-            sources["tracker"] = TrackedRng(tracker)
+        sources = sources_of_process(parallel=parallel, tracker=tracker, generators=generators or {})
         return cls(position, seed=seed, sources=sources, elsewhere=elsewhere)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
@@ -135,7 +113,7 @@ class RngState:
         """Say what differs between what was saved and what is here, "" if nothing does."""
         layout = dict(self.position.layout)
         if loaded["layout"] != layout:
-            return f"at {said(loaded['layout'])}, and this run is at {said(layout)}"
+            return f"at {in_words(loaded['layout'])}, and this run is at {in_words(layout)}"
         if loaded["sources"] != sorted(self.sources):
             return f"from {', '.join(loaded['sources'])}, and this run has {', '.join(sorted(self.sources))}"
         return ""

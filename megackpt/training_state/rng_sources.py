@@ -1,7 +1,7 @@
 """Generators of random numbers, each with a way to take its state, give it back, and seed it anew.
 
-Owns what the state of each kind of generator is, as plain values: nothing is pickled. Whose state it is, and
-when it may be given back, is decided in `rng`.
+Owns what the state of each kind of generator is, as plain values (nothing is pickled), and which generators a
+process has. Whose state it is, and when it may be given back, is decided in `rng`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.parallel import ParallelRng, stable_seed
-from megackpt.training_state.position import RankPosition
+from megackpt.training_state.rank_position import RankPosition
 
 DATA_AXES = ("dp",)
 """Along which python's and numpy's generators are seeded apart: ranks that read the same samples change them
@@ -272,6 +272,28 @@ class ParallelStreams:
     def reseed(self, seeds: Seeds) -> None:
         """Reseed it for the step."""
         self.rng.reseed(seeds.step)
+
+
+def sources_of_process(
+    *,
+    parallel: ParallelRng | None,
+    tracker: StatesTracker | None,
+    generators: Mapping[str, np.random.Generator],
+) -> dict[str, RngSource]:
+    """Return every generator of this process by name, and those that the program has of its own."""
+    sources: dict[str, RngSource] = {
+        "python": PythonRng(),
+        "numpy": NumpyRng(),
+        "torch": TorchRng(),
+        "cuda": CudaRng(),
+    }
+    for name, generator in generators.items():
+        sources[f"numpy.{name}"] = NumpyGenerator(generator, name)
+    if parallel is not None:
+        sources["parallel"] = ParallelStreams(parallel)
+    if tracker is not None:
+        sources["tracker"] = TrackedRng(tracker)
+    return sources
 
 
 def _device_of(state: Any) -> torch.device:

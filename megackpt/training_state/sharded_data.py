@@ -11,7 +11,7 @@ from typing import Any
 
 from megackpt.errors import DeclarationError, MismatchError, truncated_list
 from megackpt.mapping import ShardedObject, ShardedStateDict
-from megackpt.training_state.position import RankPosition
+from megackpt.training_state.rank_position import RankPosition
 from megackpt.training_state.shard_reader import ShardReader
 
 

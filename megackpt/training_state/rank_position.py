@@ -98,10 +98,10 @@ class RankPosition:
         return tuple((axis, self.coordinates[axis]) for axis in axes if axis in self.coordinates)
 
 
-def said(layout: Mapping[str, int]) -> str:
+def in_words(layout: Mapping[str, int]) -> str:
     """Return a layout in words.
 
-    >>> said({"tp": 2, "dp": 4})
+    >>> in_words({"tp": 2, "dp": 4})
     'dp 4, tp 2'
     """
     return ", ".join(f"{axis} {layout[axis]}" for axis in sorted(layout))
