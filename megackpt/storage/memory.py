@@ -9,17 +9,10 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 
 from megackpt.errors import StorageError
-from megackpt.storage.refusal import (
-    closed_early,
-    ends_early,
-    storage_error,
-    too_large,
-    too_many_bytes,
-    writer_is_closed,
-)
+from megackpt.storage.refusal import ends_early, storage_error, too_large
+from megackpt.storage.sized_writer import SizedWriter
 from megackpt.storage.store import check_name
 
 
@@ -139,45 +132,26 @@ class MemoryStore:
         return f"{self._location}/{name}"
 
 
-class MemoryWriter:
+class MemoryWriter(SizedWriter):
     """A `StreamWriter` into a MemoryStore."""
 
     def __init__(self, store: MemoryStore, name: str, nbytes: int) -> None:
+        super().__init__(f"{store.location}/{name}", nbytes)
         self._store = store
         self._name = name
-        self._nbytes = nbytes
         self._data = bytearray()
-        self._open = True
 
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
-        if not self._open:
-            raise writer_is_closed(self._path)
         nbytes = memoryview(data).nbytes
-        if len(self._data) + nbytes > self._nbytes:
-            raise too_many_bytes(self._path, nbytes, written=len(self._data), expected=self._nbytes)
+        self._check_room(nbytes)
         if nbytes:
             self._data += memoryview(data).cast("B")
+        self._written += nbytes
 
-    def close(self) -> None:
-        """Make the file visible. See StreamWriter."""
-        if not self._open:
-            return
+    def _complete(self) -> None:
         self._open = False
-        if len(self._data) != self._nbytes:
-            raise closed_early(self._path, written=len(self._data), expected=self._nbytes)
         self._store.write(self._name, bytes(self._data))
 
-    def __enter__(self) -> MemoryWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        if kind is None:
-            self.close()
+    def _abandon(self) -> None:
         self._open = False
-
-    @property
-    def _path(self) -> str:
-        return f"{self._store.location}/{self._name}"

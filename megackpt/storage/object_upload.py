@@ -11,7 +11,6 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL, Octets
 from megackpt.storage.object_library import ObjectOptions, obstore, repeating
 from megackpt.storage.object_refusal import object_refusals
-from megackpt.storage.refusal import closed_early, too_many_bytes, writer_is_closed
+from megackpt.storage.sized_writer import SizedWriter
 
 _MOST_PARTS = 10_000  # Source: Amazon S3, limits of multipart uploads.
 _MARK = "megackpt-upload"  # metadata of an object that says which upload made it
@@ -96,7 +95,7 @@ def _front(view: Octets, count: int) -> Octets:
     return np.frombuffer(view.data[:count], np.uint8)  # its base is the view, not what that lies in
 
 
-class ObjectWriter:
+class ObjectWriter(SizedWriter):
     """A `StreamWriter` into an object store. The object is visible, all at once, when it is closed.
 
     client is the library's, key the object's name in it. An upload that fails or is left by an exception is
@@ -105,12 +104,9 @@ class ObjectWriter:
     """
 
     def __init__(self, client: Any, key: str, nbytes: int, *, path: str, options: ObjectOptions) -> None:
+        super().__init__(path, nbytes)
         self._client = client
         self._key = key
-        self._nbytes = nbytes
-        self._path = path
-        self._written = 0
-        self._open = True
         self._filling: Octets | None = None
         self._filled = 0
         self._error: Exception | None = None
@@ -130,11 +126,8 @@ class ObjectWriter:
 
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
-        if not self._open:
-            raise writer_is_closed(self._path)
         left = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.zeros(0, np.uint8)
-        if self._written + left.size > self._nbytes:
-            raise too_many_bytes(self._path, left.size, written=self._written, expected=self._nbytes)
+        self._check_room(left.size)
         self._written += left.size
         while left.size:
             if self._filling is None:
@@ -150,13 +143,7 @@ class ObjectWriter:
             if self._filled == self._filling.size:
                 self._hand_on()
 
-    def close(self) -> None:
-        """Complete the upload. See StreamWriter."""
-        if not self._open:
-            return
-        if self._written != self._nbytes:
-            self._abandon()
-            raise closed_early(self._path, written=self._written, expected=self._nbytes)
+    def _complete(self) -> None:
         self._open = False
         self._hand_on()
         self._pipe.end("ended")
@@ -166,17 +153,6 @@ class ObjectWriter:
             self._thread.join()
         if self._error is not None and not self._has_arrived():
             self._raise_error()
-
-    def __enter__(self) -> ObjectWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        if kind is None:
-            self.close()
-        elif self._open:
-            self._abandon()
 
     def _hand_on(self) -> None:
         if self._filling is not None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 
 from megackpt.storage.buffers import BufferPool
 from megackpt.storage.rawio import enable_direct, reserve
-from megackpt.storage.refusal import closed_early, refusals, too_many_bytes, writer_is_closed
+from megackpt.storage.refusal import refusals
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import BufferedSink, DirectSink, FileOptions, Sink
+from megackpt.storage.sized_writer import SizedWriter
 
 
-class FileWriter:
+class FileWriter(SizedWriter):
     """A `StreamWriter` for a file that was just created.
 
     descriptor is open for writing and now belongs to the writer. remove deletes the file if it cannot be
@@ -37,13 +37,10 @@ class FileWriter:
         options: FileOptions,
         pool: BufferPool,
     ) -> None:
+        super().__init__(path, nbytes)
         self._descriptor = descriptor
-        self._nbytes = nbytes
-        self._path = path
         self._remove = remove
         self._writing = refusals("write", path, nbytes=nbytes)
-        self._written = 0
-        self._open = True
         self._sink: Sink = BufferedSink(descriptor)
         try:
             with refusals("reserve space", path, nbytes=nbytes):
@@ -57,22 +54,15 @@ class FileWriter:
 
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
-        self._check_open()
         nbytes = memoryview(data).nbytes
-        if self._written + nbytes > self._nbytes:
-            raise too_many_bytes(self._path, nbytes, written=self._written, expected=self._nbytes)
+        self._check_room(nbytes)
         if nbytes:
             with self._writing:
                 self._sink.append(np.frombuffer(data, np.uint8))
             self._written += nbytes
 
-    def close(self) -> None:
-        """Make the content durable. See StreamWriter."""
-        if not self._open:
-            return
+    def _complete(self) -> None:
         try:
-            if self._written != self._nbytes:
-                raise closed_early(self._path, written=self._written, expected=self._nbytes)
             with self._writing:
                 self._sink.finish()
                 os.fsync(self._descriptor)
@@ -81,21 +71,6 @@ class FileWriter:
             raise
         with refusals("close", self._path):
             self._release()
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        if kind is None:
-            self.close()
-        elif self._open:
-            self._abandon()
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise writer_is_closed(self._path)
 
     def _abandon(self) -> None:
         self._release()
