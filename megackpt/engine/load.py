@@ -24,8 +24,8 @@ from megackpt.comm import GivenGroup, Group, subgroup_members, together
 from megackpt.engine.agree_on_load import check_alike, check_exchange, exchange_ranks
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
+from megackpt.engine.fallback import Fallback
 from megackpt.engine.manifest import read_manifest
-from megackpt.engine.mending import Fallback
 from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import FormatError, MismatchError, MissingKeyError, RankFailedError, truncated_list

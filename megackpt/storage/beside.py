@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import secrets
 
-_BESIDE = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_END = r"\.[0-9a-f]{16}\.tmp"
+_BESIDE = re.compile(rf"\..+{_END}")
 
 
 def name_beside(name: str) -> str:
@@ -20,3 +21,9 @@ def name_beside(name: str) -> str:
 def is_beside(name: str) -> bool:
     """Say whether a name was made by `name_beside`, for any file."""
     return _BESIDE.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def is_beside_file(name: str, file: str) -> bool:
+    """Say whether a name was made by `name_beside` for this file."""
+    head, slash, leaf = file.rpartition("/")
+    return re.fullmatch(re.escape(f"{head}{slash}.{leaf}") + _END, name) is not None

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+PARITY = "parity"
+"""What parity is called as a source; a copy is called by its location."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mended:

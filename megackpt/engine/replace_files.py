@@ -8,7 +8,6 @@ crash leaves.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +16,7 @@ import numpy as np
 from megackpt.errors import CheckpointError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.storage import ObjectStore, Patch, PatchedStore, Store
-from megackpt.storage.beside import name_beside
+from megackpt.storage.beside import is_beside_file, name_beside
 
 _STEP_BYTES = 4 * 1024 * 1024
 
@@ -49,7 +48,7 @@ def replace_files(store: Store, view: Store, names: Sequence[str], check: Callab
             f"nothing in it is repaired. Repair a copy of the checkpoint in a directory.",
             path=store.location,
         )
-    store.delete([n for n in store.names() if any(_is_beside(n, name) for name in names)])  # of a crash
+    store.delete([n for n in store.names() if any(is_beside_file(n, name) for name in names)])  # of a crash
     aside = {name: name_beside(name) for name in names}
     try:
         for name, written in aside.items():
@@ -66,11 +65,6 @@ def replace_files(store: Store, view: Store, names: Sequence[str], check: Callab
             store.sync()  # what it names is there for good before it is
         store.move(aside[name], name)
     store.sync()
-
-
-def _is_beside(written: str, name: str) -> bool:
-    head, slash, leaf = name.rpartition("/")
-    return re.fullmatch(rf"{re.escape(f'{head}{slash}.{leaf}.')}[0-9a-f]{{16}}\.tmp", written) is not None
 
 
 def _commit_last(names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Owns the order of the sources, the search for one that has the right bytes, and the record of what was used.
 Whatever a source gives is checked against the digests of the save before it is taken. As long as nothing is
-wrong no source is opened, and no rank waits for another.
+wrong no source is opened, and no rank waits for another. Files stay as they are: changing them is `repair`'s.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from megackpt.formats.damage import damage_of
 from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.metadata import ChunkTable
 from megackpt.storage import Store, open_store
-from megackpt.validation import Mended, merged
+from megackpt.validation import PARITY, Mended, merged
 
 log = logging.getLogger(__name__)
 
 DAMAGE = (IntegrityError, FormatError, StorageError, NotACheckpointError)
 """What stored bytes can be that a source may have right: changed, malformed, unreadable, gone."""
-
-PARITY = "parity"
 
 
 @dataclass(frozen=True, slots=True)
