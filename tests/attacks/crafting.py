@@ -103,15 +103,17 @@ def attacks_with(
     values: dict[str, Any],
     build: Callable[[Place, Any], None],
     *,
+    name: str = "",
     harmless: Collection[str] = (),
     another: Collection[str] = (),
 ) -> None:
     """Register one attack for each of some values; claim has a `{}` for the name of the value.
 
-    harmless and another are names of values for which the attack is so.
+    name begins their names; that of build does if none is given. harmless and another are names of values for
+    which the attack is so.
     """
-    for name, value in values.items():
-        whole = f"{build.__name__}_{name}"
+    for which, value in values.items():
+        whole = f"{name or build.__name__}_{which}"
 
         def spoil(place: Place, value: Any = value) -> None:
             build(place, value)
@@ -119,11 +121,11 @@ def attacks_with(
         assert whole not in ATTACKS, whole
         ATTACKS[whole] = Attack(
             name=whole,
-            claim=claim.format(name),
+            claim=claim.format(which),
             base=base,
             build=spoil,
-            is_harmless=name in harmless,
-            is_another=name in another,
+            is_harmless=which in harmless,
+            is_another=which in another,
         )
 
 
@@ -197,6 +199,19 @@ def edit_entry(place: Place, entry: str, **fields: Any) -> None:
     """Replace fields of an entry of metadata.json that names a file."""
     said = json.loads((place.directory / "metadata.json").read_bytes())
     edit_manifest(place, **{entry: {**said[entry], **fields}})
+
+
+def field_is(*fields: str) -> Callable[[Place, Any], None]:
+    """Return what sets a field of metadata.json, or, of two, a field of an entry that names a file."""
+    *entry, field = fields
+
+    def build(place: Place, value: Any) -> None:
+        if entry:
+            edit_entry(place, entry[0], **{field: value})
+        else:
+            edit_manifest(place, **{field: value})
+
+    return build
 
 
 def put_named(place: Place, entry: str, data: bytes) -> None:

@@ -18,9 +18,9 @@ from tests.attacks.crafting import (
     Place,
     attack,
     attacks_with,
-    edit_entry,
     edit_json,
     edit_manifest,
+    field_is,
     put_named,
 )
 
@@ -118,73 +118,29 @@ attacks_with(
 )
 
 
-def backend_is(place: Place, value: Any) -> None:
-    edit_manifest(place, sharded_backend=value)
+BACKENDS = {
+    "a_list": ["megackpt"],
+    "an_object": {"a": 1},
+    "a_module": "os.system",
+    "other": "torch_dist",
+    "none": None,
+}
+VERSIONS = {"huge": 10**30, "negative": -1, "text": "1"}
 
-
-attacks_with(
-    NATIVE,
-    "the format is {}",
-    {
-        "a_list": ["megackpt"],
-        "an_object": {"a": 1},
-        "a_module": "os.system",
-        "other": "torch_dist",
-        "none": None,
-    },
-    backend_is,
-)
-
-
-def version_is(place: Place, value: Any) -> None:
-    edit_manifest(place, sharded_backend_version=value)
-
-
-attacks_with(
-    NATIVE, "the version of the format is {}", {"huge": 10**30, "negative": -1, "text": "1"}, version_is
-)
-
-
-def index_file_is(place: Place, name: Any) -> None:
-    edit_entry(place, "index", file=name)
-
-
-attacks_with(NATIVE, "the index is the file {}", NAMES, index_file_is)
-
-
-def common_file_is(place: Place, name: Any) -> None:
-    edit_entry(place, "common", file=name)
-
-
-attacks_with(NATIVE, "the common state is the file {}", NAMES, common_file_is)
-
-
-def index_size_is(place: Place, nbytes: Any) -> None:
-    edit_entry(place, "index", nbytes=nbytes)
-
-
-attacks_with(NATIVE, "the index has {} bytes", SIZES, index_size_is)
-
-
-def common_size_is(place: Place, nbytes: Any) -> None:
-    edit_entry(place, "common_tensors", nbytes=nbytes)
-
-
-attacks_with(NATIVE, "the tensors of the common state have {} bytes", SIZES, common_size_is)
-
-
-def zarr_common_is(place: Place, name: Any) -> None:
-    edit_entry(place, "common", file=name)
-
-
-attacks_with(ZARR_3, "the common state is the file {}", NAMES, zarr_common_is)
-
-
-def zarr_arrays_are(place: Place, name: Any) -> None:
-    edit_manifest(place, arrays=name)
-
-
-attacks_with(ZARR_3, "the arrays are in the directory {}", NAMES, zarr_arrays_are)
+for base, name, fields, claim, values in (
+    (NATIVE, "backend_is", ("sharded_backend",), "the format is {}", BACKENDS),
+    (NATIVE, "version_is", ("sharded_backend_version",), "the version of the format is {}", VERSIONS),
+    (NATIVE, "index_file_is", ("index", "file"), "the index is the file {}", NAMES),
+    (NATIVE, "common_file_is", ("common", "file"), "the common state is the file {}", NAMES),
+    (NATIVE, "index_size_is", ("index", "nbytes"), "the index has {} bytes", SIZES),
+    (
+        *(NATIVE, "common_size_is", ("common_tensors", "nbytes")),
+        *("the tensors of the common state have {} bytes", SIZES),
+    ),
+    (ZARR_3, "zarr_common_is", ("common", "file"), "the common state is the file {}", NAMES),
+    (ZARR_3, "zarr_arrays_are", ("arrays",), "the arrays are in the directory {}", NAMES),
+):
+    attacks_with(base, claim, values, field_is(*fields), name=name)
 
 
 @attack(NATIVE, "metadata.json is that of another checkpoint")

@@ -42,8 +42,7 @@ for column in (
     def spoil(place: Place, value: int, column: str = column) -> None:
         set_rows(place, column, value)
 
-    spoil.__name__ = f"row_{column}"
-    attacks_with(NATIVE, f"{column} of a chunk is {{}}", NUMBERS, spoil)
+    attacks_with(NATIVE, f"{column} of a chunk is {{}}", NUMBERS, spoil, name=f"row_{column}")
 
 
 def columns_are(place: Place, change: Callable[[Columns], None]) -> None:

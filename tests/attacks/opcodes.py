@@ -1,0 +1,75 @@
+"""Pickles written by hand, opcode by opcode, and the zip files that torch.save puts them in.
+
+Owns how they are written. What is wrong with them is up to the attacks.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+
+
+def named(module: str, name: str) -> bytes:
+    """Opcodes that look up a name in a module."""
+    return f"c{module}\n{name}\n".encode()
+
+
+def text(value: str) -> bytes:
+    """Opcodes of a text."""
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def call(function: bytes, *arguments: bytes | str) -> bytes:
+    """Opcodes that call a function; arguments are opcodes, or texts."""
+    return function + b"(" + b"".join(text(a) if isinstance(a, str) else a for a in arguments) + b"tR"
+
+
+def pickled(*opcodes: bytes) -> bytes:
+    """A pickle of protocol 2."""
+    return b"\x80\x02" + b"".join(opcodes) + b"."
+
+
+def calls(module: str, name: str, *arguments: bytes | str) -> bytes:
+    """A pickle that calls a function of a module."""
+    return pickled(call(named(module, name), *arguments))
+
+
+def zipped(data: bytes, records: dict[str, bytes] | None = None) -> bytes:
+    """What torch.save would write of a pickle and some records."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/byteorder", "little")
+        for name, record in (records or {}).items():
+            archive.writestr(f"archive/{name}", record)
+        archive.writestr("archive/version", "3\n")
+    return out.getvalue()
+
+
+def storage(kind: str, number: str, length: bytes) -> bytes:
+    """Opcodes of a storage on the CPU, whose length is given as opcodes."""
+    return b"(" + text("storage") + named("torch", kind) + text(number) + text("cpu") + length + b"tQ"
+
+
+def rebuilt(stored: bytes, offset: bytes, numbers: bytes) -> bytes:
+    """Opcodes of a tensor over a storage; numbers are the opcodes of its shape and strides."""
+    hooks = named("collections", "OrderedDict") + b")R"
+    return call(named("torch._utils", "_rebuild_tensor_v2"), stored, offset, numbers, b"\x89", hooks)
+
+
+def tensor(
+    *,
+    numel: int = 4,
+    shape: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
+    offset: int = 0,
+    number: str = "0",
+) -> bytes:
+    """Opcodes of a tensor of float32 that makes these claims; without any, of four numbers."""
+
+    def whole(n: int) -> bytes:
+        return b"\x8a\x08" + struct.pack("<q", n)
+
+    numbers = b"".join(b"(" + b"".join(map(whole, values)) + b"t" for values in (shape, stride))
+    return rebuilt(storage("FloatStorage", number, whole(numel)), whole(offset), numbers)
