@@ -30,42 +30,28 @@ from megackpt.parallel import (
 )
 from models.blocks.transformer import TransformerLayer, block_norm, residual_dropout
 from models.config import GPTConfig
+from models.stage import Stage
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 OUTPUT_KEY = "output_layer.weight"
 
 
 class Embedding(ShardedModule):
-    """Token ids `[b, s]` to hidden states `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp.
+    """Token ids `[b, s]` to hidden states `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
 
-    Args:
-        config: the model's sizes.
-        groups: the ranks around this one.
-        rng: random streams for dropout; may be None where config.dropout is 0.
-        sequence_parallel: the output is cut along the sequence.
-        device: where the parameters lie.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        groups: ParallelGroups,
-        rng: ParallelRng | None,
-        *,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(groups)
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.groups)
+        config = stage.config
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
-            groups,
+            stage.groups,
             make_divisible=config.make_vocab_divisible,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=stage.sequence_parallel,
             dtype=config.params_dtype,
-            device=device,
+            device=stage.device,
         )
-        self.dropout = residual_dropout(config, rng, sequence_parallel=sequence_parallel)
+        self.dropout = residual_dropout(stage)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the hidden states of `tokens`."""
@@ -77,33 +63,18 @@ class Decoder(ShardedModule):
     """The layers of this stage and, on the last stage, the final norm. `[s (/tp), b, hidden]` to the same.
 
     Args:
-        config: the model's sizes.
-        groups: the ranks around this one.
-        rng: random streams for dropout; may be None where config.dropout is 0.
+        stage: what its parts are made with.
         owned: global indices of this stage's layers.
-        sequence_parallel: input and output are cut along the sequence.
-        device: where the parameters lie.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        groups: ParallelGroups,
-        rng: ParallelRng | None,
-        owned: range,
-        *,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(groups)
+    def __init__(self, stage: Stage, owned: range) -> None:
+        super().__init__(stage.groups)
 
         def build(index: int) -> TransformerLayer:
-            return TransformerLayer(config, groups, rng, sequence_parallel=sequence_parallel, device=device)
+            return TransformerLayer(stage)
 
-        self.layers = LayerStack(build, owned, config.num_layers, groups)
-        self.final_layernorm = (
-            block_norm(config, groups, sequence_parallel, device) if groups.pp.is_last else None
-        )
+        self.layers = LayerStack(build, owned, stage.config.num_layers, stage.groups)
+        self.final_layernorm = block_norm(stage) if stage.groups.pp.is_last else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the next stage, or the output layer, takes."""
@@ -144,12 +115,11 @@ class GPT(ShardedModule):
         owned = split_layers(config.num_layers, groups.pp.size, counts=layers_per_stage)[groups.pp.rank]
         self.config = config
         self.sequence_parallel = sequence_parallel
-        self.embedding = (
-            Embedding(config, groups, rng, sequence_parallel=sequence_parallel, device=device)
-            if groups.pp.is_first
-            else None
+        stage = Stage(
+            config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
         )
-        self.decoder = Decoder(config, groups, rng, owned, sequence_parallel=sequence_parallel, device=device)
+        self.embedding = Embedding(stage) if groups.pp.is_first else None
+        self.decoder = Decoder(stage, owned)
         self.output_layer = (
             VocabParallelOutput(
                 config.vocab_size,

@@ -16,36 +16,19 @@ from torch import Tensor
 
 from megackpt.parallel import (
     ParallelDropout,
-    ParallelGroups,
-    ParallelRng,
     QKVParallelLinear,
     RowParallelLinear,
     ShardedModule,
 )
-from models.config import GPTConfig
+from models.stage import Stage
 
 
 class SelfAttention(ShardedModule):
-    """Self-attention over `[s, b, hidden]` (with sequence_parallel `[s/tp, b, hidden]`). Collective over tp.
+    """Self-attention over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
 
-    Args:
-        config: the model's sizes.
-        groups: the ranks around this one.
-        rng: random streams for dropout; may be None where config.dropout is 0.
-        sequence_parallel: input and output are cut along the sequence.
-        device: where the parameters lie.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        groups: ParallelGroups,
-        rng: ParallelRng | None,
-        *,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(groups)
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.groups)
+        config = stage.config
         self.head_dim = config.head_dim
         self.rope_base = config.rope_base
         self.linear_qkv = QKVParallelLinear(
@@ -53,23 +36,23 @@ class SelfAttention(ShardedModule):
             config.num_heads,
             config.query_groups,
             config.head_dim,
-            groups,
+            stage.groups,
             bias=config.linear_bias,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=stage.sequence_parallel,
             dtype=config.params_dtype,
-            device=device,
+            device=stage.device,
         )
         self.linear_proj = RowParallelLinear(
             config.hidden_size,
             config.hidden_size,
-            groups,
+            stage.groups,
             bias=config.linear_bias,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=stage.sequence_parallel,
             dtype=config.params_dtype,
-            device=device,
+            device=stage.device,
         )
         # Each rank of tp has heads of its own, so each draws for itself.
-        self.dropout = ParallelDropout(config.dropout, rng, "distinct")
+        self.dropout = ParallelDropout(config.dropout, stage.rng, "distinct")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, shaped like `x`."""

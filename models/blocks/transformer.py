@@ -5,43 +5,24 @@ Owns the residual path and its dropout.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from megackpt.parallel import ParallelDropout, ParallelGroups, ParallelRng, RMSNorm, ShardedModule
+from megackpt.parallel import ParallelDropout, RMSNorm, ShardedModule
 from models.blocks.attention import SelfAttention
 from models.blocks.mlp import GatedMLP
-from models.config import GPTConfig
+from models.stage import Stage
 
 
 class TransformerLayer(ShardedModule):
-    """A pre-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp.
+    """A pre-norm layer over `[s, b, hidden]` (`[s/tp, b, hidden]`). Collective over tp."""
 
-    Args:
-        config: the model's sizes.
-        groups: the ranks around this one.
-        rng: random streams for dropout; may be None where config.dropout is 0.
-        sequence_parallel: input and output are cut along the sequence.
-        device: where the parameters lie.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        groups: ParallelGroups,
-        rng: ParallelRng | None,
-        *,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(groups)
-        self.input_layernorm = block_norm(config, groups, sequence_parallel, device)
-        self.self_attention = SelfAttention(
-            config, groups, rng, sequence_parallel=sequence_parallel, device=device
-        )
-        self.pre_mlp_layernorm = block_norm(config, groups, sequence_parallel, device)
-        self.mlp = GatedMLP(config, groups, sequence_parallel=sequence_parallel, device=device)
-        self.dropout = residual_dropout(config, rng, sequence_parallel=sequence_parallel)
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.groups)
+        self.input_layernorm = block_norm(stage)
+        self.self_attention = SelfAttention(stage)
+        self.pre_mlp_layernorm = block_norm(stage)
+        self.mlp = GatedMLP(stage)
+        self.dropout = residual_dropout(stage)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, shaped like `x`."""
@@ -50,26 +31,24 @@ class TransformerLayer(ShardedModule):
         return x
 
 
-def residual_dropout(
-    config: GPTConfig, rng: ParallelRng | None, *, sequence_parallel: bool
-) -> ParallelDropout:
+def residual_dropout(stage: Stage) -> ParallelDropout:
     """Return the dropout of the residual path.
 
     All of tp hold the same hidden states, so they must agree on what is dropped, unless each holds its own
     part of the sequence.
     """
-    return ParallelDropout(config.dropout, rng, "distinct" if sequence_parallel else "replicated")
+    return ParallelDropout(
+        stage.config.dropout, stage.rng, "distinct" if stage.sequence_parallel else "replicated"
+    )
 
 
-def block_norm(
-    config: GPTConfig, groups: ParallelGroups, sequence_parallel: bool, device: torch.device | str | None
-) -> RMSNorm:
+def block_norm(stage: Stage) -> RMSNorm:
     """Return the norm that stands before a block, and at the end of the model."""
     return RMSNorm(
-        config.hidden_size,
-        groups,
-        eps=config.norm_eps,
-        sequence_parallel=sequence_parallel,
-        dtype=config.params_dtype,
-        device=device,
+        stage.config.hidden_size,
+        stage.groups,
+        eps=stage.config.norm_eps,
+        sequence_parallel=stage.sequence_parallel,
+        dtype=stage.config.params_dtype,
+        device=stage.device,
     )
