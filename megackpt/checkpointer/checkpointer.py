@@ -2,7 +2,7 @@
 
 Owns the object that a training script holds. A step counts if it was committed: nothing else is consulted, so
 a torn save can never be chosen. The modules beside it do the work: `saving` and `loading` one step, into the
-root and out of it; `schedule` when to save, `retention` what stays, `failures` what training outlives;
+run and out of it; `schedule` when to save, `retention` what stays, `failures` what training outlives;
 `housekeeping` what follows a commit; `tiers` and `recovery` storage of the nodes; looking needs only a `run`.
 """
 
@@ -18,8 +18,7 @@ from megackpt.api import ReturnsState, save_request
 from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
-from megackpt.checkpointer.loading import RootLoading
-from megackpt.checkpointer.recovery import Recovery, Root
+from megackpt.checkpointer.loading import RootLoading, TierLoading
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import AsyncRootSaving, RootSaving
@@ -150,13 +149,16 @@ class Checkpointer(Run):
             options=self._save_options,
             verify=verify_after_save,
         )
-        self._loading = RootLoading(
+        root_loading = RootLoading(
             places=self._places,
             steps=self.steps,
             latest=self.latest,
             options=self._load_options,
             exchange_group=exchange_group,
         )
+        self._loading: RootLoading | TierLoading = root_loading
+        if len(self._tiers):
+            self._loading = TierLoading(tiers=self._tiers, root=root_loading)
         self._behind: AsyncRootSaving | None = None
         if async_save:
             self._behind = AsyncRootSaving(
@@ -366,11 +368,8 @@ class Checkpointer(Run):
             raise DeclarationError(f"step is {step!r}; give the number of a step, or 'latest'.")
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
         asked = None if isinstance(step, str) else step
-        if len(self._tiers):
-            loaded, used = self._recovery(strict).load(state, asked, strict, self._load_options)
-        else:
-            group = self._ranks(self._load_options.timeout_s)
-            loaded, used = self._loading.load(state, asked, strict, group)
+        group = self._ranks(self._load_options.timeout_s)
+        loaded, used = self._loading.load(state, asked, strict, group)
         self.last_load = used
         self._schedule.loaded(used.step)
         return loaded
@@ -385,8 +384,6 @@ class Checkpointer(Run):
             CheckpointError: the save under way failed.
         """
         self.wait()
-        if len(self._tiers):
-            return self._recovery().find()
         return self._loading.find_latest(self._ranks(self._load_options.timeout_s))
 
     def close(self) -> None:
@@ -400,16 +397,6 @@ class Checkpointer(Run):
                 self._behind.close()
         finally:
             self._signals.close()
-
-    def _recovery(self, strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED) -> Recovery:
-        """Look at all tiers and the root. Collective; strict is for loads from the root."""
-        group = self._ranks(self._load_options.timeout_s)
-        root = Root(
-            location=self._places.location,
-            steps=self.steps,
-            load=lambda state, step: self._loading.load_step(state, step, strict, group)[0],
-        )
-        return self._tiers.recovery(group, root)
 
     def _ranks(self, timeout_s: float) -> Group:
         return self._group or world_group(timeout_s=timeout_s)

@@ -1,24 +1,26 @@
-"""One step out of the root: which one, on all ranks alike, and what to do where it is damaged.
+"""One step out of a run: which one, on all ranks alike, and what to do where it is damaged.
 
-Owns how ranks agree on it. What tiers have is in `recovery`.
+Owns how ranks agree on one of the root. Which one of tiers and root is whole is found in `recovery`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megackpt.api import ReturnsState, load_with_report
 from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
+from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.survey import LastLoad
+from megackpt.checkpointer.tiers import TierSet
 from megackpt.comm import GivenGroup, Group, together
 from megackpt.engine.steps import StepPlaces, step_name
 from megackpt.errors import NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
-from megackpt.validation import LoadReport
+from megackpt.validation import LoadReport, StrictHandling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class RootLoading:
     """
 
     places: StepPlaces
-    steps: Callable[[], Iterable[int]]
+    steps: Callable[[], Sequence[int]]
     latest: Callable[[], int | None]
     options: LoadOptions
     exchange_group: GivenGroup | None
@@ -89,6 +91,43 @@ class RootLoading:
             return max((s for s in self.steps() if s < step), default=None)
 
         return _as_rank_0(group, look, doing="looking for an older checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoading:
+    """How steps come out of tiers, and of the root behind them.
+
+    Attributes:
+        tiers: storage of the nodes.
+        root: how they come out of the root; its options hold for tiers, too.
+    """
+
+    tiers: TierSet
+    root: RootLoading
+
+    def load(
+        self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
+    ) -> tuple[StateDict, LastLoad]:
+        """Load a step, or the newest, from the first place where it is whole; say what was used. Collective.
+
+        Raises:
+            NotACheckpointError: there is no committed step, or not the one asked for.
+            CheckpointError: as `megackpt.load`.
+        """
+        return self._look(strict, group).load(state, step, strict, self.root.options)
+
+    def find_latest(self, group: Group) -> int | None:
+        """Return the newest step of which every byte is somewhere. Collective."""
+        return self._look(StrictHandling.ASSUME_OK_UNEXPECTED, group).find()
+
+    def _look(self, strict: ReturnsState, group: Group) -> Recovery:
+        """Look at all tiers and the root. Collective; strict is for loads from the root."""
+        root = Root(
+            location=self.root.places.location,
+            steps=self.root.steps,
+            load=lambda state, step: self.root.load_step(state, step, strict, group)[0],
+        )
+        return self.tiers.recovery(group, root)
 
 
 def _as_rank_0(group: Group, look: Callable[[], int | None], *, doing: str) -> int | None:
