@@ -53,20 +53,6 @@ class Box:
         """
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None where there is none (an empty box meets nothing).
-
-        >>> Box((0, 0), (4, 4)).intersect(Box((2, 3), (4, 4)))
-        Box(start=(2, 3), shape=(2, 1))
-        """
-        if len(self.start) != len(other.start):
-            raise GeometryError(f"{self} and {other} have different numbers of dims and cannot intersect.")
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(b <= a for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 

@@ -168,9 +168,8 @@ class QKVParallelLinear(ColumnParallelLinear):
                 f"query heads cannot share keys evenly. Choose a divisor of {num_heads}."
             )
         # Checked on heads, not on features: a slice that ends inside a head would divide as well, and
-        # compute nonsense.
-        self.local_groups = divide_over_tp("num_query_groups", num_query_groups, groups)
-        self.local_heads = divide_over_tp("num_heads", num_heads, groups)
+        # compute nonsense. What divides the groups divides the heads.
+        divide_over_tp("num_query_groups", num_query_groups, groups)
         kv = num_query_groups * head_dim
         super().__init__(
             hidden_size,

@@ -98,11 +98,6 @@ class JobLayout:
         """Return the data-parallel ranks of one part of the model, in order, `[dp]`."""
         return tp + self.tp * (np.arange(self.dp, dtype=np.int64) + self.dp * pp)
 
-    def by_place(self, of_rank: Ints) -> Ints:
-        """Put a number of each rank, `[world]`, where it stands: `[pp, tp, dp]`."""
-        placed: Ints = of_rank.reshape(self.pp, self.dp, self.tp).transpose(0, 2, 1)
-        return placed
-
 
 def layers_of_stages(num_layers: int, stages: int, *, ends_count: bool) -> Sequence[range]:
     """Return the layers of each stage; with ends_count embedding and output layer count as one each.

@@ -63,20 +63,3 @@ def test_box_names_what_is_wrong_with_it() -> None:
         Box((0,), (2, 3))
     with pytest.raises(GeometryError, match="negative"):
         Box((-1,), (2,))
-    with pytest.raises(GeometryError, match="different numbers of dims"):
-        Box((0,), (2,)).intersect(Box((0, 0), (1, 1)))
-
-
-@given(st.data())
-def test_intersection_is_that_of_the_index_sets(data: st.DataObject) -> None:
-    dims = data.draw(st.integers(1, 3))
-    vector = st.tuples(*[st.integers(0, 4)] * dims)
-    a, b = (Box(data.draw(vector), data.draw(vector)) for _ in range(2))
-    marks = np.zeros((8,) * dims, int)
-    marks[a.slices()] += 1
-    marks[b.slices()] += 1
-    both = a.intersect(b)
-    expected = np.zeros_like(marks)
-    if both is not None:
-        expected[both.slices()] = 1
-    assert ((marks == 2) == expected).all()
