@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megackpt.testing.identical import difference
-from tests.codec_values import round_trip
+from tests.codec_values import TORCH_DTYPES, round_trip
 
 
 @pytest.mark.parametrize(
@@ -33,33 +33,7 @@ def test_huge_integers_survive_pythons_limit_on_decimal_digits() -> None:
     assert round_trip([1 << 100_000, -(1 << 100_000)]) == [1 << 100_000, -(1 << 100_000)]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.bool,
-            torch.complex64,
-            torch.complex128,
-        ),
-        *(
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint64,
-            torch.uint32,
-            torch.uint16,
-            torch.uint8,
-        ),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-        *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),  # from torch 2.7 on
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_every_bit_of_every_dtype_survives(dtype: torch.dtype) -> None:
     octets = torch.arange(256, dtype=torch.uint8).repeat(dtype.itemsize)
     if dtype is torch.bool:
