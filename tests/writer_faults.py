@@ -64,6 +64,18 @@ class HungStrategy(NativeSaveStrategy):
         return super().write_chunks(*args, **kwargs)
 
 
+class MistakenStrategy(NativeSaveStrategy):
+    """Raises what is none of ours on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.mistaken = rank
+
+    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
+        if kwargs["rank"] == self.mistaken:
+            raise OwnMistakeError("something of one's own")
+        return super().write_chunks(*args, **kwargs)
+
+
 class KilledStrategy(NativeSaveStrategy):
     """Kills its process on rank 1."""
 

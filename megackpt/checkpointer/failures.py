@@ -19,8 +19,9 @@ OnError = Literal["raise", "warn"]
 OUTLIVED = (StorageError, IntegrityError, WriterFailedError)
 """What the store did, and processes that are started again.
 
-Not among them: mistakes of the caller, which the next save would meet again, and ranks that are lost, whose
-connections do not recover.
+Not among them: mistakes of the caller, which the next save would meet again, an error that is none of ours,
+from a strategy say, in whichever process it was raised; and ranks that are lost, whose connections do not
+recover.
 """
 
 

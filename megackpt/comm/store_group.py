@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from megackpt.comm.group import Group, describe_ranks, encode_error, error_class, together
-from megackpt.errors import CheckpointError, RankFailedError
+from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 
 T = TypeVar("T")
 
@@ -150,8 +150,8 @@ class StoreGroup:
 
     Raises:
         CheckpointError: from every method: the error with which another rank has given up (see
-            `StoreHost.abort`); RankFailedError where a rank did not come before the deadline, or the store is
-            gone.
+            `StoreHost.abort`); WriterFailedError where a process did not come before the deadline, or the
+            store is gone: the ranks beside which they stand may be well.
     """
 
     def __init__(self, store: Any, *, prefix: str, rank: int, size: int, timeout_s: float) -> None:
@@ -284,7 +284,7 @@ class StoreGroup:
         if self.rank == 0:
             later = range(from_rank + 1, self.size)
             missing += [r for r in later if not self._ask(self._store.check, [self._key(str(r))])]
-        error = RankFailedError(
+        error = WriterFailedError(
             f"No answer from the writer process of rank(s) {describe_ranks(missing)} within "
             f"{self._timeout_s:g} s (seen by rank {self.rank}). That process or its rank is stuck, or gone: "
             f"look at its log. Raise timeout_s if it was only slow.",
@@ -300,9 +300,9 @@ class StoreGroup:
         except RuntimeError as error:
             raise self._store_is_gone(error) from error
 
-    def _store_is_gone(self, error: RuntimeError) -> RankFailedError:
+    def _store_is_gone(self, error: RuntimeError) -> WriterFailedError:
         text = str(error).strip().splitlines()
-        return RankFailedError(
+        return WriterFailedError(
             f"The store through which writer processes meet is gone (seen by rank {self.rank}: "
             f"{text[0] if text else 'no reason given'}). Rank 0 hosts it: that process has ended; look at "
             f"its log.",

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,6 +36,7 @@ from megackpt.comm import (
     decode_error,
     encode_error,
 )
+from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.arena import Layout, Octets, lay_out, map_memory, stretches
 from megackpt.engine.write import Planned, write_out
@@ -57,7 +58,7 @@ from megackpt.engine.writer_messages import (
     UsePlan,
     meetings_of,
 )
-from megackpt.errors import CheckpointError
+from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.planning import SavePlan, with_object_sizes
 from megackpt.storage import Store
@@ -182,6 +183,13 @@ class Writer:
                 self._todo.put((message, self._plans[message.plan], self._memory))
 
     def _work(self) -> None:
+        try:
+            self._do_jobs()
+        except BaseException:  # noqa: BLE001 - sys.exit() of a strategy, too: or the rank would wait for ever
+            traceback.print_exc()
+        os._exit(1)
+
+    def _do_jobs(self) -> NoReturn:
         while True:
             todo = self._todo.get()
             if isinstance(todo, Join):
@@ -195,10 +203,14 @@ class Writer:
             try:
                 pieces = StreamPieces(self._stream, memory, rows.tolist(), layout, job)
                 self._do(job, plan_now, plan.complete, pieces)
-            except Exception as raised:  # noqa: BLE001 - handed over to the rank, which raises it
-                if not isinstance(raised, CheckpointError):
-                    traceback.print_exc()
+            except CheckpointError as raised:
+                if type(raised) is RankFailedError and raised.__cause__ is not None:
+                    traceback.print_exc()  # none of ours: the rank will not have where it came from
                 error = encode_error(raised)
+            except Exception as raised:  # noqa: BLE001 - handed over to the rank, which raises it
+                traceback.print_exc()
+                failures = {self._join.rank: encode_error(raised)}
+                error = encode_error(common_error(failures, f"saving {job.label}"))
             self._stream.consume(job.start + layout.stop)
             self._send(Ended(job.number, error))
 
@@ -246,7 +258,10 @@ class Writer:
         if to.address is None:
             return SingleProcess()
         if self._store is None:
-            self._store = connect_store(to.address, timeout_s=to.timeout_s)
+            try:
+                self._store = connect_store(to.address, timeout_s=to.timeout_s)
+            except RankFailedError as error:  # its rank has reached it, so it was lost since
+                raise WriterFailedError(error.message, rank=error.rank) from error
         return StoreGroup(
             self._store,
             prefix=meetings_of(job.attempt),

@@ -304,7 +304,7 @@ class WriterProcess:
                     if isinstance(message, Consumed):
                         self._consumed = message.position
                     elif isinstance(message, Ended):
-                        error = _error_of(message.error) if message.error is not None else None
+                        error = decode_error(message.error) if message.error is not None else None
                         self._end(self._work(message.job), error)
                     elif isinstance(message, Ready):
                         self._is_ready = True
@@ -347,7 +347,7 @@ class WriterProcess:
                 )
                 if self._host is not None:
                     first = self._host.abort(meetings_of(work.job.attempt), encode_error(error))
-                    error = _error_of(first)
+                    error = decode_error(first)
                     self._host.leave(meetings_of(work.job.attempt))
                 self._end(work, error)
             self._news.notify_all()
@@ -357,14 +357,6 @@ class WriterProcess:
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
-
-
-def _error_of(said: bytes) -> CheckpointError:
-    """Return what a job ended in; ranks that writers miss are writers."""
-    error = decode_error(said)
-    if type(error) is RankFailedError:
-        return WriterFailedError(error.message, key=error.key, rank=error.rank, path=error.path)
-    return error
 
 
 def _start(

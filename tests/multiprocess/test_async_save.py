@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megackpt import (
     AsyncOptions,
     Checkpointer,
+    CheckpointError,
     DeclarationError,
     RankFailedError,
     SaveOptions,
     ShardedObject,
     ShardedTensor,
     StorageError,
+    WriterFailedError,
     load,
 )
 from megackpt.comm import Group, SingleProcess
@@ -32,7 +34,14 @@ from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.writer_faults import FullDiskStrategy, GatedStrategy, HungStrategy, KilledStrategy, wait_for
+from tests.writer_faults import (
+    FullDiskStrategy,
+    GatedStrategy,
+    HungStrategy,
+    KilledStrategy,
+    MistakenStrategy,
+    wait_for,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -126,6 +135,44 @@ def train_on_without_a_writer(root: Path) -> None:
         assert checkpointer.save(3, {"w": part(3.0)})
     assert checkpointer.failed_saves == 1
     assert checkpointer.steps() == (1, 3)
+
+
+def end_by_a_mistake(root: Path) -> list[str]:
+    """A strategy raises what is none of ours, where training outlives what it can."""
+    said = []
+    for behind in (False, True):
+        checkpointer = Checkpointer(root, async_save=behind, on_error="warn", save_options=OPTIONS)
+
+        def save(checkpointer: Checkpointer = checkpointer) -> None:
+            checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=MistakenStrategy(1))
+            checkpointer.wait()
+
+        with pytest.raises(CheckpointError) as found:
+            save()
+        assert checkpointer.failed_saves == 0
+        said.append(f"{type(found.value).__name__} of {found.value.rank}: {found.value}")
+        checkpointer.save(2, {"w": part(2.0)})
+        checkpointer.close()
+    return said
+
+
+def test_training_does_not_outlive_a_mistake_in_a_strategy_in_whichever_process_it_is_met(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    said = rank_pool.run(end_by_a_mistake, 2, tmp_path)
+    text = "Rank 1 failed while writing its chunks: OwnMistakeError: something of one's own"
+    assert said == [[f"RankFailedError of 1: {text}"] * 2] * 2
+
+
+def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with alone(tmp_path, on_error="warn") as checkpointer:
+        checkpointer.save(1, ones(), sharded_strategy=MistakenStrategy(0))
+        with pytest.raises(RankFailedError, match=r"Rank 0 failed while saving step 1: OwnMistake") as found:
+            checkpointer.wait()
+        assert not isinstance(found.value, WriterFailedError)
+        assert "in write_chunks" in capfd.readouterr().err  # where it comes from
 
 
 def outlast_a_hung_writer(root: Path) -> None:
