@@ -71,7 +71,8 @@ class SaveOptions:
     """How to save.
 
     Attributes:
-        timeout_s: how long a rank waits for the others at each meeting point, in seconds.
+        timeout_s: how long a rank waits for the others at each meeting point, in seconds; and for a process
+            that writes an asynchronous save and shows no progress.
         piece_bytes: how much of a tensor that is not contiguous in host memory is copied at a time; from a
             CUDA device at most 4 MiB.
         assume_constant_structure: with a plan cache, take the plan of the last save without comparing

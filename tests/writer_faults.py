@@ -76,6 +76,27 @@ class MistakenStrategy(NativeSaveStrategy):
         return super().write_chunks(*args, **kwargs)
 
 
+class SlowStrategy(NativeSaveStrategy):
+    """Pauses before each of its rows, and then takes its bytes, or writes others elsewhere."""
+
+    def __init__(self, pause_s: float, *, takes_rows: bool) -> None:
+        self.pause_s, self.takes_rows = pause_s, takes_rows
+
+    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
+        rows, pieces = kwargs["rows"], kwargs["pieces"]
+        taken: dict[int, list[bytes]] = {}
+        with open(os.devnull, "wb", buffering=0) as out:
+            for row in rows.tolist():
+                time.sleep(self.pause_s)
+                if self.takes_rows:
+                    taken[row] = [bytes(piece) for piece in pieces(row)]
+                else:
+                    out.write(bytes(1))
+        if self.takes_rows:
+            kwargs["pieces"] = lambda row: map(memoryview, taken[row])
+        return super().write_chunks(*args, **kwargs)
+
+
 class KilledStrategy(NativeSaveStrategy):
     """Kills its process on rank 1."""
 

@@ -146,7 +146,8 @@ class StoreGroup:
     """Ranks that meet under one prefix of a store, each meeting once, with a deadline. See `Group`.
 
     Rank 0 collects and tells; what was said is removed from the store as soon as all have read it. Made anew
-    for each piece of work, with a prefix of its own that all ranks know. store is a dist.Store.
+    for each piece of work, with a prefix of its own that all ranks know. store is a dist.Store. while_waiting
+    is called about every LOOK_EVERY_S as long as this rank waits for others.
 
     Raises:
         CheckpointError: from every method: the error with which another rank has given up (see
@@ -154,8 +155,18 @@ class StoreGroup:
             store is gone: the ranks beside which they stand may be well.
     """
 
-    def __init__(self, store: Any, *, prefix: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        *,
+        prefix: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store, self._prefix = store, prefix
+        self._while_waiting = while_waiting
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
         self._meetings = 0
@@ -267,6 +278,7 @@ class StoreGroup:
             try:
                 self._store.wait([key], wait)
             except dist.DistStoreError:  # it is not there yet
+                self._while_waiting()
                 self._look_for_abort()
             except RuntimeError as error:
                 raise self._store_is_gone(error) from error

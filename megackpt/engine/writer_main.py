@@ -39,6 +39,7 @@ from megackpt.comm import (
 from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.arena import Layout, Octets, lay_out, map_memory, stretches
+from megackpt.engine.signs_of_life import BEAT_S, Pulse
 from megackpt.engine.write import Planned, write_out
 from megackpt.engine.writer_messages import (
     Cancelled,
@@ -74,8 +75,9 @@ Hook = Callable[[Store], Store]
 class Stream:
     """How far the stream of this rank is there, and how far it was used. Safe for several threads."""
 
-    def __init__(self, tell: Callable[[FromWriter], None]) -> None:
+    def __init__(self, tell: Callable[[FromWriter], None], pulse: Pulse) -> None:
         self._tell = tell
+        self._pulse = pulse
         self._news = threading.Condition()
         self._staged = 0
         self._consumed = 0
@@ -99,8 +101,12 @@ class Stream:
         Raises:
             CheckpointError: why it will never be.
         """
+        self._pulse.beat()
         with self._news:
-            self._news.wait_for(lambda: self._staged >= position or job in self._cancelled)
+            while not self._news.wait_for(
+                lambda: self._staged >= position or job in self._cancelled, timeout=BEAT_S
+            ):
+                self._pulse.beat()  # the training takes its time
             if job in self._cancelled:
                 raise decode_error(self._cancelled[job])
 
@@ -147,7 +153,8 @@ class Writer:
     def __init__(self, connection: Connection, arena: int, hook: Hook | None) -> None:
         self._connection, self._arena, self._hook = connection, arena, hook
         self._sending = threading.Lock()
-        self._stream = Stream(self._send)
+        self._pulse = Pulse(self._send)
+        self._stream = Stream(self._send, self._pulse)
         self._memory: Octets = map_memory(arena, 0, writable=False)
         self._plans: dict[int, UsePlan] = {}
         self._todo: queue.SimpleQueue[Join | tuple[Job, UsePlan, Octets]] = queue.SimpleQueue()
@@ -268,6 +275,7 @@ class Writer:
             rank=to.rank,
             size=to.size,
             timeout_s=to.timeout_s,
+            while_waiting=self._pulse.beat,
         )
 
     def _send(self, message: FromWriter) -> None:

@@ -131,6 +131,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """From the writer: it works, or waits for somebody else; see `signs_of_life`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Consumed:
     """From the writer: the memory before this position may be used again."""
 
@@ -158,4 +163,4 @@ def meetings_of(attempt: str) -> str:
 
 
 ToWriter: TypeAlias = Join | UseArena | UsePlan | ForgetPlan | Job | Staged | Cancelled | Followed | Leave
-FromWriter: TypeAlias = Ready | Consumed | Committed | Ended
+FromWriter: TypeAlias = Ready | Alive | Consumed | Committed | Ended

@@ -27,6 +27,7 @@ from megackpt.comm import StoreHost, decode_error, encode_error
 from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.arena import Arena
+from megackpt.engine.signs_of_life import BEAT_S, Watch
 from megackpt.engine.staging import StreamClosedError
 from megackpt.engine.writer_messages import (
     Cancelled,
@@ -55,7 +56,10 @@ _END_S = 5.0
 _PLANS = 8  # that it keeps
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 3.0
-"""How long a writer may be stuck after other ranks have given its job up, before it is killed."""
+"""How long a writer may be stuck after its time is up, or other ranks have given it up, before it is killed.
+
+Others see more: they are to be the first to say what is wrong.
+"""
 
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
@@ -69,6 +73,7 @@ class Work:
         stop: one past the last position of the stream that belongs to it.
         follow: what is done here when it is committed.
         failed: what is done here when it has failed.
+        is_followed: whether `follow` is under way.
         is_over: whether it has ended.
         error: why it failed; None if it did not.
     """
@@ -77,6 +82,7 @@ class Work:
     stop: int
     follow: Callable[[], None]
     failed: Callable[[], None]
+    is_followed: bool = False
     is_over: bool = False
     error: CheckpointError | None = None
 
@@ -109,6 +115,8 @@ class WriterProcess:
         self._untold: deque[Job] = deque()  # of which the process has not heard yet
         self._rank = 0
         self._host: StoreHost | None = None
+        self._timeout_s = 0.0
+        self._is_stuck = False
         self._outbox: queue.SimpleQueue[ToWriter | None] = queue.SimpleQueue()
         self._process, self._connection = _start(kind, arena.descriptor)
         threads = {"listen": self._listen, "send": self._speak}
@@ -141,7 +149,7 @@ class WriterProcess:
 
     def join(self, *, rank: int, size: int, host: StoreHost | None, timeout_s: float) -> None:
         """Tell it which rank it writes for, and where writers meet."""
-        self._rank, self._host = rank, host
+        self._rank, self._host, self._timeout_s = rank, host, timeout_s
         address = host.address if host is not None else None
         self._send(Join(rank=rank, size=size, address=address, timeout_s=timeout_s))
 
@@ -259,11 +267,13 @@ class WriterProcess:
             return
         self._send(Leave())
         self._outbox.put(None)
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        if not self._is_lost and not self._has_ended():
             self._process.kill()
-            self._process.wait()
+            self._has_ended()
+        if self._process.poll() is None:
+            log.warning(
+                "The writer process %s is killed, and does not end: the system waits for a disk.", self.pid
+            )
         for thread in self._threads:
             if thread is not threading.current_thread():  # where the collector of garbage may run
                 thread.join(_END_S)
@@ -292,9 +302,14 @@ class WriterProcess:
                 self._connection.send(message)
 
     def _listen(self) -> None:
+        watch = Watch(self.pid)
         with contextlib.suppress(EOFError, OSError):
-            while True:
+            while not self._is_stuck:
+                if not self._connection.poll(BEAT_S):
+                    self._look(watch)
+                    continue
                 message = self._connection.recv()
+                watch.heard()
                 if isinstance(message, Committed):
                     threading.Thread(
                         target=self._follow, args=(message.job,), name="megackpt-follow", daemon=True
@@ -309,19 +324,41 @@ class WriterProcess:
                     elif isinstance(message, Ready):
                         self._is_ready = True
                     self._news.notify_all()
-        self._process.wait()
+        self._has_ended()
         with self._news:
             self._is_lost = True
         self._fail_all()
 
+    def _look(self, watch: Watch) -> None:
+        """Kill a process that has work, and has shown no sign of progress for too long."""
+        with self._news:
+            is_idle = not self._under_way or self._under_way[0].is_followed
+        if is_idle:
+            watch.heard()
+            return
+        watch.look()
+        most = self._timeout_s + _GRACE_S if self._is_ready else self._start_timeout_s
+        if watch.silent_s > most:
+            self._is_stuck = True
+            self._process.kill()
+
+    def _has_ended(self) -> bool:
+        """Wait a while for the end of the process; one that is stuck in the kernel may not be killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        return self._process.returncode is not None
+
     def _follow(self, job: int) -> None:
         """Do what follows a commit, outside of the thread that listens: it may take long."""
         error: bytes | None = None
+        work = self._work(job)
+        work.is_followed = True
         try:
-            self._work(job).follow()
+            work.follow()
         except Exception as raised:  # noqa: BLE001 - handed over to all ranks
             error = encode_error(raised)
         self._send(Followed(job, error))
+        work.is_followed = False
 
     def _work(self, job: int) -> Work:
         return next(work for work in self._under_way if work.job.number == job)
@@ -340,11 +377,7 @@ class WriterProcess:
         with self._news:
             lost = list(self._under_way)
             for work in lost:
-                error: CheckpointError = WriterFailedError(
-                    f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} "
-                    f"while saving {work.job.label}. It is started again for the next save.",
-                    rank=self._rank,
-                )
+                error: CheckpointError = self._lost(work)
                 if self._host is not None:
                     first = self._host.abort(meetings_of(work.job.attempt), encode_error(error))
                     error = decode_error(first)
@@ -352,7 +385,20 @@ class WriterProcess:
                 self._end(work, error)
             self._news.notify_all()
 
+    def _lost(self, work: Work) -> WriterFailedError:
+        look = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
+        advice = look if self._is_stuck else ""
+        return WriterFailedError(
+            f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} while "
+            f"saving {work.job.label}. It is started again for the next save.{advice}",
+            rank=self._rank,
+        )
+
     def _how_it_ended(self) -> str:
+        if self._is_stuck and self._is_ready:
+            return f"made no progress for {self._timeout_s:g} s and was killed"
+        if self._is_stuck:
+            return f"had not started after {self._start_timeout_s:g} s and was killed"
         code = self._process.returncode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"

@@ -28,7 +28,7 @@ from megackpt import (
     load,
 )
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine import async_save
+from megackpt.engine import async_save, writer_process
 from megackpt.engine.async_save import AsyncSaver
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import MemoryStore
@@ -40,6 +40,7 @@ from tests.writer_faults import (
     HungStrategy,
     KilledStrategy,
     MistakenStrategy,
+    SlowStrategy,
     wait_for,
 )
 
@@ -175,10 +176,16 @@ def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
         assert "in write_chunks" in capfd.readouterr().err  # where it comes from
 
 
-def outlast_a_hung_writer(root: Path) -> None:
+def outlast_hung_writers(root: Path) -> str:
     checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=1))
     checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=HungStrategy())
-    with pytest.raises(RankFailedError, match=r"rank 1|rank\(s\) 1"):
+    with pytest.raises(WriterFailedError, match=r"rank 1|rank\(s\) 1"):
+        checkpointer.wait()
+    saver_of(checkpointer)._session.running().wait_ready()
+    dist.barrier()
+    os.kill(saver_of(checkpointer).writer_pid, signal.SIGSTOP)
+    checkpointer.save(1, {"w": part(1.0)})
+    with pytest.raises(WriterFailedError) as found:  # all hang, so none waits for another and gives it up
         checkpointer.wait()
     dist.barrier()
     checkpointer.close()
@@ -186,10 +193,13 @@ def outlast_a_hung_writer(root: Path) -> None:
     patient.save(2, {"w": part(2.0)})
     patient.close()
     assert patient.steps() == (2,)
+    return str(found.value)
 
 
-def test_a_writer_that_hangs_is_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(outlast_a_hung_writer, 2, tmp_path)
+def test_writers_that_hang_are_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(outlast_hung_writers, 2, tmp_path)
+    assert first == second
+    assert "made no progress for 1 s and was killed while saving step 1" in first
 
 
 def test_training_outlives_a_writer_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -415,6 +425,42 @@ def test_training_outlives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -
         assert checkpointer.failed_saves == 1
         assert checkpointer.save(2, ones())
     assert checkpointer.steps() == (2,)
+
+
+def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_cannot_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
+    monkeypatch.setattr(writer_process, "_END_S", 1.0)
+    with alone(tmp_path, timeout_s=1.5) as checkpointer:
+        checkpointer.warm_up(ones())
+        saver = saver_of(checkpointer)
+        process, pid = saver._session.writer._process, saver.writer_pid
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(process, "kill", lambda: None)  # as if it waited for a disk, in the kernel
+        checkpointer.save(1, ones())
+        said = rf"of rank 0 \(process {pid}\) made no progress for 1.5 s and was killed while saving step 1"
+        with pytest.raises(WriterFailedError, match=said) as found:
+            checkpointer.wait()
+        assert found.value.rank == 0
+        assert _is_alive(pid)
+        checkpointer.save(2, ones())
+    assert checkpointer.steps() == (2,)
+    monkeypatch.undo()
+    process.kill()
+    process.wait()
+
+
+def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
+    state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(4)) for n in range(4)}
+    with alone(tmp_path, timeout_s=1.5) as checkpointer:
+        for step, takes_rows in enumerate((True, False)):
+            slow = SlowStrategy(1.1, takes_rows=takes_rows)
+            checkpointer.save(step, state, sharded_strategy=slow)
+    assert checkpointer.steps() == (0, 1)
 
 
 def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megackpt.comm import (
     connect_store,
     encode_error,
     given_by_root,
+    store_group,
     together,
     together_at_root,
 )
@@ -83,12 +84,16 @@ def test_an_error_of_one_rank_is_that_of_all(server: Any) -> None:
         assert (error.rank, error.path) == (2, "/data")
 
 
-def test_a_rank_that_does_not_come_is_named_to_all(server: Any) -> None:
+def test_a_rank_that_does_not_come_is_named_to_all(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(group: StoreGroup) -> None:
+        group._while_waiting = lambda: beats.append(group.rank)
         if group.rank != 1:
             together(group, lambda: b"", doing="waiting")
 
+    beats: list[int] = []  # of those who wait: they are not stuck
+    monkeypatch.setattr(store_group, "LOOK_EVERY_S", 0.1)
     first, _, last = on_ranks(server, meet, timeout_s=0.5)
+    assert set(beats) == {0, 2}
     for error in (first, last):
         assert isinstance(error, RankFailedError)
         assert error.rank == 1
