@@ -34,6 +34,7 @@ from megackpt.errors import (
     OptimizerError,
     RankFailedError,
     StorageError,
+    UnknownClassError,
     UnserializableError,
     WriterFailedError,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "ShardedTensorFactory",
     "StorageError",
     "StrictHandling",
+    "UnknownClassError",
     "UnserializableError",
     "WriterFailedError",
     "check_is_distributed_checkpoint",

@@ -12,6 +12,7 @@ Owns the error tree and nothing else; each layer raises from here.
     |- UnserializableError    TypeError          a value without a codec, named by its path in the state dict
     |- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
     |- FormatError            ValueError         a file that is not what the format says
+    |  `- UnknownClassError   ValueError         a stored value of a class that this process does not know
     |- IntegrityError         ValueError         stored bytes whose digest differs
     |- StorageError           OSError            the file system or object store refused
     |- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or steps out of order
@@ -87,6 +88,10 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 class FormatError(CheckpointError, ValueError):
     """A file of a checkpoint is not what the format says."""
+
+
+class UnknownClassError(FormatError):
+    """A stored value is of a class that this process does not know, or may not load; it may be whole."""
 
 
 class IntegrityError(CheckpointError, ValueError):

@@ -257,11 +257,14 @@ class VerifyOptions:
         deep: read every byte, compare it with its digest, and decode objects and common state.
         threads: reads under way at once; each holds a buffer of 4 MiB.
         allow_unsafe_pickle: as for `LoadOptions`.
+        skip_unknown_classes: take an object or common state of a class that this process does not know, or
+            may not load, for whole if its bytes are; else it counts as damage.
     """
 
     deep: bool = False
     threads: int = 4
     allow_unsafe_pickle: bool = False
+    skip_unknown_classes: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("threads", self.threads)

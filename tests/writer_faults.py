@@ -13,9 +13,10 @@ from typing import Any
 
 from megackpt.comm import agreement, group
 from megackpt.comm.group import run_step
+from megackpt.engine import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
-from megackpt.storage import Store
+from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore
 
 LIMIT_S = 60.0
@@ -104,6 +105,30 @@ class KilledStrategy(NativeSaveStrategy):
         if kwargs["rank"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().write_chunks(*args, **kwargs)
+
+
+class _Damaging(LocalStore):
+    """Damages the last data file when it is committed."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        super().replace(name, data)
+        if name == "metadata.json":
+            file = max((Path(self.location) / "data").iterdir())
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+
+
+def damaging_step_2(store: Store) -> Store:
+    """A hook that damages step 2, and notes beside the root which shares this process verifies."""
+    look = verify.verify_checkpoint
+
+    def noted(*arguments: Any, share: tuple[int, int]) -> verify.Verified:
+        (Path(store.location).parent.parent / f"share-{share[0]}-of-{share[1]}").touch()
+        return look(*arguments, share=share)
+
+    verify.verify_checkpoint = noted
+    return _Damaging(store.location) if store.location.endswith("iter_0000002") else store
 
 
 ORDER = "trouble.json"

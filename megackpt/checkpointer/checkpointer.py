@@ -33,7 +33,7 @@ from megackpt.engine.save import SaveRequest
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
+from megackpt.options import AsyncOptions, LoadOptions, SaveOptions, VerifyOptions
 from megackpt.storage import ObjectOptions, Store
 from megackpt.validation import StrictHandling
 
@@ -142,12 +142,10 @@ class Checkpointer(Run):
         self._saving = RootSaving(
             places=self._places,
             steps=self.steps,
-            housekeeping=Housekeeping(
-                self._places, policy, verify=verify_after_save, allow_unsafe_pickle=trusted
-            ),
+            housekeeping=Housekeeping(self._places, policy, allow_unsafe_pickle=trusted),
             failures=self._failures,
             options=self._save_options,
-            verify=verify_after_save,
+            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
         )
         root_loading = RootLoading(
             places=self._places,

@@ -1,4 +1,4 @@
-"""What follows a commit, and what follows a save that failed: verify, note the newest step, remove.
+"""What follows a commit, and what follows a save that failed: refuse damage, note the newest step, remove.
 
 Owns the order of these, in which a crash at any moment leaves every step that should stay. Everything here is
 local, and for one process at a time: rank 0, or a command. What stays is decided in `retention`.
@@ -10,15 +10,17 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
 from megackpt.checkpointer.pins import is_pinned, read_pins
 from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
+from megackpt.engine.progress import Unseen
 from megackpt.engine.steps import StepPlaces, step_name
-from megackpt.engine.verify import WHOLE, verify_checkpoint
-from megackpt.errors import CheckpointError, IntegrityError, truncated_list
+from megackpt.engine.verify import find_damages
+from megackpt.errors import IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
 
@@ -41,37 +43,32 @@ class Removals:
 
 
 class Housekeeping:
-    """Keeps the root of a run in order. Local; see the module.
-
-    verify is whether every byte of a step is read after its commit.
-    """
+    """Keeps the root of a run in order. Local; see the module."""
 
     def __init__(
         self,
         places: StepPlaces,
         policy: RetentionPolicy,
         *,
-        verify: bool = False,
         allow_unsafe_pickle: bool = False,
     ) -> None:
         self._places = places
         self._policy = policy
-        self._verify = verify
         self._trusted = allow_unsafe_pickle
         self._metrics: dict[int, dict[str, float]] = {}  # of steps that do not change any more
 
     def committed(self, step: int, damages: Sequence[Damage] | None = None) -> None:
-        """Do what follows the commit of a step: verify it, note it, remove what is not kept.
+        """Do what follows the commit of a step: note it, remove what is not kept.
 
         What cannot be noted or removed now stays for the next time, with a warning: the step is saved.
-        damages are what ranks have found that have verified it together.
+        damages are what ranks have found that have verified it together; None if nobody has.
 
         Raises:
             IntegrityError: the step is damaged. It is gone then, if the store lets it go, and no other is.
         """
         self._metrics.pop(step, None)
-        if self._verify:
-            self._refuse(step, self.damages(step, deep=True) if damages is None else damages)
+        if damages:
+            self._refuse(step, damages)
         with _warned("after the commit of step", step):
             found = self._note_newest()
             removals = self.plan(found, upto=step, good={step})
@@ -120,18 +117,14 @@ class Housekeeping:
             return True
         return False
 
-    def damages(self, step: int, *, deep: bool = False, share: tuple[int, int] = WHOLE) -> tuple[Damage, ...]:
-        """Return what is wrong with a step; deep and share as for `verify_checkpoint`."""
-        options = VerifyOptions(deep=deep, allow_unsafe_pickle=self._trusted)
-        with contextlib.closing(self._places.open(step_name(step))) as store:
-            try:
-                return verify_checkpoint(store, options, _Unseen(), share=share).damages
-            except CheckpointError as error:
-                return (Damage(what=" ".join(str(error).split())),)
-
     def newest_whole(self, committed: Iterable[int]) -> int | None:
         """Return the newest step in which nothing is wrong that can be seen without reading its chunks."""
-        return next((step for step in sorted(committed, reverse=True) if not self.damages(step)), None)
+        return next((step for step in sorted(committed, reverse=True) if self._is_whole(step)), None)
+
+    def _is_whole(self, step: int) -> bool:
+        options = VerifyOptions(allow_unsafe_pickle=self._trusted)
+        with contextlib.closing(self._places.open(step_name(step))) as store:
+            return not find_damages(store, options, Unseen())
 
     def _note_newest(self) -> StepList:
         found = scan(self._places)
@@ -146,9 +139,7 @@ class Housekeeping:
                 self._metrics[step] = read_metrics(self._places.root, step)
         return self._metrics
 
-    def _refuse(self, step: int, damages: Sequence[Damage]) -> None:
-        if not damages:
-            return
+    def _refuse(self, step: int, damages: Sequence[Damage]) -> NoReturn:
         where = f"{self._places.location}/{step_name(step)}"
         with _warned("removing damaged step", step):
             forget_metrics(self._places.root, step)
@@ -162,14 +153,6 @@ class Housekeeping:
             key=damages[0].key,
             path=f"{where}/{damages[0].file}" if damages[0].file else where,
         )
-
-
-class _Unseen:
-    """A progress that nobody looks at."""
-
-    def begin(self, doing: str, nbytes: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
 
 
 class _warned:  # named as `contextlib.suppress` is

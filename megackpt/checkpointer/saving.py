@@ -7,10 +7,10 @@ training outlives. When to save is the caller's; what follows a commit is in `ho
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import SupportsFloat
 
 from megackpt.checkpointer.failures import Around, Failures
@@ -20,11 +20,13 @@ from megackpt.comm import Group, together
 from megackpt.engine.async_save import AsyncSaver
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import StepPlaces, step_name
+from megackpt.engine.verify import find_damages
+from megackpt.engine.verify_together import after_commit, verify_together
 from megackpt.engine.write import Planned, write_out
 from megackpt.engine.writer_messages import Place
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy
-from megackpt.options import AsyncOptions, SaveOptions
+from megackpt.options import AsyncOptions, SaveOptions, VerifyOptions
 from megackpt.storage import ObjectOptions, Store
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class RootSaving:
         housekeeping: does what follows a commit, or a failure.
         failures: counts what fails, and says which errors training outlives.
         options: of the saves.
-        verify: read every byte again after a commit.
+        verify: how every byte is read again after a commit; None if it is not.
     """
 
     places: StepPlaces
@@ -48,7 +50,7 @@ class RootSaving:
     housekeeping: Housekeeping
     failures: Failures
     options: SaveOptions
-    verify: bool
+    verify: VerifyOptions | None
 
     def save(
         self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
@@ -75,33 +77,25 @@ class RootSaving:
         self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
     ) -> None:
         """Write and commit a step, then do what follows. Collective over the group."""
+        damages: list[Damage] | None = None
         try:
-            write_out(planned, store, strategy, group)
-        except Exception:
-            self.clean_up(step, group)
-            raise
+            try:
+                write_out(planned, store, strategy, group)
+            except Exception:
+                self.clean_up(step, group)
+                raise
+            if self.verify is not None:
+                look = partial(find_damages, store, self.verify)
+                damages = verify_together(group, look, timeout_s=self.options.timeout_s)
         finally:
             store.close()
-        damages = self._damages(step, group)
 
         def follow() -> bytes:
             if group.rank == 0:
                 self.housekeeping.committed(step, damages)
             return b""
 
-        together(group, follow, doing="removing old steps" if damages is None else "verifying the step")
-
-    def _damages(self, step: int, group: Group) -> list[Damage] | None:
-        """Read a step again, each rank its part; return what is wrong. Collective; None if none is to."""
-        if not self.verify:
-            return None
-
-        def look() -> bytes:
-            found = self.housekeeping.damages(step, deep=True, share=(group.rank, group.size))
-            return json.dumps([damage.to_json() for damage in found]).encode()
-
-        told = together(group, look, doing="verifying the step")
-        return [*dict.fromkeys(Damage(**damage) for of_rank in told for damage in json.loads(of_rank))]
+        together(group, follow, doing=after_commit(damages))
 
     def clean_up(self, step: int, group: Group) -> None:
         """Let go of what is beside the files of a save that failed, on rank 0. Local."""
@@ -176,9 +170,9 @@ class AsyncRootSaving:
         """
         saving = self._saving
 
-        def follow() -> None:
+        def follow(damages: Sequence[Damage] | None) -> None:
             saving.warn_of_newer(step, group)
-            saving.housekeeping.committed(step)
+            saving.housekeeping.committed(step, damages)
 
         with saving.failures.around(f"Saving step {step}", rank=group.rank) as around:
             saving.note_metrics(step, metrics, group)
@@ -190,6 +184,7 @@ class AsyncRootSaving:
                     label=f"step {step}",
                     group=group,
                     options=saving.options,
+                    verify=saving.verify,
                     follow=follow,
                     failed=lambda: saving.housekeeping.failed(step),
                 )

@@ -19,7 +19,7 @@ from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, tex
 from megackpt.codec.paths import format_path
 from megackpt.codec.registry import REGISTRY
 from megackpt.codec.tree import DAMAGED, MAX_DEPTH, Encoded, Json
-from megackpt.errors import CheckpointError, FormatError
+from megackpt.errors import CheckpointError, FormatError, UnknownClassError
 
 _KIND_OF_TAG: Mapping[str, Kind] = {kind.tag: kind for kind in KINDS}
 
@@ -135,7 +135,7 @@ class _Decoder:
         codec = REGISTRY.of_name(text_of(name))
         if codec is None:
             path = format_path("", self._steps)
-            raise FormatError(
+            raise UnknownClassError(
                 f"{self._where}: {path}: saved with the codec {name!r}, which is not registered in this "
                 f"process. Import the module that registers it, or call megackpt.register_codec(cls, "
                 f"{name!r}, ...) before loading.",

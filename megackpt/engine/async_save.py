@@ -23,10 +23,10 @@ from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.staging import Span, StreamClosedError, fill
 from megackpt.engine.write import CommonFiles, Planned
 from megackpt.engine.writer_messages import Job, Place, meetings_of
-from megackpt.engine.writer_process import Work, WriterProcess
+from megackpt.engine.writer_process import Follow, Work, WriterProcess
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
-from megackpt.options import AsyncOptions, SaveOptions
+from megackpt.options import AsyncOptions, SaveOptions, VerifyOptions
 from megackpt.planning import SavePlan
 
 log = logging.getLogger(__name__)
@@ -166,13 +166,15 @@ class AsyncSaver:
         label: str,
         group: Group,
         options: SaveOptions,
-        follow: Callable[[], None],
+        verify: VerifyOptions | None = None,
+        follow: Follow,
         failed: Callable[[], None],
     ) -> None:
         """Plan and stage a save; return when the state may change. Collective, after `may_save`.
 
-        place and label are equal on all ranks; label is what to call it in messages. On rank 0, follow is
-        called after the commit, in a thread of its own, and failed when the save has failed.
+        place, label and verify are equal on all ranks; label is what to call it in messages. With verify,
+        writers read what is committed again, each its share. On rank 0, follow is called then, in a thread of
+        its own, with what they have found, and failed when the save has failed.
 
         Raises:
             CheckpointError: the same on every rank: this save cannot be made; on one rank alone, that its
@@ -180,7 +182,7 @@ class AsyncSaver:
         """
         ready = self._prepare(request, group, options)
         steps = (follow, failed) if group.rank == 0 else (_nothing, _nothing)
-        work = self._begin(ready, place, label, *steps)
+        work = self._begin(ready, place, label, verify, *steps)
         if not self._options.stage_in_background:
             self._stage(work, ready)
             return
@@ -328,7 +330,8 @@ class AsyncSaver:
         ready: _Prepared,
         place: Place,
         label: str,
-        follow: Callable[[], None],
+        verify: VerifyOptions | None,
+        follow: Follow,
         failed: Callable[[], None],
     ) -> Work:
         planned, plan = ready.planned, self._use_plan(ready.planned)
@@ -347,6 +350,7 @@ class AsyncSaver:
                 common=ready.common,
                 start=start,
                 in_order=ready.in_order,
+                verify=verify,
             )
 
         work = self._session.writer.begin(job, ready.layout.stop, follow, failed)
@@ -415,7 +419,7 @@ def _prepared(planned: Planned, strategy: SaveStrategy, *, rank: int) -> _Prepar
     return _Prepared(planned, pickled, common, rows.tolist(), layout, writes_in_order(strategy))
 
 
-def _nothing() -> None: ...
+def _nothing(*_: object) -> None: ...
 
 
 def _make(writer: WriterProcess, nbytes: int) -> None:

@@ -15,7 +15,7 @@ from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
 from megackpt.engine.verify_bytes import verify_bytes
-from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
+from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import (
@@ -122,8 +122,21 @@ def verify_checkpoint(
             for damage in verify_bytes(contents, chunks, readable, store, options, progress):
                 found.add(damage)
     if options.deep and is_first:
-        _check_common(contents, found)
+        _check_common(contents, found, options)
     return found.verified(options, strategy.backend, strategy.version)
+
+
+def find_damages(
+    store: Store, options: VerifyOptions, progress: Progress, share: tuple[int, int] = WHOLE
+) -> tuple[Damage, ...]:
+    """Return what is wrong with a checkpoint, as `verify_checkpoint`; what cannot be looked at is.
+
+    Local; nothing is raised but what is no error of ours.
+    """
+    try:
+        return verify_checkpoint(store, options, progress, share=share).damages
+    except CheckpointError as error:
+        return (Damage(what=" ".join(str(error).split())),)
 
 
 class _Found:
@@ -279,8 +292,9 @@ def _check_coverage(chunks: Chunks, keys: Collection[str], found: _Found) -> Non
         found.add(Damage(key=fault.spec.key, box=f"[{place}]", what=said))
 
 
-def _check_common(contents: Contents, found: _Found) -> None:
+def _check_common(contents: Contents, found: _Found, options: VerifyOptions) -> None:
     try:
         read_common(contents, where=found.location)
     except CheckpointError as error:
-        found.add_error(error)
+        if not (options.skip_unknown_classes and isinstance(error, UnknownClassError)):
+            found.add_error(error)

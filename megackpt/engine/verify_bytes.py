@@ -18,7 +18,7 @@ from megackpt.engine.chunk_bytes import parts_of
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.workers import do_all
-from megackpt.errors import CheckpointError, IntegrityError
+from megackpt.errors import CheckpointError, IntegrityError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.metadata import OBJECT
@@ -48,7 +48,7 @@ def verify_bytes(
     is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
     objects = is_object[table.array] if len(table) else np.zeros(0, np.bool_)
     progress.begin("reading", int(table.nbytes[readable].sum()))
-    reading = _Reading(contents, chunks, store, progress)
+    reading = _Reading(contents, chunks, store, options, progress)
     in_order = np.argsort(chunks.place, kind="stable")
     tensors = in_order[(readable & ~objects)[in_order]].tolist()
     for batch in _batched(_parts(chunks, tensors), _AT_A_TIME):
@@ -93,8 +93,16 @@ def _neighbours(chunks: LiesInFiles, parts: Sequence[Part]) -> Iterator[list[Par
 class _Reading:
     """Reads parts of chunks and keeps what is wrong with them. Safe for many threads."""
 
-    def __init__(self, contents: Contents, chunks: Chunks, store: Store, progress: Progress) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        chunks: Chunks,
+        store: Store,
+        options: VerifyOptions,
+        progress: Progress,
+    ) -> None:
         self._contents = contents
+        self._skips_unknown = options.skip_unknown_classes
         self._chunks = chunks
         self._store = store
         self._progress = progress
@@ -127,8 +135,9 @@ class _Reading:
             self._contents.decode_object(data, f"{self._store.location}: object {spec.key!r}")
         except CheckpointError as error:
             found = damage_of(error, location=self._store.location)
-            with self._lock:
-                self._objects.append(self._damage(row, 0, nbytes, f"it cannot be decoded: {found.what}"))
+            if not (self._skips_unknown and isinstance(error, UnknownClassError)):
+                with self._lock:
+                    self._objects.append(self._damage(row, 0, nbytes, f"it cannot be decoded: {found.what}"))
         self._progress.advance(nbytes)
 
     def damages(self) -> list[Damage]:

@@ -20,6 +20,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
@@ -40,6 +42,8 @@ from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.arena import Layout, Octets, lay_out, map_memory, stretches
 from megackpt.engine.signs_of_life import BEAT_S, Pulse
+from megackpt.engine.verify import find_damages
+from megackpt.engine.verify_together import after_commit, verify_together
 from megackpt.engine.write import Planned, write_out
 from megackpt.engine.writer_messages import (
     Cancelled,
@@ -60,7 +64,9 @@ from megackpt.engine.writer_messages import (
     meetings_of,
 )
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
+from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy
+from megackpt.options import VerifyOptions
 from megackpt.planning import SavePlan, with_object_sizes
 from megackpt.storage import Store
 
@@ -230,9 +236,11 @@ class Writer:
             opened.append((self._hook(store) if self._hook else store, _unpickled(job.strategy)))
             return Numbers(())
 
+        damages: list[Damage] | None = None
+
         def follow() -> Numbers:
             if group.rank == 0:
-                self._send(Committed(job.number))
+                self._send(Committed(job.number, None if damages is None else tuple(damages)))
                 told = self._followed.get()
                 if told.error is not None:
                     raise decode_error(told.error)
@@ -253,12 +261,21 @@ class Writer:
             )
             try:
                 write_out(planned, store, strategy, group)
+                if job.verify is not None:
+                    damages = self._verify(store, job.verify, group)
             finally:
                 store.close()
-            compare(group, follow, alike=0, doing="removing old steps")
+            compare(group, follow, alike=0, doing=after_commit(damages))
         finally:
             if isinstance(group, StoreGroup):
                 group.leave()
+
+    def _verify(self, store: Store, options: VerifyOptions, group: Group) -> list[Damage]:
+        # Classes that the training has registered, or allows in pickles, are not known in this process.
+        known_here = replace(options, allow_unsafe_pickle=False, skip_unknown_classes=True)
+        look = partial(find_damages, store, known_here)
+        timeout_s = self._join.timeout_s
+        return verify_together(group, look, timeout_s=timeout_s, while_reading=self._pulse.beat)
 
     def _group(self, job: Job) -> Group:
         to = self._join

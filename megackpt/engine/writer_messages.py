@@ -13,7 +13,9 @@ from megackpt.comm import StoreAddress
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.steps import step_places
 from megackpt.engine.write import CommonFiles
+from megackpt.formats.damage import Damage
 from megackpt.geometry import Ints
+from megackpt.options import VerifyOptions
 from megackpt.planning import SavePlan
 from megackpt.storage import ObjectOptions, Store
 
@@ -81,6 +83,7 @@ class Job:
         common: common state; on rank 0.
         start: position of the stream at which its first row begins.
         in_order: whether the strategy takes the rows in order, so that memory may be used again at once.
+        verify: how what is committed is read again; None if it is not.
     """
 
     number: int
@@ -95,6 +98,7 @@ class Job:
     common: CommonFiles | None
     start: int
     in_order: bool
+    verify: VerifyOptions | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +148,13 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """From the writer of rank 0: a job is committed; it waits for `Followed`."""
+    """From the writer of rank 0: a job is committed; it waits for `Followed`.
+
+    damages are what writers have found that have verified it; None if they have not.
+    """
 
     job: int
+    damages: tuple[Damage, ...] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -47,6 +47,7 @@ from megackpt.engine.writer_messages import (
     meetings_of,
 )
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
+from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
 
@@ -62,6 +63,10 @@ Others see more: they are to be the first to say what is wrong.
 """
 
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+
+
+Follow = Callable[[Sequence[Damage] | None], None]
+"""Does what follows a commit, given what is wrong with what was committed; None if nobody has looked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +85,7 @@ class Work:
 
     job: Job
     stop: int
-    follow: Callable[[], None]
+    follow: Follow
     failed: Callable[[], None]
     is_followed: bool = False
     is_over: bool = False
@@ -180,7 +185,7 @@ class WriterProcess:
         self,
         make: Callable[[int, int], Job],
         nbytes: int,
-        follow: Callable[[], None],
+        follow: Follow,
         failed: Callable[[], None],
     ) -> Work:
         """Take up a job, made of a number and the position at which its part of the stream begins.
@@ -312,7 +317,7 @@ class WriterProcess:
                 watch.heard()
                 if isinstance(message, Committed):
                     threading.Thread(
-                        target=self._follow, args=(message.job,), name="megackpt-follow", daemon=True
+                        target=self._follow, args=(message,), name="megackpt-follow", daemon=True
                     ).start()
                     continue
                 with self._news:
@@ -348,16 +353,16 @@ class WriterProcess:
             self._process.wait(_END_S)
         return self._process.returncode is not None
 
-    def _follow(self, job: int) -> None:
+    def _follow(self, committed: Committed) -> None:
         """Do what follows a commit, outside of the thread that listens: it may take long."""
         error: bytes | None = None
-        work = self._work(job)
+        work = self._work(committed.job)
         work.is_followed = True
         try:
-            work.follow()
+            work.follow(committed.damages)
         except Exception as raised:  # noqa: BLE001 - handed over to all ranks
             error = encode_error(raised)
-        self._send(Followed(job, error))
+        self._send(Followed(committed.job, error))
         work.is_followed = False
 
     def _work(self, job: int) -> Work:

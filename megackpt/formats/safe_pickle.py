@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megackpt.errors import CheckpointError, FormatError, UnserializableError
+from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, RefusedValueError, no_bytes, plain_values, stand_ins
 
@@ -70,7 +70,8 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
     """Return what `torch.save` has made these bytes of, tensors in host memory.
 
     Raises:
-        FormatError: they name a class that is not known to be harmless, or are damaged.
+        UnknownClassError: they name a class that is not known to be harmless.
+        FormatError: they are damaged.
     """
     try:
         if allow_unsafe:
@@ -84,7 +85,7 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
     except Exception as error:
         refused = _refused_by_torch(data, error)
         if refused and not allow_unsafe:
-            raise FormatError(
+            raise UnknownClassError(
                 f"{where}: it names {refused}, which is not known to be harmless, so it is refused. "
                 f"{ADVICE} torch.serialization.add_safe_globals() allows single classes.",
                 path=where,

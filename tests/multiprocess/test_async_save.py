@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megackpt import (
     Checkpointer,
     CheckpointError,
     DeclarationError,
+    IntegrityError,
     RankFailedError,
     SaveOptions,
     ShardedObject,
@@ -26,6 +28,7 @@ from megackpt import (
     StorageError,
     WriterFailedError,
     load,
+    register_codec,
 )
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine import async_save, writer_process
@@ -343,6 +346,50 @@ def descriptors_after_many(root: Path) -> list[int]:
         return len(os.listdir("/proc/self/fd"))
 
     return [one(number) for number in range(3)]
+
+
+class Damaged(Checkpointer):
+    _writer_hook = "tests.writer_faults:damaging_step_2"
+
+
+@dataclass
+class Schedule:
+    """A class that writer processes do not know."""
+
+    warmup: int
+
+
+def verify_saves(root: Path) -> str:
+    register_codec(Schedule, "tests.Schedule")
+    torch.serialization.add_safe_globals([Schedule])
+    rank = dist.get_rank()
+    objects = {"o": ShardedObject("o", Schedule(rank), (2,), (rank,)), "common": Schedule(3)}
+    options: dict[str, Any] = {"async_save": True, "verify_after_save": True, "keep_last": 1}
+    with Damaged(root, save_options=OPTIONS, **options) as checkpointer:
+        checkpointer.save(1, {"w": part(1.0), **objects})
+        checkpointer.save(2, {"w": part(2.0)})
+        with pytest.raises(IntegrityError) as found:
+            checkpointer.wait()
+        dist.barrier()
+        assert checkpointer.steps() == (1,)
+        for step, backend in (
+            (3, "torch_dist"),
+            (4, "zarr"),
+        ):
+            checkpointer.save(step, {"w": part(3.0), **objects}, sharded_strategy=backend)
+            checkpointer.wait()
+            dist.barrier()
+            assert checkpointer.steps() == (step,)
+    return str(found.value)
+
+
+def test_writers_verify_what_they_have_committed_each_its_share(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(verify_saves, 2, tmp_path / "root")
+    assert first == second
+    assert first.startswith("Rank 0 failed while verifying the step: ")
+    assert "iter_0000002 is damaged right after it was saved" in first
+    assert "-00001.safetensors, 'w' [1000:2000, 0:10]" in first
+    assert {file.name for file in tmp_path.glob("share-*")} == {"share-0-of-2", "share-1-of-2"}
 
 
 def test_a_closed_checkpointer_leaves_no_connections(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from megackpt import (
     NotACheckpointError,
     ShardedTensor,
 )
+from megackpt.checkpointer import saving
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.pins import write_pin
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.comm import Group
 from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.verify import find_damages
 from megackpt.formats.damage import Damage
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
@@ -195,13 +197,12 @@ def test_each_rank_verifies_its_share_and_nobody_reads_a_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[tuple[int, int]] = []
-    look = Housekeeping.damages
 
-    def damages(self: Housekeeping, step: int, **how: Any) -> tuple[Damage, ...]:
-        shares.append(how["share"])
-        return look(self, step, **how)
+    def look(store: Store, options: Any, progress: Any, share: tuple[int, int]) -> tuple[Damage, ...]:
+        shares.append(share)
+        return find_damages(store, options, progress, share)
 
-    monkeypatch.setattr(Housekeeping, "damages", damages)
+    monkeypatch.setattr(saving, "find_damages", look)
 
     def save(group: Group) -> bool:
         checkpointer = Checkpointer(tmp_path, verify_after_save=True, group=group)

@@ -77,5 +77,5 @@ class DeferredSave:
         )
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Do what follows a commit elsewhere."""
