@@ -77,6 +77,13 @@ class MistakenStrategy(NativeSaveStrategy):
         return super().write_chunks(*args, **kwargs)
 
 
+class LeavingStrategy(NativeSaveStrategy):
+    """Ends its thread, and nothing else."""
+
+    def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
+        raise SystemExit
+
+
 class SlowStrategy(NativeSaveStrategy):
     """Pauses before each of its rows, and then takes its bytes, or writes others elsewhere."""
 

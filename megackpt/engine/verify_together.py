@@ -47,7 +47,7 @@ def verify_together(
             found = compare(group, work.state, alike=0, largest=2, doing="verifying the step")
             is_under_way, is_damaged = found.largest
     finally:
-        work.reading.stop()
+        work.stop()
     if not is_damaged:
         return []
     told = together(group, work.told, doing="verifying the step")
@@ -130,6 +130,11 @@ class _Work:
                 f"timeout_s if it is only slow."
             )
         return Numbers((), (1, 0))
+
+    def stop(self) -> None:
+        """Let it end where it is, and wait for that a little: the store is going to be closed."""
+        self.reading.stop()
+        self._thread.join(self._pause_s)
 
     def told(self) -> bytes:
         """Return what was found, for the others."""

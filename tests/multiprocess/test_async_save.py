@@ -42,6 +42,7 @@ from tests.writer_faults import (
     GatedStrategy,
     HungStrategy,
     KilledStrategy,
+    LeavingStrategy,
     MistakenStrategy,
     SlowStrategy,
     wait_for,
@@ -177,6 +178,9 @@ def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
             checkpointer.wait()
         assert not isinstance(found.value, WriterFailedError)
         assert "in write_chunks" in capfd.readouterr().err  # where it comes from
+        checkpointer.save(2, ones(), sharded_strategy=LeavingStrategy())
+        checkpointer.wait()  # does not hang, and is outlived, as a writer that was killed is
+        assert checkpointer.failed_saves == 1
 
 
 def outlast_hung_writers(root: Path) -> str:
