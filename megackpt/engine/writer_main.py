@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -70,6 +70,7 @@ from megackpt.options import VerifyOptions
 from megackpt.planning import SavePlan, with_object_sizes
 from megackpt.storage import Store
 
+_WORKER = "megackpt-writer"  # the thread that does the jobs
 _VIEW_BYTES = 8 << 20  # memory of a stream is given back in such steps
 _IO_CLASSES = {"low": (2, 7), "idle": (3, 0)}  # class and level; Source: ioprio_set(2)
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -170,7 +171,7 @@ class Writer:
 
     def run(self) -> None:
         """Take messages until there are no more."""
-        threading.Thread(target=self._work, name="megackpt-writer", daemon=True).start()
+        threading.Thread(target=self._work, name=_WORKER, daemon=True).start()
         self._send(Ready())
         with contextlib.suppress(EOFError, ConnectionError):
             while not isinstance(message := self._connection.recv(), Leave):
@@ -196,13 +197,6 @@ class Writer:
                 self._todo.put((message, self._plans[message.plan], self._memory))
 
     def _work(self) -> None:
-        try:
-            self._do_jobs()
-        except BaseException:  # noqa: BLE001 - sys.exit() of a strategy, too: or the rank would wait for ever
-            traceback.print_exc()
-        os._exit(1)
-
-    def _do_jobs(self) -> NoReturn:
         while True:
             todo = self._todo.get()
             if isinstance(todo, Join):
@@ -311,6 +305,7 @@ def main(settings: dict[str, Any]) -> None:
     settings: `connection` and `arena`, descriptors; `parent`, process id; `nice`; `ionice`; `hook`.
     """
     _end_with(settings["parent"])
+    threading.excepthook = _end_with_worker
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the training, which decides what becomes of a save
     torch.set_num_threads(1)
@@ -318,6 +313,13 @@ def main(settings: dict[str, Any]) -> None:
     hook = _imported(settings["hook"]) if settings["hook"] else None
     Writer(Connection(settings["connection"]), settings["arena"], hook).run()
     os._exit(0)  # whatever is under way is not to be finished
+
+
+def _end_with_worker(args: threading.ExceptHookArgs) -> None:
+    """End this process if the thread that does the jobs has ended, by sys.exit() in a strategy, say."""
+    traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+    if args.thread is not None and args.thread.name == _WORKER:
+        os._exit(1)
 
 
 def _end_with(parent: int) -> None:

@@ -78,6 +78,7 @@ class Work:
         stop: one past the last position of the stream that belongs to it.
         follow: what is done here when it is committed.
         failed: what is done here when it has failed.
+        is_told: whether the process has heard of it.
         is_followed: whether `follow` is under way.
         is_over: whether it has ended.
         error: why it failed; None if it did not.
@@ -87,6 +88,7 @@ class Work:
     stop: int
     follow: Follow
     failed: Callable[[], None]
+    is_told: bool = False
     is_followed: bool = False
     is_over: bool = False
     error: CheckpointError | None = None
@@ -117,7 +119,7 @@ class WriterProcess:
         self._consumed = 0
         self._capacity = 0
         self._under_way: list[Work] = []
-        self._untold: deque[Job] = deque()  # of which the process has not heard yet
+        self._untold: deque[Work] = deque()  # of which the process has not heard yet
         self._rank = 0
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
@@ -199,7 +201,7 @@ class WriterProcess:
         with self._news:
             self._under_way.append(work)
             is_lost = self._is_lost
-        self._untold.append(job)
+        self._untold.append(work)
         if is_lost:
             self._fail_all()
         return work
@@ -275,7 +277,7 @@ class WriterProcess:
         if not self._is_lost and not self._has_ended():
             self._process.kill()
             self._has_ended()
-        if self._process.poll() is None:
+        if not self._has_ended(0.0):
             log.warning(
                 "The writer process %s is killed, and does not end: the system waits for a disk.", self.pid
             )
@@ -295,7 +297,9 @@ class WriterProcess:
 
     def _tell_jobs(self) -> None:
         while self._untold:
-            self._send(self._untold.popleft())
+            work = self._untold.popleft()
+            self._send(work.job)
+            work.is_told = True
 
     def _forget_plans(self, most: int) -> None:
         while len(self._plans) > most:
@@ -337,7 +341,8 @@ class WriterProcess:
     def _look(self, watch: Watch) -> None:
         """Kill a process that has work, and has shown no sign of progress for too long."""
         with self._news:
-            is_idle = not self._under_way or self._under_way[0].is_followed
+            first = self._under_way[0] if self._under_way else None
+            is_idle = first is None or first.is_followed or not first.is_told
         if is_idle:
             watch.heard()
             return
@@ -347,10 +352,10 @@ class WriterProcess:
             self._is_stuck = True
             self._process.kill()
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, most_s: float | None = None) -> bool:
         """Wait a while for the end of the process; one that is stuck in the kernel may not be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+            self._process.wait(_END_S if most_s is None else most_s)
         return self._process.returncode is not None
 
     def _follow(self, committed: Committed) -> None:

@@ -155,7 +155,7 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
                 label="the step",
                 group=group,
                 options=OPTIONS,
-                follow=lambda: None,
+                follow=lambda _: None,
                 failed=lambda: None,
             )
             saver.wait()
