@@ -1,7 +1,7 @@
 """The writer process of this rank, as the training sees it.
 
-Owns starting and ending it, the threads that speak to it, and what is known of its jobs. What it does is in
-`writer_main`; what ranks agree on, in `async_save`.
+Owns starting and ending it, giving it up when it is stuck, the threads that speak to it, and what is known of
+its jobs. What it does is in `writer_main`; what ranks agree on, in `async_save`.
 """
 
 from __future__ import annotations
