@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeGuard
 
 from megackpt.comm.group import (
@@ -48,6 +49,27 @@ class ReducingGroup(Group, Protocol):
         """Return this rank's part; rank 0 gives those of all ranks, others an empty list."""
 
 
+class CollectingGroup(ReducingGroup, Protocol):
+    """A group that also compares numbers and gathers in one meeting. A collective.
+
+    Raises:
+        RankFailedError: as those of `ReducingGroup`.
+    """
+
+    def collect(
+        self, numbers: Sequence[int], data: bytes, *, step: bytes
+    ) -> tuple[list[int], Callable[[], list[bytes]]]:
+        """Return what `maximum` returns, and a function that returns what `gather` does.
+
+        All ranks call that function next, or none does: it may have to send what is long.
+        """
+
+
+def collects(group: Group) -> TypeGuard[CollectingGroup]:
+    """Say whether a group compares and gathers in one."""
+    return hasattr(group, "collect")
+
+
 def reduces(group: Group) -> TypeGuard[ReducingGroup]:
     """Say whether a group compares numbers itself."""
     return hasattr(group, "maximum") and hasattr(group, "scatter")
@@ -79,9 +101,18 @@ def compare(
     """
     said, error = run_step(step)
     mine = said or Numbers((0,) * alike, (0,) * largest)
-    step_number = zlib.crc32(named_step(doing))
-    compared = (step_number, *mine.alike)
+    found, _ = _compared(group, mine, error, doing=doing)
+    return found
+
+
+def _compared(
+    group: Group, mine: Numbers, error: Exception | None, *, doing: str, data: bytes | None = None
+) -> tuple[Numbers, Callable[[], list[bytes]]]:
+    """Compare numbers, and errors, which all raise; return a function that returns to rank 0 data of all."""
+    alike = len(mine.alike)
+    compared = (zlib.crc32(named_step(doing)), *mine.alike)
     sent = [int(error is not None), *compared, *(-n for n in compared), *mine.largest]
+    gathered: Callable[[], list[bytes]] = partial(group.gather, data or b"")
     if not reduces(group) or group.size == 1:
         packed = struct.pack(f"<{len(sent)}q", *sent)
         everyone = settle(group, packed, error, doing=doing)
@@ -89,26 +120,24 @@ def compare(
         found = [max(column) for column in columns]
     else:
         try:
-            found = group.maximum(sent, step=named_step(doing))
+            if data is not None and collects(group):
+                found, gathered = group.collect(sent, data, step=named_step(doing))
+            else:
+                found = group.maximum(sent, step=named_step(doing))
         except RankFailedError as lost:
             raise_lost(lost, error)
         if found[0] or found[1] != -found[2 + alike]:  # every rank sees it, so they can tell each other more
             settle(group, b"", error, doing=doing)
     high, low = found[2 : 2 + alike], found[3 + alike : 3 + 2 * alike]
     same = tuple(int(a == -b) for a, b in zip(high, low, strict=True))
-    return Numbers(same, tuple(found[3 + 2 * alike :]))
+    return Numbers(same, tuple(found[3 + 2 * alike :])), gathered
 
 
 def together_at_root(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
     """Like `together`, but only rank 0 is given the results, which may be large."""
-    result: list[bytes] = []
-
-    def run() -> Numbers:
-        result.append(step())
-        return Numbers(())
-
-    compare(group, run, alike=0, doing=doing)
-    return group.gather(result[0])
+    result, error = run_step(step)
+    _, gathered = _compared(group, Numbers(()), error, doing=doing, data=result or b"")
+    return gathered()
 
 
 def given_by_root(group: Group, step: Callable[[], Sequence[bytes]], *, doing: str) -> bytes:

@@ -6,12 +6,15 @@ the training's collectives nor hangs with them, and names the ranks that did not
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,13 +29,27 @@ from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
 
-_ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER = 1, 2, 3, 4
-_WORDS = 2 + MOST_NUMBERS
+_ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT = 1, 2, 3, 4, 5
+_WORDS = 3 + MOST_NUMBERS
+_ENCLOSED_BYTES = 2048
 _STEP_BYTES = 200
 _SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
 
 ROLL_CALL_S = 3.0
 """How long survivors of a broken collective wait for each other's names before they say who is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a rank has heard as a meeting began.
+
+    Attributes:
+        numbers: the largest that ranks gave, number by number.
+        enclosed: on rank 0, the first _ENCLOSED_BYTES of what each sent along, padded; nothing on others.
+    """
+
+    numbers: list[int]
+    enclosed: list[bytes]
 
 
 class TorchGroup:
@@ -91,9 +108,16 @@ class TorchGroup:
         return self._guarded(lambda: self._gather(data))
 
     def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
-        """Return the largest of what the ranks gave, number by number: one all-reduce of 240 bytes."""
+        """Return the largest of what the ranks gave, number by number; each sends each one small message."""
         self._meetings += 1
-        return self._guarded(lambda: self._open(_MAXIMUM, numbers, step)[: len(numbers)])
+        return self._guarded(lambda: self._open(_MAXIMUM, numbers, step).numbers[: len(numbers)])
+
+    def collect(
+        self, numbers: Sequence[int], data: bytes, *, step: bytes
+    ) -> tuple[list[int], Callable[[], list[bytes]]]:
+        """`maximum`, and what `gather` returns, by a function that all call next or none."""
+        self._meetings += 1
+        return self._guarded(lambda: self._collect(numbers, data, step))
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part; rank 0 gives those of all."""
@@ -137,16 +161,28 @@ class TorchGroup:
     def _start(self, move: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Any:
         return move(_tensor_over(data), self._ranks[peer], group=self._group, tag=tag)
 
-    def _open(self, kind: int, numbers: Sequence[int], said: bytes) -> list[int]:
-        """Begin a meeting: all of them alike, so that none is taken for another. Return the largest numbers.
+    def _open(self, kind: int, numbers: Sequence[int], said: bytes, data: bytes = b"") -> _Opened:
+        """Begin a meeting: all of them alike, so that none is taken for another.
 
         Raises:
             RankFailedError: others are in a meeting of another kind; said begins with the name of a step.
         """
         words = [kind, -kind, *numbers]
-        reduced = torch.tensor(words + [0] * (_WORDS - len(words)))
-        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group)
-        found: list[int] = reduced.tolist()
+        head = struct.pack(f"<{_WORDS}q", *words, *[0] * (_WORDS - len(words)))
+        told = bytearray(head + data[:_ENCLOSED_BYTES].ljust(_ENCLOSED_BYTES, b"\0") + head * (self.size - 1))
+        longer = len(head) + _ENCLOSED_BYTES
+        heard = torch.empty(self.size * (len(head) if self.rank else longer), dtype=torch.uint8)
+        # Not gloo's all-reduce: that is a ring of 4 (size - 1) messages a rank, each waiting for the one
+        # before. Here it is size - 1, all at once; and whoever is gone is missed by all at once.
+        dist.all_to_all_single(
+            heard,
+            torch.frombuffer(told, dtype=torch.uint8),
+            [len(head) if self.rank else longer] * self.size,
+            [longer] + [len(head)] * (self.size - 1),
+            group=self._group,
+        )
+        of_ranks = heard.numpy().reshape(self.size, -1)
+        found: list[int] = of_ranks[:, : len(head)].copy().view(np.int64).max(0).tolist()
         if found[0] != -found[1]:  # every rank sees it, so they can ask each other
             step = step_in(said)[:_STEP_BYTES]
             check_one_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
@@ -154,7 +190,7 @@ class TorchGroup:
                 "Ranks are at different steps, which have no names. Call the same functions in the same "
                 "order on all ranks, with equal options."
             )
-        return found[2:]
+        return _Opened(found[2:], [] if self.rank else [one[len(head) :].tobytes() for one in of_ranks])
 
     def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
         """All-gather buffers that are equally long."""
@@ -164,33 +200,45 @@ class TorchGroup:
         return [everyone[i : i + length] for i in range(0, len(everyone), length)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        longest = self._open(_ALL_GATHER, [len(data)], data)[0]
+        longest = self._open(_ALL_GATHER, [len(data)], data).numbers[0]
         head = len(data).to_bytes(8, "little")
         received = self._gather_equal(_padded(head + data, 8 + longest))
         return [m[8 : 8 + int.from_bytes(m[:8], "little")] for m in received]
 
+    def _collect(
+        self, numbers: Sequence[int], data: bytes, step: bytes
+    ) -> tuple[list[int], Callable[[], list[bytes]]]:
+        opened = self._open(_COLLECT, [len(data), *numbers], step, _headed(data))
+        return opened.numbers[1 : 1 + len(numbers)], lambda: self._guarded(lambda: self._gathered(data, opened))
+
     def _gather(self, data: bytes) -> list[bytes]:
-        """Send what each has: small messages at once, others without making them equally long."""
-        padded = 8 + self._open(_GATHER, [len(data)], data)[0]
-        is_small = padded * self.size <= _SMALL_BYTES
-        head = len(data).to_bytes(8, "little") + (data if is_small else b"")
-        sent = _padded(head, padded if is_small else 8)
-        received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(sent, received, dst=self._ranks[0], group=self._group)
-        if received is not None:
-            lengths = [int.from_bytes(bytes(r[:8].numpy()), "little") for r in received]
-            if is_small:
-                return [bytes(r[8 : 8 + n].numpy()) for r, n in zip(received, lengths, strict=True)]
+        return self._gathered(data, self._open(_GATHER, [len(data)], data, _headed(data)))
+
+    def _gathered(self, data: bytes, opened: _Opened) -> list[bytes]:
+        """Send rank 0 what the opening of the meeting had no room for: see `_open`, and `_Opened`.
+
+        The first of the largest numbers is the length of the longest.
+        """
+        padded = 8 + opened.numbers[0]
+        lengths = [int.from_bytes(part[:8], "little") for part in opened.enclosed]
+        if padded <= _ENCLOSED_BYTES:
+            return [part[8 : 8 + n] for n, part in zip(lengths, opened.enclosed, strict=True)]
+        if padded * self.size <= _SMALL_BYTES:
+            sent = _padded(data, padded)
+            received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
+            dist.gather(sent, received, dst=self._ranks[0], group=self._group)
+            return [bytes(r[:n].numpy()) for r, n in zip(received or [], lengths, strict=True)]
+        if self.rank == 0:
             buffers = [bytearray(n) for n in lengths]
             self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
             return [data, *(bytes(b) for b in buffers[1:])]
-        if data and not is_small:
+        if data:
             self._exchange([(0, memoryview(bytearray(data)))], [])
         return []
 
     def _scatter(self, parts: Sequence[bytes]) -> bytes:
         """Send each what is its own, as `_gather` does."""
-        padded = 8 + self._open(_SCATTER, [max(map(len, parts), default=0)], b"")[0]
+        padded = 8 + self._open(_SCATTER, [max(map(len, parts), default=0)], b"").numbers[0]
         is_small = padded * self.size <= _SMALL_BYTES
         mine = torch.empty(padded if is_small else 8, dtype=torch.uint8)
         heads = [len(p).to_bytes(8, "little") + (p if is_small else b"") for p in parts]
@@ -252,6 +300,10 @@ class TorchGroup:
         Some get further than others before they notice, but none past the meeting behind the next one.
         """
         return store.check([str(rank)]) and abs(int(store.get(str(rank))) - self._meetings) <= 2
+
+
+def _headed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data[:_ENCLOSED_BYTES]
 
 
 def _tensor_over(data: memoryview) -> torch.Tensor:
