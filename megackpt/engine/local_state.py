@@ -18,7 +18,7 @@ from megackpt.codec import leaf_digests
 from megackpt.engine.copies import digests_of_copies, with_one_main_each
 from megackpt.engine.device_copies import follow, parts_in_buffers, pieces_of, rows_to_host
 from megackpt.engine.expand import Expanded, expand
-from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.plan_cache import KeptPlan, PlanCache
 from megackpt.engine.tensor_bytes import check_source
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
@@ -70,6 +70,8 @@ class LocalState:
         expanded: the state taken apart.
         blobs: its objects, encoded; empty where another rank writes them.
         declared: its declarations; slots count tensors, then objects.
+        said: what these were made of, see `KeptPlan`.
+        earlier: a plan for which it has declared the same.
         spread_label: see `SaveRequest`.
         rank: number of this rank.
         ranks: how many there are.
@@ -80,6 +82,8 @@ class LocalState:
     expanded: Expanded
     blobs: tuple[bytes, ...]
     declared: DeclaredChunks
+    said: tuple[Any, ...]
+    earlier: KeptPlan | None
     spread_label: int
     rank: int
     ranks: int
@@ -115,6 +119,8 @@ class LocalState:
 
         And of which of how many ranks it is, and whether it keeps its own rows of the plan, or all.
         """
+        if self.earlier is not None:
+            return self.earlier.declared
         table = self.declared.table
         nbytes = table.nbytes.copy()
         nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
@@ -123,6 +129,10 @@ class LocalState:
         who = [self.rank, self.ranks, self.request.spread, self.spread_label]
         besides = json.dumps([*who, len(lists.alone), keeps_all]).encode()
         return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
+
+    def kept(self, plan: SavePlan, whole: SavePlan | None) -> KeptPlan:
+        """Return what is kept of a plan for the next save that declares the same."""
+        return KeptPlan(plan, self.structure(), self.said, self.declared, whole)
 
     def alone(self) -> DeclaredChunks:
         """Return its declarations for a save in which it knows of no other rank: it stores what it holds."""
@@ -221,9 +231,29 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
         else b""
         for o in expanded.objects
     ]
-    declared = describe(expanded.entities, rank=rank, object_nbytes=[len(b) for b in blobs])
     label = request.spread_label()
-    return LocalState(request, strategy, expanded, tuple(blobs), declared, label, rank, ranks)
+    sizes = [len(b) for b in blobs]
+    said = (
+        (rank, ranks, request.spread, label, takes_own_rows(strategy)),
+        (expanded.replicated, expanded.part_of_ranks),
+        [(o.key, o.global_shape, o.global_offset, o.replica_id, n > 0) for o, n in zip(expanded.objects, sizes, strict=True)],
+        [tensor.declared() for tensor in expanded.tensors],
+    )
+    earlier = request.plans.recall(said) if request.plans is not None else None
+    if earlier is None:
+        declared = describe(expanded.entities, rank=rank, object_nbytes=sizes)
+    else:
+        declared = _with_object_sizes(earlier.chunks, sizes)
+    return LocalState(request, strategy, expanded, tuple(blobs), declared, said, earlier, label, rank, ranks)
+
+
+def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> DeclaredChunks:
+    """Return declarations of as many objects, which stand behind the tensors, with their sizes in bytes."""
+    if not sizes:
+        return declared
+    nbytes = declared.table.nbytes.copy()
+    nbytes[-len(sizes) :] = sizes
+    return replace(declared, table=replace(declared.table, nbytes=nbytes))
 
 
 def leaves(value: Any) -> bytes:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
+from megackpt.metadata import DeclaredChunks
 from megackpt.planning import SavePlan
 
 
@@ -20,11 +22,15 @@ class KeptPlan:
     Attributes:
         plan: its own rows, or those of all ranks where the format needs them.
         declared: digest of what it had declared, as which rank of how many.
+        said: what it had declared, and all that it was described from, but for sizes of objects.
+        chunks: that as rows, with the sizes of objects at that time.
         whole: the rows of all ranks; on rank 0, None elsewhere.
     """
 
     plan: SavePlan
     declared: str
+    said: tuple[Any, ...]  # fields of the user's entities
+    chunks: DeclaredChunks
     whole: SavePlan | None = None
 
 
@@ -59,6 +65,11 @@ class PlanCache:
     def peek(self, name: str) -> KeptPlan:
         """Return a plan that is kept, without counting it as used."""
         return self._plans[name]
+
+    def recall(self, said: tuple[Any, ...]) -> KeptPlan | None:
+        """Return a plan for which this rank has declared the same; other ranks may have none like it."""
+        # Python stops at the first difference, and does not look into what is the same object.
+        return next((kept for kept in reversed(self._plans.values()) if kept.said == said), None)
 
     def keep(self, name: str, kept: KeptPlan) -> None:
         """Keep a plan."""

@@ -153,7 +153,7 @@ def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agr
         if plans is not None:
             if not found.alike[_PLANS]:  # from now on all ranks keep the same
                 plans.clear()
-            plans.keep(attempt, KeptPlan(agreed.kept, local.structure(), agreed.whole))
+            plans.keep(attempt, local.kept(agreed.kept, agreed.whole))
         return agreed
     kept = plans.find(plans.names[missing.index(0)])
     if not all_assume and (unequal.common or unequal.values):

@@ -24,13 +24,18 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
     Source: Megatron-Core `dist_checkpointing.mapping.is_main_replica`.
     """
-    return replica_id == 0 if isinstance(replica_id, int) else all(r == 0 for r in replica_id)
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
 
 
 def is_dtensor(value: object) -> bool:
     """Say whether a value is a DTensor of torch, without loading its module: before that there is none."""
+    return is_dtensor_class(type(value))
+
+
+def is_dtensor_class(kind: type) -> bool:
+    """Say whether a class is DTensor of torch, or derives from it."""
     cls: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return isinstance(value, cls)
+    return issubclass(kind, cls)
 
 
 class ShardedBase(ABC):

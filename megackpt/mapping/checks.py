@@ -17,6 +17,10 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId, is_dtensor
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that are neither DTensors nor anything but tensors."""
+
+
 def refusal(key: object, what: str) -> DeclarationError:
     """Return the error that says what is wrong with the entity of this key."""
     return DeclarationError(f"{key!r}: {what}", key=key if isinstance(key, str) else None)
@@ -139,9 +143,10 @@ def check_data(
     key: str, data: torch.Tensor, dtype: torch.dtype, local_shape: Sequence[int], flat: slice | None
 ) -> None:
     """Check that data is what the declaration says of it."""
-    if not isinstance(data, torch.Tensor):
+    is_plain = type(data) in _PLAIN
+    if not is_plain and not isinstance(data, torch.Tensor):
         raise refusal(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
-    if is_dtensor(data):
+    if not is_plain and is_dtensor(data):
         raise refusal(
             key,
             "data is a DTensor, which says by itself what this rank holds of which array. Put it into the "
@@ -150,7 +155,7 @@ def check_data(
     if data.dtype != dtype:
         raise refusal(key, f"dtype {dtype} is declared but data has {data.dtype}.")
     expected = data_shape(local_shape, flat)
-    if tuple(data.shape) != expected:
+    if data.shape != expected:
         source = "local_shape" if flat is None else f"flattened_range {flat.start}:{flat.stop}"
         raise refusal(key, f"data has shape {tuple(data.shape)} but {source} means {expected}.")
 

@@ -16,10 +16,10 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import MeshCut, mesh_boxes
-from megackpt.mapping.base import is_dtensor
+from megackpt.mapping.base import is_dtensor, is_dtensor_class
 from megackpt.mapping.checks import refusal
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, map_leaves
+from megackpt.mapping.tree import join_dotted, leaf_types, map_leaves
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
@@ -48,7 +48,7 @@ def adopt_dtensors(state: Any) -> Any:
         DeclarationError: two of them have one key, or one cannot be saved: a placement that is no Shard or
             Replicate, or a local tensor that is not what the placements say.
     """
-    if "torch.distributed.tensor" not in sys.modules:
+    if not any(map(is_dtensor_class, leaf_types(state))):
         return state
     keys: set[str] = set()
 

@@ -15,7 +15,7 @@ from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import map_leaves
+from megackpt.mapping.tree import leaf_types, map_leaves
 
 FOREIGN_MODULE = "megatron.core.dist_checkpointing.mapping"
 _TENSOR_FIELDS = (
@@ -41,14 +41,20 @@ def adopt(sharded_state_dict: Any) -> Any:
         DeclarationError: an entity lacks a field that it has in every version of Megatron-Core, or
             contradicts itself.
     """
+    if not any(map(_known_class, leaf_types(sharded_state_dict))):
+        return sharded_state_dict
     return map_leaves(_adopt_leaf, sharded_state_dict)
 
 
 def _adopt_leaf(path: str, leaf: Any) -> Any:
-    for cls in type(leaf).__mro__:  # the class itself, or what a user's class derives from
-        if cls.__module__ == FOREIGN_MODULE and cls.__name__ in _ADOPT:
-            return _ADOPT[cls.__name__](path, leaf)
-    return leaf
+    known = _known_class(type(leaf))
+    return leaf if known is None else _ADOPT[known](path, leaf)
+
+
+def _known_class(kind: type) -> str | None:
+    """Return the name of the entity that a class is, or that it derives from; None for others."""
+    names = (cls.__name__ for cls in kind.__mro__ if cls.__module__ == FOREIGN_MODULE)
+    return next((name for name in names if name in _ADOPT), None)
 
 
 def _tensor(path: str, leaf: Any) -> ShardedTensor:

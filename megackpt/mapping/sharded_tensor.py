@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
+from operator import attrgetter, is_
 
 import numpy as np
 import torch
@@ -28,6 +28,20 @@ from megackpt.mapping.checks import (
     refusal,
 )
 from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
+
+
+_FIELDS = attrgetter(
+    "key",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+    "flattened_range",
+)
 
 
 @dataclass(eq=False)
@@ -78,7 +92,7 @@ class ShardedTensor(ShardedBase):
             fragments = self.axis_fragmentations
             self.axis_fragmentations = as_extents(self.key, "axis_fragmentations", fragments)
         self.validate_metadata_integrity()
-        self._checked = self._place()
+        self._checked = self.declared()
 
     @classmethod
     def from_rank_offsets(
@@ -298,7 +312,7 @@ class ShardedTensor(ShardedBase):
             DeclarationError: the fields contradict each other, or the data.
         """
         # By identity: what is equal may be of another type, and the fields are of types without change.
-        if not all(map(is_, self._place(), self._checked)):
+        if not all(map(is_, self.declared(), self._checked)):
             return replace(self, data=data)
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__, data=data)
@@ -306,14 +320,12 @@ class ShardedTensor(ShardedBase):
             check_data(self.key, data, self.dtype, self.local_shape, self.flattened_range)
         return copy
 
-    def _place(self) -> tuple[object, ...]:
-        """All fields but data."""
-        replica = tuple(self.replica_id) if isinstance(self.replica_id, list) else self.replica_id
-        return (
-            self.key, self.dtype, self.local_shape, self.global_shape, self.global_offset,
-            self.axis_fragmentations, replica, self.prepend_axis_num, self.allow_shape_mismatch,
-            self.flattened_range,
-        )  # fmt: skip
+    def declared(self) -> tuple[object, ...]:
+        """All fields but data: equal for tensors that say the same of themselves."""
+        place: tuple[object, ...] = _FIELDS(self)
+        if isinstance(self.replica_id, list):  # it may change and stay the same object
+            return tuple(tuple(f) if isinstance(f, list) else f for f in place)
+        return place
 
     def init_data(
         self, device: torch.device | str = "cpu", init_fn: Callable[..., torch.Tensor] = torch.empty

@@ -34,6 +34,24 @@ def iter_leaves(
             yield inner, child
 
 
+def leaf_types(tree: Any) -> set[type]:
+    """Return the classes of all leaves: to see, before a tree is mapped, whether there is anything to do."""
+    found: set[type] = set()
+    _add_types(tree, found)
+    return found
+
+
+def _add_types(tree: Any, found: set[type]) -> None:
+    if not isinstance(tree, (dict, list)):
+        found.add(type(tree))
+        return
+    for child in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(child, (dict, list)):
+            _add_types(child, found)
+        else:
+            found.add(type(child))
+
+
 def map_leaves(
     fn: Callable[[str, Any], Any],
     tree: Any,

@@ -19,7 +19,7 @@ from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, map_leaves
+from megackpt.mapping.tree import join_dotted, leaf_types, map_leaves
 
 XLA_CLASS = "XLAShardedTensor"
 XLA_PACKAGE = "torch_xla"
@@ -76,6 +76,8 @@ def adopt_xla(state: Any) -> Any:
     Its key is its path, joined with dots. Call it before DTensors are looked for: from torch_xla 2.9 on
     these tensors are of a class derived from theirs.
     """
+    if not any(issubclass(kind, torch.Tensor) or _is_xla(kind) for kind in leaf_types(state)):
+        return state
     return map_leaves(_adopt_leaf, state, step=join_dotted)
 
 
@@ -89,15 +91,20 @@ def xla_tensor_of(leaf: Any) -> XlaTensor | None:
     `mark_sharding` leaves parameters what they are, so a model's state dict has plain tensors, which
     torch_xla wraps on demand.
     """
-    for cls in type(leaf).__mro__:
-        if cls.__name__ == XLA_CLASS and cls.__module__.split(".")[0] == XLA_PACKAGE:
-            found: XlaTensor = leaf
-            return found
+    if _is_xla(type(leaf)):
+        found: XlaTensor = leaf
+        return found
     if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
         spmd = sys.modules.get(f"{XLA_PACKAGE}.distributed.spmd")
         wrapped = leaf if spmd is None else spmd.wrap_if_sharded(leaf)
         return None if wrapped is leaf else cast("XlaTensor", wrapped)
     return None
+
+
+def _is_xla(kind: type) -> bool:
+    return any(
+        cls.__name__ == XLA_CLASS and cls.__module__.split(".")[0] == XLA_PACKAGE for cls in kind.__mro__
+    )
 
 
 @dataclass(frozen=True, slots=True)
