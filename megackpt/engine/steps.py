@@ -158,7 +158,9 @@ class LocalPlaces:
         Raises:
             StorageError: it cannot be made.
         """
-        LocalStore(self._root).create()
+        with contextlib.closing(LocalStore(self._root)) as store:
+            store.create()
+            store.sync()
         found = os.stat(self._root)
         return f"{_machine()}:{found.st_dev}:{found.st_ino}"
 

@@ -73,9 +73,10 @@ class CommonFiles:
         return cls(files, said)
 
     def put(self, store: Store) -> Json:
-        """Write them, durably."""
+        """Write them; their content is durable when this returns, their names after `store.sync()`."""
         for name, data in self.files:
-            store.write(name, data)
+            with store.open_writer(name, len(data)) as writer:
+                writer.write(memoryview(data))
         return self.said
 
 

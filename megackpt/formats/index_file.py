@@ -29,8 +29,12 @@ _MOST_BYTES = 2**62
 
 
 def write_small(store: Store, name: str, data: bytes) -> Json:
-    """Write a small file, durably; return the entry that names it with its size and digest."""
-    store.write(name, data)
+    """Write a small file; return the entry that names it with its size and digest.
+
+    Its content is durable when this returns, its name after `store.sync()`.
+    """
+    with store.open_writer(name, len(data)) as writer:
+        writer.write(memoryview(data))
     return {"file": name, "nbytes": len(data), "xxh3_128": digest_of(data)}
 
 

@@ -36,9 +36,10 @@ def write_index(
     block_rows: int = BLOCK_ROWS,
     block_digests: int = BLOCK_DIGESTS,
 ) -> Json:
-    """Write an index with digests, durably; return its entry.
+    """Write an index with digests; return its entry.
 
-    stored is compact: digests are in the order of rows.
+    Its content is durable when this returns, its name after `store.sync()`. stored is compact: digests are in
+    the order of rows.
     """
     assert stored.digests is not None
     columns = _row_columns(stored)
@@ -64,7 +65,6 @@ def write_index(
                 yield piece
 
         digest = digest_of_pieces(written())
-    store.sync()
     said = {"nbytes": head_nbytes, "xxh3_128": digest_of_pieces(in_front)}
     return {
         "file": name,

@@ -51,6 +51,7 @@ class LocalStore:
             open_files=open_files,
         )
         self._unsynced: set[str] = set()  # directories below root ("" is root) whose entries changed
+        self._unsynced_above: set[str] = set()  # paths of directories in which `create` made one
         self._lock = threading.Lock()
 
     @property
@@ -59,7 +60,7 @@ class LocalStore:
         return self._root
 
     def create(self) -> None:
-        """Make the directory and its missing parents, durably."""
+        """Make the directory and its missing parents; their names are flushed with the first of others."""
         with refusals("create the directory", self._root):
             missing = [self._root]
             while not os.path.lexists(parent := os.path.dirname(missing[-1])):
@@ -70,7 +71,8 @@ class LocalStore:
                 except FileExistsError:  # of old, or another rank was faster
                     if not os.path.isdir(path):
                         raise
-                _flush_path(os.path.dirname(path))
+                with self._lock:
+                    self._unsynced_above.add(os.path.dirname(path))
 
     def open_writer(self, name: str, nbytes: int) -> FileWriter:
         """Start a new file of exactly `nbytes` bytes; room for it is reserved at once."""
@@ -232,13 +234,18 @@ class LocalStore:
             todo = sorted(filter(chosen, self._unsynced))
             # Forgotten before the flush: what changes meanwhile is noted anew.
             self._unsynced.difference_update(todo)
+            above, self._unsynced_above = sorted(self._unsynced_above), set()
         try:
+            for path in above:
+                with refusals("flush", path):
+                    _flush_path(path)
             for directory in todo:
                 with refusals("flush", self._files.path(directory)):
                     self._files.flush_directory(directory)
         except BaseException:
             with self._lock:
                 self._unsynced.update(todo)
+                self._unsynced_above.update(above)
             raise
 
 

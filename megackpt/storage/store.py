@@ -67,7 +67,10 @@ class Store(Protocol):
         ...
 
     def create(self) -> None:
-        """Make the store ready to be written to, durably. One that exists already is left as it is."""
+        """Make the store ready to be written to. One that exists already is left as it is.
+
+        Durable after `sync`, or when a file that was written is, name included.
+        """
         ...
 
     def open_writer(self, name: str, nbytes: int) -> StreamWriter:

@@ -20,6 +20,7 @@ from megackpt.formats.index_file import (
 from megackpt.formats.index_writer import write_index
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
+from megackpt.formats.native.joined import Joined
 from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
 from megackpt.formats.strategy import Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints
@@ -73,14 +74,16 @@ class NativeSaveStrategy:
         with store.open_writer(
             names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
         ) as writer:
-            writer.write(memoryview(header))
+            joined = Joined(writer)
+            joined.write(memoryview(header))
             for of_row in pieces_in_order(pieces, rows.tolist()):
                 for piece in of_row:
                     for at in range(0, len(piece), _STEP_BYTES):
                         step = piece[at : at + _STEP_BYTES]
                         digester.update(step)
-                        writer.write(step)  # from the processor's cache, where the digest has brought it
+                        joined.write(step)  # from the processor's cache, where the digest has brought it
                 digester.end()
+            joined.flush()
         store.sync()
         return _receipt(len(header), digester.result())
 

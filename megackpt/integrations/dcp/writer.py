@@ -136,6 +136,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
         strategy = save_strategy(None)
         with opened(self.path) as store:
             store.create()
+            store.sync()
             self._earlier = manifest.earlier_in(store, strategy)
         self._attempt = manifest.new_attempt()
         mine = [item for plan in plans[1:] for item in plan.items if self._is_kept_here(item)]
