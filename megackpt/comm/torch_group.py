@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -209,7 +210,8 @@ class TorchGroup:
         self, numbers: Sequence[int], data: bytes, step: bytes
     ) -> tuple[list[int], Callable[[], list[bytes]]]:
         opened = self._open(_COLLECT, [len(data), *numbers], step, _headed(data))
-        return opened.numbers[1 : 1 + len(numbers)], lambda: self._guarded(lambda: self._gathered(data, opened))
+        gathered = partial(self._guarded, lambda: self._gathered(data, opened))
+        return opened.numbers[1 : 1 + len(numbers)], gathered
 
     def _gather(self, data: bytes) -> list[bytes]:
         return self._gathered(data, self._open(_GATHER, [len(data)], data, _headed(data)))

@@ -23,7 +23,7 @@ from megackpt.engine.tensor_bytes import check_source
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.geometry import Ints, strides_of
-from megackpt.mapping import ShardedStateDict, is_main_replica
+from megackpt.mapping import ReplicaId, ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
 from megackpt.metadata import DeclaredChunks, Lists, lists_of
@@ -233,18 +233,28 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
     ]
     label = request.spread_label()
     sizes = [len(b) for b in blobs]
-    said = (
-        (rank, ranks, request.spread, label, takes_own_rows(strategy)),
-        (expanded.replicated, expanded.part_of_ranks),
-        [(o.key, o.global_shape, o.global_offset, o.replica_id, n > 0) for o, n in zip(expanded.objects, sizes, strict=True)],
-        [tensor.declared() for tensor in expanded.tensors],
-    )
+    who = (rank, ranks, request.spread, label, takes_own_rows(strategy))
+    said = (who, *_said(expanded, sizes))
     earlier = request.plans.recall(said) if request.plans is not None else None
     if earlier is None:
         declared = describe(expanded.entities, rank=rank, object_nbytes=sizes)
     else:
         declared = _with_object_sizes(earlier.chunks, sizes)
     return LocalState(request, strategy, expanded, tuple(blobs), declared, said, earlier, label, rank, ranks)
+
+
+def _said(expanded: Expanded, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return all that a rank's rows are made of but the sizes of its objects, given in bytes."""
+    objects = [
+        (o.key, o.global_shape, o.global_offset, _unchanging(o.replica_id), nbytes > 0)
+        for o, nbytes in zip(expanded.objects, sizes, strict=True)
+    ]
+    tensors = [tensor.declared() for tensor in expanded.tensors]
+    return expanded.replicated, expanded.part_of_ranks, objects, tensors
+
+
+def _unchanging(replica_id: ReplicaId) -> ReplicaId:
+    return tuple(replica_id) if isinstance(replica_id, list) else replica_id
 
 
 def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> DeclaredChunks:

@@ -20,6 +20,7 @@ from megackpt.formats.index_layout import (
     header_of,
     pieces_of,
 )
+from megackpt.formats.joined import Joined
 from megackpt.formats.strategy import Json
 from megackpt.metadata import Column, StoredChunks, block_counts, narrow_dtype, pack_strings
 from megackpt.storage import Store, block_digests, digest_of_pieces
@@ -58,13 +59,15 @@ def write_index(
     nbytes = head_nbytes + sum(c.size * dtypes[n].itemsize for n, c in rows.items())
 
     with store.open_writer(name, nbytes) as writer:
+        joined = Joined(writer)
 
         def written() -> Iterator[memoryview]:
             for piece in (*in_front, *_all_pieces(rows, dtypes, block_rows * _PIECE_BLOCKS)):
-                writer.write(piece)
+                joined.write(piece)
                 yield piece
 
         digest = digest_of_pieces(written())
+        joined.flush()
     said = {"nbytes": head_nbytes, "xxh3_128": digest_of_pieces(in_front)}
     return {
         "file": name,

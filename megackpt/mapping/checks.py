@@ -16,7 +16,6 @@ import torch
 from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId, is_dtensor
 
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that are neither DTensors nor anything but tensors."""
 

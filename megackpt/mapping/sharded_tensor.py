@@ -29,7 +29,6 @@ from megackpt.mapping.checks import (
 )
 from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
 
-
 _FIELDS = attrgetter(
     "key",
     "dtype",

@@ -42,9 +42,11 @@ def unpack_columns(data: bytes, *, where: str) -> dict[str, Column]:
 
 def pack_strings(name: str, values: Sequence[str]) -> dict[str, Column]:
     """Return the two columns that hold a list of strings."""
-    blobs = [v.encode() for v in values]
-    ends = np.cumsum([len(b) for b in blobs], dtype=np.int64) if blobs else np.zeros(0, np.int64)
-    return {f"{name}.utf8": np.frombuffer(b"".join(blobs), np.uint8), f"{name}.ends": ends}
+    text = "".join(values)
+    # As long in bytes as in characters; else each is looked at.
+    counts = map(len, values) if text.isascii() else (len(v.encode()) for v in values)
+    ends = np.cumsum(np.fromiter(counts, np.int64, len(values)))
+    return {f"{name}.utf8": np.frombuffer(text.encode(), np.uint8), f"{name}.ends": ends}
 
 
 def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> list[str]:

@@ -115,16 +115,16 @@ def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str]
 
 
 PLANNING = [
-    "all_reduce",  # settings, digests, plans that are kept
-    *("all_reduce", "all_gather"),  # digests of lists
-    *("all_reduce", "gather"),  # declarations
-    *("all_reduce", "scatter"),  # each rank's rows
+    "all_to_all_single",  # settings, digests, plans that are kept
+    *("all_to_all_single", "all_gather"),  # digests of lists
+    *("all_to_all_single", "gather"),  # declarations
+    *("all_to_all_single", "scatter"),  # each rank's rows
 ]
-"""Each message but the first begins with what it is and how long."""
+"""Each begins with what it is and how long, in a message from each rank to each; what is short is in it."""
 
 
-def calls_of_four_saves(directory: Path) -> list[list[str]]:
-    """Return the collectives until the end of planning, for saves of two structures in turn."""
+def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
+    """Return collectives until the end of planning and after it, for saves of two structures in turn."""
     plans, found = megackpt.PlanCache(), []
     megackpt.save({}, directory)  # makes the process group, once
     for number in range(4):
@@ -138,13 +138,17 @@ def calls_of_four_saves(directory: Path) -> list[list[str]]:
             strategy = StopAfterPlanning(traffic)
             megackpt.save({"w": shard, "o": noted, "step": number}, directory, strategy, plans=plans)
         assert strategy.at_end_of_planning is not None
-        found.append(strategy.at_end_of_planning[0])
+        planning = strategy.at_end_of_planning[0]
+        found.append((planning, traffic.calls[len(planning) :]))
     return found
 
 
-def test_planning_with_a_plan_that_is_kept_is_one_all_reduce(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_planning_with_a_plan_that_is_kept_is_one_collective(rank_pool: RankPool, tmp_path: Path) -> None:
+    short = [name for name in PLANNING if name != "gather"]
+    once = ["all_to_all_single"]
+    writing = [*once, *once]  # all have written, and said what; rank 0 has committed
     for calls in rank_pool.run(calls_of_four_saves, 4, tmp_path / "c"):
-        assert calls == [PLANNING, PLANNING, ["all_reduce"], ["all_reduce"]]
+        assert calls == [(short, writing), (short, writing), (once, writing), (once, writing)]
 
 
 def test_declaring_and_planning_flat_state_moves_nothing_proportional_to_it(

@@ -359,7 +359,7 @@ def test_a_small_file_is_durable_with_its_name_when_written(
     getattr(store, method)("d/e/a", b"1")
     places = [os.path.relpath(path, store.location) for path in flushed]
     assert places[0].startswith(("d/e/a", "d/e/.a."))
-    assert sorted(places[1:]) == [".", "d", "d/e"]
+    assert sorted(places[1:]) == [".", "..", "d", "d/e"]  # the store itself is new, too
 
 
 def test_a_failed_sync_is_tried_again(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,18 @@ def test_a_failed_sync_is_tried_again(store: LocalStore, monkeypatch: pytest.Mon
             store.sync()
     flushed = _record_fsync(monkeypatch)
     store.sync()
-    assert sorted(os.path.relpath(path, store.location) for path in flushed) == [".", "d"]
+    assert sorted(os.path.relpath(path, store.location) for path in flushed) == [".", "..", "d"]
+
+
+def test_directories_that_were_made_on_the_way_to_a_store_are_flushed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "runs" / "one")
+    store.create()
+    flushed = _record_fsync(monkeypatch)
+    store.sync()
+    store.sync()
+    assert sorted(os.path.relpath(path, tmp_path) for path in flushed) == [".", "runs"]
 
 
 def test_a_file_system_that_cannot_flush_directories_is_accepted(

@@ -18,9 +18,9 @@ from megackpt.formats.index_file import (
     write_small,
 )
 from megackpt.formats.index_writer import write_index
+from megackpt.formats.joined import Joined
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
-from megackpt.formats.native.joined import Joined
 from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
 from megackpt.formats.strategy import Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints
