@@ -28,6 +28,7 @@ def write_pin(root: Store, step: int) -> None:
     """Pin a step, durably."""
     if not is_pinned(root, step):
         root.write(_file_of(step), b"megackpt never removes this step\n")
+        root.sync()
 
 
 def remove_pin(root: Store, step: int) -> None:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT = 1, 2, 3, 4, 5
 _WORDS = 3 + MOST_NUMBERS
-_ENCLOSED_BYTES = 2048
+_MOST_ENCLOSED_BYTES = 2048  # by each rank, of what a meeting gathers: the rest is sent afterwards
 _STEP_BYTES = 200
 _SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
 
@@ -46,7 +46,7 @@ class _Opened:
 
     Attributes:
         numbers: the largest that ranks gave, number by number.
-        enclosed: on rank 0, the first _ENCLOSED_BYTES of what each sent along, padded; nothing on others.
+        enclosed: on rank 0, the first bytes of what each had for it, padded; nothing on others.
     """
 
     numbers: list[int]
@@ -82,6 +82,8 @@ class TorchGroup:
         self._meetings = 0  # how often all have waited for each other
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
+        # Rank 0 is sent so many by all, in every meeting: to begin with all meetings have to be alike.
+        self._enclosed_bytes = max(8, min(_MOST_ENCLOSED_BYTES, _SMALL_BYTES // self.size))
 
     @property
     def timeout_s(self) -> float:
@@ -170,8 +172,9 @@ class TorchGroup:
         """
         words = [kind, -kind, *numbers]
         head = struct.pack(f"<{_WORDS}q", *words, *[0] * (_WORDS - len(words)))
-        told = bytearray(head + data[:_ENCLOSED_BYTES].ljust(_ENCLOSED_BYTES, b"\0") + head * (self.size - 1))
-        longer = len(head) + _ENCLOSED_BYTES
+        enclosed = data[: self._enclosed_bytes].ljust(self._enclosed_bytes, b"\0")
+        told = bytearray(head + enclosed + head * (self.size - 1))
+        longer = len(head) + len(enclosed)
         heard = torch.empty(self.size * (len(head) if self.rank else longer), dtype=torch.uint8)
         # Not gloo's all-reduce: that is a ring of 4 (size - 1) messages a rank, each waiting for the one
         # before. Here it is size - 1, all at once; and whoever is gone is missed by all at once.
@@ -223,7 +226,7 @@ class TorchGroup:
         """
         padded = 8 + opened.numbers[0]
         lengths = [int.from_bytes(part[:8], "little") for part in opened.enclosed]
-        if padded <= _ENCLOSED_BYTES:
+        if padded <= self._enclosed_bytes:
             return [part[8 : 8 + n] for n, part in zip(lengths, opened.enclosed, strict=True)]
         if padded * self.size <= _SMALL_BYTES:
             sent = _padded(data, padded)
@@ -305,7 +308,7 @@ class TorchGroup:
 
 
 def _headed(data: bytes) -> bytes:
-    return len(data).to_bytes(8, "little") + data[:_ENCLOSED_BYTES]
+    return len(data).to_bytes(8, "little") + data[:_MOST_ENCLOSED_BYTES]
 
 
 def _tensor_over(data: memoryview) -> torch.Tensor:

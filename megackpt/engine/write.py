@@ -75,8 +75,7 @@ class CommonFiles:
     def put(self, store: Store) -> Json:
         """Write them; their content is durable when this returns, their names after `store.sync()`."""
         for name, data in self.files:
-            with store.open_writer(name, len(data)) as writer:
-                writer.write(memoryview(data))
+            store.write(name, data)
         return self.said
 
 

@@ -33,8 +33,7 @@ def write_small(store: Store, name: str, data: bytes) -> Json:
 
     Its content is durable when this returns, its name after `store.sync()`.
     """
-    with store.open_writer(name, len(data)) as writer:
-        writer.write(memoryview(data))
+    store.write(name, data)
     return {"file": name, "nbytes": len(data), "xxh3_128": digest_of(data)}
 
 

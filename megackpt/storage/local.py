@@ -60,7 +60,7 @@ class LocalStore:
         return self._root
 
     def create(self) -> None:
-        """Make the directory and its missing parents; their names are flushed with the first of others."""
+        """Make the directory and its missing parents; their names are durable after `sync` or `replace`."""
         with refusals("create the directory", self._root):
             missing = [self._root]
             while not os.path.lexists(parent := os.path.dirname(missing[-1])):
@@ -88,9 +88,8 @@ class LocalStore:
         )
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, durably."""
+        """Write a small file; its name is durable after `sync`."""
         self._write_small(name, data)
-        self._flush_above(name)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write beside the old file, then rename over it.

@@ -69,7 +69,7 @@ class Store(Protocol):
     def create(self) -> None:
         """Make the store ready to be written to. One that exists already is left as it is.
 
-        Durable after `sync`, or when a file that was written is, name included.
+        Durable after `sync` or `replace`.
         """
         ...
 
@@ -82,7 +82,7 @@ class Store(Protocol):
         ...
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file; it is durable, name included, when this returns."""
+        """Write a small file; its content is durable when this returns, its name after `sync`."""
         ...
 
     def replace(self, name: str, data: bytes) -> None:

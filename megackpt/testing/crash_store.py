@@ -132,7 +132,6 @@ class CrashStore:
             self.moment(f"before write of {name!r}")
             file = self._new(name)
             self._fill(name, file, data)
-            self._machine.disk.flush_names([name])
             self.moment(f"after write of {name!r}")
 
     def replace(self, name: str, data: bytes) -> None:

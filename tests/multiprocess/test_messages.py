@@ -24,7 +24,7 @@ def exchange_of(nbytes: int) -> None:
     assert found == Numbers((1, 0), (size - 1,))
 
 
-@pytest.mark.parametrize("nbytes", [3, 400_000])
+@pytest.mark.parametrize("nbytes", [3, 680, 681, 400_000])  # 2040 bytes of rank 3 are sent along
 def test_messages_arrive_whatever_their_lengths(rank_pool: RankPool, nbytes: int) -> None:
     rank_pool.run(exchange_of, 4, nbytes)
 
