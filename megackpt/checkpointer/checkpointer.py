@@ -182,7 +182,7 @@ class Checkpointer(Run):
         """Say whether `save_interval` or a signal asks for a save of this step; the same on all ranks.
 
         Collective: all ranks call it at every step, with the same step. Most calls send nothing; where time
-        or signals count, ranks exchange 240 bytes about once a second.
+        or signals count, ranks exchange 248 bytes about once a second.
 
         Raises:
             DeclarationError: ranks ask about different steps, or have different options.

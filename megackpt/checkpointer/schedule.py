@@ -1,7 +1,7 @@
 """Whether to save now: the same answer on all ranks, from steps, rank 0's clock and any rank's signals.
 
-Owns when ranks meet to agree. Steps need no meeting. Time and signals do: one all-reduce of 240 bytes, and
-not at every step but about once a second, at a step that the last meeting has named.
+Owns when ranks meet to agree. Steps need no meeting. Time and signals do: 248 bytes from each rank to each,
+and not at every step but about once a second, at a step that the last meeting has named.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def compare(
 ) -> Numbers:
     """Run a step on every rank and compare what the steps return; a failure on any rank is raised on all.
 
-    Collective: one small all-reduce where the group has one. alike and largest say how many numbers steps
-    return; doing says what is done, for the error's text.
+    Collective: one small message from each rank to each where the group can. alike and largest say how many
+    numbers steps return; doing says what is done, for the error's text.
 
     Raises:
         CheckpointError: as `together`.
