@@ -23,7 +23,7 @@ from megackpt.engine.tensor_bytes import check_source
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.geometry import Ints, strides_of
-from megackpt.mapping import ReplicaId, ShardedStateDict, is_main_replica
+from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
 from megackpt.metadata import DeclaredChunks, Lists, lists_of
@@ -246,15 +246,11 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
 def _said(expanded: Expanded, sizes: Sequence[int]) -> tuple[Any, ...]:
     """Return all that a rank's rows are made of but the sizes of its objects, given in bytes."""
     objects = [
-        (o.key, o.global_shape, o.global_offset, _unchanging(o.replica_id), nbytes > 0)
+        (o.key, o.global_shape, o.global_offset, is_main_replica(o.replica_id), nbytes > 0)
         for o, nbytes in zip(expanded.objects, sizes, strict=True)
     ]
     tensors = [tensor.declared() for tensor in expanded.tensors]
     return expanded.replicated, expanded.part_of_ranks, objects, tensors
-
-
-def _unchanging(replica_id: ReplicaId) -> ReplicaId:
-    return tuple(replica_id) if isinstance(replica_id, list) else replica_id
 
 
 def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> DeclaredChunks:

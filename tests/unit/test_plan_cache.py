@@ -136,6 +136,17 @@ def test_a_changed_declaration_is_proved_anew() -> None:
         run.save_states(states)
 
 
+@pytest.mark.parametrize(("key", "before", "after"), [("r", 1, 0), ("o", 0, 1)])
+def test_a_replica_id_that_changes_in_place_is_seen(key: str, before: int, after: int) -> None:
+    run = Run()
+    states = [state(rank, 1) for rank in range(RANKS)]
+    states[1][key].replica_id = [before]  # the same list in both saves
+    run.save_states(states)
+    states[1][key].replica_id[0] = after
+    with pytest.raises(CoverageError, match=f"'{key}"):
+        run.save_states(states)
+
+
 @pytest.mark.parametrize("key", ["step", "seed"])
 def test_values_that_differ_between_ranks_are_seen_on_a_hit(key: str) -> None:
     run = Run()
