@@ -1,0 +1,108 @@
+"""What ranks pay to agree, and for a whole small save: time, CPU time and context switches of each rank.
+
+Run by hand: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/bench_meetings.py DIRECTORY`.
+First ways to find the largest of 31 numbers over gloo, then saves of 200 tensors of 1 KiB that all ranks
+hold, ours and DCP's in turn. Times are those of the slowest rank; the rest is the mean of ranks, and rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megackpt.bench.dcp import TorchDistributed
+from megackpt.bench.ours import native
+from megackpt.bench.state import GridLayout, make_small_model, make_state
+
+WORDS = 31
+MEETINGS = 100
+
+
+def spent() -> list[float]:
+    """Return seconds of CPU time, and voluntary context switches, of all threads of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return [used.ru_utime + used.ru_stime, used.ru_nvcsw]
+
+
+def measured(work: Callable[[], object], times: int) -> torch.Tensor:
+    """Return wall seconds, CPU seconds and switches of each rank for one of several runs, `[ranks, 3]`."""
+    dist.barrier()
+    before, began = spent(), time.perf_counter()
+    for _ in range(times):
+        work()
+    wall = time.perf_counter() - began
+    mine = torch.tensor([wall, *(b - a for a, b in zip(before, spent(), strict=True))], dtype=torch.float64)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine / times)
+    return torch.stack(ranks)
+
+
+def say(name: str, found: torch.Tensor) -> None:
+    """Print a line on rank 0; found is `[ranks, 3]`."""
+    if dist.get_rank() == 0:
+        wall, (cpu, switches), first = found[:, 0].max(), found[:, 1:].mean(0), found[0, 1]
+        of_processor = f"CPU {1e3 * cpu:6.2f} ms a rank, {1e3 * first:6.2f} ms rank 0"
+        print(f"{name:22} {1e3 * wall:8.2f} ms   {of_processor}   {switches:5.1f} switches a rank")
+
+
+def compare_meetings() -> None:
+    """Find the largest numbers in several ways."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    numbers = torch.arange(WORDS)
+    each = [torch.empty_like(numbers) for _ in range(size)]
+    heard, told = torch.empty(size * WORDS, dtype=torch.int64), numbers.repeat(size)
+
+    def by_root() -> None:
+        dist.gather(numbers, each if rank == 0 else None, dst=0)
+        dist.broadcast(numbers, 0)
+
+    ways: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX),
+        "all-gather": lambda: dist.all_gather(each, numbers),
+        "gather, broadcast": by_root,
+        "each to each": lambda: dist.all_to_all_single(heard, told),
+    }
+    for name, way in ways.items():
+        way()
+        say(name, measured(way, MEETINGS))
+
+
+def compare_saves(directory: Path, repeats: int) -> None:
+    """Save a small state with each library in turn; medians."""
+    state = make_state(
+        make_small_model(), GridLayout(dp=dist.get_world_size()), dist.get_rank(), torch.float32
+    )
+    libraries = (native(), TorchDistributed())
+    runs: dict[str, list[torch.Tensor]] = {library.name: [] for library in libraries}
+    for number in range(repeats + 2):
+        for library in libraries:
+            place, declared = directory / f"{library.name}-{number}", library.declare(state)
+            runs[library.name].append(measured(partial(library.save, declared, place), 1))
+            if dist.get_rank() == 0:
+                shutil.rmtree(place)
+    for name, found in runs.items():
+        say(f"small save, {name}", torch.stack(found[2:]).median(0).values)
+
+
+def main() -> None:
+    """Measure all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    compare_meetings()
+    compare_saves(arguments.directory, arguments.repeats)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
