@@ -20,13 +20,13 @@ from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.planning.load_plan import overlapping_chunks, padded_to
-from megackpt.storage import Store, check_name
+from megackpt.storage import LENT_BYTES, Store, check_name
 
 WHOLE_BYTES = 1024 * 1024
 """An index of no more than this is read whole."""
 
 SPAN_ROWS = 128 * 1024
-"""Rows read at once, column by column, into buffers that are used again."""
+"""Rows read at once, column by column; fewer where a column of so many would not fit into a lent buffer."""
 
 GAP_ROWS = 16 * 1024
 """Rows that nobody needs are read with those around them where they are no more: 64 KiB of a column cost
@@ -141,12 +141,14 @@ class PartialIndex:
 
         Besides the table comes what else is known of a row: `file`, `offset_bytes` and `digest_start`.
         """
-        head, buffers = self._head, dict[str, bytearray]()
+        head = self._head
         nothing = {n: np.zeros((0, *head.rows[n].shape[1:]), np.int64) for n in ROW_COLUMNS}
         found = [{"array": np.zeros(0, np.int64), "digest_start": np.zeros(0, np.int64), **nothing}]
-        at_once, gap = max(1, SPAN_ROWS // head.block_rows), GAP_ROWS // head.block_rows
+        longest = max(head.rows[name].row_nbytes for name in ROW_COLUMNS)
+        at_once = max(1, min(SPAN_ROWS, LENT_BYTES // longest) // head.block_rows)
+        gap = GAP_ROWS // head.block_rows
         for run in runs_of(blocks, longest=at_once, gap=gap):
-            part = RowBlocks(self._store, head, run, blocks[run.start : run.stop], buffers)
+            part = RowBlocks(self._store, head, run, blocks[run.start : run.stop])
             found.append(part.meeting(low, high))
         columns = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
         rest = {name: columns.pop(name) for name in ("file", "offset_bytes", "digest_start")}
@@ -169,6 +171,7 @@ class PartialIndex:
         head, size = self._head, self._head.block_digests
         blocks = marked_ranges(start // size, -(-(start + counts) // size), len(head.digest_digests))
         runs = runs_of(blocks, longest=len(blocks), gap=0)
-        digests = [np.zeros(0, np.uint64), *(digests_of(self._store, head, run) for run in runs)]
+        parts = [digests_of(self._store, head, run) for run in runs]
+        digests = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint64), *parts])
         behind = np.append(np.cumsum(~blocks), 0)  # blocks that are left out up to each
-        return start - behind[start // size] * size, np.concatenate(digests)
+        return start - behind[start // size] * size, digests

@@ -8,9 +8,10 @@ column is one numpy array. No torch, no I/O.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +230,7 @@ def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays
         ArraySpec(key, dtype, tuple(shape[:n]))
         for key, dtype, shape, n in zip(keys, dtypes, whole.tolist(), ndim.tolist(), strict=True)
     )
-    if any(a >= b for a, b in pairwise(keys)):
+    if any(map(operator.ge, keys, keys[1:])):
         raise FormatError(f"{where}: keys are not sorted, or one stands twice.", path=where)
     unknown = sorted(set(dtypes) - set(DTYPES) - {OBJECT})
     if unknown:

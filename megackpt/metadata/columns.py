@@ -7,6 +7,7 @@ of strings as UTF-8 with their ends. Whole numbers are stored in 32 bits where a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,12 @@ def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> l
         raise FormatError(
             f"{where}: the ends of {name!r} do not fit its text. The file is damaged.", path=where
         )
-    starts = np.concatenate(([0], ends[:-1])).tolist() if len(ends) else []
+    places = list(pairwise([0, *ends.tolist()]))
     try:
-        return [blob[a:b].decode() for a, b in zip(starts, ends.tolist(), strict=True)]
+        if blob.isascii():  # so a position in the bytes is one in the text
+            joined = blob.decode()
+            return [joined[a:b] for a, b in places]
+        return [blob[a:b].decode() for a, b in places]
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: {name!r} is not UTF-8. The file is damaged.", path=where) from error
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,10 @@ def _load_plan(directory: str, said: dict[str, Any], requested: Any) -> tuple[fl
         def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
             self.nbytes += out.nbytes
             super().read_into(name, offset_bytes, out)
+
+        def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+            self.nbytes += nbytes
+            return super().lend(name, offset_bytes, nbytes)
 
     store, clock = Counting(directory), _Clock()
     stored = open_index(store, said).of_boxes([requested.table])
