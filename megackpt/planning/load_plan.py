@@ -87,8 +87,40 @@ def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     The boxes around their flat ranges meet; of equal ones also the ranges in them. have is sorted by array and
     first start.
     """
-    if not len(want) or not len(have):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    low, high = _reached(want, have)
+    order = np.argsort(low)
+    stop = np.maximum.accumulate(high[order])
+    begin = np.minimum(np.maximum(low[order], np.append(0, stop[:-1])), stop)
+    candidates = _ranges(begin, stop)[1]  # each once
+    asked, found = _overlapping(want, have.take(candidates))
+    return asked, candidates[found]
+
+
+def _reached(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
+    """Return for each wanted row which stored ones may meet it, going by dim 0: a range of rows.
+
+    Stored rows are sorted by array and first start.
+    """
+    first = np.searchsorted(have.array, np.arange(len(have.arrays) + 1))
+    counts = np.diff(first)
+    some = np.flatnonzero(counts)
+    reach, extent = np.zeros((2, len(have.arrays)), np.int64)
+    if some.size:
+        reach[some] = np.maximum.reduceat(have.shape[:, 0], first[some])
+        extent[some] = have.start[first[some + 1] - 1, 0]  # the last one begins furthest
+    bases, bound = place_bases(extent)
+    place = np.repeat(bases, counts) + np.minimum(have.start[:, 0], bound)
+    number = {spec.key: i for i, spec in enumerate(have.arrays)}
+    array = np.array([number[spec.key] for spec in want.arrays], np.int64)[want.array]
+    beyond = np.minimum(extent, bound)[array] + 1  # of all rows of the array, and of no other
+    lowest = np.clip(want.start[:, 0] - reach[array] + 1, 0, beyond)
+    highest = np.minimum(want.start[:, 0] + want.shape[:, 0], beyond)
+    low = np.searchsorted(place, bases[array] + lowest, side="left")
+    return low, np.maximum(np.searchsorted(place, bases[array] + highest, side="left"), low)
+
+
+def _overlapping(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
+    """Return the same pairs of rows of tables of which most meet."""
     # Shards of a distributed optimizer are many flat ranges of one box: their boxes are compared once.
     heads = _heads(have)
     ends = np.append(heads[1:], len(have))
@@ -119,20 +151,7 @@ def _heads(table: ChunkTable) -> Ints:
 
 def _meeting_boxes(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     """Return pairs of rows of the same array whose boxes have an element in common."""
-    number = {spec.key: i for i, spec in enumerate(have.arrays)}
-    array = np.array([number[spec.key] for spec in want.arrays], np.int64)[want.array]
-    # Stored rows are sorted by array and first start, so the candidates of a request are one range of rows.
-    reach, extent = np.zeros((2, len(have.arrays)), np.int64)
-    np.maximum.at(reach, have.array, have.shape[:, 0])
-    np.maximum.at(extent, have.array, have.start[:, 0])
-    bases, bound = place_bases(extent)
-    place = bases[have.array] + np.minimum(have.start[:, 0], bound)
-    beyond = np.minimum(extent, bound)[array] + 1  # of all rows of the array, and of no other
-    lowest = np.clip(want.start[:, 0] - reach[array] + 1, 0, beyond)
-    highest = np.minimum(want.start[:, 0] + want.shape[:, 0], beyond)
-    low = np.searchsorted(place, bases[array] + lowest, side="left")
-    high = np.searchsorted(place, bases[array] + highest, side="left")
-    asked, found = _ranges(low, np.maximum(high, low))
+    asked, found = _ranges(*_reached(want, have))
     for d in range(want.dims):
         a, b = want.start[asked, d], have.start[found, d]
         meets = (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
