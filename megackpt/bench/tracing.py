@@ -29,8 +29,9 @@ _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "open_checkpoint", "open"),
     (engine_load, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
-    (file_chunks, "digests_of_each", "digest"),
+    (file_chunks, "digest_list", "digest"),
     (engine_read, "copy_bytes", "copy"),
+    (engine_read, "copy_octets", "copy"),
 )
 
 

@@ -15,10 +15,19 @@ import numpy.typing as npt
 import torch
 
 from megackpt.engine.device_copies import Uploads
-from megackpt.engine.tensor_bytes import as_bits, copy_bytes, run_in, source_block, target_block
+from megackpt.engine.tensor_bytes import (
+    as_bits,
+    byte_view,
+    copy_bytes,
+    copy_octets,
+    run_in,
+    source_block,
+    target_block,
+)
 from megackpt.engine.workers import do_all
 from megackpt.errors import FormatError
 from megackpt.formats.strategy import Chunks, LiesInFiles, Part
+from megackpt.geometry import Ints
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import itemsizes
@@ -132,6 +141,11 @@ def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[t
     return replace(copies, target_first=first, target_stride=stride)
 
 
+def _is_plain(target: Target) -> bool:
+    """Whether elements go as they are into memory without gaps that can be seen as bytes."""
+    return target.memory.is_cpu and not target.is_cast and target.memory.is_contiguous()
+
+
 class _Reader:
     """Performs reads, in three ways: straight into a tensor, several at once, or one through a buffer."""
 
@@ -143,12 +157,13 @@ class _Reader:
         table = chunks.table
         self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
         self._in_files = chunks if isinstance(chunks, LiesInFiles) else None
+        # As bytes, where they can be: to make such a view for each read would take longer than a short read.
+        self._octets = [byte_view(t.memory) if _is_plain(t) else None for t in targets]
 
     def jobs(self, reads: Reads) -> Iterator[Callable[[], None]]:
         """Yield what is to be done for all reads, in their order as far as they are of one kind."""
         is_straight = self._are_straight(reads)
-        for read in np.flatnonzero(is_straight).tolist():
-            yield partial(self._read_straight, reads, read)
+        yield from self._straight_jobs(reads, np.flatnonzero(is_straight))
         others = np.flatnonzero(~is_straight)
         chunks = self._in_files
         if chunks is not None:
@@ -157,6 +172,19 @@ class _Reader:
         else:
             for read in others.tolist():
                 yield partial(self._read_buffered, reads, read)
+
+    def _straight_jobs(self, reads: Reads, rows: Ints) -> Iterator[Callable[[], None]]:
+        """Yield what is to be done for reads of one contiguous copy each."""
+        stored, slot = reads.stored[rows], reads.blocks.slot[reads.first[rows]]
+        into = reads.blocks.target[reads.first[rows]] * self._itemsize[stored]
+        lengths = reads.stop[rows] - reads.start[rows]
+        columns = (rows, slot, stored, reads.start[rows], into, into + lengths)
+        for read, number, row, start, begin, end in zip(*(c.tolist() for c in columns), strict=True):
+            octets = self._octets[number]
+            if octets is None:
+                yield partial(self._read_strided, reads, read)
+            else:
+                yield partial(self._chunks.read_into, row, start, octets[begin:end], verify=self._verify)
 
     def _are_straight(self, reads: Reads) -> npt.NDArray[np.bool_]:
         """Whether each is long and one contiguous copy, which can go where it belongs at once, `[n]`."""
@@ -171,14 +199,16 @@ class _Reader:
         is_long = reads.stop - reads.start >= (0 if self._in_files is None else STRAIGHT_BYTES)
         return np.asarray(is_whole & is_one_run & is_long)
 
-    def _read_straight(self, reads: Reads, read: int) -> None:
+    def _read_strided(self, reads: Reads, read: int) -> None:
+        """Read one contiguous copy into a tensor that is not contiguous itself."""
         ((copy,),) = reads.copies([read])
         into = run_in(self._targets[copy.slot].memory, copy)
         assert into is not None  # by _are_straight
         self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
 
     def _read_group(self, chunks: LiesInFiles, reads: Reads, group: Sequence[int]) -> None:
-        parts = [Part(int(reads.stored[i]), int(reads.start[i]), int(reads.stop[i])) for i in group]
+        columns = (reads.stored[group], reads.start[group], reads.stop[group])
+        parts = [Part(*part) for part in zip(*(c.tolist() for c in columns), strict=True)]
         with chunks.lend(parts, verify=self._verify) as lent:
             for copies, part, data in zip(reads.copies(group), parts, lent, strict=True):
                 self._copy_out(copies, data, part.start)
@@ -194,7 +224,10 @@ class _Reader:
     def _copy_out(self, copies: Sequence[BlockCopy], data: memoryview, begins: int) -> None:
         for copy in copies:
             target = self._targets[copy.slot]
-            if not target.memory.is_cuda:
+            octets = self._octets[copy.slot]
+            if octets is not None:
+                copy_octets(data, begins, target.element.itemsize, octets, copy)
+            elif not target.memory.is_cuda:
                 copy_bytes(data, begins, target.element, target.memory, copy)
             elif target.is_cast:  # by the host, as for tensors in its memory
                 with self._uploads.beside(target.memory.device):

@@ -152,21 +152,32 @@ def copy_bytes(
     np.copyto(target_block(target, copy).numpy(), source_block(data, begins, width, copy))
 
 
+def copy_octets(data: memoryview, begins: int, width: int, target: memoryview, copy: BlockCopy) -> None:
+    """Like `copy_bytes`, for a contiguous tensor seen as flat bytes, and without conversion."""
+    into = _block_in(target, copy.target * width, width, copy.shape, copy.target_stride)
+    np.copyto(into, source_block(data, begins, width, copy))
+
+
 def source_block(data: memoryview, begins: int, width: int, copy: BlockCopy) -> npt.NDArray[Any]:
     """Return the block to copy out of flat bytes; elements are integers of `width` bytes, or complex128.
 
     data begins at byte `begins` of the stored chunk.
     """
-    strides = [stride * width for stride in copy.source_stride]
-    block: npt.NDArray[Any] = np.ndarray(
-        copy.shape, _NUMPY_OF[width], data, copy.source * width - begins, strides
-    )
-    return block
+    return _block_in(data, copy.source * width - begins, width, copy.shape, copy.source_stride)
 
 
 def target_block(target: torch.Tensor, copy: BlockCopy) -> torch.Tensor:
     """Return the block of a tensor that is copied to."""
     return _strided(target, copy.shape, copy.target_stride, copy.target)
+
+
+def _block_in(
+    data: memoryview, first: int, width: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    """Return a block of elements in flat bytes; first in bytes, stride in elements."""
+    strides = [step * width for step in stride]
+    block: npt.NDArray[Any] = np.ndarray(shape, _NUMPY_OF[width], data, first, strides)
+    return block
 
 
 def _address_of(data: memoryview) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from megackpt.errors import IntegrityError
 from megackpt.formats.strategy import FileRanges, Part
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
-from megackpt.storage import Store, digests_of_each, lend
+from megackpt.storage import Store, digest_list, lend
 
 
 class FileChunks:
@@ -93,22 +94,21 @@ class FileChunks:
         stored = self.stored
         if stored.digests is None:
             return
-        found = digests_of_each(data, DIGEST_BLOCK_BYTES)
-        blocks = np.array([-(-view.nbytes // DIGEST_BLOCK_BYTES) for view in data])
-        first = np.array([part.start // DIGEST_BLOCK_BYTES for part in parts])
-        begin = stored.digest_start[[part.row for part in parts]] + first
-        ends = np.cumsum(blocks)
-        wrong = np.flatnonzero(
-            found != stored.digests[np.repeat(begin - ends + blocks, blocks) + np.arange(len(found))]
-        )
-        if not wrong.size:
-            return
-        at = int(np.searchsorted(ends, wrong[0], side="right"))
-        row, block = parts[at].row, int(first[at] + wrong[0] - ends[at] + blocks[at])
+        for part, view in zip(parts, data, strict=True):
+            found = digest_list(view, DIGEST_BLOCK_BYTES)
+            first = int(stored.digest_start[part.row]) + part.start // DIGEST_BLOCK_BYTES
+            said = stored.digests[first : first + len(found)].tolist()
+            if found != said:
+                wrong = [a != b for a, b in zip_longest(found, said)].index(True)
+                raise self._differs(part.row, part.start // DIGEST_BLOCK_BYTES + wrong)
+
+    def _differs(self, row: int, block: int) -> IntegrityError:
+        """Return the error for a block that has another digest."""
+        stored = self.stored
         key = stored.table.arrays[int(stored.table.array[row])].key
         low = int(stored.offset_bytes[row]) + block * DIGEST_BLOCK_BYTES
         high = min(low + DIGEST_BLOCK_BYTES, int(stored.offset_bytes[row] + stored.table.nbytes[row]))
-        raise IntegrityError(
+        return IntegrityError(
             f"{key!r} {stored.table.describe(row)}: the bytes {low}:{high} of {self._path(row)} are not "
             f"those that were saved (their digest differs). The file is damaged; load another checkpoint.",
             key=key,

@@ -130,7 +130,9 @@ class Blocks:
 
     def copies(self, first: int, stop: int) -> list[BlockCopy]:
         """Return the blocks `[first, stop)` one by one."""
-        columns = (getattr(self, f.name)[first:stop].tolist() for f in fields(self) if f.name != "stored")
+        columns = (column[first:stop].tolist() for column in (
+            self.slot, self.ndim, self.shape, self.source, self.source_stride, self.target, self.target_stride
+        ))  # fmt: skip
         return [
             BlockCopy(slot, tuple(shape[:n]), source, tuple(away[:n]), target, tuple(into[:n]))
             for slot, n, shape, source, away, target, into in zip(*columns, strict=True)

@@ -82,10 +82,10 @@ def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
 
 
 def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
-    """Return pairs (wanted row, stored row) of the same array which may have an element in common, in order.
+    """Return pairs (wanted row, stored row) of the same array which may have an element in common, sorted.
 
-    The boxes around their flat ranges meet; of equal ones also the ranges in them. have is sorted by array and
-    first start.
+    The boxes around their flat ranges meet; of equal ones also the ranges in them. Stored rows are sorted by
+    array and first start.
     """
     low, high = _reached(want, have)
     order = np.argsort(low)

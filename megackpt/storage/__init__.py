@@ -9,9 +9,9 @@ from megackpt.storage.digest import (
     BlockDigester,
     FileDigester,
     block_digests,
+    digest_list,
     digest_of,
     digest_of_pieces,
-    digests_of_each,
 )
 from megackpt.storage.lending import LENT_BYTES, lend
 from megackpt.storage.local import LocalStore
@@ -41,9 +41,9 @@ __all__ = [
     "StreamWriter",
     "block_digests",
     "check_name",
+    "digest_list",
     "digest_of",
     "digest_of_pieces",
-    "digests_of_each",
     "is_allowed_name",
     "is_in_memory",
     "is_object_url",

@@ -123,9 +123,9 @@ def fill_cached(descriptor: int, path: str, offset: int, out: memoryview) -> Non
         StorageError: the system refused.
     """
     done = 0
-    while done < len(out):
-        with refusals("read", path):
+    with refusals("read", path):
+        while done < len(out):
             count = read_some(descriptor, out[done : done + _CACHED_PIECE_BYTES], offset + done)
-        if not count:
-            raise ends_early(path, offset + done, offset, len(out))
-        done += count
+            if not count:
+                raise ends_early(path, offset + done, offset, len(out))
+            done += count
