@@ -1,0 +1,142 @@
+"""What a byte of a warm load costs by each way that it could take, beside a plain read of the needed bytes.
+
+Run by hand: `python tests/benchmarks/bench_read_limits.py --dir DIRECTORY [--mib 128]`. CPU time of one
+thread, in the page cache (or on /dev/shm), medians of 7 turns; 1.00 is a plain read of the needed bytes in
+pieces of 4 MiB. The first table is of bytes that are contiguous on both sides, the others are of the left
+half of the columns of a matrix that was stored whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+BLOCK = 256 << 10  # under one digest
+PIECE = 15 * BLOCK  # the longest read of a load
+REPEATS = 7
+ROWS_AT_ONCE = 500  # a request to the system has at most 1024 parts
+Octets = npt.NDArray[np.uint8]
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--mib", type=int, default=128)
+    args = parser.parse_args()
+    with tempfile.NamedTemporaryFile(dir=args.dir) as file:
+        for _ in range(args.mib):
+            file.write(os.urandom(1 << 20))
+        file.flush()
+        nbytes = args.mib << 20
+        _print(f"{args.mib} MiB, contiguous", contiguous(file.fileno(), nbytes))
+        for row_nbytes in (5 << 10, 20 << 10, 64 << 10, 1 << 20):
+            _print(f"half of rows of {row_nbytes >> 10} KiB", half_rows(file.fileno(), nbytes, row_nbytes))
+
+
+def contiguous(descriptor: int, nbytes: int) -> dict[str, Callable[[], None]]:
+    """Ways of bytes that lie in a row in the file and in the tensor."""
+    target, buffer = _memory(nbytes), _memory(PIECE)
+
+    def straight(*, check: bool) -> None:
+        for at in range(0, nbytes, PIECE):
+            piece = target.data[at : at + PIECE]
+            os.preadv(descriptor, [piece], at)
+            if check:
+                _check(piece)
+
+    def through_buffer() -> None:
+        for at in range(0, nbytes, PIECE):
+            piece = buffer[: min(PIECE, nbytes - at)]
+            os.preadv(descriptor, [piece.data], at)
+            _check(piece.data)
+            np.copyto(target[at : at + len(piece)], piece)
+
+    return {
+        "plain read": lambda: straight(check=False),
+        "straight, digests": lambda: straight(check=True),
+        "buffer, digests, copy": through_buffer,
+    }
+
+
+def half_rows(descriptor: int, nbytes: int, row_nbytes: int) -> dict[str, Callable[[], None]]:
+    """Ways of the left half of each row."""
+    half, rows = row_nbytes // 2, nbytes // row_nbytes
+    target, buffer, others = _memory(rows * half), _memory(PIECE), _memory(ROWS_AT_ONCE * half)
+    matrix, at_once = target.reshape(rows, half), max(1, PIECE // row_nbytes)
+
+    def plain() -> None:
+        for at in range(0, rows * half, 4 << 20):
+            os.preadv(descriptor, [target.data[at : at + (4 << 20)]], at)
+
+    def through_buffer(*, check: bool) -> None:
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            piece = buffer[: count * row_nbytes]
+            os.preadv(descriptor, [piece.data], first * row_nbytes)
+            if check:
+                _check(piece.data)
+            np.copyto(matrix[first : first + count], piece.reshape(count, row_nbytes)[:, :half])
+
+    def one_by_one() -> None:
+        for row in range(rows):
+            os.preadv(descriptor, [target.data[row * half : (row + 1) * half]], row * row_nbytes)
+
+    def scattered(*, check: bool) -> None:
+        digest = xxhash.xxh3_64()
+        for first in range(0, rows, ROWS_AT_ONCE):
+            parts: list[memoryview] = []
+            for row in range(first, min(first + ROWS_AT_ONCE, rows)):
+                other = (row - first) * half if check else 0
+                parts += [target.data[row * half : (row + 1) * half], others.data[other : other + half]]
+            os.preadv(descriptor, parts, first * row_nbytes)
+            for part in parts if check else ():
+                digest.update(part)
+
+    return {
+        "plain read": plain,
+        "whole rows to a buffer, digests, copy": lambda: through_buffer(check=True),
+        "whole rows to a buffer, copy": lambda: through_buffer(check=False),
+        "one request a row": one_by_one,
+        "scattered by the system, gaps elsewhere": lambda: scattered(check=False),
+        "scattered by the system, digests over the parts": lambda: scattered(check=True),
+    }
+
+
+def _check(data: memoryview) -> None:
+    for at in range(0, len(data), BLOCK):
+        xxhash.xxh3_64_intdigest(data[at : at + BLOCK])
+
+
+def _memory(nbytes: int) -> Octets:
+    memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    memory[:] = 1
+    return memory
+
+
+def _print(title: str, ways: Mapping[str, Callable[[], None]]) -> None:
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(REPEATS + 1):
+        for name, way in ways.items():
+            began = time.thread_time()
+            way()
+            if turn:
+                spent[name].append(time.thread_time() - began)
+    medians = {name: statistics.median(seconds) for name, seconds in spent.items()}
+    plain = medians["plain read"]
+    print(title)
+    for name, seconds in medians.items():
+        print(f"  {name:50} {plain / seconds:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
