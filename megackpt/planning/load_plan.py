@@ -87,13 +87,21 @@ def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     The boxes around their flat ranges meet; of equal ones also the ranges in them. Stored rows are sorted by
     array and first start.
     """
-    low, high = _reached(want, have)
-    order = np.argsort(low)
-    stop = np.maximum.accumulate(high[order])
-    begin = np.minimum(np.maximum(low[order], np.append(0, stop[:-1])), stop)
-    candidates = _ranges(begin, stop)[1]  # each once
-    asked, found = _overlapping(want, have.take(candidates))
-    return asked, candidates[found]
+    asked, found = _ranges(*_reached(want, have))
+    for d in range(want.dims):
+        a, b = want.start[asked, d], have.start[found, d]
+        meets = (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
+        asked, found = asked[meets], found[meets]
+    # Shards of a distributed optimizer are many flat ranges of one box, of which few meet.
+    is_equal = np.ones(len(asked), np.bool_)
+    for d in range(want.dims):
+        is_equal &= want.start[asked, d] == have.start[found, d]
+        is_equal &= want.shape[asked, d] == have.shape[found, d]
+    meets = want.flat_start[asked] < have.flat_stop[found]
+    meets &= have.flat_start[found] < want.flat_stop[asked]
+    others = np.flatnonzero(~is_equal)
+    meets[others] = _are_near(want, asked[others], have, found[others])
+    return asked[meets], found[meets]
 
 
 def _reached(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
@@ -119,85 +127,21 @@ def _reached(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     return low, np.maximum(np.searchsorted(place, bases[array] + highest, side="left"), low)
 
 
-def _overlapping(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
-    """Return the same pairs of rows of tables of which most meet."""
-    # Shards of a distributed optimizer are many flat ranges of one box: their boxes are compared once.
-    heads = _heads(have)
-    ends = np.append(heads[1:], len(have))
-    asked, box = _meeting_boxes(want, have.take(heads))
-    head = heads[box]
-    is_equal = _all_dims(want.start, asked, np.equal, have.start, head)
-    is_equal &= _all_dims(want.shape, asked, np.equal, have.shape, head)
-    equal, other = np.flatnonzero(is_equal), np.flatnonzero(~is_equal)
-    low, high = _meeting_ranges(want, asked[equal], have, heads, box[equal])
-    row, found = _ranges(low, high)
-    a, b = asked[equal][row], found
-    meets = (want.flat_start[a] < have.flat_stop[b]) & (have.flat_start[b] < want.flat_stop[a])
-    row, found = _ranges(heads[box[other]], ends[box[other]])
-    c, d = _near(want, asked[other][row], have, found)
-    asked, found = np.concatenate([a[meets], c]), np.concatenate([b[meets], d])
-    order = np.argsort(asked * len(have) + found)
-    return asked[order], found[order]
-
-
-def _heads(table: ChunkTable) -> Ints:
-    """Return the first rows of runs of flat ranges of one box, which begin one behind the other."""
-    is_head = np.ones(len(table), np.bool_)
-    is_head[1:] = (table.array[1:] != table.array[:-1]) | (table.flat_start[1:] < table.flat_start[:-1])
-    for column in (*table.start.T, *table.shape.T):
-        is_head[1:] |= column[1:] != column[:-1]
-    return np.flatnonzero(is_head)
-
-
-def _meeting_boxes(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
-    """Return pairs of rows of the same array whose boxes have an element in common."""
-    asked, found = _ranges(*_reached(want, have))
+def _are_near(want: ChunkTable, asked: Ints, have: ChunkTable, found: Ints) -> npt.NDArray[np.bool_]:
+    """Whether pairs of chunks in boxes that meet and differ may have an element in common."""
+    inside = np.ones(len(asked), np.bool_)
     for d in range(want.dims):
-        a, b = want.start[asked, d], have.start[found, d]
-        meets = (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
-        asked, found = asked[meets], found[meets]
-    return asked, found
-
-
-def _meeting_ranges(
-    want: ChunkTable, asked: Ints, have: ChunkTable, heads: Ints, box: Ints
-) -> tuple[Ints, Ints]:
-    """Return for pairs of a wanted row and a run of stored ones of the same box which of these it may meet.
-
-    heads are the first rows of runs.
-    """
-    run = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(have)))
-    bases, bound = place_bases(have.shape[heads].prod(axis=1))
-    first = bases[run] + np.minimum(have.flat_start, bound)
-    # Ranges may overlap, and one that ends later stand before one that ends sooner.
-    reached = np.maximum.accumulate(bases[run] + np.minimum(have.flat_stop, bound))
-    low = np.searchsorted(reached, bases[box] + np.minimum(want.flat_start[asked], bound), side="left")
-    # Positions beyond the bound are equal, so what begins where the range ends may have to be taken.
-    high = np.searchsorted(first, bases[box] + np.minimum(want.flat_stop[asked], bound), side="right")
-    return low, np.maximum(high, low)
-
-
-def _near(want: ChunkTable, asked: Ints, have: ChunkTable, found: Ints) -> tuple[Ints, Ints]:
-    """Return those pairs of chunks in boxes that differ which may have an element in common."""
-    inside = _all_dims(want.start, asked, np.less_equal, have.start, found)
-    inside &= _all_dims(want.start + want.shape, asked, np.greater_equal, have.start + have.shape, found)
+        first, begin = want.start[asked, d], have.start[found, d]
+        inside &= (first <= begin) & (begin + have.shape[found, d] <= first + want.shape[asked, d])
     is_whole = (want.flat_start == 0) & (want.flat_stop == want.shape.prod(axis=1))
-    meets = inside & is_whole[asked]
+    meets: npt.NDArray[np.bool_] = inside & is_whole[asked]
     rest = np.flatnonzero(~meets)
     a, b = with_bounding_boxes(want.take(asked[rest])), with_bounding_boxes(have.take(found[rest]))
     boxes_meet = ((a.start < b.start + b.shape) & (b.start < a.start + a.shape)).all(axis=1)
     are_equal = ((a.start == b.start) & (a.shape == b.shape)).all(axis=1)
     ranges_meet = (a.flat_start < b.flat_stop) & (b.flat_start < a.flat_stop)
     meets[rest] = boxes_meet & (~are_equal | ranges_meet)
-    return asked[meets], found[meets]
-
-
-def _all_dims(a: Ints, of_a: Ints, compare: np.ufunc, b: Ints, of_b: Ints) -> npt.NDArray[np.bool_]:
-    """Whether rows of two tables compare so in every dim, `[len(of_a)]`."""
-    holds = np.ones(len(of_a), np.bool_)
-    for d in range(a.shape[1]):
-        holds &= compare(a[of_a, d], b[of_b, d])
-    return holds
+    return meets
 
 
 def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
