@@ -7,6 +7,7 @@ copy needs on either side.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,13 +82,59 @@ def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
     )
 
 
-def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where stored rows begin along dim 0, array after array; see `place_bases`. There are a arrays, n rows.
+
+    Attributes:
+        number: of each array, by key.
+        extent: the furthest first start of a row of each array, `[a]`.
+        reach: the largest extent along dim 0 of a row of each array, `[a]`.
+        bases: number of the place at which each array begins, `[a]`.
+        bound: places of one array are no more than this apart.
+        place: of each row, `[n]`, ascending.
+    """
+
+    number: Mapping[str, int]
+    extent: Ints
+    reach: Ints
+    bases: Ints
+    bound: int
+    place: Ints
+
+    @classmethod
+    def of(cls, have: ChunkTable) -> Places:
+        """Find them for rows that are sorted by array and first start."""
+        first = np.searchsorted(have.array, np.arange(len(have.arrays) + 1))
+        counts = np.diff(first)
+        some = np.flatnonzero(counts)
+        reach, extent = np.zeros((2, len(have.arrays)), np.int64)
+        if some.size:
+            reach[some] = np.maximum.reduceat(have.shape[:, 0], first[some])
+            extent[some] = have.start[first[some + 1] - 1, 0]  # the last one begins furthest
+        bases, bound = place_bases(extent)
+        place = np.repeat(bases, counts) + np.minimum(have.start[:, 0], bound)
+        number = {spec.key: i for i, spec in enumerate(have.arrays)}
+        return cls(number, extent, reach, bases, bound, place)
+
+    def reached(self, want: ChunkTable) -> tuple[Ints, Ints]:
+        """Return for each wanted row which stored ones may meet it, going by dim 0: a range of rows."""
+        array = np.array([self.number[spec.key] for spec in want.arrays], np.int64)[want.array]
+        first = self.bases[array]
+        beyond = np.minimum(self.extent, self.bound)[array] + 1  # of all rows of the array, and of no other
+        lowest = np.clip(want.start[:, 0] - self.reach[array] + 1, 0, beyond)
+        highest = np.minimum(want.start[:, 0] + want.shape[:, 0], beyond)
+        low = np.searchsorted(self.place, first + lowest, side="left")
+        return low, np.maximum(np.searchsorted(self.place, first + highest, side="left"), low)
+
+
+def overlapping_chunks(want: ChunkTable, have: ChunkTable, places: Places | None = None) -> tuple[Ints, Ints]:
     """Return pairs (wanted row, stored row) of the same array which may have an element in common, sorted.
 
     The boxes around their flat ranges meet; of equal ones also the ranges in them. Stored rows are sorted by
-    array and first start.
+    array and first start; places are theirs, for who asks more than once.
     """
-    asked, found = _ranges(*_reached(want, have))
+    asked, found = _ranges(*(places or Places.of(have)).reached(want))
     for d in range(want.dims):
         a, b = want.start[asked, d], have.start[found, d]
         meets = (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
@@ -102,29 +149,6 @@ def overlapping_chunks(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
     others = np.flatnonzero(~is_equal)
     meets[others] = _are_near(want, asked[others], have, found[others])
     return asked[meets], found[meets]
-
-
-def _reached(want: ChunkTable, have: ChunkTable) -> tuple[Ints, Ints]:
-    """Return for each wanted row which stored ones may meet it, going by dim 0: a range of rows.
-
-    Stored rows are sorted by array and first start.
-    """
-    first = np.searchsorted(have.array, np.arange(len(have.arrays) + 1))
-    counts = np.diff(first)
-    some = np.flatnonzero(counts)
-    reach, extent = np.zeros((2, len(have.arrays)), np.int64)
-    if some.size:
-        reach[some] = np.maximum.reduceat(have.shape[:, 0], first[some])
-        extent[some] = have.start[first[some + 1] - 1, 0]  # the last one begins furthest
-    bases, bound = place_bases(extent)
-    place = np.repeat(bases, counts) + np.minimum(have.start[:, 0], bound)
-    number = {spec.key: i for i, spec in enumerate(have.arrays)}
-    array = np.array([number[spec.key] for spec in want.arrays], np.int64)[want.array]
-    beyond = np.minimum(extent, bound)[array] + 1  # of all rows of the array, and of no other
-    lowest = np.clip(want.start[:, 0] - reach[array] + 1, 0, beyond)
-    highest = np.minimum(want.start[:, 0] + want.shape[:, 0], beyond)
-    low = np.searchsorted(place, bases[array] + lowest, side="left")
-    return low, np.maximum(np.searchsorted(place, bases[array] + highest, side="left"), low)
 
 
 def _are_near(want: ChunkTable, asked: Ints, have: ChunkTable, found: Ints) -> npt.NDArray[np.bool_]:

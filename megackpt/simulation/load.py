@@ -12,6 +12,7 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import DeclaredChunks
+from megackpt.planning.load_plan import Places
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
 from megackpt.simulation.layout import JobLayout
@@ -54,14 +55,14 @@ def simulate_load(
     chosen = _chosen(layout.world, ranks_planned)
     is_chosen = np.zeros(layout.world, np.bool_)
     is_chosen[chosen] = True
-    counts = _Counts()
+    counts, places = _Counts(), Places.of(stored.table)
     for stage in stages:
         for dense, experts in data_parallel_groups(stage):
-            _count_group([dense, *experts], arrays, stored, counts)
+            _count_group([dense, *experts], arrays, stored, places, counts)
             for ep in range(max(1, len(experts))):
                 groups = [dense, *experts[ep : ep + 1]]
                 members = groups[-1].ranks[is_chosen[groups[-1].ranks]]
-                _plan_ranks(groups, members, arrays, stored, counts)
+                _plan_ranks(groups, members, arrays, stored, places, counts)
                 advance(len(members))
     order = np.argsort(np.array(counts.rank, np.int64))
     return LoadOutcome(
@@ -93,22 +94,30 @@ class _Counts:
     shared_read: list[int] = field(default_factory=list)
 
 
-def _count_group(groups: Sequence[ReplicaGroup], arrays: JobArrays, stored: Stored, counts: _Counts) -> None:
+def _count_group(
+    groups: Sequence[ReplicaGroup], arrays: JobArrays, stored: Stored, places: Places, counts: _Counts
+) -> None:
     """Count what data-parallel ranks ask for together: their flat ranges tile the boxes."""
     boxes = _stored_only(boxes_of(groups, arrays), stored)
-    region = run_planner.region_of(boxes.table, stored.table)
+    region = run_planner.region_of(boxes.table, stored.table, places)
     copies, _ = run_planner.plan_rank(boxes, region, where=stored.where)
     counts.unique.append(copied_nbytes(copies, region.table))
     counts.shared_read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
 
 
 def _plan_ranks(
-    groups: Sequence[ReplicaGroup], ranks: Ints, arrays: JobArrays, stored: Stored, counts: _Counts
+    groups: Sequence[ReplicaGroup],
+    ranks: Ints,
+    arrays: JobArrays,
+    stored: Stored,
+    places: Places,
+    counts: _Counts,
 ) -> None:
     """Plan ranks that are members of all the groups, one by one."""
     if not len(ranks):
         return
-    region = run_planner.region_of(_stored_only(boxes_of(groups, arrays), stored).table, stored.table)
+    boxes = _stored_only(boxes_of(groups, arrays), stored)
+    region = run_planner.region_of(boxes.table, stored.table, places)
     counts.region_s.append(region.seconds)
     counts.region_nbytes = max(counts.region_nbytes, table_nbytes(region.table) + region.rows.nbytes)
     file = stored.file[region.rows]

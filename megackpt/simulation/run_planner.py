@@ -26,7 +26,7 @@ from megackpt.metadata import (
 )
 from megackpt.planning import Copies, SavePlan, pack_rows, plan_holdings, plan_load, unpack_rows
 from megackpt.planning.bounding import sorted_for_search, with_bounding_boxes
-from megackpt.planning.load_plan import overlapping_chunks
+from megackpt.planning.load_plan import Places, overlapping_chunks
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.validation import check_coverage
 
@@ -112,10 +112,12 @@ def build_index(plan: SavePlan, *, world: int) -> tuple[int, float]:
     return int(said["index"]["nbytes"]), time.thread_time() - began
 
 
-def region_of(boxes: ChunkTable, stored: ChunkTable) -> Region:
-    """Find the stored chunks that meet boxes; stored is sorted as in an index."""
+def region_of(boxes: ChunkTable, stored: ChunkTable, places: Places) -> Region:
+    """Find the stored chunks that meet boxes; stored is sorted as in an index, whose head tells places."""
     began = time.thread_time()
-    rows = np.unique(overlapping_chunks(boxes, stored)[1])
+    meets = np.zeros(len(stored), np.bool_)
+    meets[overlapping_chunks(boxes, stored, places)[1]] = True
+    rows = np.flatnonzero(meets)
     table = with_bounding_boxes(stored.take(rows))
     order = sorted_for_search(table)
     return Region(rows[order], table.take(order), time.thread_time() - began)
