@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from megackpt import StorageError
 from megackpt.comm import encode_error
 from megackpt.engine.arena import Arena, Layout, lay_out, map_memory
+from megackpt.engine.signs_of_life import Pulse
 from megackpt.engine.staging import Span, fill
 from megackpt.engine.writer_main import Stream, StreamPieces
-from megackpt.engine.writer_messages import Consumed, FromWriter, Job, Place
+from megackpt.engine.writer_messages import Alive, Consumed, FromWriter, Job, Place
 
 PAGE = 4096
 
@@ -26,9 +29,13 @@ class Reader:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.consumed = capacity, 0
         self.news = threading.Condition()
-        self.stream = Stream(self.tell)
+        self.beats = 0
+        self.stream = Stream(self.tell, Pulse(self.tell))
 
     def tell(self, message: FromWriter) -> None:
+        if isinstance(message, Alive):
+            self.beats += 1
+            return
         assert isinstance(message, Consumed)
         with self.news:
             self.consumed = message.position
@@ -46,7 +53,8 @@ class Reader:
 def job_at(start: int) -> Job:
     return Job(
         number=1, label="", attempt="", place=Place(root="", name=""), strategy=b"", plan=0,
-        sizes=np.zeros(0, np.int64), report=b"",parity=None, common=None, start=start, in_order=True,
+        sizes=np.zeros(0, np.int64), report=b"", parity=None, verify=None, common=None, start=start,
+        in_order=True,
     )  # fmt: skip
 
 
@@ -95,3 +103,19 @@ def test_a_reader_hears_that_a_row_will_never_come() -> None:
     threading.Timer(0.1, reader.stream.cancel, (1, encode_error(StorageError("no copy")))).start()
     with pytest.raises(StorageError, match="no copy"):
         next(pieces(0))
+
+
+def test_a_reader_that_waits_for_bytes_says_that_it_is_well() -> None:
+    reader = Reader(PAGE)
+    with (
+        patch("megackpt.engine.writer_main.BEAT_S", 0.02),
+        patch("megackpt.engine.signs_of_life.BEAT_S", 0.0),
+    ):
+        waiting = threading.Thread(target=reader.stream.wait, args=(1,), kwargs={"job": 1})
+        waiting.start()
+        deadline = time.monotonic() + 20
+        while reader.beats < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        reader.stream.stage(1)
+        waiting.join()
+    assert reader.beats >= 3
