@@ -114,7 +114,7 @@ class KilledStrategy(NativeSaveStrategy):
         return super().write_chunks(*args, **kwargs)
 
 
-class _Damaging(LocalStore):
+class Damaging(LocalStore):
     """Damages the last data file when it is committed."""
 
     def replace(self, name: str, data: bytes) -> None:
@@ -135,7 +135,7 @@ def damaging_step_2(store: Store) -> Store:
         return look(*arguments, share=share)
 
     verify.verify_checkpoint = noted
-    return _Damaging(store.location) if store.location.endswith("iter_0000002") else store
+    return Damaging(store.location) if store.location.endswith("iter_0000002") else store
 
 
 ORDER = "trouble.json"

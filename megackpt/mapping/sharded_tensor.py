@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter, is_
 
 import numpy as np
@@ -28,19 +28,6 @@ from megackpt.mapping.checks import (
     refusal,
 )
 from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
-
-_FIELDS = attrgetter(
-    "key",
-    "dtype",
-    "local_shape",
-    "global_shape",
-    "global_offset",
-    "axis_fragmentations",
-    "replica_id",
-    "prepend_axis_num",
-    "allow_shape_mismatch",
-    "flattened_range",
-)
 
 
 @dataclass(eq=False)
@@ -321,7 +308,7 @@ class ShardedTensor(ShardedBase):
 
     def declared(self) -> tuple[object, ...]:
         """All fields but data: equal for tensors that say the same of themselves."""
-        place: tuple[object, ...] = _FIELDS(self)
+        place: tuple[object, ...] = _SAID(self)
         if isinstance(self.replica_id, list):  # it may change and stay the same object
             return tuple(tuple(f) if isinstance(f, list) else f for f in place)
         return place
@@ -404,3 +391,6 @@ def place_on_grid(
         seen.add(axis)
         index[axis], fragments[axis] = position, count
     return tuple(index), tuple(fragments)
+
+
+_SAID = attrgetter(*(one.name for one in fields(ShardedTensor) if one.init and one.name != "data"))

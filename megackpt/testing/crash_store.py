@@ -13,11 +13,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
-from megackpt.errors import StorageError
 from megackpt.storage import MemoryStore, StreamWriter, check_name
 from megackpt.storage.refusal import storage_error
+from megackpt.storage.sized_writer import SizedWriter
 from megackpt.testing.cached_disk import CachedDisk, CachedFile, Loss
 
 
@@ -259,37 +258,26 @@ class CrashStore:
             return MemoryStore(self.location, files=self._machine.disk.files_after(Loss.NOTHING))
 
 
-class CrashWriter:
+class CrashWriter(SizedWriter):
     """A `StreamWriter` of a CrashStore."""
 
     def __init__(self, store: CrashStore, name: str, file: CachedFile, nbytes: int) -> None:
+        super().__init__(f"{store.location}/{name}", nbytes)
         self._store = store
         self._name = name
         self._file = file
-        self._nbytes = nbytes
-        self._open = True
 
     def write(self, data: memoryview) -> None:
         """Append `data`."""
+        nbytes = memoryview(data).nbytes
+        self._check_room(nbytes)
         self._store.append(self._name, self._file, bytes(data))
+        self._written += nbytes
 
-    def close(self) -> None:
-        """Make the content durable."""
-        if not self._open:
-            return
+    def _complete(self) -> None:
         self._open = False
-        if len(self._file.content) != self._nbytes:
-            raise StorageError(f"{self._name}: {len(self._file.content)} of {self._nbytes} bytes.")
         self._store.flush(self._name, self._file)
 
-    def __enter__(self) -> CrashWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        if kind is None:
-            self.close()
-        elif self._open:
-            self._open = False
-            self._store.delete([self._name])
+    def _abandon(self) -> None:
+        self._open = False
+        self._store.delete([self._name])

@@ -117,7 +117,7 @@ def raise_at_each_meeting(root: Path) -> list[str]:
         said.append(text)
 
 
-@only_thorough("writers that are killed, fail and hang are in test_async_save.py")
+@only_thorough("writers that are killed, fail and hang are in test_async_trouble.py")
 def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

@@ -1,14 +1,12 @@
-"""Asynchronous saves hold what the state was when `save` was called, and their failures are not lost."""
+"""Asynchronous saves hold what the state was when `save` was called."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,52 +18,26 @@ import torch.distributed as dist
 from megackpt import (
     AsyncOptions,
     Checkpointer,
-    CheckpointError,
     DeclarationError,
     IntegrityError,
-    RankFailedError,
-    SaveOptions,
     ShardedObject,
     ShardedTensor,
-    StorageError,
-    WriterFailedError,
     load,
     register_codec,
 )
-from megackpt.comm import Group, SingleProcess
-from megackpt.engine import async_save, writer_process
-from megackpt.engine.async_save import AsyncSaver
+from megackpt.comm import Group
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.effort import is_thorough
+from tests.async_saves import OPTIONS, alone, made, ones, part, saver_of
 from tests.writer_faults import (
-    FullDiskStrategy,
     GatedStrategy,
-    HungStrategy,
-    KilledStrategy,
-    LeavingStrategy,
-    MistakenStrategy,
-    SlowStrategy,
-    wait_for,
 )
 
 pytestmark = pytest.mark.multiprocess
 
-OPTIONS = SaveOptions(timeout_s=20)
 MANY = 200_000  # rows whose copy takes longer than to start one
-
-
-def part(value: float, rows: int = 1000) -> ShardedTensor:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return ShardedTensor.from_rank_offsets("w", torch.full((rows, 10), value + rank), (0, rank, ranks))
-
-
-def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
-    found = checkpointer._behind and checkpointer._behind.saver
-    assert found is not None
-    return found
 
 
 def save_while_training(root: Path, gate: Path) -> None:
@@ -93,133 +65,7 @@ def save_while_training(root: Path, gate: Path) -> None:
 def test_a_step_holds_the_state_at_the_call_while_training_goes_on(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    rank_pool.run(save_while_training, 2, tmp_path / "root", _made(tmp_path / "gate"))
-
-
-def survive_failures(root: Path, gate: Path) -> None:
-    checkpointer = Checkpointer(root, async_save=True, save_options=OPTIONS)
-    checkpointer.save(1, {"w": part(1.0)})
-    for step, look in ((2, checkpointer.wait), (3, lambda: checkpointer.save(9, {"w": part(9.0)}))):
-        checkpointer.save(step, {"w": part(2.0)}, sharded_strategy=FullDiskStrategy())
-        with pytest.raises(StorageError, match=r"Rank 1 failed.*the disk of rank 1 is full"):
-            look()
-    checkpointer.save(4, {"w": part(4.0)})
-
-    pid = saver_of(checkpointer).writer_pid
-    checkpointer.save(5, {"w": part(5.0)}, sharded_strategy=KilledStrategy())
-    with pytest.raises(RankFailedError, match=r"writer process of rank 1 .* was killed by SIGKILL") as found:
-        checkpointer.wait()
-    assert found.value.rank == 1
-    assert "step 5" in str(found.value)
-    checkpointer.save(6, {"w": part(6.0)})
-    assert (saver_of(checkpointer).writer_pid == pid) == (dist.get_rank() != 1)
-
-    checkpointer.save(7, {"w": part(7.0)}, sharded_strategy=GatedStrategy(gate))
-    wait_for(lambda: all((gate / f"begun.{rank}").exists() for rank in range(dist.get_world_size())))
-    dist.barrier()
-    if dist.get_rank() == 0:  # the store that writers meet in is hosted by rank 0
-        store = saver_of(checkpointer).store
-        assert store is not None
-        store.close()
-        (gate / "go").touch()
-    with pytest.raises(RankFailedError, match=r"The store .* is gone"):
-        checkpointer.wait()
-    checkpointer.save(8, {"w": part(8.0)})
-    checkpointer.wait()
-    checkpointer.save(10, {"w": part(10.0)}, sharded_strategy=FullDiskStrategy())
-    with pytest.raises(StorageError, match="rank 1"):
-        checkpointer.close()
-    dist.barrier()
-    assert checkpointer.steps() == (1, 4, 6, 8)
-    loaded = checkpointer.load({"w": part(0.0)})
-    assert torch.equal(loaded["w"], part(8.0).data)
-
-
-def train_on_without_a_writer(root: Path) -> None:
-    """The process that writes is killed, which with on_error="warn" costs one save and nothing else."""
-    with Checkpointer(root, async_save=True, on_error="warn", save_options=OPTIONS) as checkpointer:
-        checkpointer.save(1, {"w": part(1.0)})
-        checkpointer.save(2, {"w": part(2.0)}, sharded_strategy=KilledStrategy())
-        assert checkpointer.save(3, {"w": part(3.0)})
-    assert checkpointer.failed_saves == 1
-    assert checkpointer.steps() == (1, 3)
-
-
-def end_by_a_mistake(root: Path) -> list[str]:
-    """A strategy raises what is none of ours, where training outlives what it can."""
-    said = []
-    for behind in (False, True):
-        checkpointer = Checkpointer(root, async_save=behind, on_error="warn", save_options=OPTIONS)
-
-        def save(checkpointer: Checkpointer = checkpointer) -> None:
-            checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=MistakenStrategy(1))
-            checkpointer.wait()
-
-        with pytest.raises(CheckpointError) as found:
-            save()
-        assert checkpointer.failed_saves == 0
-        said.append(f"{type(found.value).__name__} of {found.value.rank}: {found.value}")
-        checkpointer.save(2, {"w": part(2.0)})
-        checkpointer.close()
-    return said
-
-
-def test_training_does_not_outlive_a_mistake_in_a_strategy_in_whichever_process_it_is_met(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    said = rank_pool.run(end_by_a_mistake, 2, tmp_path)
-    text = "Rank 1 failed while writing its chunks: OwnMistakeError: something of one's own"
-    assert said == [[f"RankFailedError of 1: {text}"] * 2] * 2
-
-
-def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with alone(tmp_path, on_error="warn") as checkpointer:
-        checkpointer.save(1, ones(), sharded_strategy=MistakenStrategy(0))
-        with pytest.raises(RankFailedError, match=r"Rank 0 failed while saving step 1: OwnMistake") as found:
-            checkpointer.wait()
-        assert not isinstance(found.value, WriterFailedError)
-        assert "in write_chunks" in capfd.readouterr().err  # where it comes from
-        checkpointer.save(2, ones(), sharded_strategy=LeavingStrategy())
-        checkpointer.wait()  # does not hang, and is outlived, as a writer that was killed is
-        assert checkpointer.failed_saves == 1
-
-
-def outlast_hung_writers(root: Path) -> str:
-    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=1))
-    checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=HungStrategy())
-    with pytest.raises(WriterFailedError, match=r"rank 1|rank\(s\) 1"):
-        checkpointer.wait()
-    saver_of(checkpointer)._session.running().wait_ready()
-    dist.barrier()
-    os.kill(saver_of(checkpointer).writer_pid, signal.SIGSTOP)
-    checkpointer.save(1, {"w": part(1.0)})
-    with pytest.raises(WriterFailedError) as found:  # all hang, so none waits for another and gives it up
-        checkpointer.wait()
-    dist.barrier()
-    checkpointer.close()
-    patient = Checkpointer(root, async_save=True, save_options=OPTIONS)
-    patient.save(2, {"w": part(2.0)})
-    patient.close()
-    assert patient.steps() == (2,)
-    return str(found.value)
-
-
-def test_writers_that_hang_are_given_up_and_replaced(rank_pool: RankPool, tmp_path: Path) -> None:
-    first, second = rank_pool.run(outlast_hung_writers, 2, tmp_path)
-    assert first == second
-    assert "made no progress for 1 s and was killed while saving step 1" in first
-
-
-def test_training_outlives_a_writer_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(train_on_without_a_writer, 2, tmp_path)
-
-
-def test_a_failure_of_a_writer_is_raised_on_all_ranks_and_the_next_save_works(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    rank_pool.run(survive_failures, 2, tmp_path / "root", _made(tmp_path / "gate"))
+    rank_pool.run(save_while_training, 2, tmp_path / "root", made(tmp_path / "gate"))
 
 
 def pass_in_waves(root: Path) -> None:
@@ -284,7 +130,7 @@ def save_when_busy(root: Path, gates: Path) -> list[bool]:
 
 def test_a_second_save_is_skipped_or_queued(rank_pool: RankPool, tmp_path: Path) -> None:
     for policy in ("skip", "queue"):
-        _made(tmp_path / policy)
+        made(tmp_path / policy)
     said = rank_pool.run(save_when_busy, 2, tmp_path / "root", tmp_path)
     assert said == [[True, False, True, True, True, True]] * 2
 
@@ -313,37 +159,6 @@ def save_in(root: Path, backends: list[Any]) -> None:
 
 def test_every_format_is_saved_asynchronously(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(save_in, 2, tmp_path, ["megackpt", "torch_dist", ("zarr", 1), ("zarr", 3)])
-
-
-def die_while_saving(root: Path, gate: Path) -> str:
-    rank = dist.get_rank()
-    checkpointer = Checkpointer(root, async_save=True, save_options=SaveOptions(timeout_s=2))
-    writer = saver_of(checkpointer).writer_pid
-    (gate / f"writer.{rank}").write_text(str(writer))
-    checkpointer.save(1, {"w": part(1.0)}, sharded_strategy=GatedStrategy(gate))
-    wait_for((gate / f"begun.{rank}").exists)
-    for process in ("self", writer):  # the shared memory has no name that could stay behind
-        maps = Path(f"/proc/{process}/maps").read_text()
-        assert "/dev/shm" not in maps
-        assert "memfd:megackpt-staging" in maps
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    other = int((gate / "writer.1").read_text())
-    wait_for(lambda: not _is_alive(other))
-    (gate / "go").touch()
-    with pytest.raises(RankFailedError) as found:
-        checkpointer.close()
-    return str(found.value)
-
-
-def test_nothing_outlives_a_training_process_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
-    gate = _made(tmp_path / "gate")
-    survivor, victim = rank_pool.outcomes(die_while_saving, 2, tmp_path / "root", gate)
-    assert isinstance(victim.error, EOFError)
-    assert survivor.error is None, survivor.trace
-    assert "writer process of rank(s) 1 within 2 s" in survivor.value
-    assert not (tmp_path / "root" / "iter_0000001" / "metadata.json").exists()
 
 
 def descriptors_after_many(root: Path) -> list[int]:
@@ -418,120 +233,6 @@ def test_any_group_will_do(tmp_path: Path) -> None:
     assert whole["w"].tolist() == [1, 1, 2, 2]
 
 
-class Refused(Checkpointer):
-    _writer_hook = "tests.writer_faults:refusing"
-
-
-def test_tests_can_stand_between_a_writer_and_its_store(tmp_path: Path) -> None:
-    checkpointer = Refused(tmp_path, async_save=True, group=SingleProcess())
-    checkpointer.save(1, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))})
-    with pytest.raises(StorageError, match="iter_0000001 is refused by the hook"):
-        checkpointer.close()
-
-
-def alone(root: Path, **options: Any) -> Checkpointer:
-    return Checkpointer(root, async_save=True, group=SingleProcess(), **options)
-
-
-def ones() -> dict[str, ShardedTensor]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
-
-
-def fail_in_the_block(root: Path) -> None:
-    with Refused(root, async_save=True, group=SingleProcess()) as checkpointer:
-        checkpointer.save(1, ones())
-        raise KeyError("the user's own")
-
-
-def test_the_error_that_ends_a_block_is_not_hidden_by_that_of_a_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(KeyError, match="the user's own"):
-        fail_in_the_block(tmp_path)
-    assert "iter_0000001 is refused by the hook" in caplog.text
-
-
-def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with alone(tmp_path) as checkpointer:
-        with monkeypatch.context() as patched:
-            patched.setattr(async_save, "fill", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                checkpointer.save(1, ones())
-        with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
-            checkpointer.wait()  # and does not hang
-        checkpointer.save(2, ones())
-    assert checkpointer.steps() == (2,)
-
-
-def test_training_outlives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -> None:
-    with alone(tmp_path, on_error="warn") as checkpointer:
-        checkpointer.warm_up(ones())
-        writer = saver_of(checkpointer).writer_pid
-        os.kill(writer, signal.SIGSTOP)
-        assert checkpointer.save(1, ones())
-        os.kill(writer, signal.SIGKILL)
-        checkpointer.wait()
-        assert checkpointer.failed_saves == 1
-        assert checkpointer.save(2, ones())
-    assert checkpointer.steps() == (2,)
-
-
-def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_cannot_be_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
-    monkeypatch.setattr(writer_process, "_END_S", 1.0)
-    with alone(tmp_path, timeout_s=1.5) as checkpointer:
-        checkpointer.warm_up(ones())
-        saver = saver_of(checkpointer)
-        process, pid = saver._session.writer._process, saver.writer_pid
-        os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(process, "kill", lambda: None)  # as if it waited for a disk, in the kernel
-        checkpointer.save(1, ones())
-        said = rf"of rank 0 \(process {pid}\) made no progress for 1.5 s and was killed while saving step 1"
-        with pytest.raises(WriterFailedError, match=said) as found:
-            checkpointer.wait()
-        assert found.value.rank == 0
-        assert _is_alive(pid)
-        checkpointer.save(2, ones())
-    assert checkpointer.steps() == (2,)
-    monkeypatch.undo()
-    process.kill()
-    process.wait()
-
-
-SLOW = {  # until silence of 3 s would have been noticed
-    "taking rows": SlowStrategy(1.1, takes_rows=True),
-    "writing": SlowStrategy(1.1, takes_rows=False),
-    "not to blame": None,
-}
-
-
-def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill = async_save.fill
-
-    def slow_fill(*arguments: Any) -> None:
-        time.sleep(4.4)
-        fill(*arguments)
-
-    monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
-    state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(4)) for n in range(4)}
-    cases = list(SLOW) if is_thorough() else [random.choice(list(SLOW))]
-    with alone(tmp_path, timeout_s=2.5) as checkpointer:
-        for step, case in enumerate(cases):
-            print(case)
-            monkeypatch.setattr(async_save, "fill", fill if SLOW[case] else slow_fill)
-            checkpointer.save(step, state, sharded_strategy=SLOW[case])
-    assert checkpointer.steps() == tuple(range(len(cases)))
-
-
 def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
     options = AsyncOptions(when_busy="skip")
     with alone(tmp_path, async_options=options, save_on_signal=(signal.SIGTERM,)) as checkpointer:
@@ -578,16 +279,3 @@ def test_a_script_that_ends_waits_for_its_save_and_is_run_once(tmp_path: Path) -
     assert first == "the script runs"
     assert second.startswith("Mine is defined in the script itself")
     assert Checkpointer(tmp_path / "root").latest() == 2
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def _made(directory: Path) -> Path:
-    directory.mkdir()
-    return directory

@@ -28,6 +28,7 @@ from megackpt.engine.verify import find_damages
 from megackpt.formats.damage import Damage
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
+from tests.writer_faults import Damaging
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -147,18 +148,6 @@ def tensor(rank: int, value: float) -> dict[str, object]:
     return {"w": ShardedTensor.from_rank_offsets("w", part, (0, rank, 2)), "value": value}
 
 
-class _Damaging(LocalStore):
-    """Flips a bit of rank 1's data file as soon as the checkpoint is committed."""
-
-    def replace(self, name: str, data: bytes) -> None:
-        super().replace(name, data)
-        if name == "metadata.json":
-            file = max((Path(self.location) / "data").iterdir())
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
-
-
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_step_that_is_damaged_right_after_the_commit_is_removed_and_older_ones_stay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, on_error: str
@@ -172,7 +161,7 @@ def test_a_step_that_is_damaged_right_after_the_commit_is_removed_and_older_ones
 
     assert SimulatedWorld(2).run(lambda group: save(group, 1)) == [0, 0]
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(LocalPlaces, "open", lambda self, name: _Damaging(self._root / name))
+        patched.setattr(LocalPlaces, "open", lambda self, name: Damaging(self._root / name))
         outcomes = SimulatedWorld(2).outcomes(lambda group: save(group, 2))
     if on_error == "warn":
         assert outcomes == [1, 1]

@@ -1,0 +1,51 @@
+"""What tests of asynchronous saves share: small states, and Checkpointers that save them behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megackpt import (
+    Checkpointer,
+    SaveOptions,
+    ShardedTensor,
+)
+from megackpt.comm import SingleProcess
+from megackpt.engine.async_save import AsyncSaver
+
+OPTIONS = SaveOptions(timeout_s=20)
+
+
+def part(value: float, rows: int = 1000) -> ShardedTensor:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return ShardedTensor.from_rank_offsets("w", torch.full((rows, 10), value + rank), (0, rank, ranks))
+
+
+def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
+    found = checkpointer._behind and checkpointer._behind.saver
+    assert found is not None
+    return found
+
+
+def alone(root: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(root, async_save=True, group=SingleProcess(), **options)
+
+
+def ones() -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
