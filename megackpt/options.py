@@ -86,6 +86,9 @@ class SaveOptions:
             docs/integrity.md for what it costs.
         compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
             hold different bits in it. IGNORE does not compare; otherwise every rank digests all it holds.
+        array_digests: store a digest of each array that does not depend on how it is sharded, by which
+            `megackpt diff` proves arrays of two checkpoints equal without reading them. Only the native
+            format has it, and it needs the extra `digests`. See docs/integrity.md for what it costs.
     """
 
     timeout_s: float = 600.0
@@ -94,6 +97,7 @@ class SaveOptions:
     spread: Spread = "world"
     parity: int | None = None
     compare_replicas: Policy = Policy.IGNORE
+    array_digests: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("spread", self.spread, get_args(Spread))
@@ -234,6 +238,7 @@ class ConvertOptions:
         timeout_s: how long a rank waits for the others at each meeting point, in seconds.
         verify: read the new checkpoint again and compare every byte with the old one.
         overwrite: replace a checkpoint that is at the new place already, if it is of the same format.
+        array_digests: as for `SaveOptions`.
         allow_unsafe_pickle: as for `LoadOptions`.
         buffer_bytes: how much of a chunk is held at a time, where its format lets it be read in parts.
     """
@@ -241,6 +246,7 @@ class ConvertOptions:
     timeout_s: float = 600.0
     verify: bool = True
     overwrite: bool = False
+    array_digests: bool = False
     allow_unsafe_pickle: bool = False
     buffer_bytes: int = 4 * 1024 * 1024
 
@@ -297,6 +303,8 @@ class DiffOptions:
     Attributes:
         keys: globs of keys; only arrays and objects whose key fits one are compared; all if there are none.
         common: whether common state and content metadata are compared as well.
+        read_all: read all arrays, also those of which both have a digest of the whole array, and these are
+            equal.
         allow_unsafe_pickle: as for `LoadOptions`.
         threads: comparisons under way at once.
         buffer_bytes: how much of each checkpoint a comparison holds at a time.
@@ -304,6 +312,7 @@ class DiffOptions:
 
     keys: tuple[str, ...] = ()
     common: bool = True
+    read_all: bool = False
     allow_unsafe_pickle: bool = False
     threads: int = 2
     buffer_bytes: int = 16 * 1024 * 1024

@@ -22,6 +22,7 @@ from megackpt.engine.agree_on_plan import (
     plan_alone,
     plan_together,
 )
+from megackpt.engine.array_digests import with_array_digests
 from megackpt.engine.local_state import LocalState, RowPieces, SaveRequest, prepare
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.parity import check_parity
@@ -68,6 +69,8 @@ def plan_state(
     def begin() -> Numbers:
         strategy = request.choose()
         check_parity(strategy, options.parity)
+        if options.array_digests:
+            strategy = with_array_digests(strategy)
         if strategy.writes_in_place and not request.validate:
             raise DeclarationError(
                 f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
@@ -171,6 +174,7 @@ def _settings(local: LocalState, options: SaveOptions) -> bytes:
     meetings = {
         "SaveOptions.parity": options.parity,
         "SaveOptions.compare_replicas": options.compare_replicas.value,
+        "SaveOptions.array_digests": options.array_digests,
     }
     return json.dumps(local.settings() | meetings).encode()
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
+from megackpt.formats.index_digests import digests_in
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.geometry import Ints
 from megackpt.metadata import (
@@ -93,7 +94,8 @@ def read_index(store: Store, said: Json, *, holder: str = MANIFEST) -> StoredChu
     for name in files:
         check_name(name, location=store.location)
     check_places(table, file, offset, files=len(files), where=where)
-    return StoredChunks(table, file, offset, np.cumsum(blocks) - blocks, digests, tuple(files))
+    of_arrays = digests_in(columns, table.arrays, where=where)
+    return StoredChunks(table, file, offset, np.cumsum(blocks) - blocks, digests, tuple(files), of_arrays)
 
 
 def check_places(table: ChunkTable, file: Ints, offset: Ints, *, files: int, where: str) -> None:

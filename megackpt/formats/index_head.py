@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError
+from megackpt.formats.index_digests import KNOWN, VALUE, digests_in
 from megackpt.formats.index_layout import ROW_COLUMNS, Span, column_in, damaged, parse_header, require
 from megackpt.formats.strategy import Json
 from megackpt.geometry import Ints
-from megackpt.metadata import ArraySpec, ChunkTable, DecodedArrays, decode_arrays, place_bases
+from megackpt.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays, place_bases
 from megackpt.storage import Store, digest_of_pieces
 
 Marks = npt.NDArray[np.bool_]
@@ -39,6 +40,7 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], int]] = {  # dtypes and number of dim
     "block.xxh3": (("U64",), 2),
     "digest.xxh3": (("U64",), 1),
 }
+_OPTIONAL = {VALUE: (("U64",), 1), KNOWN: (("U8",), 1)}
 _LIMIT = 2**32  # of rows and digests in a block
 
 
@@ -62,6 +64,7 @@ class IndexHead:
         block_digests: digests in a block, the last one shorter.
         digest_digests: of each block of digests.
         rows: where the columns of rows lie, and `digest`.
+        array_digests: CRC-64/NVME of the elements of arrays, by key, for those of which one is stored.
     """
 
     name: str
@@ -79,6 +82,7 @@ class IndexHead:
     block_digests: int
     digest_digests: npt.NDArray[np.uint64]
     rows: Mapping[str, Span]
+    array_digests: Mapping[str, int]
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
@@ -168,14 +172,14 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
             path=where,
         )
     spans = parse_header(head, file_nbytes=nbytes, where=where)
-    columns = {
+    columns: dict[str, Column] = {
         column: column_in(head, require(spans, column, codes, (-1,) * ndim, where), where)
-        for column, (codes, ndim) in _COLUMNS.items()
+        for column, (codes, ndim) in (_COLUMNS | _OPTIONAL).items()
+        if column in _COLUMNS or column in spans
     }
     # Text stays text for who decodes it.
-    decoded = decode_arrays(
-        columns | {n: c.astype(np.uint8) for n, c in columns.items() if n.endswith("utf8")}, where=where
-    )
+    columns |= {n: columns[n].astype(np.uint8) for n in columns if n.endswith("utf8") or n == KNOWN}
+    decoded = decode_arrays(columns, where=where)
     rows = _row_spans(spans, decoded, where)
     head_of = IndexHead(
         name=name,
@@ -193,6 +197,7 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
         block_digests=said["block_digests"],
         digest_digests=columns["digest.xxh3"].astype(np.uint64),
         rows=rows,
+        array_digests=digests_in(columns, decoded.arrays, where=where),
     )
     _check(head_of, columns["array.rows"].astype(np.int64))
     return head_of

@@ -6,7 +6,7 @@ A small index, and one that was written without a head, is read whole: that is o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +41,10 @@ class StoredIndex(Protocol):
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """All arrays of the checkpoint, sorted by key."""
+
+    @property
+    def array_digests(self) -> Mapping[str, int]:
+        """CRC-64/NVME of the elements of arrays, by key, for those of which one is stored."""
 
     def of_keys(self, keys: Iterable[str]) -> StoredChunks:
         """Return all chunks of these arrays, in index order; keys that are none are passed over."""
@@ -77,6 +81,11 @@ class WholeIndex:
         """All arrays."""
         return self._stored.table.arrays
 
+    @property
+    def array_digests(self) -> Mapping[str, int]:
+        """Digests of arrays."""
+        return self._stored.array_digests
+
     def of_keys(self, keys: Iterable[str]) -> StoredChunks:
         """Return the chunks of these arrays."""
         wanted = set(keys)
@@ -98,6 +107,11 @@ class PartialIndex:
     def arrays(self) -> tuple[ArraySpec, ...]:
         """All arrays."""
         return self._head.arrays
+
+    @property
+    def array_digests(self) -> Mapping[str, int]:
+        """Digests of arrays."""
+        return self._head.array_digests
 
     def of_keys(self, keys: Iterable[str]) -> StoredChunks:
         """Read the chunks of these arrays."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megackpt.formats.index_digests import digest_columns
 from megackpt.formats.index_layout import (
     BLOCK_DIGESTS,
     BLOCK_ROWS,
@@ -101,6 +102,7 @@ def _arrays_and_files(stored: StoredChunks) -> dict[str, Column]:
     return {
         **{n: c for n, c in table.to_columns().items() if n not in per_row},
         **pack_strings("file_name", stored.files),
+        **digest_columns(table.arrays, stored.array_digests),
         "array.rows": np.bincount(table.array, minlength=len(table.arrays)).astype(np.int64),
         "array.reach": reach,
     }

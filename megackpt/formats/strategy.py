@@ -6,7 +6,7 @@ decide nothing about who writes or reads what: a strategy only moves bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -149,6 +149,8 @@ class Contents:
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
         names_save: whether no other save has the same identity, wherever it is.
+        array_digests: CRC-64/NVME of the elements of arrays, little-endian in row-major order, by key; of
+            those arrays of which one is stored.
         unreadable: keys that are stored, and not in arrays, with the reason why they cannot be loaded.
         chunks_meeting: returns the stored chunks that meet any of the given ones, and maybe others of the
             same arrays, all of which are stored; None if the format cannot find them faster than all chunks
@@ -166,6 +168,7 @@ class Contents:
     chunks_meeting: Callable[[Sequence[ChunkTable]], Chunks] | None = None
     rebuilt: Callable[[], Contents] | None = None
     names_save: bool = True
+    array_digests: Mapping[str, int] = field(default_factory=dict)
 
     def chunks_for(self, wanted: Sequence[ChunkTable]) -> Chunks:
         """Return the stored chunks that a load of these needs, as few others as the format can; local."""
@@ -307,6 +310,22 @@ class WritesParity(Protocol):
 
     def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
         """Write what a reader has to know, durably; return what metadata.json says of it. Rank 0."""
+
+
+Covered: TypeAlias = Callable[[ChunkTable], Collection[str]]
+"""Returns the keys of the arrays of which chunks of a table have each element exactly once."""
+
+
+@runtime_checkable
+class DigestsArrays(Protocol):
+    """What a `SaveStrategy` also has if it can store a digest of each array; see `Contents.array_digests`."""
+
+    def with_array_digests(self, covered: Covered) -> SaveStrategy:
+        """Return a strategy that does so, for arrays that are covered; it can be sent to another process.
+
+        Raises:
+            MissingExtraError: the library that it needs is not installed.
+        """
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from megackpt.geometry.box import Box, row_major_strides
 from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
 from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
+from megackpt.geometry.runs import Runs, runs_of
 from megackpt.geometry.split import split_range
 from megackpt.geometry.view import Axis, View
 
@@ -13,10 +14,12 @@ __all__ = [
     "MeshBox",
     "MeshCut",
     "Rectangles",
+    "Runs",
     "View",
     "mesh_boxes",
     "rectangles_of",
     "row_major_strides",
+    "runs_of",
     "split_range",
     "strides_of",
 ]

@@ -5,7 +5,8 @@ Owns the plain data of an index; how it lies on disk is the format's affair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ class StoredChunks:
         digests: xxh3-64 of each block of `DIGEST_BLOCK_BYTES` of each chunk, the last block shorter; None
             where none were stored.
         files: names in the checkpoint.
+        array_digests: CRC-64/NVME of the elements of arrays, by key, for those of which one is stored.
     """
 
     table: ChunkTable
@@ -41,19 +43,19 @@ class StoredChunks:
     digest_start: Ints
     digests: npt.NDArray[np.uint64] | None
     files: tuple[str, ...]
+    array_digests: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)
 
     def take(self, rows: Rows) -> StoredChunks:
-        """Return the chosen rows; digests and files are shared."""
-        return StoredChunks(
-            self.table.take(rows),
-            self.file[rows],
-            self.offset_bytes[rows],
-            self.digest_start[rows],
-            self.digests,
-            self.files,
+        """Return the chosen rows; all else is shared."""
+        return replace(
+            self,
+            table=self.table.take(rows),
+            file=self.file[rows],
+            offset_bytes=self.offset_bytes[rows],
+            digest_start=self.digest_start[rows],
         )
 
 

@@ -5,6 +5,7 @@ The only part of megackpt that reads and writes files. What the bytes mean is up
 
 from megackpt.storage.below import StoreBelow
 from megackpt.storage.buffers import COMMON_POOL
+from megackpt.storage.crc64 import Crc64
 from megackpt.storage.digest import (
     BlockDigester,
     FileDigester,
@@ -28,6 +29,7 @@ __all__ = [
     "COMMON_POOL",
     "LENT_BYTES",
     "BlockDigester",
+    "Crc64",
     "FileDigester",
     "FileOptions",
     "LocalStore",

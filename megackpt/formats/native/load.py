@@ -65,6 +65,7 @@ def _contents(store: Store, index: StoredIndex, manifest: Json) -> Contents:
         common=lambda: _read_common(store, manifest),
         decode_object=lambda data, where: unpack(data, where=where),
         identity=str(manifest.get("attempt")),
+        array_digests=index.array_digests,
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 
 from megackpt.codec import encode, pack
+from megackpt.formats.array_digests import ArrayDigester
 from megackpt.formats.documents import attempt_in_manifest
 from megackpt.formats.index_file import (
     check_files,
@@ -22,29 +24,35 @@ from megackpt.formats.joined import Joined
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
-from megackpt.formats.strategy import Json, Pieces, pieces_in_order
+from megackpt.formats.native.receipts import Digesting, unpacked
+from megackpt.formats.strategy import Covered, Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints
-from megackpt.metadata import (
-    DIGEST_BLOCK_BYTES,
-    StoredChunks,
-    block_counts,
-    pack_columns,
-    unpack_columns,
-)
+from megackpt.metadata import StoredChunks, block_counts
 from megackpt.planning import SavePlan, first_of_equal_chunks, parity_groups, parity_writer
-from megackpt.storage import BlockDigester, Store
+from megackpt.storage import Crc64, Store
 
 _STEP_BYTES = 1 << 20
 
 
 class NativeSaveStrategy:
-    """Saves format `megackpt` version 1. Source: docs/format.md."""
+    """Saves format `megackpt` version 1. Source: docs/format.md.
+
+    covered is given where digests of arrays are stored, of those that it names.
+    """
 
     backend = names.BACKEND
     version = names.VERSION
     writes_in_place = False
     takes_own_rows = True
     writes_in_order = True
+
+    def __init__(self, covered: Covered | None = None) -> None:
+        self._covered = covered
+
+    def with_array_digests(self, covered: Covered) -> NativeSaveStrategy:
+        """Return one that stores digests of arrays."""
+        Crc64()  # or its refusal, before anything is written
+        return NativeSaveStrategy(covered)
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""
@@ -65,27 +73,28 @@ class NativeSaveStrategy:
     def write_chunks(
         self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
     ) -> bytes:
-        """Write one data file and return where its data begins and the digests of its blocks."""
-        if not len(rows):
-            return _receipt(0, np.zeros(0, np.uint64))
+        """Write one data file and return where its data begins and the digests of its bytes."""
         chunks = plan.table.take(rows)
+        digesting = Digesting(chunks, of_arrays=self._covered is not None)
+        if not len(rows):
+            return digesting.receipt(data_start=0)
         header = header_of(chunks)
-        digester = BlockDigester(DIGEST_BLOCK_BYTES)
         with store.open_writer(
             names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
         ) as writer:
             joined = Joined(writer)
             joined.write(memoryview(header))
-            for of_row in pieces_in_order(pieces, rows.tolist()):
+            for row, of_row in enumerate(pieces_in_order(pieces, rows.tolist())):
+                digesting.begin(row)
                 for piece in of_row:
                     for at in range(0, len(piece), _STEP_BYTES):
                         step = piece[at : at + _STEP_BYTES]
-                        digester.update(step)
+                        digesting.update(step)
                         joined.write(step)  # from the processor's cache, where the digest has brought it
-                digester.end()
+                digesting.end(row)
             joined.flush()
         store.sync()
-        return _receipt(len(header), digester.result())
+        return digesting.receipt(data_start=len(header))
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Put the ranks' digests and file positions into the chunk table and write it."""
@@ -93,11 +102,9 @@ class NativeSaveStrategy:
         file_of = np.zeros(len(receipts), np.int64)
         file_of[writers] = np.arange(len(writers))
         data_start = np.zeros(len(receipts), np.int64)
-        found = [np.zeros(0, np.uint64)]
-        for rank in writers:
-            receipt = unpack_columns(receipts[rank][0], where=f"receipt of rank {rank}")
-            data_start[rank] = receipt["data_start"][0]
-            found.append(receipt["digests"])
+        told = [unpacked(receipts[rank][0], rank=rank) for rank in writers]
+        data_start[writers] = [of_rank["data_start"][0] for of_rank in told]
+        found = np.concatenate([np.zeros(0, np.uint64), *(of_rank["digests"] for of_rank in told)])
         # Receipts have digests in the order of files, the index in the order of its rows.
         in_files = np.lexsort((plan.offset_bytes, plan.writer))
         blocks = block_counts(plan.table.nbytes)
@@ -105,7 +112,7 @@ class NativeSaveStrategy:
         digests = np.zeros(int(blocks.sum()), np.uint64)
         counts = blocks[in_files]
         within = np.arange(len(digests)) - np.repeat(np.cumsum(counts) - counts, counts)
-        digests[np.repeat(digest_start[in_files], counts) + within] = np.concatenate(found)
+        digests[np.repeat(digest_start[in_files], counts) + within] = found
         stored = StoredChunks(
             table=plan.table,
             file=file_of[plan.writer],
@@ -118,6 +125,12 @@ class NativeSaveStrategy:
         # Of a chunk that several ranks have written, which happens without validation, the first is enough.
         first = first_of_equal_chunks(stored.table)
         once = stored if len(first) == len(stored) else stored.take(first)
+        if self._covered is not None:
+            contributions = np.zeros(len(stored), np.uint64)
+            due = [np.zeros(0, np.uint64), *(of_rank["contributions"] for of_rank in told)]
+            contributions[in_files] = np.concatenate(due)
+            digester, covered = ArrayDigester(once.table), self._covered(once.table)
+            once = replace(once, array_digests=digester.combined(contributions[first], covered))
         return {"index": write_index(store, names.index_file(attempt), compact(once))}
 
     def plan_parity(
@@ -128,8 +141,7 @@ class NativeSaveStrategy:
         np.add.at(nbytes, plan.writer, plan.table.nbytes)
         writers = np.unique(plan.writer)
         for rank in writers.tolist():
-            receipt = unpack_columns(receipts[rank][0], where=f"receipt of rank {rank}")
-            nbytes[rank] += int(receipt["data_start"][0])
+            nbytes[rank] += int(unpacked(receipts[rank][0], rank=rank)["data_start"][0])
         work: list[list[Any]] = [[] for _ in receipts]
         for number, group in enumerate(parity_groups(writers, most=most)):
             members = [[names.data_file(attempt, rank), int(nbytes[rank])] for rank in group.tolist()]
@@ -211,7 +223,3 @@ class NativeSaveStrategy:
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of this format."""
         return names.attempt_of(name)
-
-
-def _receipt(data_start: int, digests: np.ndarray[Any, np.dtype[np.uint64]]) -> bytes:
-    return pack_columns({"data_start": np.array([data_start], np.int64), "digests": digests})
