@@ -30,6 +30,7 @@ from megackpt.storage import open_store
     help="The new format: megackpt, torch_dist, zarr, or that of a package; by default its newest version.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
+@click.option("--array-digests", is_flag=True, help="Store a digest of each array (format megackpt only).")
 @click.option("--no-verify", is_flag=True, help="Do not read the new checkpoint again to compare it.")
 @unsafe_pickle_option
 @json_option
@@ -39,6 +40,7 @@ def command(
     name: str,
     *,
     overwrite: bool,
+    array_digests: bool,
     no_verify: bool,
     allow_unsafe_pickle: bool,
     as_json: bool,
@@ -52,7 +54,10 @@ def command(
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
     """
     options = ConvertOptions(
-        verify=not no_verify, overwrite=overwrite, allow_unsafe_pickle=allow_unsafe_pickle
+        verify=not no_verify,
+        overwrite=overwrite,
+        array_digests=array_digests,
+        allow_unsafe_pickle=allow_unsafe_pickle,
     )
     strategy = save_strategy(_choice(name))
     with (

@@ -24,6 +24,7 @@ from megackpt.options import DiffOptions
 @click.argument("second", metavar="B")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
 @click.option("--no-common", is_flag=True, help="Leave common state and content metadata out.")
+@click.option("--read", "read_all", is_flag=True, help="Read all arrays, also those of equal digests.")
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="Comparisons at once.")
 @unsafe_pickle_option
 @json_option
@@ -33,17 +34,24 @@ def command(
     *,
     keys: tuple[str, ...],
     no_common: bool,
+    read_all: bool,
     threads: int,
     allow_unsafe_pickle: bool,
     as_json: bool,
 ) -> int:
     """Compare the checkpoints in the directories A and B, of any formats, saved at any layouts.
 
-    Keys, dtypes, shapes, every element, objects, and common state by path. Both are read once, in bounded
-    memory, and every block is checked against its digest. Elements are equal if all their bits are.
+    Keys, dtypes, shapes, every element, objects, and common state by path. Elements are equal if all their
+    bits are. Both are read once, in bounded memory, and every block is checked against its digest; but arrays
+    of which both checkpoints have a digest of the whole, saved with array_digests, are not read if these are
+    equal.
     """
     options = DiffOptions(
-        keys=keys, common=not no_common, allow_unsafe_pickle=allow_unsafe_pickle, threads=threads
+        keys=keys,
+        common=not no_common,
+        read_all=read_all,
+        allow_unsafe_pickle=allow_unsafe_pickle,
+        threads=threads,
     )
     with (
         contextlib.closing(checkpoint_store(first)) as one,
@@ -73,9 +81,14 @@ def _show(found: Difference) -> None:
         console.print(table)
     verdict = "equal" if found.is_none else "different"
     console.print(
-        f"{verdict}; {found.compared} arrays and arrays of objects that both have, {decimal(found.nbytes)} "
-        f"of elements, were compared."
+        f"{verdict}; {found.compared} arrays and arrays of objects that both have were compared, "
+        f"{decimal(found.nbytes)} of elements read of each."
     )
+    if found.by_digest:
+        console.print(
+            f"{found.by_digest} arrays, {decimal(found.by_digest_nbytes)}, are equal by their digests; "
+            f"nothing of them was read."
+        )
 
 
 def _tables(found: Difference) -> Iterator[Group]:

@@ -56,7 +56,11 @@ def _tables(found: Inspected, limit: int) -> Iterator[Group]:
     objects = [a for a in found.arrays if a.dtype == OBJECT]
     rows: list[Sequence[str]]
     rows = [(a.key, a.dtype, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in arrays]
-    yield _limited(f"{len(arrays)} arrays", ("key", "dtype", "shape"), ("chunks", "bytes"), rows, limit)
+    right: tuple[str, ...] = ("chunks", "bytes")
+    if any(a.crc64nvme is not None for a in arrays):
+        rows = [(*row, a.crc64nvme or "") for row, a in zip(rows, arrays, strict=True)]
+        right = (*right, "crc64nvme")
+    yield _limited(f"{len(arrays)} arrays", ("key", "dtype", "shape"), right, rows, limit)
     if objects:
         rows = [(a.key, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in objects]
         title = f"{len(objects)} arrays of objects"

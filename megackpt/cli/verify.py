@@ -29,7 +29,8 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     Without --deep: the commit, the index and its digest, that files are there and as long as they must be,
     that chunks lie in their files and cover every array exactly once; no bytes of tensors are read. With it
     also the digest of every block, in bounded memory, and that objects and common state can be decoded. All
-    damage is listed: file, bytes, key, chunk.
+    damage is listed: file, bytes, key, chunk. Arrays that were saved with array_digests are compared as a
+    whole, too.
     """
     options = VerifyOptions(deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
     with contextlib.closing(checkpoint_store(path)) as store, Bars(is_root=is_root()) as bars:
@@ -55,6 +56,10 @@ def _show(found: Verified) -> None:
         f"{found.location}: {verdict};{kind} {found.arrays} arrays and {found.objects} objects, "
         f"{decimal(found.nbytes)} in {found.chunks} chunks and {found.files} files; {depth}."
     )
+    if found.deep and found.array_digests:
+        compared, stored = found.compared_array_digests, found.array_digests
+        why = " Others are damaged, or the extra `digests` is not installed." if compared < stored else ""
+        console.print(f"Of {stored} digests of whole arrays {compared} were compared.{why}")
     if found.deep and found.unchecked_nbytes:
         console.print(
             f"Of {decimal(found.unchecked_nbytes)} no digest is stored: that they can be read is all that is "

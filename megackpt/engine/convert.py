@@ -19,6 +19,7 @@ import numpy as np
 from megackpt.codec import leaf_digests
 from megackpt.comm import Group, together
 from megackpt.engine import manifest
+from megackpt.engine.array_digests import with_array_digests
 from megackpt.engine.chunk_bytes import Buffers
 from megackpt.engine.compare import compare_chunks
 from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
@@ -109,13 +110,16 @@ def convert_checkpoint(
             committed then.
         UnserializableError: the new format cannot hold an object or the common state.
         DeclarationError: there is a checkpoint at the new place already.
+        UnsupportedError, MissingExtraError: digests of arrays are asked for and cannot be had.
         CheckpointError: each of these, and every other error; the same on all ranks.
     """
-    job = _Job(source, target, strategy, group, options, progress)
+    jobs: list[_Job] = []
     opened: list[_Opened] = []
 
     def open_source() -> bytes:
-        opened.append(_open(job))
+        chosen = with_array_digests(strategy) if options.array_digests else strategy
+        jobs.append(_Job(source, target, chosen, group, options, progress))
+        opened.append(_open(jobs[0]))
         lengths = {row: len(blob) for row, blob in opened[0].blobs.items()}
         said = {"opened": opened[0].contents.identity, "attempt": manifest.new_attempt()}
         return json.dumps({**said, "lengths": sorted(lengths.items())}).encode()
@@ -127,7 +131,7 @@ def convert_checkpoint(
             f"Convert again.",
             path=source.location,
         )
-    (local,) = opened
+    (job,), (local,) = jobs, opened
     nbytes = local.plan.table.nbytes.copy()
     for answer in answers:
         for row, length in answer["lengths"]:
@@ -135,7 +139,7 @@ def convert_checkpoint(
     planned = _planned(job, local, answers[0]["attempt"], with_sizes(local.plan, nbytes))
     progress.begin("writing", int(nbytes[planned.plan.writer == group.rank].sum()))
     try:
-        write_out(planned, target, strategy, group)
+        write_out(planned, target, job.strategy, group)
         if options.verify:
             _verify(job, local, planned)
     except Exception:

@@ -1,7 +1,8 @@
 """What differs between two checkpoints, of any formats and cut in any ways.
 
 Owns the comparison as a whole: which keys, dtypes and shapes, which elements and by how much, which objects
-and which places of common state. Both checkpoints are read once, side by side, and never held whole.
+and which places of common state. Arrays whose digests say that they are equal need not be read; of all others
+both checkpoints are read once, side by side, and never held whole.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Difference:
         arrays: arrays with other elements.
         values: differing places of objects and of common state.
         compared: number of arrays and objects that both have and that were compared.
-        nbytes: bytes of arrays that were compared, of one checkpoint.
+        nbytes: bytes of arrays that were read and compared, of one checkpoint.
+        by_digest: number of arrays, of those compared, that are equal by their digests and were not read.
+        by_digest_nbytes: bytes of these, of one checkpoint.
     """
 
     only_first: tuple[str, ...]
@@ -93,6 +96,8 @@ class Difference:
     values: tuple[ValueDifference, ...]
     compared: int
     nbytes: int
+    by_digest: int
+    by_digest_nbytes: int
 
     @property
     def is_none(self) -> bool:
@@ -104,6 +109,8 @@ class Difference:
 def find_difference(first: Store, second: Store, options: DiffOptions, progress: Progress) -> Difference:
     """Compare two checkpoints bit by bit. Local; nothing is changed.
 
+    An array of which both have a digest of the whole, the same, is equal, and is read only with
+    `options.read_all`.
     -0.0 differs from 0.0, and so do two NaNs with different bits; how they are cut, which ranks wrote them
     and in which format does not count.
 
@@ -123,7 +130,9 @@ def find_difference(first: Store, second: Store, options: DiffOptions, progress:
     others = [key for key in both if arrays[0][key] != arrays[1][key]]
     objects = [key for key in alike if arrays[0][key].dtype == OBJECT]
     tensors = [key for key in alike if arrays[0][key].dtype != OBJECT]
-    differing = _compare_arrays(opened[0], opened[1], tensors, options, progress, where=second.location)
+    proved = set() if options.read_all else _equal_by_digest(opened[0], opened[1], tensors)
+    unproved = [key for key in tensors if key not in proved]
+    differing = _compare_arrays(opened[0], opened[1], unproved, options, progress, where=second.location)
     values = _compare_objects(opened[0], opened[1], objects)
     if options.common:
         values += _compare_common(opened, stores)
@@ -134,7 +143,9 @@ def find_difference(first: Store, second: Store, options: DiffOptions, progress:
         arrays=tuple(differing),
         values=tuple(values),
         compared=len(alike),
-        nbytes=sum(arrays[0][key].nbytes for key in tensors),
+        nbytes=sum(arrays[0][key].nbytes for key in unproved),
+        by_digest=len(proved),
+        by_digest_nbytes=sum(arrays[0][key].nbytes for key in proved),
     )
 
 
@@ -148,6 +159,12 @@ def _fitting(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
 
 def _said(spec: ArraySpec) -> str:
     return f"{spec.dtype} {list(spec.global_shape)}"
+
+
+def _equal_by_digest(first: Contents, second: Contents, keys: Iterable[str]) -> set[str]:
+    """Return the keys of arrays, of one dtype and shape in both, whose digests are there and equal."""
+    said = first.array_digests
+    return {key for key in keys if key in said and said[key] == second.array_digests.get(key)}
 
 
 @dataclass(slots=True)

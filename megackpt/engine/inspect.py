@@ -30,6 +30,7 @@ class StoredArray:
         shape: of all of it.
         chunks: number of its chunks.
         nbytes: bytes of these.
+        crc64nvme: CRC-64/NVME of its elements, 16 hexadecimal digits, where it was saved with array_digests.
     """
 
     key: str
@@ -37,6 +38,7 @@ class StoredArray:
     shape: tuple[int, ...]
     chunks: int
     nbytes: int
+    crc64nvme: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def inspect_checkpoint(
         backend=strategy.backend,
         version=strategy.version,
         manifest=manifest,
-        arrays=tuple(_arrays(chunks, set(chosen))),
+        arrays=tuple(_arrays(chunks, set(chosen), contents.array_digests)),
         files=tuple(files),
         rank_nbytes=dict(sorted(ranks.items())),
         unreadable=dict(contents.unreadable),
@@ -134,7 +136,7 @@ def inspect_checkpoint(
     )
 
 
-def _arrays(chunks: Chunks, keys: set[str]) -> list[StoredArray]:
+def _arrays(chunks: Chunks, keys: set[str], digests: Mapping[str, int]) -> list[StoredArray]:
     table = chunks.table
     count = np.bincount(table.array, minlength=len(table.arrays))
     nbytes = np.zeros(len(table.arrays), np.int64)
@@ -146,6 +148,7 @@ def _arrays(chunks: Chunks, keys: set[str]) -> list[StoredArray]:
             shape=spec.global_shape,
             chunks=int(count[number]),
             nbytes=int(nbytes[number]),
+            crc64nvme=f"{digests[spec.key]:016x}" if spec.key in digests else None,
         )
         for number, spec in enumerate(table.arrays)
         if spec.key in keys

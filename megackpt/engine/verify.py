@@ -14,6 +14,7 @@ import numpy as np
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
+from megackpt.engine.verify_arrays import ArrayCheck, array_check
 from megackpt.engine.verify_bytes import verify_bytes
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
@@ -50,6 +51,9 @@ class Verified:
         files: number of files that hold chunks.
         nbytes: bytes of all chunks.
         unchecked_nbytes: of these, bytes for which nothing is stored that would tell if they have changed.
+        array_digests: number of arrays of which a digest of the whole is stored.
+        compared_array_digests: number of these whose digest was computed anew; with `deep`, of arrays whose
+            blocks are all right, if the extra `digests` is installed, and not where a share was looked at.
         damages: what is wrong, in the order of files.
     """
 
@@ -63,6 +67,8 @@ class Verified:
     files: int
     nbytes: int
     unchecked_nbytes: int
+    array_digests: int
+    compared_array_digests: int
     damages: tuple[Damage, ...]
 
     @property
@@ -82,11 +88,12 @@ def verify_checkpoint(
 
     Always: the commit, the index and its digest, whether every file is there and as long as it must be,
     whether every chunk lies in its file, and whether chunks cover every array exactly once. With
-    `options.deep` also: the digest of every block, and that objects and common state can be decoded.
+    `options.deep` also: the digest of every block, that objects and common state can be decoded, and digests
+    of whole arrays.
 
     share is (i, n) where n processes look at one checkpoint: each reads its part of the chunks, about as many
-    bytes as every other. What else there is to check is done by all, but what formats know of their files and
-    common state, by the first.
+    bytes as every other, and nobody compares digests of whole arrays. What else there is to check is done by
+    all, but what formats know of their files and common state, by the first.
 
     Raises:
         NotACheckpointError: there is none.
@@ -111,6 +118,7 @@ def verify_checkpoint(
     except CheckpointError as error:
         found.add_error(error)
         return found.verified(options, strategy.backend, strategy.version)
+    found.array_digests = len(contents.array_digests)
     for key, why in contents.unreadable.items():
         found.add(Damage(key=key, what=why))
     for keys, chunks in _opened(contents, found):
@@ -119,8 +127,12 @@ def verify_checkpoint(
         _check_coverage(chunks, set(keys), found)
         if options.deep:
             readable = readable & _is_in_share(chunks, share)
-            for damage in verify_bytes(contents, chunks, readable, store, options, progress):
+            stored = {key: contents.array_digests[key] for key in keys if key in contents.array_digests}
+            arrays = array_check(chunks.table, stored) if share == WHOLE else None
+            for damage in verify_bytes(contents, chunks, readable, store, options, progress, arrays):
                 found.add(damage)
+            if arrays is not None:
+                found.compare(arrays)
     if options.deep and is_first:
         _check_common(contents, found, options)
     return found.verified(options, strategy.backend, strategy.version)
@@ -148,6 +160,7 @@ class _Found:
         self._places: set[tuple[str, str | None]] = set()
         self._arrays = self._objects = self._chunks = self._nbytes = self._unchecked = 0
         self._files: set[str] = set()
+        self.array_digests = self._compared = 0
 
     def add(self, damage: Damage) -> None:
         """Take one."""
@@ -174,6 +187,13 @@ class _Found:
             self._files.update(ranges.files)
             self._unchecked += int(table.nbytes[~ranges.is_checked].sum())
 
+    def compare(self, arrays: ArrayCheck) -> None:
+        """Compare digests of the arrays that were read."""
+        compared, damages = arrays.compared()
+        self._compared += compared
+        for damage in damages:
+            self.add(damage)
+
     def verified(self, options: VerifyOptions, backend: str, version: int) -> Verified:
         """Return the result."""
         order = sorted(self._damages, key=lambda d: (d.file != MANIFEST, d.file, d.start or 0, d.key or ""))
@@ -188,6 +208,8 @@ class _Found:
             files=len(self._files),
             nbytes=self._nbytes,
             unchecked_nbytes=self._unchecked,
+            array_digests=self.array_digests,
+            compared_array_digests=self._compared,
             damages=tuple(order),
         )
 

@@ -1,7 +1,8 @@
 """Every byte of a checkpoint, read and compared with its digests.
 
 Owns how it is read, by several threads in bounded memory, and how a part that turns out damaged is narrowed
-down to the blocks that are. A load stops at the first damaged block; this goes on to the last.
+down to the blocks that are. A load stops at the first damaged block; this goes on to the last. What is read
+is handed on to `verify_arrays`, for digests of whole arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from megackpt.engine.chunk_bytes import parts_of
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
+from megackpt.engine.verify_arrays import ArrayCheck
 from megackpt.engine.workers import do_all
 from megackpt.errors import CheckpointError, IntegrityError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
@@ -39,16 +41,18 @@ def verify_bytes(
     store: Store,
     options: VerifyOptions,
     progress: Progress,
+    arrays: ArrayCheck | None = None,
 ) -> list[Damage]:
     """Read chunks, `[n]` of which are readable, and return what is wrong with them. Local.
 
-    Objects are decoded as well. Damaged blocks that follow each other in a chunk are one damage.
+    Objects are decoded as well. Damaged blocks that follow each other in a chunk are one damage. What is not
+    damaged is given to arrays, each byte once.
     """
     table = chunks.table
     is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
     objects = is_object[table.array] if len(table) else np.zeros(0, np.bool_)
     progress.begin("reading", int(table.nbytes[readable].sum()))
-    reading = _Reading(contents, chunks, store, options, progress)
+    reading = _Reading(contents, chunks, store, options, progress, arrays)
     in_order = np.argsort(chunks.place, kind="stable")
     tensors = in_order[(readable & ~objects)[in_order]].tolist()
     for batch in _batched(_parts(chunks, tensors), _AT_A_TIME):
@@ -100,12 +104,14 @@ class _Reading:
         store: Store,
         options: VerifyOptions,
         progress: Progress,
+        arrays: ArrayCheck | None,
     ) -> None:
         self._contents = contents
         self._skips_unknown = options.skip_unknown_classes
         self._chunks = chunks
         self._store = store
         self._progress = progress
+        self._arrays = arrays
         self._ranges = chunks.file_ranges() if isinstance(chunks, NamesFiles) else None
         self._lock = threading.Lock()
         self._bad: dict[int, list[tuple[int, int, str]]] = {}  # row: (start, stop in the chunk, why)
@@ -154,7 +160,9 @@ class _Reading:
 
     def _check_group(self, chunks: LiesInFiles, parts: Sequence[Part]) -> None:
         try:
-            with chunks.lend(parts, verify=True):
+            with chunks.lend(parts, verify=True) as lent:
+                if self._arrays is not None:
+                    self._arrays.add(parts, lent)
                 self._progress.advance(sum(part.stop - part.start for part in parts))
         except CheckpointError:  # of one of them, or of several
             for part in parts:
@@ -183,6 +191,8 @@ class _Reading:
                 self._chunks.read_into(part.row, part.start, data, verify=True)
             except CheckpointError as error:
                 return error
+            if self._arrays is not None:
+                self._arrays.add([part], [data])
         return None
 
     def _note(self, part: Part, error: CheckpointError) -> None:

@@ -1,8 +1,8 @@
 """Digests of whole arrays, put together from chunks that come in any order and are cut in any way.
 
 Owns what such a digest is: CRC-64/NVME of the elements of an array, little-endian, in row-major order; and
-how the bytes of a chunk contribute to it. A contribution is the value of the array with zeros everywhere else;
-those of chunks that together are the array are combined by XOR.
+how the bytes of a chunk contribute to it. A contribution is the value of the array with zeros everywhere
+else; those of chunks that together are the array are combined by XOR.
 """
 
 from __future__ import annotations
