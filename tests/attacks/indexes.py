@@ -103,7 +103,27 @@ def _vast_chunk(columns: Columns) -> None:
     columns["digest"] = np.zeros(2**23 + 10, np.uint64)
 
 
+def _digests(*values: int, known: Any = (1, 1, 0)) -> Callable[[Columns], None]:
+    """Digests of the arrays `block` and `half`, and of the objects `object`."""
+
+    def change(columns: Columns) -> None:
+        columns["array.crc64nvme"] = np.array(values, np.uint64)
+        columns["array.has_crc64nvme"] = np.array(known, np.uint8)
+
+    return change
+
+
 CHANGES: dict[str, Callable[[Columns], None]] = {
+    "few_array_digests": _digests(1, 2),
+    "few_marks_of_digests": _digests(1, 2, 0, known=(1, 1)),
+    "array_digest_of_objects": _digests(1, 2, 3, known=(1, 1, 1)),
+    "array_digests_without_marks": lambda columns: columns.update(
+        {"array.crc64nvme": np.zeros(3, np.uint64)}
+    ),
+    "signed_array_digests": lambda columns: columns.update(
+        {"array.crc64nvme": np.zeros(3, np.int64), "array.has_crc64nvme": np.ones(3, np.uint8)}
+    ),
+    "wrong_array_digests": _digests(1, 2, 0),
     "object_of_a_terabyte": _object_of_a_terabyte,
     "overlap": _overlap,
     "vast_array": _vast_array,
@@ -160,6 +180,7 @@ CHANGES: dict[str, Callable[[Columns], None]] = {
     "files_missing": _files(b"data/x"),
 }
 ANOTHER = (
+    "wrong_array_digests",
     "key_with_nul",
     "key_with_newline",
     "key_that_goes_up",

@@ -146,6 +146,53 @@ def test_a_head_that_lies_is_refused(edit: Callable[[dict[str, Any]], object], m
         ask(*forged(edit))
 
 
+def with_digests(**columns: Any) -> Callable[[dict[str, Any]], object]:
+    """Add digests of the three arrays, and then change columns."""
+    said: dict[str, Any] = {"crc64nvme": np.array([5, 0, 2**64 - 1], np.uint64)}
+    said["has_crc64nvme"] = np.array([1, 0, 1], np.uint8)
+    there = {f"array.{name}": column for name, column in (said | columns).items() if column is not None}
+    return lambda into: into.update(there)
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 2**30], ids=["parts", "whole"])
+def test_digests_of_arrays_are_read_with_the_head_or_the_whole_index(whole_bytes: int) -> None:
+    store, said, _ = forged(with_digests())
+    index = index_reader.open_index(store, said, whole_bytes=whole_bytes)
+    assert index.array_digests == {"layers.000": 5, "layers.002": 2**64 - 1}
+    store, said, _ = small()
+    assert index_reader.open_index(store, said, whole_bytes=whole_bytes).array_digests == {}
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 2**30], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"crc64nvme": np.zeros(2, np.uint64)},
+        {"crc64nvme": np.zeros(4, np.uint64)},
+        {"crc64nvme": np.zeros((3, 1), np.uint64)},
+        {"crc64nvme": np.zeros(3, np.int64)},
+        {"crc64nvme": None},
+        {"crc64nvme": np.ones(3, np.uint64)},
+        {"has_crc64nvme": np.zeros(2, np.uint8)},
+        {"has_crc64nvme": np.ones(3, np.int64)},
+        {"has_crc64nvme": np.array([1, 0, 2], np.uint8)},
+        {"has_crc64nvme": None},
+    ],
+    ids=str,
+)
+def test_digests_of_arrays_that_do_not_fit_them_are_refused(columns: Any, whole_bytes: int) -> None:
+    store, said, _ = forged(with_digests(**columns))
+    with pytest.raises(FormatError, match=r"index: .*(array\.(has_)?crc64nvme'|digests of arrays).* damaged"):
+        index_reader.open_index(store, said, whole_bytes=whole_bytes)
+
+
+def test_damage_to_digests_of_arrays_is_found() -> None:
+    store, said, stored = forged(with_digests())
+    damaged(store, offset_of(store, "array.crc64nvme"))
+    with pytest.raises(IntegrityError, match="index: the bytes 0:"):
+        ask(store, said, stored)
+
+
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
