@@ -53,6 +53,8 @@ def runs_of(
 
     >>> runs_of((1, 0, 0), (2, 4, 8), (3, 4, 8), itemsize=2)
     Runs(nbytes=128, first=64, extents=(), strides=())
+    >>> runs_of((0, 0, 6), (3, 4, 2), (3, 4, 8), itemsize=2)
+    Runs(nbytes=4, first=12, extents=(12,), strides=(16,))
     """
     step = nbytes = itemsize
     first = 0
