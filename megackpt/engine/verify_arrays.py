@@ -6,6 +6,7 @@ Owns which arrays can be compared: those of which every byte was read and is wha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -34,6 +35,7 @@ class ArrayCheck:
         self._contributions = np.zeros(len(table), np.uint64)
         self._read = np.zeros(len(table), np.int64)
         self._lock = threading.Lock()
+        self._turns = threading.Lock()
 
     def add(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
         """Take the bytes of parts, which have their own digests."""
@@ -42,7 +44,8 @@ class ArrayCheck:
                 continue
             digest = self._digester.begin(part.row, start=part.start)
             if digest is not None and len(of_part):
-                digest.update(of_part)
+                with self._turns if digest.has_short_runs else contextlib.nullcontext():
+                    digest.update(of_part)
                 with self._lock:
                     self._contributions[part.row] ^= np.uint64(digest.result())
                     self._read[part.row] += len(of_part)

@@ -21,6 +21,7 @@ Contributions = npt.NDArray[np.uint64]
 """Of each chunk of a table, `[n]`."""
 
 _AT_A_TIME = 1 << 16  # runs whose values wait for being put together
+_SHORT_BYTES = 64 * 1024
 
 
 class ArrayDigester:
@@ -73,6 +74,14 @@ class ChunkDigest:
         self._count = 0
         self._open = 0  # of the run that has begun
         self._value = 0
+
+    @property
+    def has_short_runs(self) -> bool:
+        """Whether there are so many calls for the bytes that several threads only hinder each other.
+
+        Each lets go of the interpreter's lock for a few microseconds, and threads then fight for it.
+        """
+        return bool(self._runs.extents) and self._runs.nbytes < _SHORT_BYTES
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes, one or more."""

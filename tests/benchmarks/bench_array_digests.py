@@ -12,6 +12,8 @@ import argparse
 import logging
 import math
 import time
+import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from megackpt.engine.verify import verify_checkpoint
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
 from megackpt.options import DiffOptions, VerifyOptions
-from megackpt.storage import block_digests, open_store
+from megackpt.storage import Crc64, block_digests, open_store
 from tests.benchmarks.bench_integrity import State, Times, emptied, shards
 
 DIGESTED = SaveOptions(array_digests=True)
@@ -75,8 +77,23 @@ def rates(turns: int) -> None:
             taken = time.perf_counter() - began
             case = f"crc64nvme, runs of {run_nbytes} bytes"
             seconds[case] = min(seconds.get(case, math.inf), taken)
+    _operations(turns)
     for case, taken in seconds.items():
         print(f"{case:40} {MEMORY_BYTES / taken / 1e9:7.2f} GB/s")
+
+
+def _operations(turns: int) -> None:
+    """Nanoseconds of what digests are put together with."""
+    crc, data = Crc64(), memoryview(bytes(8))
+    values = np.random.default_rng(0).integers(0, 2**63, (1, 1 << 16)).astype(np.uint64)
+    cases: dict[str, tuple[int, Callable[[], object]]] = {
+        "a call of 8 bytes": (10_000, lambda: [crc.of(data) for _ in range(10_000)]),
+        "a shift": (10_000, lambda: [crc.shifted(9, 123_456 + i) for i in range(10_000)]),
+        "a run, put together": (values.size, lambda: crc.fold(values, 4096)),
+    }
+    for case, (count, work) in cases.items():
+        best = min(timeit.repeat(work, number=1, repeat=turns))
+        print(f"{case:40} {best / count * 1e9:7.0f} ns")
 
 
 def main() -> None:
