@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -35,10 +36,7 @@ _STEP_BYTES = 1 << 20
 
 
 class NativeSaveStrategy:
-    """Saves format `megackpt` version 1. Source: docs/format.md.
-
-    covered is given where digests of arrays are stored, of those that it names.
-    """
+    """Saves format `megackpt` version 1. Source: docs/format.md."""
 
     backend = names.BACKEND
     version = names.VERSION
@@ -46,13 +44,14 @@ class NativeSaveStrategy:
     takes_own_rows = True
     writes_in_order = True
 
-    def __init__(self, covered: Covered | None = None) -> None:
-        self._covered = covered
+    _covered: Covered | None = None  # says of which arrays digests are stored, if they are
 
     def with_array_digests(self, covered: Covered) -> NativeSaveStrategy:
         """Return one that stores digests of arrays."""
         Crc64()  # or its refusal, before anything is written
-        return NativeSaveStrategy(covered)
+        digesting = copy.copy(self)
+        digesting._covered = covered
+        return digesting
 
     def begin(self, store: Store, *, attempt: str) -> None:
         """Do nothing: files of an attempt carry its name."""
