@@ -85,6 +85,10 @@ class ChunkDigest:
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes, one or more."""
+        if not self._runs.extents:
+            self._open = self._crc.of(data, self._open)
+            self._at += len(data)
+            return
         length = self._runs.nbytes
         if inside := self._at % length:
             head, data = data[: length - inside], data[length - inside :]
@@ -103,6 +107,8 @@ class ChunkDigest:
 
     def result(self) -> int:
         """Return the contribution of all bytes that were taken; there are none to come."""
+        if not self._runs.extents:
+            return self._crc.shifted(self._open, self._array_nbytes - self._runs.first - self._at)
         if inside := self._at % self._runs.nbytes:
             self._add(np.array([self._crc.shifted(self._open, self._runs.nbytes - inside)], np.uint64))
         self._put_together()
@@ -127,9 +133,6 @@ class ChunkDigest:
         Along the other dims they are put together already, and stand where the last one of these ends.
         """
         runs = self._runs
-        if not dims:
-            self._take(int(values[0]), first, dims)
-            return
         extent, stride = runs.extents[dims - 1], runs.strides[dims - 1]
         head = -first % extent  # before the next whole row
         if first // extent == (first + len(values) - 1) // extent:
