@@ -19,6 +19,7 @@ from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.testing.layouts import arrays, held_chunks
 from megackpt.testing.world import SimulatedWorld
 
+HAS_DIGESTS = importlib.util.find_spec("awscrt") is not None
 PROGRAM = Path(__file__).parents[2] / "docs" / "read_checkpoint.py"
 
 
@@ -44,11 +45,13 @@ def test_the_reader_agrees_with_load_at_any_layout(
     data: st.DataObject, array: torch.Tensor, ranks: int, tmp_path_factory: object
 ) -> None:
     layout = data.draw(held_chunks(tuple(array.shape), ranks=ranks))
+    options = SaveOptions(array_digests=HAS_DIGESTS and data.draw(st.booleans()))  # it knows nothing of them
     directory = tmp_path_factory.mktemp("reader")  # type: ignore[attr-defined]
     SimulatedWorld(ranks).run(
         lambda group: save(
             {"shards": [h.declare("k", array) for h in layout if h.rank == group.rank]},
             directory,
+            options=options,
             group=group,
         )
     )
