@@ -124,7 +124,7 @@ class Housekeeping:
     def _is_whole(self, step: int) -> bool:
         options = VerifyOptions(allow_unsafe_pickle=self._trusted)
         with contextlib.closing(self._places.open(step_name(step))) as store:
-            return not find_damages(store, options, Unseen())
+            return not find_damages(store, options, Unseen()).damages
 
     def _note_newest(self) -> StepList:
         found = scan(self._places)

@@ -14,7 +14,7 @@ import numpy as np
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
-from megackpt.engine.verify_arrays import ArrayCheck, array_check
+from megackpt.engine.verify_arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
 from megackpt.engine.verify_bytes import verify_bytes
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
@@ -53,7 +53,7 @@ class Verified:
         unchecked_nbytes: of these, bytes for which nothing is stored that would tell if they have changed.
         array_digests: number of arrays of which a digest of the whole is stored.
         compared_array_digests: number of these whose digest was computed anew; with `deep`, of arrays whose
-            blocks are all right, if the extra `digests` is installed, and not where a share was looked at.
+            blocks are all right, if the extra `digests` is installed; none where a share was looked at.
         damages: what is wrong, in the order of files.
     """
 
@@ -77,6 +77,19 @@ class Verified:
         return not self.damages
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What one of several processes has seen that look at one checkpoint.
+
+    Attributes:
+        damages: what is wrong.
+        arrays: what was read of arrays whose digests all can only compare together.
+    """
+
+    damages: tuple[Damage, ...]
+    arrays: tuple[ArrayShare, ...] = ()
+
+
 WHOLE = (0, 1)
 """The share of one that does all."""
 
@@ -92,7 +105,7 @@ def verify_checkpoint(
     of whole arrays.
 
     share is (i, n) where n processes look at one checkpoint: each reads its part of the chunks, about as many
-    bytes as every other, and nobody compares digests of whole arrays. What else there is to check is done by
+    bytes as every other, and none compares digests of whole arrays. What else there is to check is done by
     all, but what formats know of their files and common state, by the first.
 
     Raises:
@@ -100,7 +113,12 @@ def verify_checkpoint(
         FormatError: it is of a format that is not known here.
         StorageError: the store does not say whether there is one: no permission, no connection.
     """
-    found = _Found(store.location)
+    return _verified(_Found(store.location), store, options, progress, share)
+
+
+def _verified(
+    found: _Found, store: Store, options: VerifyOptions, progress: Progress, share: tuple[int, int]
+) -> Verified:
     try:
         manifest = read_manifest(store)
     except (NotACheckpointError, StorageError):
@@ -128,11 +146,11 @@ def verify_checkpoint(
         if options.deep:
             readable = readable & _is_in_share(chunks, share)
             stored = {key: contents.array_digests[key] for key in keys if key in contents.array_digests}
-            arrays = array_check(chunks.table, stored) if share == WHOLE else None
+            arrays = array_check(chunks.table, stored)
             for damage in verify_bytes(contents, chunks, readable, store, options, progress, arrays):
                 found.add(damage)
             if arrays is not None:
-                found.compare(arrays)
+                found.take_arrays(arrays, is_all=share == WHOLE)
     if options.deep and is_first:
         _check_common(contents, found, options)
     return found.verified(options, strategy.backend, strategy.version)
@@ -140,15 +158,17 @@ def verify_checkpoint(
 
 def find_damages(
     store: Store, options: VerifyOptions, progress: Progress, share: tuple[int, int] = WHOLE
-) -> tuple[Damage, ...]:
+) -> Looked:
     """Return what is wrong with a checkpoint, as `verify_checkpoint`; what cannot be looked at is.
 
     Local; nothing is raised but what is no error of ours.
     """
+    found = _Found(store.location)
     try:
-        return verify_checkpoint(store, options, progress, share=share).damages
+        verified = _verified(found, store, options, progress, share)
     except CheckpointError as error:
-        return (Damage(what=" ".join(str(error).split())),)
+        return Looked(damages=(Damage(what=" ".join(str(error).split())),))
+    return Looked(damages=verified.damages, arrays=tuple(found.arrays))
 
 
 class _Found:
@@ -161,6 +181,7 @@ class _Found:
         self._arrays = self._objects = self._chunks = self._nbytes = self._unchecked = 0
         self._files: set[str] = set()
         self.array_digests = self._compared = 0
+        self.arrays: list[ArrayShare] = []  # not compared yet
 
     def add(self, damage: Damage) -> None:
         """Take one."""
@@ -187,9 +208,12 @@ class _Found:
             self._files.update(ranges.files)
             self._unchecked += int(table.nbytes[~ranges.is_checked].sum())
 
-    def compare(self, arrays: ArrayCheck) -> None:
-        """Compare digests of the arrays that were read."""
-        compared, damages = arrays.compared()
+    def take_arrays(self, arrays: ArrayCheck, *, is_all: bool) -> None:
+        """Compare digests of the arrays that were read, if that is all of them."""
+        if not is_all:
+            self.arrays += arrays.shares()
+            return
+        compared, damages = compare_arrays([arrays.shares()])
         self._compared += compared
         for damage in damages:
             self.add(damage)

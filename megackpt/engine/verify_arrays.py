@@ -1,14 +1,17 @@
 """Digests of whole arrays, computed anew from what a verification reads, and compared with those stored.
 
-Owns which arrays can be compared: those of which every byte was read and is what was saved. Reading is in
-`verify_bytes`.
+Owns which arrays can be compared: those of which every byte was read, by one process or by several that each
+had a share, and is what was saved. Reading is in `verify_bytes`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -17,6 +20,26 @@ from megackpt.formats.array_digests import ArrayDigester
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import Part
 from megackpt.metadata import ChunkTable
+from megackpt.storage import Crc64
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShare:
+    """What one process has read of an array.
+
+    Attributes:
+        key: its name.
+        stored: the digest that is stored of it.
+        nbytes: how long it is.
+        read: how many of its bytes were read.
+        contribution: what these contribute to its digest.
+    """
+
+    key: str
+    stored: int
+    nbytes: int
+    read: int
+    contribution: int
 
 
 class ArrayCheck:
@@ -50,24 +73,40 @@ class ArrayCheck:
                     self._contributions[part.row] ^= np.uint64(digest.result())
                     self._read[part.row] += len(of_part)
 
-    def compared(self) -> tuple[int, list[Damage]]:
-        """Return how many arrays were compared, and which of them have another digest."""
-        read = np.zeros(len(self._table.arrays), np.int64)
+    def shares(self) -> tuple[ArrayShare, ...]:
+        """Return what was read of each array that has a digest, in the order of keys."""
+        arrays = self._table.arrays
+        read, values = np.zeros(len(arrays), np.int64), np.zeros(len(arrays), np.uint64)
         np.add.at(read, self._table.array, self._read)
-        is_whole = zip(self._table.arrays, read.tolist(), strict=True)
-        whole = [spec.key for spec, n in is_whole if spec.key in self._digests and n == spec.nbytes]
-        found = self._digester.combined(self._contributions, set(whole))
-        damages = [
-            Damage(
-                key=key,
-                what=f"its elements do not have the digest that is stored of the whole array (crc64nvme "
-                f"{found[key]:016x} instead of {self._digests[key]:016x}), although each block has its own: "
-                f"they were mixed up, or the digest is wrong",
+        np.bitwise_xor.at(values, self._table.array, self._contributions)
+        return tuple(
+            ArrayShare(spec.key, self._digests[spec.key], spec.nbytes, read=n, contribution=value)
+            for spec, n, value in zip(arrays, read.tolist(), values.tolist(), strict=True)
+            if spec.key in self._digests
+        )
+
+
+def compare_arrays(shares: Sequence[Sequence[ArrayShare]]) -> tuple[int, list[Damage]]:
+    """Return how many arrays were read whole, in all shares together, and which of them have another digest.
+
+    All shares are of the same arrays, in their order, and there is one at least.
+    """
+    compared, damages = 0, []
+    for of_array in zip(*shares, strict=True):
+        first = of_array[0]
+        if sum(share.read for share in of_array) != first.nbytes:
+            continue
+        compared += 1
+        value = reduce(operator.xor, (share.contribution for share in of_array))
+        found = Crc64().finished(value, first.nbytes)
+        if found != first.stored:
+            what = (
+                f"its elements do not have the digest that is stored of the whole array (crc64nvme "
+                f"{found:016x} instead of {first.stored:016x}), although each block has its own: they were "
+                f"mixed up, or the digest is wrong"
             )
-            for key in whole
-            if found[key] != self._digests[key]
-        ]
-        return len(whole), damages
+            damages.append(Damage(key=first.key, what=what))
+    return compared, damages
 
 
 def array_check(table: ChunkTable, digests: Mapping[str, int]) -> ArrayCheck | None:

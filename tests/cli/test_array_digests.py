@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.verify import find_damages
+from megackpt.engine.verify_together import verify_together
 from megackpt.errors import DeclarationError, MissingExtraError, UnsupportedError
+from megackpt.formats.damage import Damage
 from megackpt.formats.index_file import read_index
 from megackpt.formats.index_writer import write_index
+from megackpt.options import VerifyOptions
 from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
 from tests.cli.small_checkpoints import files_below, flip
@@ -152,6 +157,21 @@ def test_verify_names_an_array_whose_blocks_are_right_and_whose_digest_is_not(
     code, said = run(capsys, "verify", tmp_path, "--deep")
     assert (code, [d["key"] for d in said["damages"]]) == (1, ["empty", "long"])
     assert all("the digest that is stored of the whole array" in d["what"] for d in said["damages"])
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_that_verify_a_share_each_compare_digests_together(ranks: int, tmp_path: Path) -> None:
+    def verify(group: Group) -> list[Damage]:
+        look = partial(find_damages, open_store(tmp_path), VerifyOptions(deep=True))
+        return verify_together(group, look, timeout_s=60)
+
+    saved(tmp_path, ranks=2)
+    assert SimulatedWorld(ranks).run(verify) == [[]] * ranks
+    with_digest(with_digest(tmp_path, "twin", 2), "long", 1)
+    found = SimulatedWorld(ranks).run(verify)
+    assert [damage.key for damage in found[0]] == ["long", "twin"]
+    assert found == [found[0]] * ranks
+    assert all("the digest that is stored of the whole array" in damage.what for damage in found[0])
 
 
 def test_verify_says_of_a_damaged_block_only_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,7 @@ from megackpt.checkpointer.pins import write_pin
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.comm import Group
 from megackpt.engine.steps import LocalPlaces
-from megackpt.engine.verify import find_damages
-from megackpt.formats.damage import Damage
+from megackpt.engine.verify import Looked, find_damages
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 from tests.writer_faults import Damaging
@@ -187,7 +186,7 @@ def test_each_rank_verifies_its_share_and_nobody_reads_a_step_twice(
 ) -> None:
     shares: list[tuple[int, int]] = []
 
-    def look(store: Store, options: Any, progress: Any, share: tuple[int, int]) -> tuple[Damage, ...]:
+    def look(store: Store, options: Any, progress: Any, share: tuple[int, int]) -> Looked:
         shares.append(share)
         return find_damages(store, options, progress, share)
 

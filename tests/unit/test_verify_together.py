@@ -7,6 +7,7 @@ import time
 
 from megackpt.comm import Group
 from megackpt.engine.progress import Progress
+from megackpt.engine.verify import Looked
 from megackpt.engine.verify_together import verify_together
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
@@ -17,12 +18,12 @@ TIMEOUT_S = 1.0
 
 
 def test_a_rank_whose_share_takes_longer_than_the_time_out_is_waited_for() -> None:
-    def look(progress: Progress, share: tuple[int, int]) -> list[Damage]:
+    def look(progress: Progress, share: tuple[int, int]) -> Looked:
         if share[0] == 1:
             for _ in range(8):
                 time.sleep(TIMEOUT_S / 4)
                 progress.advance(1)
-        return [Damage(what=f"of {share}"), Damage(what="of all")]
+        return Looked(damages=(Damage(what=f"of {share}"), Damage(what="of all")))
 
     found = SimulatedWorld(RANKS, timeout_s=TIMEOUT_S).run(
         lambda group: verify_together(group, look, timeout_s=TIMEOUT_S)
@@ -38,7 +39,7 @@ def _of(rank: int) -> Damage:
 def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading() -> None:
     disk, stopped = threading.Event(), threading.Event()
 
-    def look(progress: Progress, share: tuple[int, int]) -> list[Damage]:
+    def look(progress: Progress, share: tuple[int, int]) -> Looked:
         if share[0] == 1:
             disk.wait()
         if share[0] == 2:
@@ -48,7 +49,7 @@ def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading(
                     progress.advance(1)
             finally:
                 stopped.set()
-        return []
+        return Looked(damages=())
 
     def verify(group: Group) -> list[Damage]:
         return verify_together(group, look, timeout_s=0.4)
@@ -63,8 +64,8 @@ def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading(
 
 
 def test_a_rank_that_finds_much_damage_tells_of_the_first() -> None:
-    def look(progress: Progress, share: tuple[int, int]) -> list[Damage]:
-        return [Damage(what=str(number)) for number in range(1000)]
+    def look(progress: Progress, share: tuple[int, int]) -> Looked:
+        return Looked(damages=tuple(Damage(what=str(number)) for number in range(1000)))
 
     found, _ = SimulatedWorld(2).run(lambda group: verify_together(group, look, timeout_s=60))
     assert [damage.what for damage in found] == [*map(str, range(20)), "980 more that one rank has found"]
