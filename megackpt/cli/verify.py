@@ -38,6 +38,7 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     if as_json:
         damages = [damage.to_json() for damage in found.damages]
         said = {**asdict(found), "damages": damages, "is_whole": found.is_whole}
+        del said["array_shares"]  # of one process that looks at all there are none
         say(said, "", as_json=True)
     else:
         _show(found)

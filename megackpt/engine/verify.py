@@ -55,6 +55,8 @@ class Verified:
         compared_array_digests: number of these whose digest was computed anew; with `deep`, of arrays whose
             blocks are all right, if the extra `digests` is installed; none where a share was looked at.
         damages: what is wrong, in the order of files.
+        array_shares: where a share was looked at, what was read of arrays whose digests all that have one
+            can only compare together.
     """
 
     location: str
@@ -70,6 +72,7 @@ class Verified:
     array_digests: int
     compared_array_digests: int
     damages: tuple[Damage, ...]
+    array_shares: tuple[ArrayShare, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +86,7 @@ class Looked:
 
     Attributes:
         damages: what is wrong.
-        arrays: what was read of arrays whose digests all can only compare together.
+        arrays: see `Verified.array_shares`.
     """
 
     damages: tuple[Damage, ...]
@@ -113,12 +116,7 @@ def verify_checkpoint(
         FormatError: it is of a format that is not known here.
         StorageError: the store does not say whether there is one: no permission, no connection.
     """
-    return _verified(_Found(store.location), store, options, progress, share)
-
-
-def _verified(
-    found: _Found, store: Store, options: VerifyOptions, progress: Progress, share: tuple[int, int]
-) -> Verified:
+    found = _Found(store.location)
     try:
         manifest = read_manifest(store)
     except (NotACheckpointError, StorageError):
@@ -163,12 +161,11 @@ def find_damages(
 
     Local; nothing is raised but what is no error of ours.
     """
-    found = _Found(store.location)
     try:
-        verified = _verified(found, store, options, progress, share)
+        found = verify_checkpoint(store, options, progress, share=share)
     except CheckpointError as error:
         return Looked(damages=(Damage(what=" ".join(str(error).split())),))
-    return Looked(damages=verified.damages, arrays=tuple(found.arrays))
+    return Looked(damages=found.damages, arrays=found.array_shares)
 
 
 class _Found:
@@ -181,7 +178,7 @@ class _Found:
         self._arrays = self._objects = self._chunks = self._nbytes = self._unchecked = 0
         self._files: set[str] = set()
         self.array_digests = self._compared = 0
-        self.arrays: list[ArrayShare] = []  # not compared yet
+        self._arrays_read: list[ArrayShare] = []  # and not compared
 
     def add(self, damage: Damage) -> None:
         """Take one."""
@@ -211,7 +208,7 @@ class _Found:
     def take_arrays(self, arrays: ArrayCheck, *, is_all: bool) -> None:
         """Compare digests of the arrays that were read, if that is all of them."""
         if not is_all:
-            self.arrays += arrays.shares()
+            self._arrays_read += arrays.shares()
             return
         compared, damages = compare_arrays([arrays.shares()])
         self._compared += compared
@@ -235,6 +232,7 @@ class _Found:
             array_digests=self.array_digests,
             compared_array_digests=self._compared,
             damages=tuple(order),
+            array_shares=tuple(self._arrays_read),
         )
 
 
