@@ -27,8 +27,8 @@ from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
 from megackpt.comm import GivenGroup, Group, world_group
-from megackpt.engine.async_save import for_a_writer
 from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.prepared_save import for_a_writer
 from megackpt.engine.save import SaveRequest
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice

@@ -1,97 +1,31 @@
 """Saves that go on while training goes on: planned and staged here, written by a process beside each rank.
 
 Owns what ranks agree on before such a save, and what becomes of its error. Ranks meet in `save` and `warm_up`
-and nowhere else: between them, writer processes meet in a store (see `megackpt.comm.store_group`).
+and nowhere else: between them, writer processes meet in a store (see `megackpt.comm.store_group`). What is
+kept between saves is in `writer_session`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable
 
-from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error, host_store
+from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error
 from megackpt.comm.group import common_error
-from megackpt.engine.arena import Layout, lay_out
-from megackpt.engine.idle_writers import give_writer, take_writer
+from megackpt.engine.prepared_save import Prepared
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.staging import Span, StreamClosedError, fill
-from megackpt.engine.write import CommonFiles, Planned
+from megackpt.engine.write import Planned
 from megackpt.engine.writer_messages import Job, Place, meetings_of
-from megackpt.engine.writer_process import Follow, Work, WriterProcess
-from megackpt.errors import CheckpointError, DeclarationError
-from megackpt.formats.strategy import SaveStrategy, writes_in_order
+from megackpt.engine.writer_process import Follow, Work
+from megackpt.engine.writer_session import WriterSession, end_forgotten
 from megackpt.options import AsyncOptions, SaveOptions, VerifyOptions
 from megackpt.planning import SavePlan
 
-log = logging.getLogger(__name__)
-
 _MOST_QUEUED = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """A save of which this rank knows everything, before it is staged."""
-
-    planned: Planned
-    strategy: bytes
-    common: CommonFiles | None
-    rows: Sequence[int]
-    layout: Layout
-    in_order: bool
-
-
-@dataclass(slots=True)
-class _Session:
-    """What a rank keeps between saves: a process, the memory that they share, what that process was told.
-
-    It does not refer to the saver, so that it can be ended when that is gone.
-    """
-
-    options: AsyncOptions
-    hook: str | None
-    writer: WriterProcess
-    host: StoreHost | None = None
-    joined: tuple[int, int] | None = None  # rank and size
-    timeout_s: float = 0.0
-    warming: threading.Thread | None = None
-    works: list[Work] = field(default_factory=list)  # whose error was not asked for
-    staging: threading.Thread | None = None
-
-    def running(self) -> WriterProcess:
-        """Return the process; another one, with as much memory, if it has ended."""
-        if self.writer.is_lost:
-            nbytes = self.writer.arena.nbytes
-            self.writer.close()
-            self.writer = take_writer(self.options, hook=self.hook)
-            self.writer.resize(nbytes)
-            if self.joined is not None:
-                self.join(*self.joined)
-        return self.writer
-
-    def join(self, rank: int, size: int) -> None:
-        """Tell the process which rank it writes for."""
-        self.joined = (rank, size)
-        self.writer.join(rank=rank, size=size, host=self.host, timeout_s=self.timeout_s)
-
-    def end(self, *, keeps_writer: bool) -> None:
-        """Wait for what is under way, and let go of everything."""
-        if self.staging is not None:
-            self.staging.join()
-        if self.warming is not None:
-            self.warming.join()
-        self.writer.wait_until(0)
-        if keeps_writer and not self.writer.is_lost:
-            give_writer(self.writer)
-        else:
-            self.writer.close()
-        if self.host is not None:
-            self.host.close()
 
 
 class AsyncSaver:
@@ -103,14 +37,9 @@ class AsyncSaver:
 
     def __init__(self, options: AsyncOptions, *, hook: str | None = None) -> None:
         self._options = options
-        self._session = _Session(options, hook, take_writer(options, hook=hook))
+        self._session = WriterSession.start(options, hook=hook)
         self._made_room_for: deque[SavePlan | None] = deque(maxlen=8)
-        self._closing = weakref.finalize(self, _end_forgotten, self._session)
-        if options.staging_bytes is not None:
-            self._session.warming = threading.Thread(
-                target=_make, args=(self._session.writer, options.staging_bytes), daemon=True
-            )
-            self._session.warming.start()
+        self._closing = weakref.finalize(self, end_forgotten, self._session)
 
     @property
     def is_busy(self) -> bool:
@@ -193,9 +122,7 @@ class AsyncSaver:
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local."""
-        staging, self._session.staging = self._session.staging, None
-        if staging is not None:
-            staging.join()
+        self._session.wait_staged()
 
     def wait(self) -> None:
         """Return when nothing is under way. Local.
@@ -213,7 +140,7 @@ class AsyncSaver:
         Raises:
             CheckpointError: one has failed.
         """
-        error = self._failure()
+        error = self._session.failure()
         if error is not None:
             raise error
 
@@ -235,17 +162,6 @@ class AsyncSaver:
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
 
-    def _failure(self) -> CheckpointError | None:
-        """Return the error of the first save that has failed; those of others that have ended are logged."""
-        over = [work for work in self._session.works if work.is_over]
-        self._session.works = [work for work in self._session.works if not work.is_over]
-        errors = [work.error for work in over if work.error is not None]
-        for error in errors[1:]:
-            log.error("Another save has failed, too: %s", error)
-        if errors:
-            self._session.joined = None  # what has failed may be the store: the next save connects anew
-        return errors[0] if errors else None
-
     def _meet(self, group: Group, options: SaveOptions) -> bool:
         """Find out together whether to save; connect what is not connected. Collective.
 
@@ -253,7 +169,7 @@ class AsyncSaver:
             CheckpointError: the error of a save that has failed, of the first rank that has one.
         """
         session = self._session
-        error = self._failure()
+        error = session.failure()
         skips = self._options.when_busy == "skip"
 
         def look() -> Numbers:
@@ -268,27 +184,17 @@ class AsyncSaver:
             said = group.all_gather(encode_error(error) if error is not None else b"")
             raise decode_error(next(one for one in said if one)) from error
         if is_apart:
-            self._connect(group, options)
+            session.connect(group, timeout_s=options.timeout_s)
         return not is_skipped
 
-    def _connect(self, group: Group, options: SaveOptions) -> None:
-        session = self._session
-        old, session.host = session.host, None
-        if old is not None:
-            old.close()
-        if group.size > 1:
-            session.host = host_store(group, timeout_s=options.timeout_s, host=self._options.coordinator_host)
-        session.timeout_s = options.timeout_s
-        session.join(group.rank, group.size)
-
-    def _prepare(self, request: SaveRequest, group: Group, options: SaveOptions) -> _Prepared:
+    def _prepare(self, request: SaveRequest, group: Group, options: SaveOptions) -> Prepared:
         """Plan a save, and make room for it. Collective."""
         planned, strategy = plan_state(request, None, group, options)
-        made: list[_Prepared] = []
+        made: list[Prepared] = []
 
         def make() -> Numbers:
-            made.append(_prepared(planned, strategy, rank=group.rank))
-            self._make_room(made[0])
+            made.append(Prepared.of(planned, strategy, rank=group.rank))
+            self._session.make_room(made[0])
             return Numbers(())
 
         if any(plan is planned.kept for plan in self._made_room_for):
@@ -305,29 +211,9 @@ class AsyncSaver:
             self._made_room_for.append(planned.kept)
         return made[0]
 
-    def _make_room(self, ready: _Prepared) -> None:
-        session, needed = self._session, ready.layout.stop
-        if session.warming is not None:
-            session.warming.join()
-            session.warming = None
-        bound = self._options.staging_bytes
-        if bound is None:
-            if needed > session.running().arena.nbytes:
-                session.writer.wait_until(0)
-                session.running().resize(needed)
-            return
-        session.running().resize(bound)  # if it could not be made beside, it says why now
-        if not ready.in_order and needed > session.writer.arena.nbytes:
-            raise DeclarationError(
-                f"{needed:,} bytes are to be staged, and AsyncOptions.staging_bytes is {bound:,}. This "
-                f"format writes the bytes of a rank in no fixed order, and needs all of them at once. Raise "
-                f"staging_bytes, or choose a format that writes them in order: megackpt, or torch_dist with "
-                f"thread_count=1."
-            )
-
     def _begin(
         self,
-        ready: _Prepared,
+        ready: Prepared,
         place: Place,
         label: str,
         verify: VerifyOptions | None,
@@ -361,7 +247,7 @@ class AsyncSaver:
         assert planned.kept is not None
         return self._session.writer.use_plan(planned.kept, planned.complete)
 
-    def _stage(self, work: Work, ready: _Prepared) -> None:
+    def _stage(self, work: Work, ready: Prepared) -> None:
         writer = self._session.writer
         span = Span(start=work.job.start, layout=ready.layout)
         try:
@@ -372,7 +258,7 @@ class AsyncSaver:
             writer.cancel(work, error)
             raise
 
-    def _stage_behind(self, work: Work, ready: _Prepared) -> None:
+    def _stage_behind(self, work: Work, ready: Prepared) -> None:
         with contextlib.suppress(Exception):  # the job was cancelled, and tells the error
             self._stage(work, ready)
 
@@ -381,56 +267,4 @@ class AsyncSaver:
         return Numbers(())
 
 
-def for_a_writer(request: SaveRequest) -> SaveRequest:
-    """Return the request, refused if a process of its own cannot be given its strategy."""
-    return replace(request, choose=lambda: sendable(request.choose()))
-
-
-def sendable(strategy: SaveStrategy) -> SaveStrategy:
-    """Return a strategy that another process can be given.
-
-    Raises:
-        DeclarationError: it cannot.
-    """
-    kind = type(strategy)
-    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-        raise DeclarationError(
-            f"{kind.__qualname__} is defined in the script itself, or in a function, where the process that "
-            f"writes asynchronous saves cannot import it. Define it in a module."
-        )
-    try:
-        ForkingPickler.dumps(strategy)
-    except Exception as error:
-        raise DeclarationError(
-            f"{kind.__qualname__} cannot be sent to the process that writes asynchronous saves: {error}. "
-            f"Give it attributes that can be pickled, or save synchronously."
-        ) from error
-    return strategy
-
-
-def _prepared(planned: Planned, strategy: SaveStrategy, *, rank: int) -> _Prepared:
-    """Encode what is not tensors, and lay out what is. Local."""
-    common = None
-    if rank == 0:  # here, where the user's types are known, and now, before they change
-        common = CommonFiles.of(planned.common, strategy, attempt=planned.attempt)
-    rows = planned.plan.rows_of(rank)
-    layout = lay_out(planned.plan.table.nbytes[rows])
-    pickled = bytes(ForkingPickler.dumps(strategy))
-    return _Prepared(planned, pickled, common, rows.tolist(), layout, writes_in_order(strategy))
-
-
 def _nothing(*_: object) -> None: ...
-
-
-def _make(writer: WriterProcess, nbytes: int) -> None:
-    with contextlib.suppress(CheckpointError):  # tried again, and said, by the first save
-        writer.resize(nbytes)
-
-
-def _end_forgotten(session: _Session) -> None:
-    if not session.writer.is_ours:
-        return
-    session.end(keeps_writer=False)
-    for work in session.works:
-        if work.error is not None:
-            log.error("An asynchronous save has failed: %s", work.error)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.comm import Group
-from megackpt.engine.async_save import AsyncSaver, for_a_writer
+from megackpt.engine.async_save import AsyncSaver
+from megackpt.engine.prepared_save import for_a_writer
 from megackpt.engine.save import SaveRequest
 from megackpt.engine.writer_messages import Place
 from megackpt.errors import CommonStateError
