@@ -20,6 +20,7 @@ from megackpt.comm.group import (
     together,
 )
 from megackpt.comm.known_groups import world_group
+from megackpt.comm.linked_group import LinkedGroup
 from megackpt.comm.store_group import (
     StoreAddress,
     StoreGroup,
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceGroup",
     "GivenGroup",
     "Group",
+    "LinkedGroup",
     "Numbers",
     "Parcel",
     "ReducingGroup",

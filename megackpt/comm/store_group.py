@@ -273,7 +273,7 @@ class StoreGroup:
         while True:
             rest = deadline - time.monotonic()
             if rest <= 0:
-                self._give_up(from_rank)
+                self._give_up(self._not_come(from_rank))
             wait = timedelta(seconds=max(0.001, min(rest, LOOK_EVERY_S)))
             try:
                 self._store.wait([key], wait)
@@ -290,21 +290,30 @@ class StoreGroup:
         if self._ask(self._store.check, [key]):
             raise decode_error(self._ask(self._store.get, key))
 
-    def _give_up(self, from_rank: int) -> NoReturn:
-        """Name the ranks that have not come, to all."""
+    def _not_come(self, from_rank: int) -> list[int]:
+        """Return the ranks that have not come to the meeting, of which this is the first."""
         missing = [from_rank]
         if self.rank == 0:
             later = range(from_rank + 1, self.size)
             missing += [r for r in later if not self._ask(self._store.check, [self._key(str(r))])]
+        return missing
+
+    def _give_up(self, missing: Sequence[int]) -> NoReturn:
+        """Name ranks that have not answered, to all."""
         error = WriterFailedError(
             f"No answer from the writer process of rank(s) {describe_ranks(missing)} within "
             f"{self._timeout_s:g} s (seen by rank {self.rank}). That process or its rank is stuck, or gone: "
             f"look at its log. Raise timeout_s if it was only slow.",
             rank=missing[0],
         )
-        with contextlib.suppress(RuntimeError):
-            raise decode_error(_first_error(self._store, self._prefix, encode_error(error)))
-        raise error
+        raise self.abort(error)
+
+    def abort(self, error: Exception) -> CheckpointError:
+        """Let the others fail with an error, unless one has given up before; return with which. Local."""
+        said = encode_error(error)
+        with contextlib.suppress(RuntimeError):  # without the store they fail anyhow
+            said = _first_error(self._store, self._prefix, said)
+        return decode_error(said)
 
     def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
         try:
