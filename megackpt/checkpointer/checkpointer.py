@@ -15,17 +15,21 @@ from dataclasses import replace
 from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, save_request
+from megackpt.checkpointer.destinations import Intervals
 from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
 from megackpt.checkpointer.loading import RootLoading, TierLoading
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
-from megackpt.checkpointer.saving import AsyncRootSaving, RootSaving
+from megackpt.checkpointer.saving import RootSaving
+from megackpt.checkpointer.saving_behind import RootSavingBehind, SavingBehind
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
-from megackpt.checkpointer.tiers import Tier, TierSet, check_tiers
+from megackpt.checkpointer.tier_saving import TierSaving, TierSavingBehind
+from megackpt.checkpointer.tier_set import TierSet
+from megackpt.checkpointer.tiers import Tier, check_tiers
 from megackpt.comm import GivenGroup, Group, world_group
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.prepared_save import for_a_writer
@@ -84,7 +88,7 @@ class Checkpointer(Run):
     ...     state = checkpointer.load({"model": model.sharded_state_dict()})
     """
 
-    _writer_hook: str | None = None  # for tests; see `AsyncRootSaving`
+    _writer_hook: str | None = None  # for tests; see `SavingBehind`
 
     def __init__(
         self,
@@ -137,9 +141,8 @@ class Checkpointer(Run):
         self._group = group
         self._spread_group = spread_group
         self._plans = PlanCache()
-        self._tiers = TierSet(tiers, node=node)
         self._failures = Failures(on_error)
-        self._saving = RootSaving(
+        root_saving = RootSaving(
             places=self._places,
             steps=self.steps,
             housekeeping=Housekeeping(self._places, policy, allow_unsafe_pickle=trusted),
@@ -154,15 +157,21 @@ class Checkpointer(Run):
             options=self._load_options,
             exchange_group=exchange_group,
         )
+        tier_set = TierSet(tiers, node=node)
         self._loading: RootLoading | TierLoading = root_loading
-        if len(self._tiers):
-            self._loading = TierLoading(tiers=self._tiers, root=root_loading)
-        self._behind: AsyncRootSaving | None = None
+        if tiers:
+            self._loading = TierLoading(tiers=tier_set, root=root_loading)
+        self._behind: SavingBehind | None = None
+        self._into_root: RootSaving | RootSavingBehind = root_saving
+        self._into_tiers: TierSaving | TierSavingBehind = TierSaving(tier_set, self._save_options)
         if async_save:
-            self._behind = AsyncRootSaving(
-                self._saving, async_options or AsyncOptions(), objects=objects, hook=self._writer_hook
+            behind = SavingBehind(
+                self._failures, self._save_options, async_options or AsyncOptions(), hook=self._writer_hook
             )
-        self._owes_root = False  # a step that was for the root was skipped
+            self._behind = behind
+            self._into_root = RootSavingBehind(root_saving, behind, objects)
+            self._into_tiers = TierSavingBehind(tier_set, self._save_options, behind)
+        self._intervals = Intervals(every=every, tiers=tiers)
         self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
         self._schedule = Schedule(interval, self._signals)
@@ -259,22 +268,17 @@ class Checkpointer(Run):
             raise DeclarationError(f"step is {step}; steps are counted from 0.")
         group = self._ranks(self._save_options.timeout_s)
         request = self._request(state, content_metadata, sharded_strategy, group)
-        is_in_tier = self._tiers.save(step, request, group, self._save_options)
-        if not (self._is_for_root(step) if to_root is None else to_root):
-            self._schedule.saved(step)
-            return is_in_tier
-        if self._behind is not None and not self._behind.may_save(group, is_last=self.exit_requested):
-            self._owes_root = True
+        going = self._intervals.of(step, to_root=to_root, is_signalled=self._schedule.is_signalled)
+        behind = self._behind if going else None
+        if behind is not None and not behind.may_save(group, is_last=self.exit_requested):
+            self._intervals.skipped(going)
             return False
-        self._owes_root = False
+        self._intervals.served(going)
         try:
-            return (self._behind or self._saving).save(step, request, metrics, group)
+            is_saved = bool(going.tiers) and self._into_tiers.save(step, going.tiers, request, group)
+            return self._into_root.save(step, request, metrics, group) if going.root else is_saved
         finally:
             self._schedule.saved(step)
-
-    def _is_for_root(self, step: int) -> bool:
-        """Say whether a step goes to the root where nobody says."""
-        return step % self.every == 0 or self._schedule.is_signalled or self._owes_root
 
     def warm_up(
         self,
@@ -293,7 +297,10 @@ class Checkpointer(Run):
         """
         if self._behind is not None:
             group = self._ranks(self._save_options.timeout_s)
-            self._behind.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
+            request = self._request(state, content_metadata, sharded_strategy, group)
+            self._behind.warm_up(request, group)
+            if isinstance(self._into_tiers, TierSavingBehind):
+                self._into_tiers.warm_up(request, group)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local.

@@ -14,7 +14,7 @@ from megackpt.api import ReturnsState, load_with_report
 from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.survey import LastLoad
-from megackpt.checkpointer.tiers import TierSet
+from megackpt.checkpointer.tier_set import TierSet
 from megackpt.comm import GivenGroup, Group, together
 from megackpt.engine.steps import StepPlaces, step_name
 from megackpt.errors import NotACheckpointError

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import SupportsFloat
 
-from megackpt.checkpointer.failures import Around, Failures
+from megackpt.checkpointer.failures import Failures
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
 from megackpt.comm import Group, together
-from megackpt.engine.async_save import AsyncSaver
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import StepPlaces, step_name
 from megackpt.engine.verify import find_damages
 from megackpt.engine.verify_together import after_commit, verify_together
 from megackpt.engine.write import Planned, write_out
-from megackpt.engine.writer_messages import Place
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy
-from megackpt.options import AsyncOptions, SaveOptions, VerifyOptions
-from megackpt.storage import ObjectOptions, Store
+from megackpt.options import SaveOptions, VerifyOptions
+from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -131,115 +129,3 @@ class RootSaving:
             return b""
 
         together(group, note, doing="storing metrics")
-
-
-class AsyncRootSaving:
-    """Saves into a root whose steps are written by a process beside each rank, while training goes on.
-
-    hook is for tests: what stands between writer processes and their stores.
-    """
-
-    def __init__(
-        self,
-        saving: RootSaving,
-        options: AsyncOptions,
-        *,
-        objects: ObjectOptions | None,
-        hook: str | None = None,
-    ) -> None:
-        self._saving = saving
-        self._options = options
-        self._objects = objects
-        self._hook = hook
-        self._rank = 0
-        self._step: int | None = None  # the one that was begun last
-        self.saver: AsyncSaver | None = AsyncSaver(options, hook=hook)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
-        return self.saver is not None and self.saver.is_busy
-
-    def save(
-        self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
-    ) -> bool:
-        """Begin the save of a step; return whether it is under way. Collective, after `may_save`.
-
-        Raises:
-            CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
-        """
-        saving = self._saving
-
-        def follow(damages: Sequence[Damage] | None) -> None:
-            saving.warn_of_newer(step, group)
-            saving.housekeeping.committed(step, damages)
-
-        with saving.failures.around(f"Saving step {step}", rank=group.rank) as around:
-            saving.note_metrics(step, metrics, group)
-            self._step = step
-            try:
-                self._running().save(
-                    request,
-                    place=Place(root=saving.places.location, name=step_name(step), objects=self._objects),
-                    label=f"step {step}",
-                    group=group,
-                    options=saving.options,
-                    verify=saving.verify,
-                    follow=follow,
-                    failed=lambda: saving.housekeeping.failed(step),
-                )
-            except Exception:
-                saving.clean_up(step, group)
-                raise
-        return not around.has_failed
-
-    def warm_up(self, request: SaveRequest, group: Group) -> None:
-        """Do what a first save would do besides copying. Collective."""
-        self.wait()
-        self._running().warm_up(request, group, self._saving.options)
-
-    def wait_staged(self) -> None:
-        """Return when the state that was saved may change. Local."""
-        if self.saver is not None:
-            self.saver.wait_staged()
-
-    def poll(self) -> None:
-        """Raise the error of a save that has failed since one last asked, unless training outlives it."""
-        if self.saver is not None:
-            with self._waiting():
-                self.saver.poll()
-
-    def wait(self) -> None:
-        """Return when nothing is under way; errors as of `poll`. Local."""
-        if self.saver is not None:
-            with self._waiting():
-                self.saver.wait()
-
-    def close(self) -> None:
-        """Wait, and let go of the process; errors as of `poll`. The next save starts another one."""
-        saver, self.saver = self.saver, None
-        if saver is not None:
-            with self._waiting():
-                saver.close()
-
-    def may_save(self, group: Group, *, is_last: bool = False) -> bool:
-        """Wait for an earlier save as the options say; return whether the next one is to be made. Collective.
-
-        The last one of a run is, whatever they say.
-
-        Raises:
-            CheckpointError: an earlier one has failed, and training does not outlive it.
-        """
-        self._rank = group.rank
-        while True:
-            with self._waiting() as earlier:
-                return self._running().may_save(group, self._saving.options, waits=is_last)
-            assert earlier.has_failed
-
-    def _running(self) -> AsyncSaver:
-        if self.saver is None:
-            self.saver = AsyncSaver(self._options, hook=self._hook)
-        return self.saver
-
-    def _waiting(self) -> Around:
-        return self._saving.failures.around(f"Saving step {self._step}", rank=self._rank)

@@ -1,31 +1,17 @@
 """Tiers: storage of the nodes themselves, where steps are kept besides the root.
 
-Owns what a tier is, which ranks share a node, when a step goes into which tier, and how long it stays there.
-How it is written is `engine.tier_save`'s; which step is loaded, from where, is `recovery`'s.
+Owns what a tier is. Which directories of which nodes it is, is in `tier_set`; how steps go into it, in
+`tier_saving`; which step is loaded, from where, in `recovery`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
 import os
-import socket
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-from megackpt.checkpointer.recovery import Recovery, Root
-from megackpt.comm import BulkGroup, Group, moves_bulk, together
-from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import LocalPlaces, step_name, step_of
-from megackpt.engine.tier_save import save_on_nodes
-from megackpt.errors import DeclarationError, StorageError
-from megackpt.formats.registry import save_strategy
-from megackpt.options import SaveOptions
-from megackpt.planning import Nodes
-
-log = logging.getLogger(__name__)
+from megackpt.errors import DeclarationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,127 +66,6 @@ class LocalTier(Tier):
     kind: ClassVar[str] = "local disk"
 
 
-class TierSet:
-    """The tiers of a run. All methods but `due` are collective.
-
-    node names the node of this rank, for jobs that do not run one group of LOCAL_WORLD_SIZE ranks after the
-    other on each node, as torchrun does.
-    """
-
-    def __init__(self, tiers: Sequence[Tier], *, node: str | int | None) -> None:
-        self._tiers = tuple(tiers)
-        self._node = node
-        self._set_up: tuple[Nodes, tuple[LocalPlaces, ...]] | None = None
-
-    def __len__(self) -> int:
-        return len(self._tiers)
-
-    def __getitem__(self, number: int) -> Tier:
-        return self._tiers[number]
-
-    def due(self, step: int) -> list[int]:
-        """Return the numbers of the tiers that a step goes into. Local."""
-        return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
-
-    def save(self, step: int, request: SaveRequest, group: Group, options: SaveOptions) -> bool:
-        """Save a step into the tiers where it is due, then remove there what is not kept. Collective.
-
-        Return whether a tier has it. One that refuses it, a full one for instance, is a warning: the step is
-        then missing there, and older ones stay.
-
-        Raises:
-            CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
-        """
-        due = self.due(step)
-        if not due:
-            return False
-        bulk = bulk_of(group)
-        nodes, places = self.open(bulk)
-        is_saved = False
-        for number in due:
-            tier, place = self._tiers[number], places[number]
-            try:
-                self._save(step, tier, place, request, bulk, nodes, options)
-                is_saved = True
-            except StorageError as error:
-                if group.rank == 0:
-                    log.warning(
-                        "Step %s is not in %s, which goes on with older ones: %s", step, tier, error,
-                    )  # fmt: skip
-        return is_saved
-
-    def recovery(self, group: Group, root: Root) -> Recovery:
-        """Look at all tiers and the root. Collective."""
-        bulk = bulk_of(group)
-        nodes, places = self.open(bulk)
-        return Recovery(bulk, nodes, places, [str(tier) for tier in self._tiers], root)
-
-    def open(self, group: BulkGroup) -> tuple[Nodes, tuple[LocalPlaces, ...]]:
-        """Return the nodes of the job, and this node's directory of each tier. Collective at the first call.
-
-        Raises:
-            DeclarationError: nodes have one directory in common, or ranks of one node have not.
-        """
-        if self._set_up is None:
-            rank, size = group.rank, group.size
-            label = _label(self._node, rank)
-            places = tuple(
-                LocalPlaces.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers
-            )
-
-            def tell() -> bytes:
-                return json.dumps([label, [_identity(place) for place in places]]).encode()
-
-            told = [json.loads(said) for said in together(group, tell, doing="opening its tiers")]
-            nodes = Nodes.of_labels([of_rank[0] for of_rank in told])
-            for number, tier in enumerate(self._tiers):
-                _check_directories(tier, [of_rank[1][number] for of_rank in told], told, nodes)
-                if rank == 0:
-                    _warn_of(tier, places[number], nodes, size)
-            self._set_up = nodes, places
-        return self._set_up
-
-    def _save(
-        self,
-        step: int,
-        tier: Tier,
-        place: LocalPlaces,
-        request: SaveRequest,
-        group: BulkGroup,
-        nodes: Nodes,
-        options: SaveOptions,
-    ) -> None:
-        native = replace(request, choose=lambda: save_strategy(None))
-        if group.rank == 0:
-            _warn_of_newer(place, step, tier)
-        with contextlib.closing(place.open(step_name(step))) as store:
-            planned, strategy = plan_state(native, store, group, options)
-            keepers = nodes.keepers(copies=tier.replication_factor, jump=tier.jump)
-            save_on_nodes(planned, store, strategy, group, nodes, keepers)
-
-        def clean() -> bytes:
-            if group.rank in nodes.leaders():
-                _clean(place, saved=step, keep_last=tier.keep_last)
-            return b""
-
-        # All nodes have committed the new step by now.
-        together(group, clean, doing="removing old steps from its node")
-
-
-def bulk_of(group: Group) -> BulkGroup:
-    """Return the group as one that moves bulk data.
-
-    Raises:
-        DeclarationError: it cannot.
-    """
-    if not moves_bulk(group):
-        raise DeclarationError(
-            f"Tiers send files between nodes, which a {type(group).__name__} cannot. Add the methods of "
-            f"megackpt.comm.BulkGroup, leave the group to torch.distributed, or save without tiers."
-        )
-    return group
-
-
 def check_tiers(tiers: Sequence[Tier]) -> None:
     """Check what can be known of tiers before they are used. Local.
 
@@ -211,85 +76,3 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
         raise DeclarationError(f"Two tiers are in {twice}. Give each a directory of its own.")
-
-
-def _label(node: str | int | None, rank: int) -> str:
-    """Return what a rank calls its node."""
-    if node is not None:
-        return str(node)
-    per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if per_node.isdecimal() and int(per_node):
-        return str(rank // int(per_node))
-    return socket.gethostname()
-
-
-def _identity(place: LocalPlaces) -> str:
-    """Return what tells a directory from others; empty where there is none: its use will say why."""
-    try:
-        return place.identity()
-    except OSError:
-        return ""
-
-
-def _check_directories(
-    tier: Tier, identities: Sequence[str], told: Sequence[Sequence[str]], nodes: Nodes
-) -> None:
-    """Refuse a directory that is not one for each node; every rank comes to the same result."""
-    first: dict[str, int] = {}
-    of_node: dict[int, str] = {}
-    for rank, (identity, node) in enumerate(zip(identities, nodes.of_rank, strict=True)):
-        if not identity:
-            continue
-        other = first.setdefault(identity, rank)
-        name = told[rank][0]
-        if nodes.of_rank[other] != node:
-            raise DeclarationError(
-                f"{tier.path}: ranks {other} and {rank} are said to be on different nodes, "
-                f"{told[other][0]!r} and {name!r}, and write into the same directory: a copy there would be "
-                f"none. Put {{node}} into the path, or give ranks that share a node one `node`.",
-                rank=rank,
-                path=str(tier.path),
-            )
-        if of_node.setdefault(node, identity) != identity:
-            raise DeclarationError(
-                f"{tier.path}: rank {rank} is said to be on node {name!r}, and another rank there has "
-                f"another directory. Give ranks of different machines different `node`s.",
-                rank=rank,
-                path=str(tier.path),
-            )
-
-
-def _warn_of(tier: Tier, place: LocalPlaces, nodes: Nodes, size: int) -> None:
-    if tier.replication_factor > nodes.count and size > 1:
-        log.warning(
-            "%s: replication_factor is %s, and there are %s nodes: each has all, and more cannot be had.",
-            tier.path, tier.replication_factor, nodes.count,
-        )  # fmt: skip
-    with contextlib.suppress(OSError):
-        if isinstance(tier, MemoryTier) and not place.is_in_memory():
-            log.warning(
-                "%s is not in memory but on a disk, so saving there is slower than it could be. Give a "
-                "directory in /dev/shm or another tmpfs, or call it a LocalTier.",
-                place.location,
-            )
-
-
-def _warn_of_newer(place: LocalPlaces, step: int, tier: Tier) -> None:
-    with contextlib.suppress(OSError):  # saving there will say more
-        newest = max((found for name in place.names() if (found := step_of(name)) is not None), default=step)
-        if newest > step:
-            log.warning(
-                "Step %s goes into %s although step %s is there, which stays the one that is loaded.",
-                step, tier, newest,
-            )  # fmt: skip
-
-
-def _clean(place: LocalPlaces, *, saved: int, keep_last: int) -> None:
-    """Remove torn steps up to this one and committed ones that are too many, as far as that is possible."""
-    steps = {name: step for name in place.names() if (step := step_of(name)) is not None}
-    committed = sorted(place.committed(steps), key=steps.__getitem__)
-    surplus = [name for name in committed[:-keep_last] if steps[name] != saved]
-    older = [name for name, step in steps.items() if step <= saved and name not in committed]
-    for name in [*surplus, *(name for name in older if place.is_leftover(name))]:
-        with contextlib.suppress(OSError):
-            place.remove(name)

@@ -11,16 +11,16 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 
 from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error
 from megackpt.comm.group import common_error
 from megackpt.engine.prepared_save import Prepared
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.staging import Span, StreamClosedError, fill
+from megackpt.engine.tier_save import NodePlace
 from megackpt.engine.write import Planned
 from megackpt.engine.writer_messages import Job, Place, meetings_of
-from megackpt.engine.writer_process import Follow, Work
+from megackpt.engine.writer_process import Failed, Follow, Work
 from megackpt.engine.writer_session import WriterSession, end_forgotten
 from megackpt.options import AsyncOptions, SaveOptions, VerifyOptions
 from megackpt.planning import SavePlan
@@ -29,7 +29,7 @@ _MOST_QUEUED = 4
 
 
 class AsyncSaver:
-    """Saves below one root, one after the other, each written by a process of its own on every rank.
+    """Saves of one run, one after the other, each written by a process of its own on every rank.
 
     The process is started at once, and lives until `close`; a saver that is forgotten is closed, at the
     latest when the interpreter ends. hook is for tests, see `writer_main.Hook`.
@@ -91,32 +91,32 @@ class AsyncSaver:
         self,
         request: SaveRequest,
         *,
-        place: Place,
+        place: Place | NodePlace,
         label: str,
         group: Group,
         options: SaveOptions,
         verify: VerifyOptions | None = None,
         follow: Follow,
-        failed: Callable[[], None],
+        failed: Failed,
     ) -> None:
         """Plan and stage a save; return when the state may change. Collective, after `may_save`.
 
-        place, label and verify are equal on all ranks; label is what to call it in messages. With verify,
-        writers read what is committed again, each its share. On rank 0, follow is called then, in a thread of
-        its own, with what they have found, and failed when the save has failed.
+        label and verify are equal on all ranks; label is what to call it in messages. With verify, writers
+        read what is committed again, each its share; not on nodes. On rank 0, follow is called then, in a
+        thread of its own, with what they have found; on every rank, failed when the save has failed.
 
         Raises:
             CheckpointError: the same on every rank: this save cannot be made; on one rank alone, that its
                 bytes could not be copied: others find that at the next call.
         """
         ready = self._prepare(request, group, options)
-        steps = (follow, failed) if group.rank == 0 else (_nothing, _nothing)
-        work = self._begin(ready, place, label, verify, *steps)
+        work = self._begin(ready, place, label, verify, follow, failed)
         if not self._options.stage_in_background:
             self._stage(work, ready)
             return
+        before = self._session.staging  # of another place for the same state
         self._session.staging = threading.Thread(
-            target=self._stage_behind, args=(work, ready), name="megackpt-stage", daemon=True
+            target=self._stage_behind, args=(work, ready, before), name="megackpt-stage", daemon=True
         )
         self._session.staging.start()
 
@@ -214,11 +214,11 @@ class AsyncSaver:
     def _begin(
         self,
         ready: Prepared,
-        place: Place,
+        place: Place | NodePlace,
         label: str,
         verify: VerifyOptions | None,
         follow: Follow,
-        failed: Callable[[], None],
+        failed: Failed,
     ) -> Work:
         planned, plan = ready.planned, self._use_plan(ready.planned)
 
@@ -258,13 +258,12 @@ class AsyncSaver:
             writer.cancel(work, error)
             raise
 
-    def _stage_behind(self, work: Work, ready: Prepared) -> None:
+    def _stage_behind(self, work: Work, ready: Prepared, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         with contextlib.suppress(Exception):  # the job was cancelled, and tells the error
             self._stage(work, ready)
 
     def _await_ready(self) -> Numbers:
         self._session.running().wait_ready()
         return Numbers(())
-
-
-def _nothing(*_: object) -> None: ...

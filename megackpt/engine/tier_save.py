@@ -2,17 +2,20 @@
 
 Owns the order: every rank writes into its node's directory, copies go to other nodes, index and common state
 to all; when all nodes have all of it, each commits. So a commit on any node says that every data file was
-complete, and durable, on the nodes that keep it. What is written and by whom was decided by the plan.
+complete, and durable, on the nodes that keep it. When all have committed, each removes what it does not keep.
+What is written and by whom was decided by the plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from megackpt.comm import BulkGroup, together
+from megackpt.comm import BulkGroup, Numbers, compare, together
 from megackpt.engine import manifest
+from megackpt.engine.steps import LocalPlaces, step_name, step_of
 from megackpt.engine.tier_transfer import Sized, broadcast_files, copy_files, from_rank
 from megackpt.engine.write import Planned, finish_attempt, write_rounds
 from megackpt.formats.documents import parse_document
@@ -22,33 +25,53 @@ from megackpt.planning import Nodes
 from megackpt.storage import MemoryStore, Store
 
 
-def save_on_nodes(
-    planned: Planned,
-    store: Store,
-    strategy: SaveStrategy,
-    group: BulkGroup,
-    nodes: Nodes,
-    keepers: Sequence[Sequence[int]],
-) -> None:
-    """Write this rank's part into store, a directory of its node; when all nodes have theirs, commit on each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """Where a step lies in a tier, as a rank sees it; all but root is equal on all ranks.
 
-    Collective over the group. keepers are the ranks that keep copies of what each rank writes. The format
-    must name files by attempt and writer, as the native one does.
+    Attributes:
+        root: directory of the tier on this rank's node.
+        step: the step.
+        nodes: of the job.
+        replication_factor: how many nodes have each byte.
+        jump: how many nodes further the next copy is.
+        keep_last: how many steps stay.
+    """
+
+    root: str
+    step: int
+    nodes: Nodes
+    replication_factor: int
+    jump: int
+    keep_last: int
+
+    def open(self) -> Store:
+        """Return the store of this node's part."""
+        return LocalPlaces.at(self.root).open(step_name(self.step))
+
+
+def save_on_nodes(
+    planned: Planned, store: Store, strategy: SaveStrategy, group: BulkGroup, place: NodePlace
+) -> None:
+    """Write this rank's part into store, the place opened; when all have theirs, commit on each node.
+
+    Collective over the group. The format must name files by attempt and writer, as the native one does.
 
     Raises:
         CheckpointError: the same on every rank. Nothing was committed, unless committing itself failed on
             some nodes: then the checkpoint is whole over all nodes, and those that have the commit say so.
     """
-    is_leader = group.rank in nodes.leaders()
+    is_leader = group.rank in place.nodes.leaders()
     earlier = [manifest.Earlier()]
 
-    def begin() -> bytes:
+    def begin() -> Numbers:
         store.create()
         if is_leader:
             earlier[0] = manifest.earlier_in(store, strategy)
-        return b""
+        return Numbers(())
 
-    together(group, begin, doing="opening the directory of its node")
+    compare(group, begin, alike=0, doing="opening the directory of its node")
+    keepers = place.nodes.keepers(copies=place.replication_factor, jump=place.jump)
     try:
         said = _write_and_copy(planned, store, strategy, group, keepers, is_leader=is_leader)
     except Exception:
@@ -56,12 +79,30 @@ def save_on_nodes(
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
         raise
 
-    def commit() -> bytes:
+    def commit() -> Numbers:
         if is_leader:
             manifest.commit(store, said, attempt=planned.attempt, earlier=earlier[0], strategy=strategy)
-        return b""
+        return Numbers(())
 
-    together(group, commit, doing="committing on its node")
+    compare(group, commit, alike=0, doing="committing on its node")
+
+
+def clean_node(place: NodePlace, *, rank: int) -> None:
+    """Remove torn steps up to this one and committed ones that are too many, as far as that is possible.
+
+    Local, by one rank of each node, when all nodes have committed the step.
+    """
+    if rank not in place.nodes.leaders():
+        return
+    places = LocalPlaces.at(place.root)
+    with contextlib.suppress(OSError):
+        steps = {name: step for name in places.names() if (step := step_of(name)) is not None}
+        committed = sorted(places.committed(steps), key=steps.__getitem__)
+        surplus = [name for name in committed[: -place.keep_last] if steps[name] != place.step]
+        older = [name for name, step in steps.items() if step <= place.step and name not in committed]
+        for name in [*surplus, *(name for name in older if places.is_leftover(name))]:
+            with contextlib.suppress(OSError):
+                places.remove(name)
 
 
 def _write_and_copy(

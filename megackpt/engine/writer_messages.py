@@ -12,6 +12,7 @@ from typing import TypeAlias
 from megackpt.comm import StoreAddress
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.steps import step_places
+from megackpt.engine.tier_save import NodePlace
 from megackpt.engine.write import CommonFiles
 from megackpt.formats.damage import Damage
 from megackpt.geometry import Ints
@@ -22,7 +23,7 @@ from megackpt.storage import ObjectOptions, Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a checkpoint is written: a name below a root, and options if that is in an object store."""
+    """A checkpoint below a root: its name there, and options if the root is in an object store."""
 
     root: str
     name: str
@@ -74,7 +75,7 @@ class Job:
         number: its number; jobs are done one after the other.
         label: what to call it in messages.
         attempt: the attempt; also the prefix of its meetings.
-        place: where to.
+        place: where to: below a root, or on the nodes.
         strategy: the format's strategy, pickled: where it cannot be unpickled only this job fails.
         plan: number of the plan.
         sizes: sizes of the objects in that.
@@ -89,7 +90,7 @@ class Job:
     number: int
     label: str
     attempt: str
-    place: Place
+    place: Place | NodePlace
     strategy: bytes
     plan: int
     sizes: Ints

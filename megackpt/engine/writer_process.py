@@ -68,6 +68,9 @@ _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEV
 Follow = Callable[[Sequence[Damage] | None], None]
 """Does what follows a commit, given what is wrong with what was committed; None if nobody has looked."""
 
+Failed = Callable[[CheckpointError], bool]
+"""Does what follows a failure; returns whether that is all there is to it, so that nobody is to raise it."""
+
 
 @dataclass(slots=True, eq=False)
 class Work:
@@ -77,7 +80,7 @@ class Work:
         job: what it was told.
         stop: one past the last position of the stream that belongs to it.
         follow: what is done here when it is committed.
-        failed: what is done here when it has failed.
+        failed: what is done here when it has failed; what that deals with is no error.
         is_told: whether the process has heard of it.
         is_followed: whether `follow` is under way.
         is_over: whether it has ended.
@@ -87,7 +90,7 @@ class Work:
     job: Job
     stop: int
     follow: Follow
-    failed: Callable[[], None]
+    failed: Failed
     is_told: bool = False
     is_followed: bool = False
     is_over: bool = False
@@ -188,7 +191,7 @@ class WriterProcess:
         make: Callable[[int, int], Job],
         nbytes: int,
         follow: Follow,
-        failed: Callable[[], None],
+        failed: Failed,
     ) -> Work:
         """Take up a job, made of a number and the position at which its part of the stream begins.
 
@@ -376,7 +379,7 @@ class WriterProcess:
     def _end(self, work: Work, error: CheckpointError | None) -> None:
         if error is not None:
             try:
-                work.failed()
+                error = None if work.failed(error) else error
             except Exception as another:  # noqa: BLE001 - the first error is the one that is raised
                 log.warning("After %s has failed: %s", work.job.label, another)
         work.error, work.is_over = error, True

@@ -156,7 +156,7 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
                 group=group,
                 options=OPTIONS,
                 follow=lambda _: None,
-                failed=lambda: None,
+                failed=lambda _: False,
             )
             saver.wait()
         except CheckpointError as error:

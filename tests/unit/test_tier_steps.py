@@ -25,7 +25,8 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.checkpointer import LastLoad
-from megackpt.checkpointer.tiers import Tier, TierSet
+from megackpt.checkpointer.tier_set import TierSet
+from megackpt.checkpointer.tiers import Tier
 from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
 from megackpt.engine import tier_transfer
@@ -350,7 +351,7 @@ def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
     run = Run(base)
     run.save(1)
     stores["strike"] = strike
-    caplog.set_level(logging.WARNING, logger="megackpt.checkpointer.tiers")
+    caplog.set_level(logging.WARNING, logger="megackpt.checkpointer")
     run.save(2, to_root=True)
     assert "Step 2 is not in the memory tier" in caplog.text
     assert "No space left" in caplog.text

@@ -1,0 +1,151 @@
+"""One step on its way into tiers: written by the ranks, or staged for their writer processes.
+
+Owns what becomes of a tier that refuses a step: it is a warning, the step is missing there, and older ones
+stay. How it is written is `engine.tier_save`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megackpt.checkpointer.saving_behind import SavingBehind
+from megackpt.checkpointer.tier_set import TierSet, bulk_of
+from megackpt.comm import BulkGroup, Group, Numbers, compare
+from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.steps import LocalPlaces, step_of
+from megackpt.engine.tier_save import NodePlace, clean_node, save_on_nodes
+from megackpt.errors import CheckpointError, StorageError
+from megackpt.formats.damage import Damage
+from megackpt.formats.registry import save_strategy
+from megackpt.options import SaveOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TierSaving:
+    """Saves into tiers that return when the nodes have committed.
+
+    Attributes:
+        tiers: those of the run.
+        options: of the saves.
+    """
+
+    tiers: TierSet
+    options: SaveOptions
+
+    def save(self, step: int, due: Iterable[int], request: SaveRequest, group: Group) -> bool:
+        """Save a step into the tiers that have these numbers; return whether one of them has it. Collective.
+
+        Raises:
+            CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
+        """
+        native, bulk, is_saved = in_native_format(request), bulk_of(group), False
+        for number in due:
+            place = self.tiers.place(number, step, bulk)
+            try:
+                self._save(place, native, bulk)
+                is_saved = True
+                if group.rank == 0:
+                    warn_of_newer(place, self.tiers[number])
+            except StorageError as error:
+                warn_of_refusal(place, self.tiers[number], error, rank=group.rank)
+        return is_saved
+
+    def _save(self, place: NodePlace, request: SaveRequest, group: BulkGroup) -> None:
+        planned, strategy = plan_state(request, None, group, self.options)
+        with contextlib.closing(place.open()) as store:
+            save_on_nodes(planned, store, strategy, group, place)
+
+        def clean() -> Numbers:
+            clean_node(place, rank=group.rank)
+            return Numbers(())
+
+        compare(group, clean, alike=0, doing="removing old steps from its node")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSavingBehind:
+    """Saves into tiers by a process beside each rank, while training goes on.
+
+    Attributes:
+        tiers: those of the run.
+        options: of the saves.
+        behind: what has the processes.
+    """
+
+    tiers: TierSet
+    options: SaveOptions
+    behind: SavingBehind
+
+    def save(self, step: int, due: Iterable[int], request: SaveRequest, group: Group) -> bool:
+        """Begin to save a step into tiers; return whether that is under way. Collective, after `may_save`.
+
+        Raises:
+            CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
+        """
+        native, bulk = in_native_format(request), bulk_of(group)
+        begun = [self._begin(number, self.tiers.place(number, step, bulk), native, bulk) for number in due]
+        return any(begun)
+
+    def warm_up(self, request: SaveRequest, group: Group) -> None:
+        """Do what a first save would do besides copying, if there are tiers. Collective."""
+        if not len(self.tiers):
+            return
+        self.tiers.open(bulk_of(group))
+        self.behind.warm_up(in_native_format(request), group)
+
+    def _begin(self, number: int, place: NodePlace, request: SaveRequest, group: Group) -> bool:
+        tier = self.tiers[number]
+
+        def follow(_: Sequence[Damage] | None) -> None:
+            warn_of_newer(place, tier)
+
+        def failed(error: CheckpointError) -> bool:
+            if not isinstance(error, StorageError):
+                return False
+            warn_of_refusal(place, tier, error, rank=group.rank)
+            return True
+
+        try:
+            self.behind.begin(place.step).save(
+                request,
+                place=place,
+                label=f"step {place.step} in {tier}",
+                group=group,
+                options=self.options,
+                follow=follow,
+                failed=failed,
+            )
+        except StorageError as error:  # there is no memory to stage it
+            warn_of_refusal(place, tier, error, rank=group.rank)
+            return False
+        return True
+
+
+def in_native_format(request: SaveRequest) -> SaveRequest:
+    """Return the request for a tier: its format is the native one, whatever the root's is."""
+    return replace(request, choose=lambda: save_strategy(None))
+
+
+def warn_of_refusal(place: NodePlace, tier: object, error: StorageError, *, rank: int) -> None:
+    """Say, on rank 0, that a tier does not have a step."""
+    if rank == 0:
+        log.warning(
+            "Step %s is not in %s, which goes on with older ones: %s", place.step, tier, error,
+        )  # fmt: skip
+
+
+def warn_of_newer(place: NodePlace, tier: object) -> None:
+    """Say that a step will not be the newest of a tier, if this node has a newer one. Local."""
+    with contextlib.suppress(OSError):
+        names = LocalPlaces.at(place.root).names()
+        newest = max((found for name in names if (found := step_of(name)) is not None), default=place.step)
+        if newest > place.step:
+            log.warning(
+                "Step %s goes into %s although step %s is there, which stays the one that is loaded.",
+                place.step, tier, newest,
+            )  # fmt: skip

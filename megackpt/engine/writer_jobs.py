@@ -1,0 +1,127 @@
+"""What a writer process does for one save: into a root, or into a tier.
+
+Owns the order: prepare, write and commit as a synchronous save does, look again, let the training do what
+follows. Where bytes and other ranks come from is up to `writer_main`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Protocol
+
+from megackpt.comm import Group, LinkedGroup, Numbers, compare, encode_error, moves_bulk
+from megackpt.comm.group import common_error
+from megackpt.engine.agree_on_plan import Completes
+from megackpt.engine.tier_save import NodePlace, clean_node, save_on_nodes
+from megackpt.engine.verify import find_damages
+from megackpt.engine.verify_together import after_commit, verify_together
+from megackpt.engine.write import Planned, write_out
+from megackpt.engine.writer_messages import Job
+from megackpt.errors import CheckpointError
+from megackpt.formats.damage import Damage
+from megackpt.formats.strategy import Pieces, SaveStrategy
+from megackpt.options import VerifyOptions
+from megackpt.planning import SavePlan
+from megackpt.storage import Store
+
+Hook = Callable[[Store], Store]
+"""What tests put around the store of each save; it is named by module and attribute, `a.b:c`."""
+
+
+class Surroundings(Protocol):
+    """The process that a job is done in."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks wait for each other, in seconds."""
+
+    def open(self, job: Job) -> Store:
+        """Return the store that a job is written to."""
+
+    def follow(self, job: Job, damages: Sequence[Damage] | None) -> None:
+        """Let the training do what follows a commit, and wait until that is done."""
+
+    def beat(self) -> None:
+        """Show that this process works."""
+
+
+def planned_by(job: Job, plan: SavePlan, complete: Completes | None, pieces: Pieces) -> Planned:
+    """Return the save that a job tells to carry out."""
+    return Planned(
+        attempt=job.attempt,
+        plan=plan,
+        pieces=pieces,
+        common=job.common,
+        earlier=None,
+        report=job.report,
+        parity=job.parity,
+        complete=complete,
+    )
+
+
+def carry_out(job: Job, planned: Planned, group: Group, here: Surroundings) -> None:
+    """Write this rank's part of a save; when all have, commit, and do what follows. Collective.
+
+    Raises:
+        CheckpointError: the same on every rank, as of a synchronous save.
+    """
+    opened: list[tuple[Store, SaveStrategy]] = []
+
+    def prepare() -> Numbers:
+        opened.append((here.open(job), _unpickled(job.strategy)))
+        return Numbers(())
+
+    compare(group, prepare, alike=0, doing="preparing to write")
+    store, strategy = opened[0]
+    damages: list[Damage] | None = None
+    try:
+        if isinstance(job.place, NodePlace):
+            _save_on_nodes(job, job.place, planned, store, strategy, group)
+        else:
+            write_out(planned, store, strategy, group)
+            if job.verify is not None:
+                damages = _verify(store, job.verify, group, here)
+    finally:
+        store.close()
+
+    def follow() -> Numbers:
+        if isinstance(job.place, NodePlace):
+            clean_node(job.place, rank=group.rank)
+        if group.rank == 0:
+            here.follow(job, damages)
+        return Numbers(())
+
+    compare(group, follow, alike=0, doing=after_commit(damages))
+
+
+def _save_on_nodes(
+    job: Job, place: NodePlace, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
+) -> None:
+    assert moves_bulk(group)  # it was made for this job
+    try:
+        save_on_nodes(planned, store, strategy, group, place)
+    except Exception as error:
+        if isinstance(group, LinkedGroup):  # another may wait for what this one was to send it
+            ours = isinstance(error, CheckpointError)
+            group.abort(error if ours else failure_of(job, error, rank=group.rank))
+        raise
+
+
+def failure_of(job: Job, error: Exception, *, rank: int) -> CheckpointError:
+    """Return the error of all ranks for one that is none of ours."""
+    return common_error({rank: encode_error(error)}, f"saving {job.label}")
+
+
+def _verify(store: Store, options: VerifyOptions, group: Group, here: Surroundings) -> list[Damage]:
+    # Classes that the training has registered, or allows in pickles, are not known in this process.
+    known_here = replace(options, allow_unsafe_pickle=False, skip_unknown_classes=True)
+    look = partial(find_damages, store, known_here)
+    return verify_together(group, look, timeout_s=here.timeout_s, while_reading=here.beat)
+
+
+def _unpickled(strategy: bytes) -> SaveStrategy:
+    found: SaveStrategy = ForkingPickler.loads(strategy)  # of our own parent, through a pipe
+    return found
