@@ -17,7 +17,7 @@ from megackpt.engine import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.storage import LocalStore, Store
-from megackpt.testing.faulty_store import FaultyStore
+from megackpt.testing.faulty_store import FaultyStore, Operation
 
 LIMIT_S = 60.0
 
@@ -213,3 +213,52 @@ def at_an_operation(store: Store) -> Store:
         return store
     index, after = divmod(order.before, 2)
     return FaultyStore(store, fail_at=index, after=bool(after), hook=lambda _: order.obey(order.before))
+
+
+TIER_ORDER = "trouble-in-a-tier.json"
+"""Beside the root and the directories of nodes: what happens in a tier, as JSON of a `TierOrder`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOrder:
+    """What is to happen where a step goes into a tier.
+
+    Attributes:
+        node: directory of the node.
+        kind: of an operation on its store, before which it happens.
+        name: a part of the name of the file concerned.
+        how: `full`, `dies`, `sleeps`, or `held` until there is a file `go`, after one `begun`.
+    """
+
+    node: str
+    kind: str
+    name: str = ""
+    how: str
+
+    def give(self, base: Path) -> None:
+        """Let it happen from now on."""
+        told = {"node": self.node, "kind": self.kind, "name": self.name, "how": self.how}
+        (base / TIER_ORDER).write_text(json.dumps(told))
+
+
+def in_a_tier(store: Store) -> Store:
+    """A hook that gets into trouble, or only waits, in the tier of one node."""
+    node = Path(store.location).parent
+    file = node.parent / TIER_ORDER
+    order = TierOrder(**json.loads(file.read_text())) if file.exists() else None
+    if order is None or node.name != order.node:
+        return store
+
+    def obey(operation: Operation) -> None:
+        if order.how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order.how == "sleeps":
+            time.sleep(LIMIT_S)
+        if order.how == "held":
+            (node.parent / "begun").touch()
+            wait_for((node.parent / "go").exists)
+
+    def is_there(operation: Operation) -> bool:
+        return operation.kind == order.kind and order.name in operation.name
+
+    return FaultyStore(store, fail_at=is_there, hook=None if order.how == "full" else obey)
