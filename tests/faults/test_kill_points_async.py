@@ -127,14 +127,14 @@ def _nothing_more() -> Iterator[Any]:
 
 
 @contextmanager
-def writers_on(machine: CrashMachine) -> Iterator[None]:
+def writers_on(machine: CrashMachine, kind: type[MortalWriter] = MortalWriter) -> Iterator[None]:
     """Within the block, writers are threads here, which write to a crash machine."""
     ends = ExitStack()
 
-    def start(kind: object, arena: int) -> tuple[MortalWriter, Connection]:
+    def start(_: object, arena: int) -> tuple[MortalWriter, Connection]:
         ours, theirs = socket.socketpair()
         ends.enter_context(theirs)
-        return MortalWriter(machine, theirs, arena), Connection(ours.detach())
+        return kind(machine, theirs, arena), Connection(ours.detach())
 
     with ends, patch("megackpt.engine.writer_process._start", start):
         yield

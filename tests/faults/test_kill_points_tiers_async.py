@@ -1,0 +1,166 @@
+"""A job stops at every moment of an asynchronous save into a tier: old or new, whichever node is lost.
+
+Writers run in threads here, with all that real ones do, connections between nodes too.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from megackpt import Checkpointer, CheckpointError, LocalTier
+from megackpt.comm import Group, LinkedGroup, Parcel
+from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.writer_messages import Job
+from megackpt.storage import Store
+from megackpt.testing.crash_store import Stopped
+from megackpt.testing.faulty_store import FaultyStore, Operation
+from megackpt.testing.world import SimulatedWorld
+from tests.async_saves import saver_of
+from tests.effort import is_thorough
+from tests.faults.test_kill_points_async import MortalGroup, MortalWriter, writers_on
+from tests.unit.test_tier_steps import Run, state
+
+
+class Nodes:
+    """The machines of a job, all of which stop at once, before an operation on any of their directories."""
+
+    def __init__(self, *, stop_at: int | None = None) -> None:
+        self.seen: dict[int, list[str]] = {}
+        self.has_stopped = False
+        self._stop_at = stop_at
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def around(self, store: Store, rank: int) -> Store:
+        """Return the store of a rank's node, on which it acts as long as it lives."""
+
+        def listen(operation: Operation) -> bool:
+            with self._lock:
+                self.has_stopped |= self._count == self._stop_at
+                self._count += 1
+                self.check_alive(rank)
+                self.seen.setdefault(rank, []).append(f"{operation.kind} {operation.name}")
+            return False
+
+        return FaultyStore(store, fail_at=listen)
+
+    def check_alive(self, rank: int) -> None:
+        """Raise what ends a process that is no more."""
+        if self.has_stopped:
+            raise Stopped(f"rank {rank}")
+
+
+class MortalLinkedGroup(MortalGroup, LinkedGroup):
+    """Writers that send each other files as long as they live."""
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        self.machine.check_alive(self.rank)
+        super().exchange(sends, receives)
+
+    def leave(self) -> None:
+        super().leave()
+        if self._links is not None:  # it is dead: the system closes its connections
+            self._links.close()
+
+
+class NodeWriter(MortalWriter):
+    """A writer in a thread whose node may stop."""
+
+    def _crash_store(self, store: Store) -> Store:
+        return self._machine.around(store, self._join.rank)  # type: ignore[attr-defined]
+
+    def _group(self, job: Job) -> Group:
+        group = super()._group(job)
+        if isinstance(group, MortalGroup):
+            group.__class__ = MortalLinkedGroup
+        return group
+
+
+def run_of(base: Path) -> Run:
+    return Run(base, per_node=1, tiers=[LocalTier(f"{base}/node-{{node}}/memory", keep_last=1)])
+
+
+def save_behind(run: Run, nodes: Nodes, step: int) -> list[str]:
+    """Save a step into the tier of two nodes; return the error of each, "" for none."""
+
+    class Behind(Checkpointer):
+        _writer_hook = f"threads of {id(nodes)}"
+
+    def act(group: Group) -> str:
+        checkpointer = Behind(
+            run.base / "root", async_save=True, node=group.rank, group=group, timeout_s=20, **run.options
+        )
+        try:
+            checkpointer.save(step, state(group, step, tp=2))
+            checkpointer.wait()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            saver_of(checkpointer).abandon()
+        return ""
+
+    looks = patch("megackpt.comm.store_group.LOOK_EVERY_S", 0.02)
+    with writers_on(nodes, NodeWriter), looks:  # type: ignore[arg-type]
+        return SimulatedWorld(2).run(act)
+
+
+def save_at_once(run: Run, nodes: Nodes, step: int) -> None:
+    open_well = LocalPlaces.open
+
+    def open_around(places: LocalPlaces, name: str) -> Store:
+        rank = int(Path(places.location).parent.name.removeprefix("node-"))
+        return nodes.around(open_well(places, name), rank)
+
+    with patch.object(LocalPlaces, "open", open_around):
+        run.save(step, nodes=range(2))
+
+
+def files_of(run: Run) -> dict[str, bytes]:
+    found = (path for path in run.base.rglob("*") if path.is_file())
+    return {str(path.relative_to(run.base)): path.read_bytes() for path in found}
+
+
+def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_path: Path) -> None:
+    """So that what is shown of the one holds for the other."""
+    seen: list[tuple[dict[int, list[str]], Any]] = []
+    for number, save in enumerate((save_at_once, save_behind)):
+        run, nodes = run_of(tmp_path / str(number)), Nodes()
+        with patch("megackpt.engine.save.new_attempt", side_effect=iter(f"{n:016x}" for n in range(9))):
+            run.save(1, nodes=range(2))
+            assert not any(save(run, nodes, 2) or [])
+        # How many pieces a row is written in is another matter: those that are staged lie together.
+        steps = {rank: [text for text, _ in groupby(texts)] for rank, texts in nodes.seen.items()}
+        seen.append((steps, files_of(run)))
+    assert seen[0] == seen[1]
+    assert all(len(of_rank) > 10 for of_rank in seen[0][0].values())
+
+
+def test_a_job_killed_at_any_operation_of_an_asynchronous_save_has_the_old_step_or_the_new_one(
+    tmp_path: Path,
+) -> None:
+    whole = Nodes()
+    save_behind(run_of(tmp_path / "whole"), whole, 2)
+    count = sum(map(len, whole.seen.values()))
+    points = range(count) if is_thorough() else sorted(random.sample(range(count), 6))
+    found = set()
+    for point in points:
+        run, nodes = run_of(tmp_path / str(point)), Nodes(stop_at=point)
+        run.save(1, nodes=range(2))
+        errors = save_behind(run, nodes, 2)
+        assert nodes.has_stopped
+        assert all("writer process of rank" in error for error in errors), (point, errors)
+        run.lose(point % 2)  # so that what the other one says it has must be all there is
+        used = run.load(nodes=range(2))
+        assert used.step in (1, 2), point
+        assert used.passed_over == (), point
+        found.add(used.step)
+        run.save(3, nodes=range(2))
+        assert [run.kept(node) for node in range(2)] == [["iter_0000003"]] * 2, point
+    print(f"{len(points)} of {count} operations")
+    assert len(points) < 10 or found == {1, 2}
