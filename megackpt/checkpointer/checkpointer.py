@@ -23,11 +23,11 @@ from megackpt.checkpointer.loading import RootLoading, TierLoading
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import RootSaving
-from megackpt.checkpointer.saving_behind import RootSavingBehind, SavingBehind
+from megackpt.checkpointer.saving_behind import SavingBehind
 from megackpt.checkpointer.schedule import Schedule
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
-from megackpt.checkpointer.tier_saving import TierSaving, TierSavingBehind
+from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier, check_tiers
 from megackpt.comm import GivenGroup, Group, world_group
@@ -162,15 +162,15 @@ class Checkpointer(Run):
         if tiers:
             self._loading = TierLoading(tiers=tier_set, root=root_loading)
         self._behind: SavingBehind | None = None
-        self._into_root: RootSaving | RootSavingBehind = root_saving
-        self._into_tiers: TierSaving | TierSavingBehind = TierSaving(tier_set, self._save_options)
+        self._into_root, self._into_tiers = root_saving, TierSaving(tier_set, self._save_options)
         if async_save:
-            behind = SavingBehind(
-                self._failures, self._save_options, async_options or AsyncOptions(), hook=self._writer_hook
+            self._behind = SavingBehind(
+                root_saving,
+                tier_set,
+                async_options or AsyncOptions(),
+                objects=objects,
+                hook=self._writer_hook,
             )
-            self._behind = behind
-            self._into_root = RootSavingBehind(root_saving, behind, objects)
-            self._into_tiers = TierSavingBehind(tier_set, self._save_options, behind)
         self._intervals = Intervals(every=every, tiers=tiers)
         self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
@@ -275,6 +275,8 @@ class Checkpointer(Run):
             return False
         self._intervals.served(going)
         try:
+            if behind is not None:
+                return behind.save(step, going, request, metrics, group)
             is_saved = bool(going.tiers) and self._into_tiers.save(step, going.tiers, request, group)
             return self._into_root.save(step, request, metrics, group) if going.root else is_saved
         finally:
@@ -297,10 +299,7 @@ class Checkpointer(Run):
         """
         if self._behind is not None:
             group = self._ranks(self._save_options.timeout_s)
-            request = self._request(state, content_metadata, sharded_strategy, group)
-            self._behind.warm_up(request, group)
-            if isinstance(self._into_tiers, TierSavingBehind):
-                self._into_tiers.warm_up(request, group)
+            self._behind.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local.

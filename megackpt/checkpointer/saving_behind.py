@@ -1,65 +1,98 @@
-"""Saves while training goes on: what all of them share, whichever place they go to, and those into the root.
+"""Saves while training goes on, into tiers and the root.
 
-Owns when the next one may begin, and that the error of one is raised at the next call unless training
-outlives it. How it is staged and written is `engine.async_save`'s.
+Owns their order, when the next one may begin, and that the error of one is raised at the next call unless
+training outlives it. How it is staged and written is `engine.async_save`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
-from megackpt.checkpointer.failures import Around, Failures
+from megackpt.checkpointer.destinations import Destinations
+from megackpt.checkpointer.failures import Around
 from megackpt.checkpointer.saving import RootSaving
+from megackpt.checkpointer.tier_saving import destinations_in_tiers, in_native_format
+from megackpt.checkpointer.tier_set import TierSet, bulk_of
 from megackpt.comm import Group
 from megackpt.engine.async_save import AsyncSaver
+from megackpt.engine.prepared_save import Destination
 from megackpt.engine.save import SaveRequest
 from megackpt.engine.steps import step_name
 from megackpt.engine.writer_messages import Place
-from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
-from megackpt.options import AsyncOptions, SaveOptions
+from megackpt.options import AsyncOptions
 from megackpt.storage import ObjectOptions
 
 
 class SavingBehind:
-    """What saves by a process beside each rank.
+    """Saves into tiers and a root by a process beside each rank.
 
-    failures says which errors training outlives; options are those of all saves. hook is for tests: what
-    stands between writer processes and their stores.
+    saving is what is done for any save into the root. hook is for tests: what stands between writer
+    processes and their stores.
     """
 
     def __init__(
         self,
-        failures: Failures,
-        options: SaveOptions,
-        async_options: AsyncOptions,
+        saving: RootSaving,
+        tiers: TierSet,
+        options: AsyncOptions,
         *,
+        objects: ObjectOptions | None,
         hook: str | None = None,
     ) -> None:
-        self._failures = failures
+        self._saving, self._failures = saving, saving.failures
+        self._tiers = tiers
         self._options = options
-        self._async_options = async_options
+        self._objects = objects
         self._hook = hook
         self._rank = 0
         self._step: int | None = None  # the one that was begun last
-        self.saver: AsyncSaver | None = AsyncSaver(async_options, hook=hook)
+        self.saver: AsyncSaver | None = AsyncSaver(options, hook=hook)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
         return self.saver is not None and self.saver.is_busy
 
-    def begin(self, step: int) -> AsyncSaver:
-        """Return what saves a step, whose errors are raised from now on."""
+    def save(
+        self,
+        step: int,
+        to: Destinations,
+        request: SaveRequest,
+        metrics: Mapping[str, SupportsFloat] | None,
+        group: Group,
+    ) -> bool:
+        """Begin to save a step; return whether that is under way. Collective, after `may_save`.
+
+        Into tiers first: what is wrong with the root is no reason to have the step nowhere.
+
+        Raises:
+            CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
+        """
         self._step = step
-        return self._running()
+
+        def destinations() -> Iterator[Destination]:
+            yield from destinations_in_tiers(self._tiers, to.tiers, step, request, group)
+            if to.root:
+                self._saving.note_metrics(step, metrics, group)
+                yield self._destination_in_root(step, request, group)
+
+        with self._failures.around(f"Saving step {step}", rank=group.rank) as around:
+            begun = self._running().save(destinations(), group, self._saving.options)
+            return begun > 0
+        assert around.has_failed
+        return False
 
     def warm_up(self, request: SaveRequest, group: Group) -> None:
         """Do what a first save would do besides copying. Collective."""
         self.wait()
-        self._running().warm_up(request, group, self._options)
+        requests = [request]
+        if len(self._tiers):
+            self._tiers.open(bulk_of(group))
+            requests.append(in_native_format(request))
+        for one in requests:
+            self._running().warm_up(one, group, self._saving.options)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local."""
@@ -96,65 +129,33 @@ class SavingBehind:
         self._rank = group.rank
         while True:
             with self._waiting() as earlier:
-                return self._running().may_save(group, self._options, waits=is_last)
+                return self._running().may_save(group, self._saving.options, waits=is_last)
             assert earlier.has_failed
 
-    def _running(self) -> AsyncSaver:
-        if self.saver is None:
-            self.saver = AsyncSaver(self._async_options, hook=self._hook)
-        return self.saver
-
-    def _waiting(self) -> Around:
-        return self._failures.around(f"Saving step {self._step}", rank=self._rank)
-
-
-@dataclass(frozen=True, slots=True)
-class RootSavingBehind:
-    """Saves into a root by a process beside each rank.
-
-    Attributes:
-        saving: what is done for any save into it.
-        behind: what has the processes.
-        objects: options of the root, if it is in an object store.
-    """
-
-    saving: RootSaving
-    behind: SavingBehind
-    objects: ObjectOptions | None
-
-    def save(
-        self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
-    ) -> bool:
-        """Begin the save of a step; return whether it is under way. Collective, after `may_save`.
-
-        Raises:
-            CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
-        """
-        saving = self.saving
+    def _destination_in_root(self, step: int, request: SaveRequest, group: Group) -> Destination:
+        saving = self._saving
 
         def follow(damages: Sequence[Damage] | None) -> None:
             saving.warn_of_newer(step, group)
             saving.housekeeping.committed(step, damages)
 
-        def failed(_: CheckpointError) -> bool:
+        def failed(_: Exception) -> bool:
             saving.clean_up(step, group)
             return False
 
-        with saving.failures.around(f"Saving step {step}", rank=group.rank) as around:
-            saving.note_metrics(step, metrics, group)
-            saver = self.behind.begin(step)
-            try:
-                saver.save(
-                    request,
-                    place=Place(root=saving.places.location, name=step_name(step), objects=self.objects),
-                    label=f"step {step}",
-                    group=group,
-                    options=saving.options,
-                    verify=saving.verify,
-                    follow=follow,
-                    failed=failed,
-                )
-            except Exception:
-                saving.clean_up(step, group)
-                raise
-        return not around.has_failed
+        return Destination(
+            request=request,
+            place=Place(root=saving.places.location, name=step_name(step), objects=self._objects),
+            label=f"step {step}",
+            follow=follow,
+            failed=failed,
+            verify=saving.verify,
+        )
+
+    def _running(self) -> AsyncSaver:
+        if self.saver is None:
+            self.saver = AsyncSaver(self._options, hook=self._hook)
+        return self.saver
+
+    def _waiting(self) -> Around:
+        return self._failures.around(f"Saving step {self._step}", rank=self._rank)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.checkpointer.saving_behind import SavingBehind
 from megackpt.checkpointer.tier_set import TierSet, bulk_of
+from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import BulkGroup, Group, Numbers, compare
+from megackpt.engine.prepared_save import Destination
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import LocalPlaces, step_of
 from megackpt.engine.tier_save import NodePlace, clean_node, save_on_nodes
-from megackpt.errors import CheckpointError, StorageError
+from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
 from megackpt.options import SaveOptions
@@ -67,63 +68,36 @@ class TierSaving:
         compare(group, clean, alike=0, doing="removing old steps from its node")
 
 
-@dataclass(frozen=True, slots=True)
-class TierSavingBehind:
-    """Saves into tiers by a process beside each rank, while training goes on.
+def destinations_in_tiers(
+    tiers: TierSet, due: Iterable[int], step: int, request: SaveRequest, group: Group
+) -> Iterator[Destination]:
+    """Yield where a step goes in the tiers that have these numbers. Collective at the first call in a run.
 
-    Attributes:
-        tiers: those of the run.
-        options: of the saves.
-        behind: what has the processes.
+    Raises:
+        DeclarationError: as `TierSet.open`; or the group cannot send files.
     """
+    bulk, native = bulk_of(group), in_native_format(request)
+    for number in due:
+        yield _destination(tiers.place(number, step, bulk), tiers[number], native, group)
 
-    tiers: TierSet
-    options: SaveOptions
-    behind: SavingBehind
 
-    def save(self, step: int, due: Iterable[int], request: SaveRequest, group: Group) -> bool:
-        """Begin to save a step into tiers; return whether that is under way. Collective, after `may_save`.
+def _destination(place: NodePlace, tier: Tier, request: SaveRequest, group: Group) -> Destination:
+    def follow(_: Sequence[Damage] | None) -> None:
+        warn_of_newer(place, tier)
 
-        Raises:
-            CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
-        """
-        native, bulk = in_native_format(request), bulk_of(group)
-        begun = [self._begin(number, self.tiers.place(number, step, bulk), native, bulk) for number in due]
-        return any(begun)
-
-    def warm_up(self, request: SaveRequest, group: Group) -> None:
-        """Do what a first save would do besides copying, if there are tiers. Collective."""
-        if not len(self.tiers):
-            return
-        self.tiers.open(bulk_of(group))
-        self.behind.warm_up(in_native_format(request), group)
-
-    def _begin(self, number: int, place: NodePlace, request: SaveRequest, group: Group) -> bool:
-        tier = self.tiers[number]
-
-        def follow(_: Sequence[Damage] | None) -> None:
-            warn_of_newer(place, tier)
-
-        def failed(error: CheckpointError) -> bool:
-            if not isinstance(error, StorageError):
-                return False
-            warn_of_refusal(place, tier, error, rank=group.rank)
-            return True
-
-        try:
-            self.behind.begin(place.step).save(
-                request,
-                place=place,
-                label=f"step {place.step} in {tier}",
-                group=group,
-                options=self.options,
-                follow=follow,
-                failed=failed,
-            )
-        except StorageError as error:  # there is no memory to stage it
-            warn_of_refusal(place, tier, error, rank=group.rank)
+    def failed(error: Exception) -> bool:
+        if not isinstance(error, StorageError):
             return False
+        warn_of_refusal(place, tier, error, rank=group.rank)
         return True
+
+    return Destination(
+        request=request,
+        place=place,
+        label=f"step {place.step} in {tier}",
+        follow=follow,
+        failed=failed,
+    )
 
 
 def in_native_format(request: SaveRequest) -> SaveRequest:
@@ -131,7 +105,7 @@ def in_native_format(request: SaveRequest) -> SaveRequest:
     return replace(request, choose=lambda: save_strategy(None))
 
 
-def warn_of_refusal(place: NodePlace, tier: object, error: StorageError, *, rank: int) -> None:
+def warn_of_refusal(place: NodePlace, tier: Tier, error: StorageError, *, rank: int) -> None:
     """Say, on rank 0, that a tier does not have a step."""
     if rank == 0:
         log.warning(
@@ -139,7 +113,7 @@ def warn_of_refusal(place: NodePlace, tier: object, error: StorageError, *, rank
         )  # fmt: skip
 
 
-def warn_of_newer(place: NodePlace, tier: object) -> None:
+def warn_of_newer(place: NodePlace, tier: Tier) -> None:
     """Say that a step will not be the newest of a tier, if this node has a newer one. Local."""
     with contextlib.suppress(OSError):
         names = LocalPlaces.at(place.root).names()

@@ -11,21 +11,30 @@ import contextlib
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error
 from megackpt.comm.group import common_error
-from megackpt.engine.prepared_save import Prepared
+from megackpt.engine.prepared_save import Destination, Prepared, shares_bytes
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.staging import Span, StreamClosedError, fill
-from megackpt.engine.tier_save import NodePlace
 from megackpt.engine.write import Planned
-from megackpt.engine.writer_messages import Job, Place, meetings_of
-from megackpt.engine.writer_process import Failed, Follow, Work
+from megackpt.engine.writer_messages import Job, meetings_of
+from megackpt.engine.writer_process import Work
 from megackpt.engine.writer_session import WriterSession, end_forgotten
-from megackpt.options import AsyncOptions, SaveOptions, VerifyOptions
+from megackpt.options import AsyncOptions, SaveOptions
 from megackpt.planning import SavePlan
 
 _MOST_QUEUED = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What is copied once, and the jobs that read it."""
+
+    works: Sequence[Work]
+    ready: Prepared
 
 
 class AsyncSaver:
@@ -87,38 +96,29 @@ class AsyncSaver:
             self._session.running().wait_until(most)
         return self._meet(group, options)
 
-    def save(
-        self,
-        request: SaveRequest,
-        *,
-        place: Place | NodePlace,
-        label: str,
-        group: Group,
-        options: SaveOptions,
-        verify: VerifyOptions | None = None,
-        follow: Follow,
-        failed: Failed,
-    ) -> None:
-        """Plan and stage a save; return when the state may change. Collective, after `may_save`.
+    def save(self, destinations: Iterable[Destination], group: Group, options: SaveOptions) -> int:
+        """Plan and stage a state for some places; return when it may change. Collective, after `may_save`.
 
-        label and verify are equal on all ranks; label is what to call it in messages. With verify, writers
-        read what is committed again, each its share; not on nodes. On rank 0, follow is called then, in a
-        thread of its own, with what they have found; on every rank, failed when the save has failed.
+        The places are asked for one after the other, and are the same on all ranks. It is copied once for
+        those that follow each other and take the same bytes, if there is memory for all of it.
+
+        Return for how many a save is under way: those whose failure was dealt with have none.
 
         Raises:
-            CheckpointError: the same on every rank: this save cannot be made; on one rank alone, that its
-                bytes could not be copied: others find that at the next call.
+            CheckpointError: the same on every rank: it cannot be saved to a place; to those before it is.
+                On one rank alone, that its bytes could not be copied: others find that at the next call.
         """
-        ready = self._prepare(request, group, options)
-        work = self._begin(ready, place, label, verify, follow, failed)
-        if not self._options.stage_in_background:
-            self._stage(work, ready)
-            return
-        before = self._session.staging  # of another place for the same state
-        self._session.staging = threading.Thread(
-            target=self._stage_behind, args=(work, ready, before), name="megackpt-stage", daemon=True
-        )
-        self._session.staging.start()
+        ready: list[tuple[Destination, Prepared]] = []
+        try:
+            for one in destinations:
+                try:
+                    ready.append((one, self._prepare(one.request, group, options)))
+                except Exception as error:
+                    if not one.failed(error):
+                        raise
+        finally:
+            self._stage([self._begin(part) for part in self._parts(ready)])
+        return len(ready)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local."""
@@ -211,58 +211,83 @@ class AsyncSaver:
             self._made_room_for.append(planned.kept)
         return made[0]
 
-    def _begin(
-        self,
-        ready: Prepared,
-        place: Place | NodePlace,
-        label: str,
-        verify: VerifyOptions | None,
-        follow: Follow,
-        failed: Failed,
-    ) -> Work:
+    def _parts(
+        self, ready: Sequence[tuple[Destination, Prepared]]
+    ) -> list[list[tuple[Destination, Prepared]]]:
+        """Return those together that read the same bytes."""
+        parts: list[list[tuple[Destination, Prepared]]] = []
+        for one in ready:
+            before = parts[-1][0][1] if parts else None
+            fits = one[1].layout.stop <= self._session.writer.arena.nbytes
+            if before is not None and fits and shares_bytes(before, one[1]):
+                parts[-1].append(one)
+            else:
+                parts.append([one])
+        return parts
+
+    def _begin(self, part: Sequence[tuple[Destination, Prepared]]) -> _Part:
+        """Take up jobs that read the same bytes, which the last of them lets go."""
+        works: list[Work] = []
+        for number, (one, ready) in enumerate(part):
+            start = works[0].job.start if works else None
+            works.append(self._begin_one(one, ready, start, keeps=number + 1 < len(part)))
+        self._session.works.extend(works)
+        return _Part(works, part[0][1])
+
+    def _begin_one(self, one: Destination, ready: Prepared, start: int | None, *, keeps: bool) -> Work:
         planned, plan = ready.planned, self._use_plan(ready.planned)
 
-        def job(number: int, start: int) -> Job:
+        def job(number: int, position: int) -> Job:
             return Job(
                 number=number,
-                label=label,
+                label=one.label,
                 attempt=planned.attempt,
-                place=place,
+                place=one.place,
                 strategy=ready.strategy,
                 plan=plan,
                 sizes=planned.sizes,
                 report=planned.report,
                 parity=planned.parity,
                 common=ready.common,
-                start=start,
+                start=position if start is None else start,
                 in_order=ready.in_order,
-                verify=verify,
+                keeps=keeps,
+                verify=one.verify,
             )
 
-        work = self._session.writer.begin(job, ready.layout.stop, follow, failed)
-        self._session.works.append(work)
-        return work
+        nbytes = ready.layout.stop if start is None else 0
+        return self._session.writer.begin(job, nbytes, one.follow, one.failed)
 
     def _use_plan(self, planned: Planned) -> int:
         assert planned.kept is not None
         return self._session.writer.use_plan(planned.kept, planned.complete)
 
-    def _stage(self, work: Work, ready: Prepared) -> None:
-        writer = self._session.writer
-        span = Span(start=work.job.start, layout=ready.layout)
-        try:
-            fill(writer.arena.memory, span, ready.rows, ready.planned.pieces, writer)
-        except StreamClosedError:  # the save has failed, which is raised at the next call
+    def _stage(self, parts: Sequence[_Part]) -> None:
+        if not self._options.stage_in_background or not parts:
+            self._fill(parts)
             return
-        except BaseException as error:  # Ctrl-C, too: else the writer would wait for the rest for ever
-            writer.cancel(work, error)
-            raise
+        self._session.staging = threading.Thread(
+            target=self._fill_behind, args=(parts,), name="megackpt-stage", daemon=True
+        )
+        self._session.staging.start()
 
-    def _stage_behind(self, work: Work, ready: Prepared, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        with contextlib.suppress(Exception):  # the job was cancelled, and tells the error
-            self._stage(work, ready)
+    def _fill(self, parts: Sequence[_Part]) -> None:
+        writer = self._session.writer
+        for number, part in enumerate(parts):
+            span = Span(start=part.works[0].job.start, layout=part.ready.layout)
+            try:
+                fill(writer.arena.memory, span, part.ready.rows, part.ready.planned.pieces, writer)
+            except StreamClosedError:  # the saves have failed, which is raised at the next call
+                return
+            except BaseException as error:  # Ctrl-C, too: else the writer would wait for the rest for ever
+                for rest in parts[number:]:
+                    for work in rest.works:
+                        writer.cancel(work, error)
+                raise
+
+    def _fill_behind(self, parts: Sequence[_Part]) -> None:
+        with contextlib.suppress(Exception):  # the jobs were cancelled, and tell the error
+            self._fill(parts)
 
     def _await_ready(self) -> Numbers:
         self._session.running().wait_ready()

@@ -1,6 +1,7 @@
 """A save as a process of its own can be given it: strategy pickled, common state encoded, rows laid out.
 
-Owns what of a planned save leaves the training process besides the bytes of rows, and which strategies can.
+Owns what of a planned save leaves the training process besides the bytes of rows, which strategies can, and
+when two saves may read the same staged bytes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 
+import numpy as np
+
 from megackpt.engine.arena import Layout, lay_out
 from megackpt.engine.save import SaveRequest
+from megackpt.engine.tier_save import NodePlace
 from megackpt.engine.write import CommonFiles, Planned
+from megackpt.engine.writer_messages import Place
+from megackpt.engine.writer_process import Failed, Follow
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
+from megackpt.options import VerifyOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Destination:
+    """Where a state is to be saved, and what becomes of that.
+
+    Attributes:
+        request: the state, in the format for this place.
+        place: where to; below a root it is equal on all ranks.
+        label: what to call it in messages; equal on all ranks.
+        follow: called on rank 0 after the commit, in a thread of its own, with what was found damaged.
+        failed: called on every rank when the save has failed, be it in planning.
+        verify: how what is committed is read again, by each rank its share; None if it is not. Not on nodes.
+    """
+
+    request: SaveRequest
+    place: Place | NodePlace
+    label: str
+    follow: Follow
+    failed: Failed
+    verify: VerifyOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +74,12 @@ class Prepared:
         layout = lay_out(planned.plan.table.nbytes[rows])
         pickled = bytes(ForkingPickler.dumps(strategy))
         return cls(planned, pickled, common, rows.tolist(), layout, writes_in_order(strategy))
+
+
+def shares_bytes(one: Prepared, other: Prepared) -> bool:
+    """Say whether two saves of one state write the same rows of this rank, encoded alike. Local, pure."""
+    alike = one.planned.kept is other.planned.kept and one.strategy == other.strategy
+    return alike and np.array_equal(one.planned.sizes, other.planned.sizes)
 
 
 def for_a_writer(request: SaveRequest) -> SaveRequest:

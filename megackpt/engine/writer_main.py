@@ -131,7 +131,8 @@ class Writer:
             except Exception as raised:  # noqa: BLE001 - handed over to the rank, which raises it
                 traceback.print_exc()
                 error = encode_error(failure_of(job, raised, rank=self._join.rank))
-            self._stream.consume(job.start + layout.stop)
+            if not job.keeps:
+                self._stream.consume(job.start + layout.stop)
             self._send(Ended(job.number, error))
 
     def _do(self, job: Job, planned: Planned) -> None:

@@ -84,6 +84,7 @@ class Job:
         common: common state; on rank 0.
         start: position of the stream at which its first row begins.
         in_order: whether the strategy takes the rows in order, so that memory may be used again at once.
+        keeps: whether it may not, as the next job reads the same rows from there.
         verify: how what is committed is read again; None if it is not.
     """
 
@@ -99,6 +100,7 @@ class Job:
     common: CommonFiles | None
     start: int
     in_order: bool
+    keeps: bool
     verify: VerifyOptions | None
 
 

@@ -68,7 +68,7 @@ _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEV
 Follow = Callable[[Sequence[Damage] | None], None]
 """Does what follows a commit, given what is wrong with what was committed; None if nobody has looked."""
 
-Failed = Callable[[CheckpointError], bool]
+Failed = Callable[[Exception], bool]
 """Does what follows a failure; returns whether that is all there is to it, so that nobody is to raise it."""
 
 

@@ -84,7 +84,7 @@ class StreamPieces:
                 self._stream.wait(low + last - first, job=self._job.number)
                 yield self._memory.data[first:last]
                 low += last - first
-                if in_order:
+                if in_order and not self._job.keeps:
                     self._stream.consume(low, step=capacity // 16)
 
     def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:

@@ -26,6 +26,7 @@ from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedErro
 from megackpt.api import save_request
 from megackpt.comm import Group, StoreGroup
 from megackpt.engine.async_save import AsyncSaver
+from megackpt.engine.prepared_save import Destination
 from megackpt.engine.writer_main import Writer
 from megackpt.engine.writer_messages import Job, Place
 from megackpt.storage import Store
@@ -147,17 +148,16 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
         saver = AsyncSaver(AsyncOptions(), hook=f"threads of {id(machine)}")
         try:
             saver.may_save(group, OPTIONS)
-            saver.save(
-                save_request(
+            destination = Destination(
+                request=save_request(
                     state(value, rank=group.rank, ranks=ranks), NATIVE, options=OPTIONS, group=group
                 ),
                 place=Place(root="/nowhere", name="step"),
                 label="the step",
-                group=group,
-                options=OPTIONS,
                 follow=lambda _: None,
                 failed=lambda _: False,
             )
+            saver.save([destination], group, OPTIONS)
             saver.wait()
         except CheckpointError as error:
             return str(error)

@@ -54,7 +54,7 @@ def job_at(start: int) -> Job:
     return Job(
         number=1, label="", attempt="", place=Place(root="", name=""), strategy=b"", plan=0,
         sizes=np.zeros(0, np.int64), report=b"", parity=None, verify=None, common=None, start=start,
-        in_order=True,
+        in_order=True, keeps=False,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from megackpt.comm import Group
 from megackpt.engine.async_save import AsyncSaver
-from megackpt.engine.prepared_save import for_a_writer
+from megackpt.engine.prepared_save import Destination, for_a_writer
 from megackpt.engine.save import SaveRequest
 from megackpt.engine.writer_messages import Place
 from megackpt.errors import CommonStateError
@@ -67,12 +67,11 @@ class DeferredSave:
         if not is_object_url(there):
             there = os.path.abspath(there)  # the process that writes has the working directory of its start
         root, name = os.path.split(there)
-        saver.save(
-            for_a_writer(self.request(group, self.options, may_differ)),
+        destination = Destination(
+            request=for_a_writer(self.request(group, self.options, may_differ)),
             place=Place(root=root, name=name),
             label=self.checkpoint_dir,
-            group=group,
-            options=self.options,
             follow=lambda _: None,  # that is done elsewhere
             failed=lambda _: False,
         )
+        saver.save([destination], group, self.options)
