@@ -244,7 +244,7 @@ def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
     assert f"{run.node(2)} cannot be looked at, so nothing is taken from it" in caplog.text
 
 
-def test_one_process_saves_asynchronously_to_the_root_and_at_once_into_its_tier(base: Path) -> None:
+def test_one_process_saves_asynchronously_into_its_tier_and_to_the_root(base: Path) -> None:
     tier = MemoryTier(base / "memory", every=2)
     saved = ShardedTensor.from_rank_offsets("old.w", torch.arange(5.0))
     with Checkpointer(base / "root", tiers=[tier], every=3, async_save=True, keep_last=1) as run:

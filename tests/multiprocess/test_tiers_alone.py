@@ -1,0 +1,158 @@
+"""One process that saves into tiers and a root behind: what is copied, what is owed, what fails alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megackpt import (
+    AsyncOptions,
+    Checkpointer,
+    LocalTier,
+    ShardedObject,
+    ShardedTensor,
+    StorageError,
+)
+from megackpt.comm import SingleProcess
+from megackpt.engine import async_save
+from megackpt.engine.staging import Span
+from tests.async_saves import alone, saver_of
+from tests.writer_faults import TierOrder, in_a_tier, wait_for
+
+pytestmark = pytest.mark.multiprocess
+
+ROWS = 3000
+
+
+def state(step: int) -> dict[str, Any]:
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.arange(ROWS * 3.0).add_(step)),
+        "o": ShardedObject("o", "x" * step, (1,), (0,)),
+        "step": step,
+    }
+
+
+def check(root: Path, steps: Sequence[int]) -> None:
+    """Load steps from a directory that has all of their files."""
+    there = Checkpointer(root)
+    assert there.steps() == tuple(steps)
+    for step in steps:
+        loaded, expected = there.load(state(0), step), state(step)
+        assert torch.equal(loaded["w"], expected["w"].data)
+        assert (loaded["o"], loaded["step"]) == ("x" * step, step)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+    """What is copied."""
+    found: list[Span] = []
+    fill = async_save.fill
+
+    def note(memory: Any, span: Span, *rest: Any) -> None:
+        found.append(span)
+        fill(memory, span, *rest)
+
+    monkeypatch.setattr(async_save, "fill", note)
+    return found
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_step_for_several_places_is_copied_once(tmp_path: Path, spans: list[Span], behind: bool) -> None:
+    tiers = [LocalTier(tmp_path / name) for name in "ab"]
+    options = AsyncOptions(stage_in_background=behind, when_busy="queue")
+    with alone(tmp_path / "root", tiers=tiers, every=2, async_options=options) as run:
+        for step in range(1, 5):
+            given = state(step)
+            run.save(step, given)
+            run.wait_staged()
+            given["w"].data.zero_()
+    assert len(spans) == 4
+    check(tmp_path / "root", [2, 4])
+    for name in "ab":
+        check(tmp_path / name, [3, 4])
+
+
+class Held(Checkpointer):
+    _writer_hook = f"{in_a_tier.__module__}:{in_a_tier.__name__}"
+
+
+def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) -> None:
+    TierOrder(node="b", kind="create", how="held").give(tmp_path)
+    tiers = [LocalTier(tmp_path / name) for name in "ab"]
+    options = AsyncOptions(when_busy="queue", stage_in_background=True)
+    with Held(
+        tmp_path / "root", tiers=tiers, every=9, async_save=True, async_options=options, group=SingleProcess()
+    ) as run:
+        run.save(1, state(1))
+        wait_for((tmp_path / "begun").exists)
+        writer = saver_of(run)._session.writer
+        wait_for(lambda: len(writer._under_way) == 1)
+        assert writer._consumed == 0
+        run.save(2, state(2))  # is not copied before the memory is free
+        (tmp_path / "go").touch()
+        run.wait()
+        assert writer._consumed > 0
+    check(tmp_path / "b", [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "staging_bytes"), [(None, 8192), (("torch_dist", 1), None)], ids=["waves", "formats"]
+)
+def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
+    tmp_path: Path, spans: list[Span], strategy: Any, staging_bytes: int | None
+) -> None:
+    options = AsyncOptions(staging_bytes=staging_bytes)
+    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_options=options) as run:
+        for step in (1, 2):
+            run.save(step, state(step), sharded_strategy=strategy)
+    assert len(spans) == 4
+    check(tmp_path / "a", [1, 2])
+    check(tmp_path / "root", [1, 2])
+
+
+def test_a_step_that_was_skipped_is_owed_to_all_places_that_were_to_have_it(tmp_path: Path) -> None:
+    tiers = [LocalTier(tmp_path / "a", every=2), LocalTier(tmp_path / "b", every=3)]
+    with alone(tmp_path / "root", tiers=tiers, every=4, async_options=AsyncOptions(when_busy="skip")) as run:
+        run.warm_up(state(2))
+        os.kill(saver_of(run).writer_pid, signal.SIGSTOP)
+        assert [run.save(step, state(step)) for step in (2, 4, 5)] == [True, False, False]
+        os.kill(saver_of(run).writer_pid, signal.SIGCONT)
+        run.wait()
+        assert run.save(7, state(7))
+        run.wait()
+        assert not run.save(11, state(11))
+    check(tmp_path / "a", [2, 7])
+    check(tmp_path / "root", [7])
+    check(tmp_path / "b", [])
+
+
+def test_what_is_wrong_with_the_root_is_no_reason_to_have_a_step_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("not a directory")
+    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")]) as run:
+        with pytest.raises(StorageError, match="root: cannot create"):
+            run.save(1, state(1), metrics={"loss": 1.0})
+        run.save(2, state(2))
+        with pytest.raises(StorageError, match="root"):
+            run.wait()
+    check(tmp_path / "a", [1, 2])
+
+
+def test_a_tier_for_which_there_is_no_memory_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], every=2) as run:
+        with monkeypatch.context() as patched:
+            patched.setattr("megackpt.engine.arena._available_bytes", lambda: 0)
+            assert not run.save(1, state(1))
+            assert f"Step 1 is not in the local disk tier {tmp_path / 'a'}" in caplog.text
+            with pytest.raises(StorageError, match="cannot be had"):
+                run.save(2, state(2))
+        run.save(4, state(4))
+    check(tmp_path / "a", [4])
+    check(tmp_path / "root", [4])
