@@ -9,6 +9,8 @@ Run by hand: `python tests/benchmarks/bench_async.py CASE --dir DIR [--ranks 4] 
   (without CUDA that does not start: it forks then).
 * interference: steps of a CPU-bound loop while a save drains, beside the same steps while a process per rank,
   as nice as a writer, burns as much processor time as the writer used, without input or output.
+* tiers: time in `save` into a tier, each rank a node with a copy on another, synchronous and asynchronous in
+  turn, over that of a warm copy. Give a directory in memory.
 * memory: resident memory of training and writer processes, descriptors, the store's keys and /dev/shm, after
   each of many saves.
 """
@@ -27,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megackpt import AsyncOptions, Checkpointer
+from megackpt import AsyncOptions, Checkpointer, MemoryTier
 from megackpt.bench.dcp import TorchDistributed
 from megackpt.bench.ours import Ours
 from megackpt.bench.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
@@ -205,6 +208,55 @@ def stall(root: Path, name: str, mib: int, saves: int) -> Row:
     }
 
 
+def tiers(root: Path, mib: int, saves: int) -> Row:
+    """Measure saves into a tier; every other one is synchronous. The same row on all ranks."""
+    state = made(mib)
+    declare = Ours("megackpt").declare
+    sources = [as_bytes(piece.data).numpy() for piece in state.pieces]
+    warm = [np.zeros_like(source) for source in sources]
+
+    def copy() -> None:
+        for target, source in zip(warm, sources, strict=True):
+            np.copyto(target, source)
+
+    def one(name: str, behind: bool) -> Checkpointer:
+        tier = MemoryTier(root / name / "node-{node}")
+        return Checkpointer(
+            root / name / "root", every=10**9, tiers=[tier], node=dist.get_rank(), async_save=behind
+        )
+
+    copies: list[float] = []
+    stalls: dict[str, list[float]] = {"sync": [], "async": []}
+    drains: list[float] = []
+    both = {"sync": one("sync", False), "async": one("async", True)}
+    both["async"].warm_up(declare(state))
+    for step in range(1, saves + 1):
+        copies.append(statistics.median(slowest(copy) for _ in range(3)))
+        for name, checkpointer in both.items():
+            declared = declare(state)
+            save = partial(checkpointer.save, step, declared)
+            stalls[name].append(slowest(save))
+            drained = slowest(checkpointer.wait)
+            if name == "async":
+                drains.append(drained)
+        invert(state)
+    for checkpointer in both.values():
+        checkpointer.close()
+    later = {name: statistics.median(times[1:]) for name, times in stalls.items()}
+    ratios = [s / a for s, a in zip(stalls["sync"][1:], stalls["async"][1:], strict=True)]
+    return {
+        "copy_s": statistics.median(copies),
+        "sync_save_s": later["sync"],
+        "async_save_s": later["async"],
+        "async_drain_s": statistics.median(drains[1:]),
+        "first_async_save_s": stalls["async"][0],
+        "sync_over_copy": later["sync"] / statistics.median(copies),
+        "async_over_copy": later["async"] / statistics.median(copies),
+        "sync_over_async": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
 BURN = """
 import os, sys, time
 os.nice(int(sys.argv[1])); share = float(sys.argv[2])
@@ -316,6 +368,8 @@ def run_rank(rank: int, given: argparse.Namespace, root: str, name: str, port: i
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     if given.case == "stall":
         row = stall(Path(root), name, given.mib, given.saves)
+    elif given.case == "tiers":
+        row = tiers(Path(root), given.mib, given.saves)
     elif given.case == "interference":
         row = interference(Path(root), given.mib, given.saves)
     else:
@@ -334,7 +388,7 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("case", choices=("stall", "interference", "memory"))
+    parser.add_argument("case", choices=("stall", "tiers", "interference", "memory"))
     parser.add_argument("--dir", required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=int, default=2048, help="of all ranks together")

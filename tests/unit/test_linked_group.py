@@ -104,7 +104,7 @@ def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
     def meet(group: LinkedGroup) -> bytes:
         if group.rank == 0:
             address = group._opened().address
-            for said in (b"", bytes(20), bytes(5)):
+            for said in (b"", bytes(5), bytes(16) + (1).to_bytes(4, "little") + b"bytes of others"):
                 with socket.create_connection(("localhost", address.port)) as stranger:
                     stranger.sendall(said)
         together(group, lambda: b"", doing="beginning")
