@@ -56,8 +56,9 @@ class Checkpointer(Run):
     never loaded; what a torn save left is removed once a step as new as it is committed.
 
     With async_save, `save` returns as soon as the state is copied to host memory, and a process beside each
-    rank writes and commits it; the next `save`, `wait`, `poll` or `close` raises its error. That process is
-    started with the Checkpointer; `async_options` are its tunables. The root is then a path or an URL.
+    rank writes and commits it, to the root and into tiers; the next `save`, `wait`, `poll` or `close` raises
+    its error. That process is started with the Checkpointer; `async_options` are its tunables. The root is
+    then a path or an URL.
 
     spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
     them. timeout_s is the deadline of saves and loads, instead of the one in save_options and load_options.
@@ -79,7 +80,7 @@ class Checkpointer(Run):
             and let training go on.
         verify_after_save: read every byte of a step after its commit, each rank its part, before older ones
             are removed. A damaged one is removed instead, and the save fails.
-        async_save: whether `save` returns before the step is committed.
+        async_save: whether `save` returns before the step is committed, also in tiers.
         every: steps that are multiples of it go to the root; others into tiers only.
         last_load: what the last `load` has used; None before.
 
@@ -252,9 +253,9 @@ class Checkpointer(Run):
 
         metrics are numbers that say how good the step is, for keep_best and `megackpt ls`; those of rank 0
         count, and all ranks give some or none does. to_root says whether it goes to the root, whatever
-        `every` says: the last step of a run should. One that a signal asked for does, and the one after a
-        step that was skipped there. Into tiers it goes before this returns, in the native format, whatever
-        the root's strategy is.
+        `every` says: the last step of a run should. One that a signal asked for does. Into tiers it goes in
+        the native format, whatever the root's strategy is. A step that was skipped is owed: the next one
+        goes wherever that was to go.
 
         Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed,
         with `AsyncOptions.when_busy="skip"` while an earlier save is under way (unless `exit_requested`), or

@@ -21,8 +21,8 @@ from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.staging import Span, StreamClosedError, fill
 from megackpt.engine.write import Planned
 from megackpt.engine.writer_messages import Job, meetings_of
-from megackpt.engine.writer_process import Work
 from megackpt.engine.writer_session import WriterSession, end_forgotten
+from megackpt.engine.writer_work import Work
 from megackpt.options import AsyncOptions, SaveOptions
 from megackpt.planning import SavePlan
 

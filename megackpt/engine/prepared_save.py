@@ -17,7 +17,7 @@ from megackpt.engine.save import SaveRequest
 from megackpt.engine.tier_save import NodePlace
 from megackpt.engine.write import CommonFiles, Planned
 from megackpt.engine.writer_messages import Place
-from megackpt.engine.writer_process import Failed, Follow
+from megackpt.engine.writer_work import Failed, Follow
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
 from megackpt.options import VerifyOptions

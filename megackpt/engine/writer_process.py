@@ -1,27 +1,22 @@
 """The writer process of this rank, as the training sees it.
 
-Owns starting and ending it, giving it up when it is stuck, the threads that speak to it, and what is known of
-its jobs. What it does is in `writer_main`; what ranks agree on, in `async_save`.
+Owns ending it, giving it up when it is stuck, the threads that speak to it, and what is known of its jobs.
+What it does is in `writer_main`; what ranks agree on, in `async_save`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 
 from megackpt.comm import StoreHost, decode_error, encode_error
 from megackpt.comm.group import common_error
@@ -46,8 +41,9 @@ from megackpt.engine.writer_messages import (
     UsePlan,
     meetings_of,
 )
+from megackpt.engine.writer_start import start_writer
+from megackpt.engine.writer_work import Failed, Follow, Work
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
-from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
 
@@ -61,40 +57,6 @@ _GRACE_S = 3.0
 
 Others see more: they are to be the first to say what is wrong.
 """
-
-_QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-
-
-Follow = Callable[[Sequence[Damage] | None], None]
-"""Does what follows a commit, given what is wrong with what was committed; None if nobody has looked."""
-
-Failed = Callable[[Exception], bool]
-"""Does what follows a failure; returns whether that is all there is to it, so that nobody is to raise it."""
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A job that was given to the process, and what became of it.
-
-    Attributes:
-        job: what it was told.
-        stop: one past the last position of the stream that belongs to it.
-        follow: what is done here when it is committed.
-        failed: what is done here when it has failed; what that deals with is no error.
-        is_told: whether the process has heard of it.
-        is_followed: whether `follow` is under way.
-        is_over: whether it has ended.
-        error: why it failed; None if it did not.
-    """
-
-    job: Job
-    stop: int
-    follow: Follow
-    failed: Failed
-    is_told: bool = False
-    is_followed: bool = False
-    is_over: bool = False
-    error: CheckpointError | None = None
 
 
 class WriterProcess:
@@ -128,7 +90,7 @@ class WriterProcess:
         self._timeout_s = 0.0
         self._is_stuck = False
         self._outbox: queue.SimpleQueue[ToWriter | None] = queue.SimpleQueue()
-        self._process, self._connection = _start(kind, arena.descriptor)
+        self._process, self._connection = start_writer(kind, arena.descriptor)
         threads = {"listen": self._listen, "send": self._speak}
         self._threads = [
             threading.Thread(target=run, name=f"megackpt-{name}", daemon=True)
@@ -416,25 +378,3 @@ class WriterProcess:
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
-
-
-def _start(
-    kind: tuple[int, str | None, str | None], arena: int
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start the process: a new interpreter, never a fork, which would take locks and devices along."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        settings = {
-            "connection": theirs.fileno(),
-            "arena": arena,
-            "parent": os.getpid(),
-            **dict(zip(("nice", "ionice", "hook"), kind, strict=True)),
-        }
-        search = os.pathsep.join(path for path in sys.path if path)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megackpt.engine.writer_main", json.dumps(settings)],
-            pass_fds=(theirs.fileno(), arena),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **_QUIET, "PYTHONPATH": search},
-        )
-    return process, Connection(ours.detach())

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from megackpt.comm import Group, StoreHost, host_store
 from megackpt.engine.idle_writers import give_writer, take_writer
 from megackpt.engine.prepared_save import Prepared
-from megackpt.engine.writer_process import Work, WriterProcess
+from megackpt.engine.writer_process import WriterProcess
+from megackpt.engine.writer_work import Work
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
 

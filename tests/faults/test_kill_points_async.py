@@ -137,7 +137,7 @@ def writers_on(machine: CrashMachine, kind: type[MortalWriter] = MortalWriter) -
         ends.enter_context(theirs)
         return kind(machine, theirs, arena), Connection(ours.detach())
 
-    with ends, patch("megackpt.engine.writer_process._start", start):
+    with ends, patch("megackpt.engine.writer_process.start_writer", start):
         yield
 
 

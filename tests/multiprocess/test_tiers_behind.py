@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from megackpt import AsyncOptions, Checkpointer, MemoryTier, ShardedObject, Shar
 from megackpt.checkpointer import LastLoad
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import saver_of
-from tests.effort import is_thorough
+from tests.effort import is_thorough, only_thorough
 from tests.writer_faults import TIER_ORDER, TierOrder, in_a_tier, wait_for
 
 pytestmark = pytest.mark.multiprocess
@@ -194,7 +195,7 @@ def base(tmp_path: Path) -> Iterator[Path]:
 def test_tiers_are_written_behind_and_outlive_a_node_a_full_one_and_a_writer(
     rank_pool: RankPool, base: Path
 ) -> None:
-    troubles = list(SAID) if is_thorough() else [random.choice(list(SAID))]  # to start a writer takes seconds
+    troubles = list(SAID) if is_thorough() else ["dies"]  # to start writers takes seconds
     everyone = rank_pool.run(train_in_trouble, RANKS, base, troubles)
     for of_rank in everyone:
         for how, (text, elapsed), (first, _) in zip(troubles, of_rank, everyone[0], strict=True):
@@ -209,3 +210,38 @@ def test_tiers_are_written_behind_and_outlive_a_node_a_full_one_and_a_writer(
         found = rank_pool.run(load, RANKS, restarted)
         assert {(used.step, used.damaged) for used in found} == {(5, ())}
         shutil.rmtree(restarted)
+
+
+def lose_a_node(base: Path) -> tuple[str, float]:
+    """The training of a node dies while its writer waits in a save, and others wait for that."""
+    run = checkpointer(base)
+    run.save(1, state(1))
+    run.wait()
+    order(base, node="node-1", kind="writer.write", name="00000.safetensors", how="held")
+    run.save(2, state(2))
+    wait_for((base / "begun").exists)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WriterFailedError) as found:
+        run.wait()
+    elapsed = time.monotonic() - began
+    assert found.value.rank == 1
+    saver_of(run).abandon()
+    return str(found.value), elapsed
+
+
+@only_thorough("connections that break are in test_linked_group.py")
+def test_a_node_that_is_lost_is_named_by_all_others_long_before_the_deadline(
+    rank_pool: RankPool, base: Path
+) -> None:
+    outcomes = rank_pool.outcomes(lose_a_node, RANKS, base)
+    assert isinstance(outcomes[1].error, EOFError)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error is None, outcome.trace
+        text, elapsed = outcome.value
+        assert "writer process of rank 1 broke" in text
+        assert elapsed < DEADLINE_S / 2
+    shutil.rmtree(base / "node-1")
+    assert {used.step for used in rank_pool.run(load, RANKS, base)} == {1}
