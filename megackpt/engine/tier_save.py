@@ -13,10 +13,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.comm import BulkGroup, Numbers, compare, together
+from megackpt.comm import BulkGroup, Numbers, compare, together_at_root
 from megackpt.engine import manifest
 from megackpt.engine.steps import LocalPlaces, step_name, step_of
-from megackpt.engine.tier_transfer import Sized, broadcast_files, copy_files, from_rank
+from megackpt.engine.tier_transfer import Sized, broadcast_files, copy_files, from_rank, told_to_keepers
 from megackpt.engine.write import Planned, finish_attempt, write_rounds
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
@@ -117,15 +117,20 @@ def _write_and_copy(
     """Put all files where they belong; return what the commit is to hold. Collective."""
     receipts, reports = write_rounds(planned, store, strategy, group)
 
-    def tell() -> bytes:
-        return json.dumps(_written(store, strategy, planned.attempt, group.rank)).encode()
+    mine: list[bytes] = []
 
-    told = [json.loads(said) for said in together(group, tell, doing="listing what it has written")]
-    files: list[list[Sized]] = [[(name, nbytes) for name, nbytes in of_rank] for of_rank in told]
+    def tell() -> bytes:
+        mine.append(json.dumps(_written(store, strategy, planned.attempt, group.rank)).encode())
+        return mine[0]
+
+    everyone = together_at_root(group, tell, doing="listing what it has written")
+    said_by = {group.rank: mine[0], **told_to_keepers(group, mine[0], keepers)}
+    files = {rank: _sized(said) for rank, said in said_by.items()}
     copy_files(group, files, keepers, store, doing="copying its data to another node")
 
     # In memory first: rank 0 may have no data file of the attempt but its own, and every node gets the same.
-    drafts = MemoryStore(store.location, files={name: b"" for of_rank in files for name, _ in of_rank})
+    names = [name for said in everyone for name, _ in _sized(said)]
+    drafts = MemoryStore(store.location, files=dict.fromkeys(names, b""))
     small: list[Sized] = []
 
     def finish() -> bytes:
@@ -143,6 +148,10 @@ def _write_and_copy(
         group, small, source=0, read_from=drafts, write_to=store, takes=takes, doing="writing the index"
     )
     return parse_document(said.encode(), where=f"{store.location}/{MANIFEST}")
+
+
+def _sized(said: bytes) -> list[Sized]:
+    return [(name, nbytes) for name, nbytes in json.loads(said)]
 
 
 def _written(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> list[Sized]:

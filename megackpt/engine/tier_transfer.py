@@ -6,11 +6,11 @@ goes on taking part: so nobody waits for it, and all hear of it when everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeAlias
 
-from megackpt.comm import BulkGroup, together
+from megackpt.comm import BulkGroup, Numbers, compare
 from megackpt.storage import Store, StreamWriter
 
 PIECE_BYTES = 4 * 1024 * 1024
@@ -27,15 +27,28 @@ def from_rank(group: BulkGroup, make: Callable[[], bytes], *, source: int, doing
     """
     made: list[bytes] = []
 
-    def begin() -> bytes:
+    def begin() -> Numbers:
         if group.rank == source:
             made.append(make())
-        return len(made[0]).to_bytes(8, "little") if made else b""
+        return Numbers((), (len(made[0]) if made else 0,))
 
-    length = int.from_bytes(together(group, begin, doing=doing)[source], "little")
+    (length,) = compare(group, begin, alike=0, largest=1, doing=doing).largest
     buffer = bytearray(made[0] if made else length)
     group.broadcast(memoryview(buffer), root=source)
     return bytes(buffer)
+
+
+def told_to_keepers(group: BulkGroup, said: bytes, keepers: Sequence[Sequence[int]]) -> dict[int, bytes]:
+    """Return what those ranks say for which this one keeps copies, by rank. Collective."""
+    sources = _sources(group, keepers)
+    lengths = {rank: bytearray(8) for rank in sources}
+    head = memoryview(bytearray(len(said).to_bytes(8, "little")))
+    mine = keepers[group.rank]
+    group.exchange([(rank, head) for rank in mine], [(rank, memoryview(d)) for rank, d in lengths.items()])
+    told = {rank: bytearray(int.from_bytes(length, "little")) for rank, length in lengths.items()}
+    body = memoryview(bytearray(said))
+    group.exchange([(rank, body) for rank in mine], [(rank, memoryview(d)) for rank, d in told.items()])
+    return {rank: bytes(data) for rank, data in told.items()}
 
 
 def broadcast_files(
@@ -71,7 +84,7 @@ def broadcast_files(
 
 def copy_files(
     group: BulkGroup,
-    files: Sequence[Sequence[Sized]],
+    files: Mapping[int, Sequence[Sized]],
     keepers: Sequence[Sequence[int]],
     store: Store,
     *,
@@ -79,39 +92,46 @@ def copy_files(
 ) -> None:
     """Give the files of each rank to the ranks that keep copies of them, durably. Collective.
 
-    files and keepers are by rank, and the same on all ranks; store is this rank's, to read and to write.
+    files are this rank's own, and those of the ranks for which it keeps copies; keepers are by rank, and the
+    same on all ranks; store is this rank's, to read and to write.
 
     Raises:
         CheckpointError: the same on all ranks; partial files are removed.
     """
+
+    def count() -> Numbers:
+        mine = files[group.rank]
+        return Numbers((), (len(mine), max((len(_pieces(nbytes)) for _, nbytes in mine), default=0)))
+
+    most_files, most_pieces = compare(group, count, alike=0, largest=2, doing=doing).largest
     faults: list[Exception] = []
-    sources = [rank for rank in range(group.size) if group.rank in keepers[rank]]
-    for number in range(max(map(len, files))):
-        now = [of_rank[number] if number < len(of_rank) else None for of_rank in files]
-        _copy_one_each(group, now, keepers[group.rank], sources, store, faults)
+    for number in range(most_files):
+        now = {rank: of_rank[number] for rank, of_rank in files.items() if number < len(of_rank)}
+        _copy_one_each(group, now, keepers, most_pieces, store, faults)
     _finish(group, store, faults, doing)
 
 
 def _copy_one_each(
     group: BulkGroup,
-    files: Sequence[Sized | None],
-    keepers: Sequence[int],
-    sources: Sequence[int],
+    files: Mapping[int, Sized],
+    keepers: Sequence[Sequence[int]],
+    most_pieces: int,
     store: Store,
     faults: list[Exception],
 ) -> None:
     """Move at most one file of each rank, all ranks at a time."""
-    pieces = [list(_pieces(file[1])) if file is not None else [] for file in files]
+    sources = [rank for rank in _sources(group, keepers) if rank in files]
+    pieces = {rank: _pieces(nbytes) for rank, (_, nbytes) in files.items()}
     takers = {rank: _Taker(store, files[rank], faults) for rank in sources}
-    mine = files[group.rank]
+    mine, of_mine = files.get(group.rank), pieces.get(group.rank, [])
     given = memoryview(bytearray(_longest(mine)))
     taken = {rank: memoryview(bytearray(_longest(files[rank]))) for rank in sources}
-    for number in range(max(map(len, pieces))):
+    for number in range(most_pieces):
         sends, receives = [], []
-        if mine is not None and keepers and number < len(pieces[group.rank]):
-            at, length = pieces[group.rank][number]
+        if mine is not None and keepers[group.rank] and number < len(of_mine):
+            at, length = of_mine[number]
             _attempt(faults, partial(store.read_into, mine[0], at, given[:length]))
-            sends = [(rank, given[:length]) for rank in keepers]
+            sends = [(rank, given[:length]) for rank in keepers[group.rank]]
         for rank in sources:
             if number < len(pieces[rank]):
                 receives.append((rank, taken[rank][: pieces[rank][number][1]]))
@@ -120,6 +140,11 @@ def _copy_one_each(
             takers[rank].write(data)
     for taker in takers.values():
         taker.close()
+
+
+def _sources(group: BulkGroup, keepers: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks for which this one keeps copies."""
+    return [rank for rank, of_rank in enumerate(keepers) if group.rank in of_rank]
 
 
 def _longest(file: Sized | None) -> int:
@@ -169,10 +194,10 @@ def _attempt(faults: list[Exception], act: Callable[[], None]) -> bool:
 
 
 def _finish(group: BulkGroup, store: Store, faults: list[Exception], doing: str) -> None:
-    def tell() -> bytes:
+    def tell() -> Numbers:
         if faults:
             raise faults[0]
         store.sync()
-        return b""
+        return Numbers(())
 
-    together(group, tell, doing=doing)
+    compare(group, tell, alike=0, doing=doing)
