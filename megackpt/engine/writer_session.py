@@ -63,9 +63,9 @@ class WriterSession:
             nbytes = self.writer.arena.nbytes
             self.writer.close()
             self.writer = take_writer(self.options, hook=self.hook)
-            self.writer.resize(nbytes)
-            if self.joined is not None:
+            if self.joined is not None:  # first: one for which there is no memory would write as if alone
                 self._join(*self.joined)
+            self.writer.resize(nbytes)
         return self.writer
 
     def connect(self, group: Group, *, timeout_s: float) -> None:

@@ -247,6 +247,22 @@ def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
     assert checkpointer.steps() == (2,)
 
 
+def test_a_writer_for_which_there_is_no_memory_still_knows_for_which_rank_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone(tmp_path) as checkpointer:
+        checkpointer.warm_up(ones())
+        session = saver_of(checkpointer)._session
+        os.kill(saver_of(checkpointer).writer_pid, signal.SIGKILL)
+        wait_for(lambda: session.writer.is_lost)
+        session.joined = (1, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr("megackpt.engine.arena._available_bytes", lambda: 0)
+            with pytest.raises(StorageError, match="cannot be had"):
+                session.running()
+        assert session.running()._rank == 1
+
+
 def test_training_outlives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -> None:
     with alone(tmp_path, on_error="warn") as checkpointer:
         checkpointer.warm_up(ones())
