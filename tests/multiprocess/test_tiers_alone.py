@@ -156,3 +156,21 @@ def test_a_tier_for_which_there_is_no_memory_is_a_warning(
         run.save(4, state(4))
     check(tmp_path / "a", [4])
     check(tmp_path / "root", [4])
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_the_error_of_an_earlier_save_is_none_of_a_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_error: Any
+) -> None:
+    (tmp_path / "root").write_text("not a directory")
+    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], every=2, on_error=on_error) as run:
+        run.save(2, state(2))
+        if on_error == "raise":
+            with pytest.raises(StorageError, match="root"):
+                run.save(3, state(3))
+        else:
+            assert run.save(3, state(3))
+        assert run.failed_saves == 1
+        run.save(5, state(5))
+    assert "is not in the local disk tier" not in caplog.text
+    check(tmp_path / "a", [2, 5] if on_error == "raise" else [3, 5])
