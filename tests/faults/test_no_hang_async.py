@@ -11,14 +11,14 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import AsyncOptions, Checkpointer, CheckpointError, ShardedTensor
+from megackpt import AsyncOptions, Checkpointer, CheckpointError, LocalTier, ShardedTensor
 from megackpt.engine import async_save
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough, only_thorough
@@ -35,6 +35,7 @@ DEADLINE_S = 20.0
 
 Moment = Literal["staging", "writing"]
 Trouble = Literal["raises", "dies", "sleeps"]
+Where = Literal["root", "tier"]
 
 
 class OwnMistakeError(Exception):
@@ -51,10 +52,12 @@ def state(step: int) -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", part, (0, rank, size)), "step": step}
 
 
-def started(root: Path, timeout_s: float, kind: type[Checkpointer] = Checkpointer) -> Checkpointer:
+def started(
+    root: Path, timeout_s: float, kind: type[Checkpointer] = Checkpointer, **given: Any
+) -> Checkpointer:
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
     options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
-    checkpointer = kind(root, async_save=True, async_options=options, timeout_s=timeout_s)
+    checkpointer = kind(root, async_save=True, async_options=options, timeout_s=timeout_s, **given)
     saver = checkpointer._behind and checkpointer._behind.saver
     assert saver is not None
     saver._session.running().wait_ready()
@@ -74,13 +77,17 @@ def save_and_load(root: Path, step: int) -> None:
         assert torch.equal(loaded["w"], torch.full((64,), float(step)))
 
 
-def end_in_trouble(root: Path, how: Trouble, before: int) -> tuple[str, float]:
+def end_in_trouble(root: Path, how: Trouble, before: int, place: Where) -> tuple[str, float]:
     """Save with a writer in trouble, then without; return the error, "" for none, and the time until then."""
     good = Checkpointer(root).latest() or save_next(root)
     dist.barrier()
     if dist.get_rank() == TROUBLED:
         Order(trainer=os.getpid(), before=before, how=how).give(root)
-    checkpointer = started(root, PATIENT_S if how == "raises" else TIMEOUT_S, Troubled)
+    given: dict[str, Any] = {}
+    if place == "tier":
+        tier = LocalTier(root.parent / "node-{node}", keep_last=1)
+        given = {"tiers": [tier], "every": 10**9, "node": dist.get_rank()}
+    checkpointer = started(root, PATIENT_S if how == "raises" else TIMEOUT_S, Troubled, **given)
     said = ""
     began = time.monotonic()
     try:
@@ -93,7 +100,10 @@ def end_in_trouble(root: Path, how: Trouble, before: int) -> tuple[str, float]:
     (root.parent / ORDER).unlink(missing_ok=True)
     checkpointer.close()
     dist.barrier()
-    assert checkpointer.latest() in ((good, good + 1) if said else (good + 1,))
+    if place == "tier":
+        assert checkpointer.latest() == good
+    else:
+        assert checkpointer.latest() in ((good, good + 1) if said else (good + 1,))
     save_next(root)
     return said, elapsed
 
@@ -105,11 +115,11 @@ def save_next(root: Path) -> int:
     return newest + 1
 
 
-def raise_at_each_meeting(root: Path) -> list[str]:
+def raise_at_each_meeting(root: Path, place: Where) -> list[str]:
     """Let the writer raise one meeting later each time, until there is no other; return what was said."""
     said: list[str] = []
     while True:
-        text, _ = end_in_trouble(root, "raises", len(said))
+        text, _ = end_in_trouble(root, "raises", len(said), place)
         texts: list[str] = [""] * RANKS
         dist.all_gather_object(texts, text)
         if not any(texts):
@@ -117,12 +127,13 @@ def raise_at_each_meeting(root: Path) -> list[str]:
         said.append(text)
 
 
-@only_thorough("writers that are killed, fail and hang are in test_async_trouble.py")
+@only_thorough("writers that are killed, fail and hang are in test_async_trouble.py and test_tiers_behind.py")
+@pytest.mark.parametrize("place", get_args(Where))
 def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
-    rank_pool: RankPool, tmp_path: Path
+    rank_pool: RankPool, tmp_path: Path, place: Where
 ) -> None:
     root = tmp_path / "root"
-    everyone = rank_pool.run(raise_at_each_meeting, RANKS, root)
+    everyone = rank_pool.run(raise_at_each_meeting, RANKS, root, place)
     assert len(everyone[0]) >= 5
     assert all(said == everyone[0] for said in everyone)
     for text in everyone[0]:
@@ -132,7 +143,7 @@ def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
         (how, number) for how in ("dies", "sleeps") for number in range(len(everyone[0]))
     ]
     for how, number in moments:
-        outcomes = rank_pool.run(end_in_trouble, RANKS, root, how, number)
+        outcomes = rank_pool.run(end_in_trouble, RANKS, root, how, number, place)
         print(how, number, outcomes)
         assert len({text for text, _ in outcomes}) == 1, (how, number)
         for text, elapsed in outcomes:
