@@ -65,6 +65,25 @@ class CollectingGroup(ReducingGroup, Protocol):
         """
 
 
+class OpeningGroup(ReducingGroup, Protocol):
+    """A group that can do something else while numbers are on their way. A collective.
+
+    Raises:
+        RankFailedError: as those of `ReducingGroup`, here or from what it returns.
+    """
+
+    def open_maximum(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
+        """Send what `maximum` does; return a function that waits for others and returns the largest.
+
+        It is called next, before anything else is done with the group.
+        """
+
+
+def opens(group: Group) -> TypeGuard[OpeningGroup]:
+    """Say whether a group can do something while it meets."""
+    return hasattr(group, "open_maximum")
+
+
 def collects(group: Group) -> TypeGuard[CollectingGroup]:
     """Say whether a group compares and gathers in one."""
     return hasattr(group, "collect")
@@ -89,30 +108,48 @@ class Numbers:
 
 
 def compare(
-    group: Group, step: Callable[[], Numbers], *, alike: int, largest: int = 0, doing: str
+    group: Group,
+    step: Callable[[], Numbers],
+    *,
+    alike: int,
+    largest: int = 0,
+    doing: str,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Numbers:
     """Run a step on every rank and compare what the steps return; a failure on any rank is raised on all.
 
     Collective: one small message from each rank to each where the group can. alike and largest say how many
-    numbers steps return; doing says what is done, for the error's text.
+    numbers steps return; doing says what is done, for the error's text. meanwhile is called on a rank whose
+    step has not failed, while its numbers are on their way where the group can do that, else before.
 
     Raises:
         CheckpointError: as `together`.
     """
     said, error = run_step(step)
     mine = said or Numbers((0,) * alike, (0,) * largest)
-    found, _ = _compared(group, mine, error, doing=doing)
+    if error is not None:
+        meanwhile = None
+    found, _ = _compared(group, mine, error, doing=doing, meanwhile=meanwhile)
     return found
 
 
 def _compared(
-    group: Group, mine: Numbers, error: Exception | None, *, doing: str, data: bytes | None = None
+    group: Group,
+    mine: Numbers,
+    error: Exception | None,
+    *,
+    doing: str,
+    data: bytes | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Numbers, Callable[[], list[bytes]]]:
     """Compare numbers, and errors, which all raise; return a function that returns to rank 0 data of all."""
     alike = len(mine.alike)
     compared = (zlib.crc32(named_step(doing)), *mine.alike)
     sent = [int(error is not None), *compared, *(-n for n in compared), *mine.largest]
     gathered: Callable[[], list[bytes]] = partial(group.gather, data or b"")
+    if meanwhile is not None and not (opens(group) and group.size > 1):
+        meanwhile()
+        meanwhile = None
     if not reduces(group) or group.size == 1:
         packed = struct.pack(f"<{len(sent)}q", *sent)
         everyone = settle(group, packed, error, doing=doing)
@@ -122,6 +159,12 @@ def _compared(
         try:
             if data is not None and collects(group):
                 found, gathered = group.collect(sent, data, step=named_step(doing))
+            elif meanwhile is not None and opens(group):
+                waiting = group.open_maximum(sent, step=named_step(doing))
+                try:
+                    meanwhile()
+                finally:  # whatever happens, all go on from here together
+                    found = waiting()
             else:
                 found = group.maximum(sent, step=named_step(doing))
         except RankFailedError as lost:

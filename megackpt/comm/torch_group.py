@@ -112,8 +112,13 @@ class TorchGroup:
 
     def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         """Return the largest of what the ranks gave, number by number; each sends each one small message."""
+        return self.open_maximum(numbers, step=step)()
+
+    def open_maximum(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
+        """Send what `maximum` does; return a function that waits for the others and returns the largest."""
         self._meetings += 1
-        return self._guarded(lambda: self._open(_MAXIMUM, numbers, step).numbers[: len(numbers)])
+        opened = self._guarded(lambda: self._opening(_MAXIMUM, numbers, step))
+        return lambda: self._guarded(lambda: opened().numbers[: len(numbers)])
 
     def collect(
         self, numbers: Sequence[int], data: bytes, *, step: bytes
@@ -165,10 +170,16 @@ class TorchGroup:
         return move(_tensor_over(data), self._ranks[peer], group=self._group, tag=tag)
 
     def _open(self, kind: int, numbers: Sequence[int], said: bytes, data: bytes = b"") -> _Opened:
+        """Begin a meeting, and wait for the others; see `_opening`."""
+        return self._opening(kind, numbers, said, data)()
+
+    def _opening(
+        self, kind: int, numbers: Sequence[int], said: bytes, data: bytes = b""
+    ) -> Callable[[], _Opened]:
         """Begin a meeting: all of them alike, so that none is taken for another.
 
-        Raises:
-            RankFailedError: others are in a meeting of another kind; said begins with the name of a step.
+        Return a function that waits for the others; it raises RankFailedError if they are in a meeting of
+        another kind. said begins with the name of a step.
         """
         words = [kind, -kind, *numbers]
         head = struct.pack(f"<{_WORDS}q", *words, *[0] * (_WORDS - len(words)))
@@ -178,15 +189,25 @@ class TorchGroup:
         heard = torch.empty(self.size * (len(head) if self.rank else longer), dtype=torch.uint8)
         # Not gloo's all-reduce: that is a ring of 4 (size - 1) messages a rank, each waiting for the one
         # before. Here it is size - 1, all at once; and whoever is gone is missed by all at once.
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             heard,
             torch.frombuffer(told, dtype=torch.uint8),
             [len(head) if self.rank else longer] * self.size,
             [longer] + [len(head)] * (self.size - 1),
             group=self._group,
+            async_op=True,
         )
+
+        def opened() -> _Opened:
+            work.wait()
+            return self._heard(heard, len(head), said)
+
+        return opened
+
+    def _heard(self, heard: torch.Tensor, head: int, said: bytes) -> _Opened:
+        """Take apart what all ranks have sent, head bytes of numbers each."""
         of_ranks = heard.numpy().reshape(self.size, -1)
-        found: list[int] = of_ranks[:, : len(head)].copy().view(np.int64).max(0).tolist()
+        found: list[int] = of_ranks[:, :head].copy().view(np.int64).max(0).tolist()
         if found[0] != -found[1]:  # every rank sees it, so they can ask each other
             step = step_in(said)[:_STEP_BYTES]
             check_one_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
@@ -194,7 +215,7 @@ class TorchGroup:
                 "Ranks are at different steps, which have no names. Call the same functions in the same "
                 "order on all ranks, with equal options."
             )
-        return _Opened(found[2:], [] if self.rank else [one[len(head) :].tobytes() for one in of_ranks])
+        return _Opened(found[2:], [] if self.rank else [one[head:].tobytes() for one in of_ranks])
 
     def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
         """All-gather buffers that are equally long."""
