@@ -7,6 +7,7 @@ Owns which errors training may outlive. What a failed save leaves in the store i
 from __future__ import annotations
 
 import logging
+import weakref
 from types import TracebackType
 from typing import Literal, get_args
 
@@ -38,6 +39,7 @@ class Failures:
         if on_error not in get_args(OnError):
             raise DeclarationError(f"on_error={on_error!r} is not known. Give 'raise' or 'warn'.")
         self._on_error = on_error
+        self._last: weakref.ref[CheckpointError] | None = None  # not the error: its frames hold the state
         self.count = 0
 
     def around(self, what: str, *, rank: int) -> Around:
@@ -45,7 +47,10 @@ class Failures:
         return Around(self, what, rank)
 
     def take(self, what: str, error: CheckpointError, *, rank: int) -> bool:
-        """Count an error; say whether it is dealt with."""
+        """Count an error, once where it passes through several blocks; say whether it is dealt with."""
+        if self._last is not None and self._last() is error:
+            return False
+        self._last = weakref.ref(error)
         self.count += 1
         if self._on_error == "raise":
             return False

@@ -70,7 +70,7 @@ class SavingBehind:
         Raises:
             CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
         """
-        self._step = step
+        earlier, self._step = self._waiting(), step
 
         def destinations() -> Iterator[Destination]:
             yield from destinations_in_tiers(self._tiers, to.tiers, step, request, group)
@@ -79,7 +79,9 @@ class SavingBehind:
                 yield self._destination_in_root(step, request, group)
 
         with self._failures.around(f"Saving step {step}", rank=group.rank) as around:
-            begun = self._running().save(destinations(), group, self._saving.options)
+            # A tier that refuses a step must not be taken for an error of an earlier one: see `may_save`.
+            asks = None if to.tiers else earlier
+            begun = self._running().save(destinations(), group, self._saving.options, earlier=asks)
             return begun > 0
         assert around.has_failed
         return False
@@ -118,15 +120,19 @@ class SavingBehind:
             with self._waiting():
                 saver.close()
 
-    def may_save(self, group: Group, *, is_last: bool = False) -> bool:
+    def may_save(self, to: Destinations, group: Group, *, is_last: bool = False) -> bool:
         """Wait for an earlier save as the options say; return whether the next one is to be made. Collective.
 
-        The last one of a run is, whatever they say.
+        The last one of a run is, whatever they say. Where no save is left out, and for the root alone, ranks
+        do not meet here: `save` asks for errors of earlier ones.
 
         Raises:
             CheckpointError: an earlier one has failed, and training does not outlive it.
         """
         self._rank = group.rank
+        if not to.tiers and not self._running().skips:
+            self._running().turn(waits=is_last)
+            return True
         while True:
             with self._waiting() as earlier:
                 return self._running().may_save(group, self._saving.options, waits=is_last)

@@ -10,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
-from megackpt.comm import Group, Numbers, StoreHost, compare, decode_error, encode_error
+from megackpt.comm import Group, Numbers, StoreHost, compare, encode_error
 from megackpt.comm.group import common_error
+from megackpt.engine.async_begin import Beginning
 from megackpt.engine.prepared_save import Destination, Prepared, shares_bytes
-from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.save import Beside, SaveRequest, plan_state
+from megackpt.engine.stage_ahead import Ahead
 from megackpt.engine.staging import Span, StreamClosedError, fill
 from megackpt.engine.write import Planned
 from megackpt.engine.writer_messages import Job, meetings_of
 from megackpt.engine.writer_session import WriterSession, end_forgotten
 from megackpt.engine.writer_work import Work
 from megackpt.options import AsyncOptions, SaveOptions
-from megackpt.planning import SavePlan
 
 _MOST_QUEUED = 4
 
@@ -47,7 +49,6 @@ class AsyncSaver:
     def __init__(self, options: AsyncOptions, *, hook: str | None = None) -> None:
         self._options = options
         self._session = WriterSession.start(options, hook=hook)
-        self._made_room_for: deque[SavePlan | None] = deque(maxlen=8)
         self._closing = weakref.finalize(self, end_forgotten, self._session)
 
     @property
@@ -90,34 +91,62 @@ class AsyncSaver:
         Raises:
             CheckpointError: the same on every rank: an earlier save has failed.
         """
-        self.wait_staged()
-        if waits or self._options.when_busy != "skip":
-            most = _MOST_QUEUED - 1 if self._options.when_busy == "queue" and not waits else 0
-            self._session.running().wait_until(most)
+        self.turn(waits=waits)
         return self._meet(group, options)
 
-    def save(self, destinations: Iterable[Destination], group: Group, options: SaveOptions) -> int:
-        """Plan and stage a state for some places; return when it may change. Collective, after `may_save`.
+    @property
+    def skips(self) -> bool:
+        """Whether a save may be left out, so that ranks have to meet in `may_save` before they begin one."""
+        return self._options.when_busy == "skip"
+
+    def turn(self, *, waits: bool = False) -> None:
+        """Wait for earlier saves as long as `when_busy` says; with waits, for all of them. Local."""
+        self.wait_staged()
+        if waits or not self.skips:
+            most = _MOST_QUEUED - 1 if self._options.when_busy == "queue" and not waits else 0
+            self._session.writer.wait_until(most)
+
+    def save(
+        self,
+        destinations: Iterable[Destination],
+        group: Group,
+        options: SaveOptions,
+        *,
+        earlier: AbstractContextManager[Any] | None = None,
+    ) -> int:
+        """Plan and stage a state for some places; return when it may change. Collective.
+
+        After `may_save`, or after `turn` if that leaves none out.
 
         The places are asked for one after the other, and are the same on all ranks. It is copied once for
         those that follow each other and take the same bytes, if there is memory for all of it.
 
         Return for how many a save is under way: those whose failure was dealt with have none.
 
+        The error of an earlier save is raised within earlier: where that holds it back, this save goes on.
+        Without, it is left for the next call.
+
+        The error of an earlier save is raised within earlier: where that holds it back, this save goes on.
+        Without, it is left for the next call.
+
         Raises:
-            CheckpointError: the same on every rank: it cannot be saved to a place; to those before it is.
-                On one rank alone, that its bytes could not be copied: others find that at the next call.
+            CheckpointError: the same on every rank: an earlier save has failed; it cannot be saved to a
+                place, and to those before it is. On one rank alone, that its bytes could not be copied:
+                others find that at the next call.
         """
         ready: list[tuple[Destination, Prepared]] = []
+        beginning = Beginning(self._session, group, options, earlier=earlier)
+        beside: Beside | None = beginning
         try:
             for one in destinations:
                 try:
-                    ready.append((one, self._prepare(one.request, group, options)))
+                    ready.append((one, self._prepare(one.request, group, options, beside)))
                 except Exception as error:
                     if not one.failed(error):
                         raise
+                beside = None
         finally:
-            self._stage([self._begin(part) for part in self._parts(ready)])
+            self._stage([self._begin(part) for part in self._parts(ready)], beginning.ahead)
         return len(ready)
 
     def wait_staged(self) -> None:
@@ -168,28 +197,20 @@ class AsyncSaver:
         Raises:
             CheckpointError: the error of a save that has failed, of the first rank that has one.
         """
-        session = self._session
-        error = session.failure()
-        skips = self._options.when_busy == "skip"
+        beginning = Beginning(self._session, group, options, earlier=contextlib.nullcontext())
 
         def look() -> Numbers:
-            session.running()
-            is_joined = session.joined == (group.rank, group.size)
-            return Numbers((), (int(error is not None), int(skips and self.is_busy), int(not is_joined)))
+            return Numbers((), beginning.numbers())
 
-        found = compare(group, look, alike=0, largest=3, doing="beginning an asynchronous save")
-        has_failed, is_skipped, is_apart = found.largest
-        if has_failed:
-            session.joined = None
-            said = group.all_gather(encode_error(error) if error is not None else b"")
-            raise decode_error(next(one for one in said if one)) from error
-        if is_apart:
-            session.connect(group, timeout_s=options.timeout_s)
-        return not is_skipped
+        found = compare(group, look, alike=0, largest=beginning.count, doing="beginning an asynchronous save")
+        beginning.heard(found.largest)
+        return not (self.skips and beginning.is_any_busy)
 
-    def _prepare(self, request: SaveRequest, group: Group, options: SaveOptions) -> Prepared:
+    def _prepare(
+        self, request: SaveRequest, group: Group, options: SaveOptions, beside: Beside | None = None
+    ) -> Prepared:
         """Plan a save, and make room for it. Collective."""
-        planned, strategy = plan_state(request, None, group, options)
+        planned, strategy = plan_state(request, None, group, options, beside)
         made: list[Prepared] = []
 
         def make() -> Numbers:
@@ -197,7 +218,7 @@ class AsyncSaver:
             self._session.make_room(made[0])
             return Numbers(())
 
-        if any(plan is planned.kept for plan in self._made_room_for):
+        if self._session.has_room_for(planned.kept):
             # All ranks take this plan again, and there was room for it: no need to ask each other.
             try:
                 make()
@@ -208,7 +229,7 @@ class AsyncSaver:
                 raise
         else:
             compare(group, make, alike=0, doing="making room for its state")
-            self._made_room_for.append(planned.kept)
+            self._session.roomy.append(planned.kept)
         return made[0]
 
     def _parts(
@@ -262,19 +283,22 @@ class AsyncSaver:
         assert planned.kept is not None
         return self._session.writer.use_plan(planned.kept, planned.complete)
 
-    def _stage(self, parts: Sequence[_Part]) -> None:
+    def _stage(self, parts: Sequence[_Part], ahead: Ahead | None) -> None:
         if not self._options.stage_in_background or not parts:
-            self._fill(parts)
+            self._fill(parts, ahead)
             return
         self._session.staging = threading.Thread(
             target=self._fill_behind, args=(parts,), name="megackpt-stage", daemon=True
         )
         self._session.staging.start()
 
-    def _fill(self, parts: Sequence[_Part]) -> None:
+    def _fill(self, parts: Sequence[_Part], ahead: Ahead | None = None) -> None:
         writer = self._session.writer
         for number, part in enumerate(parts):
             span = Span(start=part.works[0].job.start, layout=part.ready.layout)
+            if ahead is not None and ahead.is_of(writer, part.ready.planned, span.start):
+                writer.tell_staged(span.stop)
+                continue
             try:
                 fill(writer.arena.memory, span, part.ready.rows, part.ready.planned.pieces, writer)
             except StreamClosedError:  # the saves have failed, which is raised at the next call

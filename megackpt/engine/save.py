@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from megackpt.engine.agree_on_plan import (
     Agreed,
     Unequal,
     compare_values,
+    of_own_rows,
     plan_again,
     plan_alone,
     plan_together,
@@ -30,7 +32,7 @@ from megackpt.engine.plan_cache import KeptPlan
 from megackpt.engine.replicas import compare_replicas
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError
-from megackpt.formats.strategy import SaveStrategy
+from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.metadata import ChunkTable
 from megackpt.options import SaveOptions
 from megackpt.storage import Store, digest_of
@@ -39,6 +41,28 @@ __all__ = ["SaveRequest", "plan_state", "save_state"]
 
 OFFERED = 8
 """Ranks look for a plan that all may take among so many of those that they have used last."""
+
+
+class Beside(Protocol):
+    """What else is done where ranks meet to plan a save.
+
+    Attributes:
+        count: how many numbers there are.
+    """
+
+    count: int
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return numbers of this rank, of which all hear the largest; an error is that of all ranks."""
+
+    def meanwhile(self, local: LocalState, agreed: Agreed) -> None:
+        """Do what can be done while others answer, where all are likely to take the plan of an earlier save.
+
+        agreed is what then would come of it.
+        """
+
+    def heard(self, largest: tuple[int, ...]) -> None:
+        """Hear the largest numbers of all ranks, before anything else is made of the meeting. Collective."""
 
 
 def save_state(request: SaveRequest, store: Store, group: Group, options: SaveOptions) -> None:
@@ -54,11 +78,16 @@ def save_state(request: SaveRequest, store: Store, group: Group, options: SaveOp
 
 
 def plan_state(
-    request: SaveRequest, store: Store | None, group: Group, options: SaveOptions
+    request: SaveRequest,
+    store: Store | None,
+    group: Group,
+    options: SaveOptions,
+    beside: Beside | None = None,
 ) -> tuple[Planned, SaveStrategy]:
     """Prove the ranks' declarations right and decide who writes what. Collective over the group.
 
-    store is where it will be written; None to leave it to `write_out` to look at the place.
+    store is where it will be written; None to leave it to `write_out` to look at the place. beside is given
+    on all ranks or on none.
 
     Raises:
         CheckpointError: the same on every rank; nothing was written.
@@ -80,9 +109,28 @@ def plan_state(
             store.create()
             earlier[0] = manifest.earlier_in(store, strategy)
         prepared.append(prepare(request, strategy, rank=group.rank, ranks=group.size))
-        return _numbers(prepared[0], options, rank=group.rank)
+        said = _numbers(prepared[0], options, rank=group.rank)
+        return replace(said, largest=said.largest + beside.numbers()) if beside is not None else said
 
-    found = compare(group, begin, alike=_ALIKE, largest=2 + OFFERED, doing="preparing the save")
+    def meanwhile() -> None:
+        (local,) = prepared
+        if beside is not None and local.earlier is not None and takes_own_rows(local.strategy):
+            earlier_plan = local.earlier
+            beside.meanwhile(
+                local, of_own_rows(local, earlier_plan.plan, earlier_plan.whole, rank=group.rank)
+            )
+
+    count = beside.count if beside is not None else 0
+    found = compare(
+        group,
+        begin,
+        alike=_ALIKE,
+        largest=2 + OFFERED + count,
+        doing="preparing the save",
+        meanwhile=meanwhile if beside is not None else None,
+    )
+    if beside is not None:
+        beside.heard(found.largest[2 + OFFERED :])
     (local,) = prepared
     if not found.alike[_SETTINGS]:
         _name_settings(local, options, group)
@@ -150,7 +198,7 @@ def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agr
     unequal = Unequal(
         common=not (is_compared and found.alike[_COMMON]), values=not (is_compared and found.alike[_VALUES])
     )
-    missing = found.largest[2:]
+    missing = found.largest[2 : 2 + OFFERED]
     if plans is None or not found.alike[_PLANS] or 0 not in missing:
         agreed = plan_together(local, group, unequal)
         if plans is not None:

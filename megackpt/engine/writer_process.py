@@ -196,6 +196,12 @@ class WriterProcess:
                 raise StreamClosedError
             return self._consumed + self._capacity
 
+    def room_for_next(self, nbytes: int) -> int | None:
+        """Return where the stream of the next job begins if all of it has room by now, else None."""
+        with self._news:
+            fits = self._position + nbytes <= self._consumed + self._capacity and not self._is_lost
+        return self._position if fits else None
+
     def tell_staged(self, position: int) -> None:
         """Say that the stream is there up to a position."""
         self._tell_jobs()

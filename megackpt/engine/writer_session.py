@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 from megackpt.comm import Group, StoreHost, host_store
@@ -18,6 +19,7 @@ from megackpt.engine.writer_process import WriterProcess
 from megackpt.engine.writer_work import Work
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
+from megackpt.planning import SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class WriterSession:
         joined: rank and size of the group whose writers are connected; None if they are to be, anew.
         works: jobs whose error was not asked for.
         staging: the thread that copies the state, if one does.
+        roomy: the last plans for which all ranks have made room.
     """
 
     options: AsyncOptions
@@ -45,6 +48,7 @@ class WriterSession:
     warming: threading.Thread | None = None
     works: list[Work] = field(default_factory=list)
     staging: threading.Thread | None = None
+    roomy: deque[SavePlan | None] = field(default_factory=lambda: deque(maxlen=8))
 
     @classmethod
     def start(cls, options: AsyncOptions, *, hook: str | None) -> WriterSession:
@@ -107,6 +111,10 @@ class WriterSession:
                 f"staging_bytes, or choose a format that writes them in order: megackpt, or torch_dist with "
                 f"thread_count=1."
             )
+
+    def has_room_for(self, plan: SavePlan | None) -> bool:
+        """Say whether all ranks have made room for a plan, of the few that they have used last."""
+        return any(one is plan for one in self.roomy)
 
     def wait_staged(self) -> None:
         """Return when nothing is being copied. Local."""
