@@ -271,7 +271,7 @@ class Checkpointer(Run):
         request = self._request(state, content_metadata, sharded_strategy, group)
         going = self._intervals.of(step, to_root=to_root, is_signalled=self._schedule.is_signalled)
         behind = self._behind if going else None
-        if behind is not None and not behind.may_save(going, group, is_last=self.exit_requested):
+        if behind is not None and not behind.may_save(group, is_last=self.exit_requested):
             self._intervals.skipped(going)
             return False
         self._intervals.served(going)

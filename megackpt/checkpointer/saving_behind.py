@@ -6,7 +6,7 @@ training outlives it. How it is staged and written is `engine.async_save`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
 from megackpt.checkpointer.destinations import Destinations
@@ -71,18 +71,11 @@ class SavingBehind:
             CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
         """
         earlier, self._step = self._waiting(), step
-
-        def destinations() -> Iterator[Destination]:
-            yield from destinations_in_tiers(self._tiers, to.tiers, step, request, group)
-            if to.root:
-                self._saving.note_metrics(step, metrics, group)
-                yield self._destination_in_root(step, request, group)
-
+        places = list(destinations_in_tiers(self._tiers, to.tiers, step, request, group))
+        if to.root:
+            places.append(self._destination_in_root(step, request, metrics, group))
         with self._failures.around(f"Saving step {step}", rank=group.rank) as around:
-            # A tier that refuses a step must not be taken for an error of an earlier one: see `may_save`.
-            asks = None if to.tiers else earlier
-            begun = self._running().save(destinations(), group, self._saving.options, earlier=asks)
-            return begun > 0
+            return self._running().save(places, group, self._saving.options, earlier=earlier) > 0
         assert around.has_failed
         return False
 
@@ -120,17 +113,17 @@ class SavingBehind:
             with self._waiting():
                 saver.close()
 
-    def may_save(self, to: Destinations, group: Group, *, is_last: bool = False) -> bool:
-        """Wait for an earlier save as the options say; return whether the next one is to be made. Collective.
+    def may_save(self, group: Group, *, is_last: bool = False) -> bool:
+        """Wait for earlier saves as the options say; return whether the next one is to be made. Collective.
 
-        The last one of a run is, whatever they say. Where no save is left out, and for the root alone, ranks
-        do not meet here: `save` asks for errors of earlier ones.
+        The last one of a run is, whatever they say. Where one may be left out, ranks meet here; elsewhere the
+        save that is begun next asks for errors of earlier ones.
 
         Raises:
             CheckpointError: an earlier one has failed, and training does not outlive it.
         """
         self._rank = group.rank
-        if not to.tiers and not self._running().skips:
+        if not self._running().skips:
             self._running().turn(waits=is_last)
             return True
         while True:
@@ -138,7 +131,9 @@ class SavingBehind:
                 return self._running().may_save(group, self._saving.options, waits=is_last)
             assert earlier.has_failed
 
-    def _destination_in_root(self, step: int, request: SaveRequest, group: Group) -> Destination:
+    def _destination_in_root(
+        self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
+    ) -> Destination:
         saving = self._saving
 
         def follow(damages: Sequence[Damage] | None) -> None:
@@ -155,6 +150,7 @@ class SavingBehind:
             label=f"step {step}",
             follow=follow,
             failed=failed,
+            planned=lambda: saving.note_metrics(step, metrics, group),
             verify=saving.verify,
         )
 
@@ -164,4 +160,5 @@ class SavingBehind:
         return self.saver
 
     def _waiting(self) -> Around:
+        """Return a block in which the error of the save that was begun last may be raised."""
         return self._failures.around(f"Saving step {self._step}", rank=self._rank)

@@ -28,6 +28,8 @@ class Beginning:
     Attributes:
         count: how many numbers a rank tells.
         is_any_busy: whether a save is under way on some rank.
+        is_over: whether all ranks have heard each other's numbers.
+        has_raised: whether the error of an earlier save was raised, and not held back.
         ahead: what was copied meanwhile; None if nothing was.
     """
 
@@ -43,14 +45,14 @@ class Beginning:
     ) -> None:
         self._session, self._group, self._options, self._earlier = session, group, options, earlier
         self._error: CheckpointError | None = None
-        self.is_any_busy = False
+        self.is_any_busy = self.is_over = self.has_raised = False
         self.ahead: Ahead | None = None
 
     def numbers(self) -> tuple[int, ...]:
         """Say whether an earlier save has failed here, one is under way, the process knows no others."""
         session = self._session
         if self._earlier is not None:
-            self._error = session.failure()
+            self._error = self._error or session.failure()
         is_busy = session.running().is_busy
         is_joined = session.joined == (self._group.rank, self._group.size)
         return int(self._error is not None), int(is_busy), int(not is_joined)
@@ -73,13 +75,16 @@ class Beginning:
         Raises:
             CheckpointError: the same on every rank.
         """
+        self.is_over = True
         has_failed, is_busy, is_apart = largest
         self.is_any_busy = bool(is_busy)
         if has_failed and self._earlier is not None:
             error = self._error
             self._session.joined = None
             said = self._group.all_gather(encode_error(error) if error is not None else b"")
+            self.has_raised = True
             with self._earlier:
                 raise decode_error(next(one for one in said if one)) from error
+            self.has_raised = False
         if has_failed or is_apart:
             self._session.connect(self._group, timeout_s=self._options.timeout_s)

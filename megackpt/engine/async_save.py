@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -108,43 +108,40 @@ class AsyncSaver:
 
     def save(
         self,
-        destinations: Iterable[Destination],
+        destinations: Sequence[Destination],
         group: Group,
         options: SaveOptions,
         *,
         earlier: AbstractContextManager[Any] | None = None,
     ) -> int:
-        """Plan and stage a state for some places; return when it may change. Collective.
+        """Plan and stage a state for some places; return when it may change.
 
-        After `may_save`, or after `turn` if that leaves none out.
+        Collective, after `may_save` or `turn`, with the same places on all ranks. It is copied once for those
+        that follow each other and take the same bytes, if there is memory for all of it.
 
-        The places are asked for one after the other, and are the same on all ranks. It is copied once for
-        those that follow each other and take the same bytes, if there is memory for all of it.
+        The error of an earlier save is raised within earlier: where that holds it back, this save goes on.
+        Without, it is left for the next call.
 
         Return for how many a save is under way: those whose failure was dealt with have none.
 
-        The error of an earlier save is raised within earlier: where that holds it back, this save goes on.
-        Without, it is left for the next call.
-
-        The error of an earlier save is raised within earlier: where that holds it back, this save goes on.
-        Without, it is left for the next call.
-
         Raises:
-            CheckpointError: the same on every rank: an earlier save has failed; it cannot be saved to a
-                place, and to those before it is. On one rank alone, that its bytes could not be copied:
-                others find that at the next call.
+            CheckpointError: the same on every rank: an earlier save has failed, or this one cannot be made in
+                a place; in those before it is. On one rank alone, that its bytes could not be copied: others
+                find that at the next call.
         """
         ready: list[tuple[Destination, Prepared]] = []
         beginning = Beginning(self._session, group, options, earlier=earlier)
-        beside: Beside | None = beginning
         try:
             for one in destinations:
+                beside = None if beginning.is_over else beginning
                 try:
-                    ready.append((one, self._prepare(one.request, group, options, beside)))
+                    prepared = self._prepare(one.request, group, options, beside)
+                    one.planned()
                 except Exception as error:
-                    if not one.failed(error):
+                    if beginning.has_raised or not one.failed(error):
                         raise
-                beside = None
+                else:
+                    ready.append((one, prepared))
         finally:
             self._stage([self._begin(part) for part in self._parts(ready)], beginning.ahead)
         return len(ready)

@@ -6,7 +6,7 @@ when two saves may read the same staged bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 
@@ -31,8 +31,9 @@ class Destination:
         request: the state, in the format for this place.
         place: where to; below a root it is equal on all ranks.
         label: what to call it in messages; equal on all ranks.
+        planned: called on every rank when all have agreed how to save it, and nothing is staged. Collective.
         follow: called on rank 0 after the commit, in a thread of its own, with what was found damaged.
-        failed: called on every rank when the save has failed, be it in planning.
+        failed: called on every rank when the save has failed, be it in planning; or `planned` has.
         verify: how what is committed is read again, by each rank its share; None if it is not. Not on nodes.
     """
 
@@ -41,6 +42,7 @@ class Destination:
     label: str
     follow: Follow
     failed: Failed
+    planned: Callable[[], None] = lambda: None
     verify: VerifyOptions | None = None
 
 

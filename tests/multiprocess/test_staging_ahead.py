@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ from megackpt import (
     StorageError,
 )
 from megackpt.comm import SingleProcess
-from megackpt.engine import async_save
+from megackpt.engine import async_save, stage_ahead
 from megackpt.engine.staging import Span
 from tests.async_saves import alone, saver_of
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
@@ -59,6 +59,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
         fill(memory, span, *rest)
 
     monkeypatch.setattr(async_save, "fill", note)
+    monkeypatch.setattr(stage_ahead, "fill", note)
     return found
 
 
