@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
+from megackpt.arguments import check_count
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.comm import BulkGroup, Group, moves_bulk, together
 from megackpt.engine.save import SaveRequest, plan_state
@@ -51,10 +52,11 @@ class Tier:
     jump: int = 1
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise DeclarationError(f"{kind}: path is {self.path!r}; give a directory, as '/dev/shm/run'.")
         for name in ("every", "keep_last", "replication_factor", "jump"):
-            value = getattr(self, name)
-            if value < 1:
-                raise DeclarationError(f"{type(self).__name__}: {name} is {value}; give at least 1.")
+            check_count(f"{kind}: {name}", getattr(self, name))
 
     def __str__(self) -> str:
         return f"the {self.kind} tier {os.fspath(self.path)}"
@@ -201,12 +203,14 @@ def bulk_of(group: Group) -> BulkGroup:
     return group
 
 
-def check_tiers(tiers: Sequence[Tier]) -> None:
+def check_tiers(tiers: object) -> None:
     """Check what can be known of tiers before they are used. Local.
 
     Raises:
-        DeclarationError: two of them are one directory.
+        DeclarationError: they are no tiers, or two of them are one directory.
     """
+    if not isinstance(tiers, (list, tuple)) or not all(isinstance(tier, Tier) for tier in tiers):
+        raise DeclarationError(f"tiers is {tiers!r}; give a list of tiers, as [MemoryTier('/dev/shm/run')].")
     paths = [os.path.abspath(tier.path) for tier in tiers]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:

@@ -139,7 +139,7 @@ class AsyncSaver:
             CheckpointError: as `save`.
         """
         self.wait()
-        self._meet(group, options)
+        self._meet(group, options, doing="warming up for asynchronous saves")
         ready = self._prepare(request, group, options)
         self._use_plan(ready.planned)
         compare(group, self._await_ready, alike=0, doing="starting its writer process")
@@ -246,7 +246,9 @@ class AsyncSaver:
             self._session.joined = None  # what has failed may be the store: the next save connects anew
         return errors[0] if errors else None
 
-    def _meet(self, group: Group, options: SaveOptions) -> bool:
+    def _meet(
+        self, group: Group, options: SaveOptions, *, doing: str = "beginning an asynchronous save"
+    ) -> bool:
         """Find out together whether to save; connect what is not connected. Collective.
 
         Raises:
@@ -261,7 +263,7 @@ class AsyncSaver:
             is_joined = session.joined == (group.rank, group.size)
             return Numbers((), (int(error is not None), int(skips and self.is_busy), int(not is_joined)))
 
-        found = compare(group, look, alike=0, largest=3, doing="beginning an asynchronous save")
+        found = compare(group, look, alike=0, largest=3, doing=doing)
         has_failed, is_skipped, is_apart = found.largest
         if has_failed:
             session.joined = None

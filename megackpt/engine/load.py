@@ -147,6 +147,8 @@ def _load(
         prepared.append(_Prepared(state, fallback, options, rules, group))
         said = {
             "opened": prepared[0].contents.identity,
+            "where": prepared[0].where,
+            "timeout_s": float(options.timeout_s),
             "asked": prepared[0].asked if rules.look_for_missing_keys else [],
             "missing": [rules.about_missing_keys, dict(options.rename) if rules.look_for_missing_keys else 0],
             "exchange": options.exchange,

@@ -24,6 +24,8 @@ from megackpt.storage import (
     ObjectStore,
     Store,
     StoreBelow,
+    checked_path,
+    checked_store,
     is_in_memory,
     is_object_url,
 )
@@ -87,10 +89,14 @@ def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions 
     """Return the places below a root. A relative path means the same after a change of directory.
 
     objects are the options of an object store, if the root is in one.
+
+    Raises:
+        DeclarationError: it is no root.
+        StorageError: it is an URL that no store serves, or empty.
     """
     if not isinstance(root, (str, os.PathLike)):
-        return StorePlaces(root)
-    text = os.fspath(root)
+        return StorePlaces(checked_store(root))
+    text = checked_path(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
     return LocalPlaces.at(text)

@@ -278,7 +278,7 @@ def test_settings_that_the_library_refuses_are_named() -> None:
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
     with pytest.raises(StorageError, match=r"s3://b: the settings .* refused .*ObjectOptions.*: endpoind"):
         ObjectStore("s3://b", options=ObjectOptions(config={"endpoind": "x"}))
-    with pytest.raises(ValueError, match="part_bytes is 0; give a number above 0"):
+    with pytest.raises(ValueError, match="part_bytes is 0; give an int of at least 1"):
         ObjectOptions(part_bytes=0)
 
 
