@@ -50,10 +50,9 @@ CLASSES: dict[type, str] = {
 HEAD = """# Every option
 
 What can be set, by where it is given, with its default; made from the docstrings by
-`python -m tests.options_page`.
-Arguments of a `Checkpointer` have a [table of their own](checkpointer.md#options), and `megackpt COMMAND --help`
-tells the flags of a command. `CheckpointConfig`, names that users of Megatron-Core know, is in
-[strategies](strategies.md).
+`python -m tests.options_page`. Arguments of a `Checkpointer` have a [table of their
+own](checkpointer.md#options), and `megackpt COMMAND --help` tells the flags of a command. `CheckpointConfig`,
+names that users of Megatron-Core know, is in [strategies](strategies.md).
 """
 
 _ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
