@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         "bench", "simulation", "checkpointer", "api", "engine", "formats", "validation", "mapping",
-        "metadata", "comm", "storage", "options", "errors",
+        "metadata", "comm", "storage", "options", "arguments", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}
