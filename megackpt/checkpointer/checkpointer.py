@@ -19,7 +19,7 @@ from megackpt.arguments import check_flag, checked_step
 from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
-from megackpt.checkpointer.loading import RootLoading, TierLoading
+from megackpt.checkpointer.loading import RootLoading, StepLoading, TierLoading
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import AsyncRootSaving, RootSaving
@@ -168,7 +168,7 @@ class Checkpointer(Run):
             options=self._load_options,
             exchange_group=exchange_group,
         )
-        self._loading: RootLoading | TierLoading = root_loading
+        self._loading: StepLoading = root_loading
         if len(self._tiers):
             self._loading = TierLoading(tiers=self._tiers, root=root_loading)
         self._behind: AsyncRootSaving | None = None
