@@ -40,17 +40,20 @@ def check_count(name: str, value: object, *, least: int = 1, most: int = MOST, o
         raise DeclarationError(f"{name} is {value!r}; give an int from {least} to {most}{otherwise}.")
 
 
-def check_number(name: str, value: object, *, most: float = math.inf, otherwise: str = "") -> None:
-    """Check a measure: finite and above 0. Local, pure.
+def check_number(
+    name: str, value: object, *, most: float = math.inf, otherwise: str = "", may_be_0: bool = False
+) -> None:
+    """Check a measure: finite and above 0, or 0 where that may be. Local, pure.
 
     Raises:
         DeclarationError: it is no number, or out of range.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]  # nan is neither
-        raise DeclarationError(f"{name} is {value!r}; give a finite number above 0{otherwise}.")
-    if float(value) > most:  # type: ignore[arg-type]
-        raise DeclarationError(f"{name} is {value!r}; give a number above 0 and up to {most:g}{otherwise}.")
+    least = "of at least 0" if may_be_0 else "above 0"
+    found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (0 < found < math.inf or (may_be_0 and found == 0)):  # nan is neither
+        raise DeclarationError(f"{name} is {value!r}; give a finite number {least}{otherwise}.")
+    if found > most:
+        raise DeclarationError(f"{name} is {value!r}; give a number {least} and up to {most:g}{otherwise}.")
 
 
 def check_seconds(name: str, value: object, *, otherwise: str = "") -> None:

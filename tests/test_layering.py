@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Jobs that are not there, from the arithmetic of layers and optimizers, and the planner over them.
     "simulation": {
         "engine", "formats", "validation", "planning", "metadata", "parallel", "optim", "geometry", "storage",
-        "options", "errors",
+        "options", "arguments", "errors",
     },
     "cli": {
         "bench", "simulation", "checkpointer", "api", "engine", "formats", "validation", "mapping",

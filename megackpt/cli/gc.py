@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import click
 
-from megackpt.arguments import MOST_SECONDS
+from megackpt.arguments import MOST_SECONDS, check_number
 from megackpt.checkpointer import KeepBest
 from megackpt.checkpointer.housekeeping import Housekeeping, Removals
 from megackpt.checkpointer.metrics import read_metrics
@@ -52,7 +52,7 @@ class _Best(click.ParamType[KeepBest]):
     "--min-age",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(0, MOST_SECONDS),
+    type=float,
     metavar="MINUTES",
     help="What a save has begun and not committed goes only if nothing was written to it for so long.",
 )
@@ -82,6 +82,7 @@ def command(
             "Say what is to stay: --keep-last, --keep-every, --keep-best, or --keep-all alone. "
             "What is removed does not come back, so nothing is assumed."
         )
+    check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
     check_root(root)
     places = step_places(root, objects=None)
     found = scan(places)
