@@ -128,7 +128,8 @@ class SaveOptions:
         check_policy("compare_replicas", self.compare_replicas)
         check_seconds("timeout_s", self.timeout_s)
         check_count("piece_bytes", self.piece_bytes)
-        check_flag("assume_constant_structure", self.assume_constant_structure)
+        for name in ("assume_constant_structure", "array_digests"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +296,7 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
         check_count("buffer_bytes", self.buffer_bytes)
-        for name in ("verify", "overwrite", "allow_unsafe_pickle"):
+        for name in ("verify", "overwrite", "allow_unsafe_pickle", "array_digests"):
             check_flag(name, getattr(self, name))
 
 
@@ -369,5 +370,5 @@ class DiffOptions:
         check_count("threads", self.threads)
         check_count("buffer_bytes", self.buffer_bytes)
         check_texts("keys", self.keys, example="('decoder.*',)")
-        for name in ("common", "allow_unsafe_pickle"):
+        for name in ("common", "allow_unsafe_pickle", "read_all"):
             check_flag(name, getattr(self, name))
