@@ -77,7 +77,7 @@ class AsyncSaver:
             CheckpointError: as `save`.
         """
         self.wait()
-        self._meet(group, options)
+        self._meet(group, options, doing="warming up for asynchronous saves")
         ready = self._prepare(request, group, options)
         self._use_plan(ready.planned)
         compare(group, self._await_ready, alike=0, doing="starting its writer process")
@@ -162,7 +162,9 @@ class AsyncSaver:
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
 
-    def _meet(self, group: Group, options: SaveOptions) -> bool:
+    def _meet(
+        self, group: Group, options: SaveOptions, *, doing: str = "beginning an asynchronous save"
+    ) -> bool:
         """Find out together whether to save; connect what is not connected. Collective.
 
         Raises:
@@ -177,7 +179,7 @@ class AsyncSaver:
             is_joined = session.joined == (group.rank, group.size)
             return Numbers((), (int(error is not None), int(skips and self.is_busy), int(not is_joined)))
 
-        found = compare(group, look, alike=0, largest=3, doing="beginning an asynchronous save")
+        found = compare(group, look, alike=0, largest=3, doing=doing)
         has_failed, is_skipped, is_apart = found.largest
         if has_failed:
             session.joined = None
