@@ -7,13 +7,14 @@ of the arguments are those of Megatron-Core's `dist_checkpointing.serialization`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 
-from megackpt.comm import GivenGroup, Group, SingleProcess, subgroup_label, world_group
+from megackpt.arguments import check_kind
+from megackpt.comm import GivenGroup, Group, SingleProcess, check_group, subgroup_label, world_group
 from megackpt.engine.claims import check_claims
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
@@ -25,7 +26,7 @@ from megackpt.formats.strategy import Contents
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions
-from megackpt.storage import Store, open_store
+from megackpt.storage import Store, checked_path, checked_store, is_object_url, open_store
 from megackpt.validation import LoadReport, StrictHandling
 
 ReturnsKeys: TypeAlias = Literal[
@@ -46,6 +47,7 @@ ReturnsState: TypeAlias = Literal[
     "ignore_all",
 ]
 Location: TypeAlias = "str | os.PathLike[str] | Store"
+Options = TypeVar("Options", SaveOptions, LoadOptions)
 
 
 def save(
@@ -99,8 +101,9 @@ def save(
 
     Source: Megatron-Core `dist_checkpointing.save`.
     """
-    options = options or SaveOptions()
-    group = group or world_group(timeout_s=options.timeout_s)
+    options = _given_options(options, SaveOptions)
+    check_kind("plans", plans, PlanCache, give="a PlanCache", optional=True)
+    group = _given_group(group, timeout_s=options.timeout_s)
     request = save_request(
         sharded_state_dict,
         sharded_strategy,
@@ -111,6 +114,7 @@ def save(
         group=group,
         plans=plans,
         spread_group=spread_group,
+        alike={"checkpoint_dir": _place_of(checkpoint_dir)},
     )
     with _Opened(checkpoint_dir) as store:
         save_state(request, store, group, options)
@@ -127,8 +131,20 @@ def save_request(
     content_metadata: Any = None,
     plans: PlanCache | None = None,
     spread_group: GivenGroup | None = None,
+    alike: Mapping[str, Any] | None = None,
 ) -> SaveRequest:
-    """Return what the engine is asked for in a save with these arguments of `save`. Local."""
+    """Return what the engine is asked for in a save with these arguments of `save`. Local.
+
+    alike is that of `SaveRequest`.
+
+    Raises:
+        DeclarationError: what is to prepare common state cannot be called.
+    """
+    if not callable(preprocess_common_before_consistancy_check or len):
+        raise DeclarationError(
+            f"preprocess_common_before_consistancy_check is {preprocess_common_before_consistancy_check!r}; "
+            f"give a function that takes the common state, or None."
+        )
     return SaveRequest(
         state=sharded_state_dict,
         choose=lambda: save_strategy(sharded_strategy),
@@ -139,6 +155,7 @@ def save_request(
         assume_constant_structure=options.assume_constant_structure,
         spread=options.spread,
         spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
+        alike=alike or {},
     )
 
 
@@ -260,8 +277,8 @@ def _load(
     strict: StrictHandling | str,
     exchange_group: GivenGroup | None = None,
 ) -> Loaded:
-    options = options or LoadOptions()
-    group = group or world_group(timeout_s=options.timeout_s)
+    options = _given_options(options, LoadOptions)
+    group = _given_group(group, timeout_s=options.timeout_s)
     with ExitStack() as stack:
         # Opened in the first step that ranks take together: it may fail on some of them only.
         def opened() -> Store:
@@ -361,7 +378,7 @@ def load_plain_tensors(
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
-    trusted = options is not None and options.allow_unsafe_pickle
+    trusted = _given_options(options, LoadOptions).allow_unsafe_pickle
     with _Opened(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=trusted)
         refuse_unreadable(contents.unreadable, contents.unreadable, where=store.location)
@@ -403,7 +420,7 @@ class _Opened:
 
     def __init__(self, location: Location) -> None:
         self._is_path = isinstance(location, (str, os.PathLike))
-        self._store: Store = open_store(location) if isinstance(location, (str, os.PathLike)) else location
+        self._store: Store = open_store(location) if self._is_path else checked_store(location)  # type: ignore[arg-type]
 
     def __enter__(self) -> Store:
         return self._store
@@ -411,3 +428,25 @@ class _Opened:
     def __exit__(self, *_: object) -> None:
         if self._is_path:
             self._store.close()
+
+
+def _place_of(location: Location) -> str | None:
+    """Return what all ranks have to call a directory alike; None for a store: each may name its own."""
+    if not isinstance(location, (str, os.PathLike)):
+        return None
+    text = checked_path(location)
+    return text if is_object_url(text) else os.path.abspath(text)
+
+
+def _given_options(options: Options | None, kind: type[Options]) -> Options:
+    """Return options, the default ones for None."""
+    check_kind("options", options, kind, give=f"{kind.__name__}(...)", optional=True)
+    return kind() if options is None else options
+
+
+def _given_group(group: Group | None, *, timeout_s: float) -> Group:
+    """Return a group, that of all ranks for None."""
+    if group is None:
+        return world_group(timeout_s=timeout_s)
+    check_group(group)
+    return group

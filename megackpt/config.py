@@ -6,10 +6,11 @@ those; nothing in it asks for this object.
 
 from __future__ import annotations
 
-import math
 import signal
 from dataclasses import dataclass
+from typing import get_args
 
+from megackpt.arguments import check_choice, check_count, check_flag, check_kind, check_seconds, check_text
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import check_known, save_strategy
 from megackpt.formats.strategy import SaveStrategy
@@ -17,6 +18,16 @@ from megackpt.options import AsyncOptions, LoadOptions, SaveOptions, WhenBusy
 from megackpt.validation import StrictHandling
 
 SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
+_FLAGS = (
+    "dist_ckpt_load_on_device",
+    "dist_ckpt_parallel_save",
+    "dist_ckpt_parallel_save_within_dp",
+    "dist_ckpt_parallel_load",
+    "dist_ckpt_assume_constant_structure",
+    "dist_ckpt_parallel_dist_opt",
+    "async_save",
+    "verify_after_save",
+)
 EXCHANGE_ALGOS = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 
 
@@ -82,30 +93,27 @@ class CheckpointConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        strictness = StrictHandling.of(self.dist_ckpt_load_strictness)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        check_text("dist_ckpt_format", self.dist_ckpt_format, otherwise=", as 'megackpt' or 'zarr:3'")
+        strictness = self.dist_ckpt_load_strictness
+        check_kind("dist_ckpt_load_strictness", strictness, (StrictHandling, str), give="a StrictHandling")
+        strictness = StrictHandling.of(strictness)
         object.__setattr__(self, "dist_ckpt_load_strictness", strictness)
         if self.dist_ckpt_parallel_save_within_dp and not self.dist_ckpt_parallel_save:
             raise DeclarationError(
                 "dist_ckpt_parallel_save_within_dp says where to spread what dist_ckpt_parallel_save=False "
                 "does not spread. Set dist_ckpt_parallel_save, too."
             )
-        for name in ("dist_ckpt_torch_dist_multiproc", "keep_last", "keep_every", "save_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DeclarationError(f"{name} is {value}; give at least 1.")
-        if self.dist_ckpt_exchange_algo not in EXCHANGE_ALGOS:
-            raise DeclarationError(
-                f"dist_ckpt_exchange_algo={self.dist_ckpt_exchange_algo!r} is not known. Give one of "
-                f"{', '.join(EXCHANGE_ALGOS)}."
-            )
-        if self.save_interval_seconds is not None and not 0 < self.save_interval_seconds < math.inf:
-            raise DeclarationError(
-                f"save_interval_seconds is {self.save_interval_seconds}; give a finite number above 0."
-            )
-        if self.on_save_error not in ("raise", "warn"):
-            raise DeclarationError(
-                f"on_save_error={self.on_save_error!r} is not known. Give 'raise' or 'warn'."
-            )
+        check_count("dist_ckpt_torch_dist_multiproc", self.dist_ckpt_torch_dist_multiproc)
+        check_choice("async_when_busy", self.async_when_busy, get_args(WhenBusy))
+        for name in ("keep_last", "keep_every", "save_interval", "async_staging_bytes"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), otherwise=", or None")
+        check_choice("dist_ckpt_exchange_algo", self.dist_ckpt_exchange_algo, EXCHANGE_ALGOS)
+        if self.save_interval_seconds is not None:
+            check_seconds("save_interval_seconds", self.save_interval_seconds, otherwise=", or None")
+        check_choice("on_save_error", self.on_save_error, ("raise", "warn"))
         self._check_signals()
         check_known(self._format)
         # What options refuse is refused here, too.

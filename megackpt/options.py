@@ -5,12 +5,20 @@ Owns the option objects; nothing else in the library holds a tunable.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
+from megackpt.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+    check_seconds,
+    check_text,
+    check_texts,
+)
 from megackpt.errors import DeclarationError
 
 Spread: TypeAlias = Literal["world", "group", "none"]
@@ -39,6 +47,15 @@ class Policy(Enum):
     IGNORE = "ignore"
 
 
+def check_policy(name: str, value: object, *, optional: bool = False) -> None:
+    """Check a policy; None does if it is optional. Local, pure.
+
+    Raises:
+        DeclarationError: it is none.
+    """
+    check_kind(name, value, Policy, give="Policy.ERROR, WARN or IGNORE", optional=optional)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
     """What a load does about what it finds under certain keys.
@@ -64,6 +81,11 @@ class KeyRule:
     padded: Policy | None = None
     cut: Policy | None = None
     resharded: Policy | None = None
+
+    def __post_init__(self) -> None:
+        check_text("KeyRule.keys", self.keys, otherwise=", a glob as 'decoder.*'")
+        for name in ("unexpected", "missing", "cast", "padded", "cut", "resharded"):
+            check_policy(f"KeyRule.{name}", getattr(self, name), optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +122,14 @@ class SaveOptions:
     array_digests: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("spread", self.spread, get_args(Spread))
-        if self.parity is not None and (type(self.parity) is not int or self.parity < 1):
-            raise DeclarationError(
-                f"parity is {self.parity!r}; give how many data files share a parity file, at least 1, or "
-                f"None."
-            )
-        if not isinstance(self.compare_replicas, Policy):
-            raise DeclarationError(
-                f"compare_replicas is {self.compare_replicas!r}; give Policy.ERROR, WARN or IGNORE."
-            )
-        _check_positive("timeout_s", self.timeout_s)
-        _check_positive("piece_bytes", self.piece_bytes)
+        check_choice("spread", self.spread, get_args(Spread))
+        if self.parity is not None:
+            check_count("parity", self.parity, otherwise=": how many data files share a parity file; or None")
+        check_policy("compare_replicas", self.compare_replicas)
+        check_seconds("timeout_s", self.timeout_s)
+        check_count("piece_bytes", self.piece_bytes)
+        for name in ("assume_constant_structure", "array_digests"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +162,17 @@ class AsyncOptions:
     coordinator_host: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("when_busy", self.when_busy, get_args(WhenBusy))
-        _check_positive("start_timeout_s", self.start_timeout_s)
+        check_choice("when_busy", self.when_busy, get_args(WhenBusy))
+        check_seconds("start_timeout_s", self.start_timeout_s)
         if self.staging_bytes is not None:
-            _check_positive("staging_bytes", self.staging_bytes)
+            check_count("staging_bytes", self.staging_bytes, otherwise=", or None for what a save needs")
         if self.ionice is not None:
-            _check_choice("ionice", self.ionice, get_args(IoClass))
-        if self.nice not in range(20):
-            raise DeclarationError(f"nice is {self.nice}; give a number from 0 to 19.")
+            check_choice("ionice", self.ionice, get_args(IoClass))
+        if type(self.nice) is not int or self.nice not in range(20):
+            raise DeclarationError(f"nice is {self.nice!r}; give a number from 0 to 19.")
+        check_flag("stage_in_background", self.stage_in_background)
+        if self.coordinator_host is not None:
+            check_text("coordinator_host", self.coordinator_host, otherwise=", a name or address; or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,23 +228,45 @@ class LoadOptions:
     copies: tuple[Any, ...] = ()  # str, os.PathLike or Store, which options do not know
 
     def __post_init__(self) -> None:
+        for name in ("verify", "allow_unsafe_pickle", "load_on_device", "cpu_transfer"):
+            check_flag(name, getattr(self, name))
         self._check_fallback()
-        _check_positive("timeout_s", self.timeout_s)
-        _check_positive("threads", self.threads)
-        _check_choice("exchange", self.exchange, get_args(Exchange))
-        _check_positive("exchange_bytes", self.exchange_bytes)
+        self._check_keys()
+        check_seconds("timeout_s", self.timeout_s)
+        check_count("threads", self.threads)
+        check_choice("exchange", self.exchange, get_args(Exchange))
+        check_count("exchange_bytes", self.exchange_bytes)
         if not self.cpu_transfer and self.exchange not in ("broadcast", "two_stage"):
             raise DeclarationError(
                 f"cpu_transfer=False has no meaning with exchange={self.exchange!r}: only 'broadcast' and "
                 f"'two_stage' move data between devices. Leave it out."
             )
 
+    def _check_keys(self) -> None:
+        is_rules = isinstance(self.rules, tuple) and all(isinstance(rule, KeyRule) for rule in self.rules)
+        if not is_rules:
+            raise DeclarationError(
+                f"rules is {self.rules!r}; give a tuple of rules, as (KeyRule(keys='*', cast=Policy.WARN),)."
+            )
+        check_texts("exclude", self.exclude, example="('optimizer.*',)")
+        is_names = isinstance(self.rename, Mapping) and all(
+            isinstance(text, str) and text for pair in self.rename.items() for text in pair
+        )
+        if not is_names:
+            raise DeclarationError(
+                f"rename is {self.rename!r}; give stored keys by other names, as {{'old.*': 'new.*'}}."
+            )
+
     def _check_fallback(self) -> None:
-        _check_choice("on_corrupt", self.on_corrupt, get_args(OnCorrupt))
+        check_choice("on_corrupt", self.on_corrupt, get_args(OnCorrupt))
+        is_places = isinstance(self.copies, tuple) and all(
+            copy is not None and not isinstance(copy, (bytes, bool, int, float)) and copy != ""
+            for copy in self.copies
+        )
+        if not is_places:
+            raise DeclarationError(f"copies={self.copies!r}: give a tuple of places, none of them empty.")
         if self.copies and self.on_corrupt != "fallback":
             raise DeclarationError("copies are given, and are never read: set on_corrupt='fallback' as well.")
-        if not isinstance(self.copies, tuple) or any(not copy for copy in self.copies):
-            raise DeclarationError(f"copies={self.copies!r}: give a tuple of places, none of them empty.")
         if self.on_corrupt == "fallback" and not self.verify:
             raise DeclarationError(
                 "on_corrupt='fallback' needs verify=True: damage that is not looked for is not found."
@@ -251,8 +294,10 @@ class ConvertOptions:
     buffer_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        _check_positive("timeout_s", self.timeout_s)
-        _check_positive("buffer_bytes", self.buffer_bytes)
+        check_seconds("timeout_s", self.timeout_s)
+        check_count("buffer_bytes", self.buffer_bytes)
+        for name in ("verify", "overwrite", "allow_unsafe_pickle", "array_digests"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +318,9 @@ class VerifyOptions:
     skip_unknown_classes: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("threads", self.threads)
+        check_count("threads", self.threads)
+        for name in ("deep", "allow_unsafe_pickle", "skip_unknown_classes"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +340,9 @@ class RepairOptions:
     allow_unsafe_pickle: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("threads", self.threads)
+        check_count("threads", self.threads)
+        for name in ("dry_run", "partial", "allow_unsafe_pickle"):
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,15 +367,8 @@ class DiffOptions:
     buffer_bytes: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        _check_positive("threads", self.threads)
-        _check_positive("buffer_bytes", self.buffer_bytes)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:  # nan is neither
-        raise DeclarationError(f"{name} is {value}; give a finite number above 0.")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise DeclarationError(f"{name}={value!r} is not known. Give one of {', '.join(choices)}.")
+        check_count("threads", self.threads)
+        check_count("buffer_bytes", self.buffer_bytes)
+        check_texts("keys", self.keys, example="('decoder.*',)")
+        for name in ("common", "allow_unsafe_pickle", "read_all"):
+            check_flag(name, getattr(self, name))

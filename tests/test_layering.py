@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 # A part of the package, and the parts that it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "options": {"errors"},
+    "arguments": {"errors"},
+    "options": {"arguments", "errors"},
     "geometry": {"errors"},
     "metadata": {"geometry", "errors"},
     "mapping": {"metadata", "geometry", "errors"},
@@ -24,17 +25,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "validation": {"planning", "metadata", "geometry", "errors", "options"},
     "codec": {"errors"},
     "comm": {"errors"},
-    "storage": {"errors"},
+    "storage": {"arguments", "errors"},
     "formats": {"planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "errors"},
     "engine": {
         "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm", "storage",
         "options", "errors",
     },
-    "api": {"engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "errors"},
-    "config": {"formats", "validation", "options", "errors"},
+    "api": {
+        "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "arguments",
+        "errors",
+    },
+    "config": {"formats", "validation", "options", "arguments", "errors"},
     "checkpointer": {
         "api", "engine", "formats", "planning", "validation", "storage", "mapping", "comm", "options",
-        "errors",
+        "arguments", "errors",
     },
     "parallel": {"mapping", "geometry", "comm", "errors"},
     "optim": {"parallel", "mapping", "geometry", "comm", "errors"},
@@ -58,11 +62,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Jobs that are not there, from the arithmetic of layers and optimizers, and the planner over them.
     "simulation": {
         "engine", "formats", "validation", "planning", "metadata", "parallel", "optim", "geometry", "storage",
-        "options", "errors",
+        "options", "arguments", "errors",
     },
     "cli": {
         "bench", "simulation", "checkpointer", "api", "engine", "formats", "validation", "mapping",
-        "metadata", "comm", "storage", "options", "errors",
+        "metadata", "comm", "storage", "options", "arguments", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}

@@ -45,11 +45,24 @@ def run_bench(settings: BenchSettings) -> Report | None:
         RankFailedError: a rank failed; the text has its error.
     """
     list(other_formats(settings.formats))  # refuses what is unknown before anything starts
+    _check_room(settings)
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(settings)
     report = reduce(_joined, map(_spawn, _worlds(settings)))
     return replace(report, command=asdict(settings))
+
+
+def _check_room(settings: BenchSettings) -> None:
+    """Refuse a size that cannot be: nothing is begun that would fill the disk before it fails."""
+    directory = Path(settings.directory).absolute()
+    free = shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+    if settings.size > free:
+        raise DeclarationError(
+            f"size is {settings.size:,} bytes, and {settings.directory} has {free:,} left. Give another "
+            f"directory, or a size of which there is room for several.",
+            path=settings.directory,
+        )
 
 
 def _worlds(settings: BenchSettings) -> list[BenchSettings]:

@@ -15,22 +15,25 @@ from dataclasses import replace
 from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, save_request
-from megackpt.checkpointer.destinations import Intervals
+from megackpt.arguments import check_flag, checked_step
+from megackpt.checkpointer.destinations import Destinations, Intervals
 from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.interval import SaveInterval, interval_of
-from megackpt.checkpointer.loading import RootLoading, TierLoading
+from megackpt.checkpointer.loading import RootLoading, StepLoading, TierLoading
 from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import RootSaving
 from megackpt.checkpointer.saving_behind import SavingBehind
 from megackpt.checkpointer.schedule import Schedule
+from megackpt.checkpointer.settings import RunSettings, check_given
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
-from megackpt.checkpointer.tiers import Tier, check_tiers
+from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import GivenGroup, Group, world_group
+from megackpt.engine.alike import compare_settings
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.prepared_save import for_a_writer
 from megackpt.engine.save import SaveRequest
@@ -115,11 +118,22 @@ class Checkpointer(Run):
         exchange_group: GivenGroup | None = None,
         objects: ObjectOptions | None = None,
     ) -> None:
+        check_given(
+            verify_after_save=verify_after_save,
+            async_save=async_save,
+            async_options=async_options,
+            tiers=tiers,
+            every=every,
+            node=node,
+            save_options=save_options,
+            load_options=load_options,
+            group=group,
+            spread_group=spread_group,
+            exchange_group=exchange_group,
+            objects=objects,
+        )
         policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
         interval = interval_of(save_interval)
-        if every < 1:
-            raise DeclarationError(f"every is {every}; give at least 1 step.")
-        check_tiers(tiers)
         self.every = every
         self.last_load: LastLoad | None = None
         self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
@@ -158,8 +172,8 @@ class Checkpointer(Run):
             options=self._load_options,
             exchange_group=exchange_group,
         )
-        tier_set = TierSet(tiers, node=node)
-        self._loading: RootLoading | TierLoading = root_loading
+        self._tiers = tier_set = TierSet(tiers, node=node)
+        self._loading: StepLoading = root_loading
         if tiers:
             self._loading = TierLoading(tiers=tier_set, root=root_loading)
         self._behind: SavingBehind | None = None
@@ -176,6 +190,22 @@ class Checkpointer(Run):
         self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
         self._schedule = Schedule(interval, self._signals)
+        is_path = isinstance(root, (str, os.PathLike))
+        self._settings = RunSettings(
+            root=self._places.location if is_path else None,
+            policy=policy,
+            interval=interval,
+            save_on_signal=self.save_on_signal,
+            on_error=on_error,
+            verify_after_save=verify_after_save,
+            async_save=async_save,
+            async_options=async_options,
+            tiers=tuple(tiers),
+            every=every,
+            save_options=self._save_options,
+            load_options=self._load_options,
+        )
+        self._is_compared = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -191,14 +221,16 @@ class Checkpointer(Run):
     def should_save(self, step: int) -> bool:
         """Say whether `save_interval` or a signal asks for a save of this step; the same on all ranks.
 
-        Collective: all ranks call it at every step, with the same step. Most calls send nothing; where time
-        or signals count, ranks exchange 248 bytes about once a second.
+        Collective: all ranks call it at every step, with the same step. Most calls send nothing: in the first
+        call of any kind ranks compare their options, and where time or signals count, they exchange 248 bytes
+        about once a second.
 
         Raises:
             DeclarationError: ranks ask about different steps, or have different options.
             RankFailedError: a rank did not answer before the deadline.
         """
-        return self._schedule.should_save(step, lambda: self._ranks(self._save_options.timeout_s))
+        group = self._ranks(self._save_options.timeout_s)
+        return self._schedule.should_save(checked_step(step), lambda: group)
 
     def maybe_save(
         self,
@@ -265,11 +297,13 @@ class Checkpointer(Run):
             CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
                 store refused, or the step was found damaged.
         """
-        if step < 0:
-            raise DeclarationError(f"step is {step}; steps are counted from 0.")
+        step = checked_step(step)
         group = self._ranks(self._save_options.timeout_s)
-        request = self._request(state, content_metadata, sharded_strategy, group)
         going = self._intervals.of(step, to_root=to_root, is_signalled=self._schedule.is_signalled)
+        if len(self._tiers) or self.every > 1 or to_root is not None:
+            self._check_way(step, to_root, going, group)
+        alike = {"step": step, "metrics given": metrics is not None}
+        request = replace(self._request(state, content_metadata, sharded_strategy, group), alike=alike)
         behind = self._behind if going else None
         if behind is not None and not behind.may_save(group, is_last=self.exit_requested):
             self._intervals.skipped(going)
@@ -282,6 +316,13 @@ class Checkpointer(Run):
             return self._into_root.save(step, request, metrics, group) if going.root else is_saved
         finally:
             self._schedule.saved(step)
+
+    def _check_way(self, step: int, to_root: bool | None, going: Destinations, group: Group) -> None:
+        """Refuse ranks whose steps would go to different places, or nowhere. Collective."""
+        if to_root is not None:
+            check_flag("to_root", to_root)
+        way = {"step": step, "to_root": to_root, "is for the root": going.root, "tiers": list(going.tiers)}
+        compare_settings(group, way, what="Ranks save differently", doing="choosing where a step goes")
 
     def warm_up(
         self,
@@ -371,6 +412,7 @@ class Checkpointer(Run):
         """
         if isinstance(step, str) and step != "latest":
             raise DeclarationError(f"step is {step!r}; give the number of a step, or 'latest'.")
+        step = step if step is None or isinstance(step, str) else checked_step(step)
         self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
         asked = None if isinstance(step, str) else step
         group = self._ranks(self._load_options.timeout_s)
@@ -404,4 +446,9 @@ class Checkpointer(Run):
             self._signals.close()
 
     def _ranks(self, timeout_s: float) -> Group:
-        return self._group or world_group(timeout_s=timeout_s)
+        """Return the group; at the first call compare what ranks were given. Collective."""
+        group = self._group or world_group(timeout_s=timeout_s)
+        if not self._is_compared:
+            self._settings.compare(group)
+            self._is_compared = True
+        return group

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
@@ -17,6 +17,7 @@ from megackpt.checkpointer.pins import is_pinned, read_pins
 from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
+from megackpt.engine.manifest import holds_other_attempts
 from megackpt.engine.progress import Unseen
 from megackpt.engine.steps import StepPlaces, step_name
 from megackpt.engine.verify import find_damages
@@ -40,6 +41,12 @@ class Removals:
 
     retention: Retention
     torn: tuple[int, ...]
+
+    def without(self, steps: Collection[int]) -> Removals:
+        """Return what is left to go if these steps are let alone."""
+        removed = tuple(step for step in self.retention.removed if step not in steps)
+        torn = tuple(step for step in self.torn if step not in steps)
+        return Removals(retention=replace(self.retention, removed=removed), torn=torn)
 
 
 class Housekeeping:
@@ -92,6 +99,23 @@ class Housekeeping:
             torn=stale_leftovers(found.torn, upto=upto, pinned=pinned),
         )
 
+    def being_saved(self, removals: Removals, *, within_s: float) -> frozenset[int]:
+        """Return those that go into which a job may be saving right now: something was written there lately.
+
+        Of a committed one, that there are files that its commit does not name counts as well. Where a store
+        does not tell when it was written to, none.
+        """
+        busy = {step for step in removals.torn if self._is_young(step, within_s)}
+        for step in removals.retention.removed:
+            if self._is_young(step, within_s):
+                with contextlib.closing(self._places.open(step_name(step))) as store:
+                    busy |= {step} if holds_other_attempts(store) else set()
+        return frozenset(busy)
+
+    def _is_young(self, step: int, within_s: float) -> bool:
+        idle_s = self._places.idle_s(step_name(step))
+        return idle_s is not None and idle_s < within_s
+
     def remove(self, removals: Removals, found: StepList, *, upto: int) -> tuple[int, ...]:
         """Remove steps, unless they have been pinned meanwhile; return those that are gone.
 
@@ -103,7 +127,7 @@ class Housekeeping:
         there = {*found.committed, *found.torn} - set(gone)
         with _warned("removing metrics before step", upto):
             for stray in steps_with_metrics(self._places.root):
-                if stray < upto and stray not in there:
+                if stray in gone or (stray < upto and stray not in there):
                     forget_metrics(self._places.root, stray)
         return gone
 

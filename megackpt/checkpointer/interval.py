@@ -5,10 +5,9 @@ Owns the option and the arithmetic. Clocks, signals and other ranks are up to `s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megackpt.errors import DeclarationError
+from megackpt.arguments import check_count, check_seconds
 
 _MOST_STEPS_APART = 100  # if steps become slower, the next meeting is this many of them away
 
@@ -28,11 +27,11 @@ class SaveInterval:
     agree_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
-            raise DeclarationError(f"save_interval has {self.steps!r} steps; give a number of at least 1.")
-        for name, value in (("seconds", self.seconds), ("agree_s", self.agree_s)):
-            if value is not None and not 0 < value < math.inf:
-                raise DeclarationError(f"save_interval: {name} is {value}; give a finite number above 0.")
+        if self.steps is not None:
+            check_count("save_interval.steps", self.steps, otherwise=", or None")
+        if self.seconds is not None:
+            check_seconds("save_interval.seconds", self.seconds, otherwise=", or None")
+        check_seconds("save_interval.agree_s", self.agree_s)
 
 
 def interval_of(given: int | SaveInterval | None) -> SaveInterval:

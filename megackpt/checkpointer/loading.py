@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megackpt.api import ReturnsState, load_with_report
 from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
@@ -23,9 +24,26 @@ from megackpt.options import LoadOptions
 from megackpt.validation import LoadReport, StrictHandling
 
 
+class StepLoading(Protocol):
+    """How steps come out of a run."""
+
+    def load(
+        self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
+    ) -> tuple[StateDict, LastLoad]:
+        """Load a step, or the newest that can be, and say what was used. Collective.
+
+        Raises:
+            NotACheckpointError: there is no committed step, or not the one asked for.
+            CheckpointError: as `megackpt.load`.
+        """
+
+    def find_latest(self, group: Group) -> int | None:
+        """Return the step that a load of the newest takes, None if there is none. Collective."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootLoading:
-    """How steps come out of a root.
+    """How steps come out of a root. See `StepLoading`.
 
     Attributes:
         places: where they lie.
@@ -44,12 +62,7 @@ class RootLoading:
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LastLoad]:
-        """Load a step, or the newest, and say what was used. Collective.
-
-        Raises:
-            NotACheckpointError: there is no committed step, or not the one asked for.
-            CheckpointError: as `megackpt.load`.
-        """
+        """Load a step; go back to older ones where options say so, and none was asked for."""
         found = self.find_latest(group) if step is None else step
         if found is None:
             where = self.places.location
@@ -81,7 +94,7 @@ class RootLoading:
             )
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest committed step as rank 0 sees it. Collective."""
+        """Return the newest committed step as rank 0 sees it."""
         return _as_rank_0(group, self.latest, doing="looking for the newest checkpoint")
 
     def _find_older(self, step: int, group: Group) -> int | None:
@@ -95,7 +108,7 @@ class RootLoading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLoading:
-    """How steps come out of tiers, and of the root behind them.
+    """How steps come out of tiers, and of the root behind them. See `StepLoading`.
 
     Attributes:
         tiers: storage of the nodes.
@@ -108,16 +121,11 @@ class TierLoading:
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LastLoad]:
-        """Load a step, or the newest, from the first place where it is whole; say what was used. Collective.
-
-        Raises:
-            NotACheckpointError: there is no committed step, or not the one asked for.
-            CheckpointError: as `megackpt.load`.
-        """
+        """Load a step from the first place where it is whole."""
         return self._look(strict, group).load(state, step, strict, self.root.options)
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest step of which every byte is somewhere. Collective."""
+        """Return the newest step of which every byte is somewhere."""
         return self._look(StrictHandling.ASSUME_OK_UNEXPECTED, group).find()
 
     def _look(self, strict: ReturnsState, group: Group) -> Recovery:

@@ -25,8 +25,10 @@ def checked_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     """Return metrics as plain numbers; tensors and arrays of one element are taken, too.
 
     Raises:
-        DeclarationError: a name is no text, or a value no number.
+        DeclarationError: it is no mapping, a name is no text, or a value no number.
     """
+    if not isinstance(metrics, Mapping):
+        raise DeclarationError(f"metrics is {metrics!r}; give numbers by name, as {{'loss': 2.5}}.")
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:

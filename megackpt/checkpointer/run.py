@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.api import load_content_metadata
+from megackpt.arguments import check_flag, checked_step
 from megackpt.checkpointer.metrics import read_metrics
 from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
 from megackpt.checkpointer.step_list import StepList, scan
@@ -41,6 +42,7 @@ class Run:
         allow_unsafe_pickle: bool = False,
     ) -> None:
         self._places = step_places(root, objects=objects)
+        check_flag("allow_unsafe_pickle", allow_unsafe_pickle)
         self._trusted = allow_unsafe_pickle
         where = self._places.location
         is_path = isinstance(root, (str, os.PathLike)) and not is_object_url(where)
@@ -48,7 +50,7 @@ class Run:
 
     def location(self, step: int) -> str:
         """Return the path or URL where a step is or would be."""
-        return f"{self._places.location}/{step_name(step)}"
+        return f"{self._places.location}/{step_name(checked_step(step))}"
 
     def directory(self, step: int) -> Path:
         """Return the directory where a step is or would be.
@@ -61,7 +63,7 @@ class Run:
                 f"{self.root} is not on a file system, so its steps have no directories. "
                 f"Use location({step})."
             )
-        return self.root / step_name(step)
+        return self.root / step_name(checked_step(step))
 
     def scan(self) -> StepList:
         """Look at the root. Local."""
@@ -92,6 +94,7 @@ class Run:
             NotACheckpointError: it is not committed, or is being removed right now.
             StorageError: the store refused.
         """
+        step = checked_step(step)
         self._check_committed(step)
         write_pin(self._places.root, step)
         try:
@@ -105,7 +108,7 @@ class Run:
 
         One that is not pinned is fine.
         """
-        remove_pin(self._places.root, step)
+        remove_pin(self._places.root, checked_step(step))
 
     def pins(self) -> tuple[int, ...]:
         """Return the pinned steps, ascending. Local."""
@@ -113,11 +116,11 @@ class Run:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that a step was saved with; none if there were none. Local."""
-        return read_metrics(self._places.root, step)
+        return read_metrics(self._places.root, checked_step(step))
 
     def content_metadata(self, step: int) -> Any:
         """Return what the step was saved with as `content_metadata`. Local."""
-        with contextlib.closing(self._places.open(step_name(step))) as store:
+        with contextlib.closing(self._places.open(step_name(checked_step(step)))) as store:
             return load_content_metadata(store, allow_unsafe_pickle=self._trusted)
 
     def _check_committed(self, step: int) -> None:

@@ -35,9 +35,10 @@ class SignalWatch:
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
-        if not isinstance(signals, Iterable):
+        given = tuple(signals) if isinstance(signals, Iterable) and not isinstance(signals, str) else (None,)
+        if not all(isinstance(signum, int) and not isinstance(signum, bool) for signum in given):
             raise DeclarationError(f"save_on_signal is {signals!r}; give a tuple, as (signal.SIGTERM,).")
-        self.signals = tuple(sorted({int(signum) for signum in signals}))
+        self.signals = tuple(sorted({int(signum) for signum in given if signum is not None}))
         self._flags = dict.fromkeys(self.signals, False)
         self._before: dict[int, Callable[..., object] | int | None] = {}
         self._is_closed = False

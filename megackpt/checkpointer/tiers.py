@@ -7,10 +7,10 @@ Owns what a tier is. Which directories of which nodes it is, is in `tier_set`; h
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from megackpt.arguments import check_count
 from megackpt.errors import DeclarationError
 
 
@@ -37,10 +37,11 @@ class Tier:
     jump: int = 1
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise DeclarationError(f"{kind}: path is {self.path!r}; give a directory, as '/dev/shm/run'.")
         for name in ("every", "keep_last", "replication_factor", "jump"):
-            value = getattr(self, name)
-            if value < 1:
-                raise DeclarationError(f"{type(self).__name__}: {name} is {value}; give at least 1.")
+            check_count(f"{kind}: {name}", getattr(self, name))
 
     def __str__(self) -> str:
         return f"the {self.kind} tier {os.fspath(self.path)}"
@@ -66,12 +67,14 @@ class LocalTier(Tier):
     kind: ClassVar[str] = "local disk"
 
 
-def check_tiers(tiers: Sequence[Tier]) -> None:
+def check_tiers(tiers: object) -> None:
     """Check what can be known of tiers before they are used. Local.
 
     Raises:
-        DeclarationError: two of them are one directory.
+        DeclarationError: they are no tiers, or two of them are one directory.
     """
+    if not isinstance(tiers, (list, tuple)) or not all(isinstance(tier, Tier) for tier in tiers):
+        raise DeclarationError(f"tiers is {tiers!r}; give a list of tiers, as [MemoryTier('/dev/shm/run')].")
     paths = [os.path.abspath(tier.path) for tier in tiers]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:

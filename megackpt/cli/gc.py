@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import click
 
+from megackpt.arguments import MOST_SECONDS, check_number
 from megackpt.checkpointer import KeepBest
 from megackpt.checkpointer.housekeeping import Housekeeping, Removals
 from megackpt.checkpointer.metrics import read_metrics
@@ -18,8 +19,8 @@ from megackpt.engine.steps import step_places
 from megackpt.errors import DeclarationError, NotACheckpointError
 
 _RUNNING = (
-    "A job may be saving there right now: leftovers that are newer than the newest commit are left alone. "
-    "Its own retention goes on by its own options."
+    "A job may be saving there right now: leftovers that are newer than the newest commit are left alone, "
+    "and so is what was written to within --min-age. Its own retention goes on by its own options."
 )
 
 
@@ -47,6 +48,14 @@ class _Best(click.ParamType[KeepBest]):
     "--keep-best", type=_Best(), metavar="METRIC[:N[:max]]", help="The best N by a metric of the run stay."
 )
 @click.option("--keep-all", is_flag=True, help="All committed steps stay; only leftovers go.")
+@click.option(
+    "--min-age",
+    default=60.0,
+    show_default=True,
+    type=float,
+    metavar="MINUTES",
+    help="What a save has begun and not committed goes only if nothing was written to it for so long.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @json_option
 def command(
@@ -56,6 +65,7 @@ def command(
     keep_every: int | None,
     keep_best: KeepBest | None,
     keep_all: bool,
+    min_age: float,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -63,7 +73,8 @@ def command(
 
     One of the --keep options must be given: a step stays if any of them asks for it. Whatever they say, the
     newest step stays, pinned ones do, and the newest in which nothing is wrong that can be seen without
-    reading its chunks. Leftovers go only if a newer step is committed.
+    reading its chunks. Leftovers go only if a newer step is committed, and if nothing was written to them
+    lately.
     """
     policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if policy.keeps_all != keep_all:
@@ -71,6 +82,7 @@ def command(
             "Say what is to stay: --keep-last, --keep-every, --keep-best, or --keep-all alone. "
             "What is removed does not come back, so nothing is assumed."
         )
+    check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
     check_root(root)
     places = step_places(root, objects=None)
     found = scan(places)
@@ -85,13 +97,17 @@ def command(
     keeping = Housekeeping(places, policy)
     whole = keeping.newest_whole(found.committed)
     planned = keeping.plan(found, upto=found.committed[-1], good=() if whole is None else (whole,))
-    todo = (*planned.torn, *planned.retention.removed)
-    removed = todo if dry_run else keeping.remove(planned, found, upto=found.committed[-1])
+    busy = keeping.being_saved(planned, within_s=60 * min_age)
+    chosen = planned.without(busy)
+    todo = (*chosen.torn, *chosen.retention.removed)
+    # A job that saves an older step again may have stored its metrics, and nothing else yet.
+    removed = todo if dry_run else keeping.remove(chosen, found, upto=0)
     left = sorted(set(todo) - set(removed))
     if as_json:
-        say(_json(root, planned, removed, left, dry_run=dry_run), "", as_json=True)
+        said = _json(root, planned, removed, left, dry_run=dry_run)
+        say({**said, "left_alone": sorted(busy)}, "", as_json=True)
     else:
-        _show(root, planned, removed, left, dry_run=dry_run)
+        _show(root, planned, removed, left, busy, dry_run=dry_run)
         click.echo(_RUNNING, err=True)
     return FAILED_CHECK if left else 0
 
@@ -119,10 +135,19 @@ def _json(
     }
 
 
-def _show(root: str, planned: Removals, removed: tuple[int, ...], left: list[int], *, dry_run: bool) -> None:
+def _show(
+    root: str,
+    planned: Removals,
+    removed: tuple[int, ...],
+    left: list[int],
+    busy: Collection[int],
+    *,
+    dry_run: bool,
+) -> None:
     went = "would be removed" if dry_run else "removed"
     rows = {s: (_state(planned, s), went, "") for s in removed}
     rows |= {s: (_state(planned, s), "could not be removed, or is pinned now", "") for s in left}
+    rows |= {s: (_state(planned, s), "left alone", "written to within --min-age") for s in busy}
     rows |= {s: ("committed", "stays", ", ".join(why)) for s, why in planned.retention.kept.items()}
     cells = [(str(step), *rows[step]) for step in sorted(rows)]
     stdout().print(table_of(root, cells, left=("step", "state", "what", "because")))

@@ -19,7 +19,7 @@ from megackpt.cli.tables import stdout, table_of
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import LocalStore, is_object_url
+from megackpt.storage import LocalStore, checked_path, is_object_url
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -65,6 +65,7 @@ def command(root: str, *, as_json: bool) -> None:
         raise click.UsageError(
             f"{root}: only directories are listed. `megackpt pin {root} --list` takes an URL."
         )
+    checked_path(root)
     steps = find_steps(Path(root))
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:

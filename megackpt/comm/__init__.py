@@ -15,6 +15,7 @@ from megackpt.comm.group import (
     Group,
     Parcel,
     SingleProcess,
+    check_group,
     encode_error,
     moves_bulk,
     together,
@@ -29,7 +30,14 @@ from megackpt.comm.store_group import (
     decode_error,
     host_store,
 )
-from megackpt.comm.subgroup import GivenGroup, check_subgroup, subgroup, subgroup_label, subgroup_members
+from megackpt.comm.subgroup import (
+    GivenGroup,
+    check_given_group,
+    check_subgroup,
+    subgroup,
+    subgroup_label,
+    subgroup_members,
+)
 from megackpt.comm.torch_group import TorchGroup
 
 __all__ = [
@@ -47,6 +55,8 @@ __all__ = [
     "StoreGroup",
     "StoreHost",
     "TorchGroup",
+    "check_given_group",
+    "check_group",
     "check_subgroup",
     "compare",
     "connect_store",

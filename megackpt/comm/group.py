@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from megackpt import errors
-from megackpt.errors import CheckpointError, RankFailedError
+from megackpt.errors import CheckpointError, DeclarationError, RankFailedError
 
 T = TypeVar("T")
 
@@ -66,6 +66,24 @@ class BulkGroup(Group, Protocol):
 def moves_bulk(group: Group) -> TypeGuard[BulkGroup]:
     """Say whether a group can move much data."""
     return all(hasattr(group, name) for name in ("exchange", "broadcast", "all_gather_into"))
+
+
+def is_group(group: object) -> bool:
+    """Say whether something has the methods of a group; a process group of torch has not."""
+    return all(hasattr(group, name) for name in ("rank", "size", "all_gather", "gather"))
+
+
+def check_group(group: object) -> None:
+    """Check that something is a group, by its methods. Local.
+
+    Raises:
+        DeclarationError: it is none, a process group of torch for instance.
+    """
+    if not is_group(group):
+        raise DeclarationError(
+            f"group is {group!r}, which lacks the methods of megackpt.comm.Group. Leave it out for all ranks "
+            f"of torch.distributed; for some give megackpt.comm.TorchGroup(ranks=[...], timeout_s=...)."
+        )
 
 
 class SingleProcess:
@@ -158,7 +176,7 @@ def check_one_step(answers: Sequence[bytes], step: bytes) -> None:
         raise RankFailedError(
             f"Ranks are at different steps: rank(s) {describe_ranks(others)} sent "
             f"{_step_of(answers[others[0]])} while this one sent {_step_of(step)}. Call the same "
-            f"functions in the same order on all ranks, with equal options.",
+            f"functions in the same order on all ranks, with equal arguments and options.",
             rank=others[0],
         )
 

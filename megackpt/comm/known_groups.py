@@ -9,14 +9,18 @@ import weakref
 
 import torch.distributed as dist
 
-from megackpt.comm.group import BulkGroup, Group, SingleProcess
+from megackpt.comm.group import BulkGroup, Group, SingleProcess, settle
 from megackpt.comm.torch_group import TorchGroup
 
 
 def world_group(*, timeout_s: float) -> Group:
     """Return the group of all ranks, cached; SingleProcess without an initialised process group.
 
-    Collective at the first call with each timeout_s.
+    Collective at the first call with each timeout_s: ranks meet in a group that they have, if they have one,
+    so that a rank with another deadline than the others is found there.
+
+    Raises:
+        RankFailedError: a rank did not come, or is about to do something else.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SingleProcess()
@@ -24,6 +28,9 @@ def world_group(*, timeout_s: float) -> Group:
     assert world is not None
     by_timeout = _GROUPS.setdefault(world, {})
     if timeout_s not in by_timeout:
+        known = next(iter(by_timeout.values()), None)
+        if known is not None:
+            settle(known, b"", None, doing=f"connecting all ranks with timeout_s={timeout_s:g}")
         by_timeout[timeout_s] = TorchGroup(timeout_s=timeout_s)
     return by_timeout[timeout_s]
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from megackpt.comm.group import BulkGroup, Group, moves_bulk
+from megackpt.comm.group import BulkGroup, Group, is_group, moves_bulk
 from megackpt.comm.known_groups import process_group_ranks, torch_subgroup
 from megackpt.comm.torch_group import TorchGroup
 from megackpt.errors import DeclarationError
@@ -50,6 +50,19 @@ def check_subgroup(given: GivenGroup) -> None:
         )
 
 
+def check_given_group(name: str, given: object) -> None:
+    """Check that an argument is a group, of ours or of torch. Local.
+
+    Raises:
+        DeclarationError: it is none.
+    """
+    if not isinstance(given, dist.ProcessGroup) and not is_group(given):
+        raise DeclarationError(
+            f"{name} is {given!r}; give a process group of torch, or an object with the methods of "
+            f"megackpt.comm.Group."
+        )
+
+
 def subgroup_members(given: GivenGroup) -> str:
     """Return text that tells the members of a group, the same on all of them; "" where only they know. Local.
 
@@ -68,7 +81,11 @@ def subgroup_label(given: GivenGroup, *, rank: int) -> int:
     """Return a number that is the same on all members of a group, and another in each group beside it.
 
     Collective over the group unless it is one of torch's; rank is this process's in all groups together.
+
+    Raises:
+        DeclarationError: it is no group.
     """
+    check_given_group("spread_group", given)
     if isinstance(given, dist.ProcessGroup):
         return min(process_group_ranks(given))
     if isinstance(given, TorchGroup):

@@ -22,7 +22,16 @@ def check_alike(answers: Sequence[Mapping[str, Any]], where: str) -> None:
     Raises:
         MismatchError: naming what differs, and on which rank.
     """
-    if any(answer["opened"] != answers[0]["opened"] for answer in answers):
+    differs = next((r for r, a in enumerate(answers) if a["opened"] != answers[0]["opened"]), None)
+    if differs is not None:
+        places = answers[0]["where"], answers[differs]["where"]
+        if places[0] != places[1]:
+            raise MismatchError(
+                f"Ranks load different checkpoints: {places[0]} on rank 0 and {places[1]} on rank {differs}. "
+                f"Name the same directory, or step, on all of them.",
+                rank=differs,
+                path=places[0],
+            )
         raise MismatchError(
             f"{where} was saved anew while it was being opened: ranks see different checkpoints. Load again.",
             path=where,
@@ -52,6 +61,7 @@ def check_alike(answers: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 _SAID_ALIKE = {
+    "timeout_s": "LoadOptions.timeout_s",
     "cpu_transfer": "cpu_transfer",
     "has_exchange_group": "whether they give an exchange_group",
     "missing": "what they do about missing keys (strict, rules and rename)",

@@ -78,7 +78,7 @@ class AsyncSaver:
             CheckpointError: as `save`.
         """
         self.wait()
-        self._meet(group, options)
+        self._meet(group, options, doing="warming up for asynchronous saves")
         ready = self._prepare(request, group, options)
         self._use_plan(ready.planned)
         compare(group, self._await_ready, alike=0, doing="starting its writer process")
@@ -188,7 +188,9 @@ class AsyncSaver:
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
 
-    def _meet(self, group: Group, options: SaveOptions) -> bool:
+    def _meet(
+        self, group: Group, options: SaveOptions, *, doing: str = "beginning an asynchronous save"
+    ) -> bool:
         """Find out together whether to save; connect what is not connected. Collective.
 
         Raises:
@@ -199,7 +201,7 @@ class AsyncSaver:
         def look() -> Numbers:
             return Numbers((), beginning.numbers())
 
-        found = compare(group, look, alike=0, largest=beginning.count, doing="beginning an asynchronous save")
+        found = compare(group, look, alike=0, largest=beginning.count, doing=doing)
         beginning.heard(found.largest)
         return not (self.skips and beginning.is_any_busy)
 

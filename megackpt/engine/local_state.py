@@ -7,8 +7,8 @@ of each row of a plan.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class SaveRequest:
         spread: who may write a chunk that several ranks hold; see `SaveOptions`.
         spread_label: returns a number that is equal on the ranks of this one's `spread_group`; 0 where there
             is none. It may refuse, as choose may.
+        alike: what else all ranks must have been given alike, by the names that a user knows; for JSON.
     """
 
     state: ShardedStateDict
@@ -58,6 +59,7 @@ class SaveRequest:
     assume_constant_structure: bool = False
     spread: Spread = "world"
     spread_label: Callable[[], int] = int
+    alike: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class LocalState:
             "validate_access_integrity": self.request.validate,
             "SaveOptions.spread": self.request.spread,
             "plans given": self.request.plans is not None,
+            **self.request.alike,
         }
 
     def common_leaves(self) -> bytes:

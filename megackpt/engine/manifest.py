@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
+from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
 from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.registry import detect, save_strategies
 from megackpt.formats.strategy import MANIFEST, HasFixedNames, Json, SaveStrategy
@@ -92,6 +92,15 @@ def files_of_saves(store: Store) -> list[str]:
     others = set(names) - set(fixed)
     halves = [n for n in names if is_beside(n)]
     return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n, known) is not None)]
+
+
+def holds_other_attempts(store: Store) -> bool:
+    """Say whether there are files of an attempt that is not committed: of a save that failed, or goes on."""
+    said: Json = {}
+    with contextlib.suppress(FormatError):
+        said = read_manifest_file(store) or {}
+    attempts = {attempt for name in store.names() if (attempt := _attempt_of(name, _known())) is not None}
+    return bool(attempts - {said.get("attempt")})
 
 
 def _known(strategy: SaveStrategy | None = None) -> list[SaveStrategy]:

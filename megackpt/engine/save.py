@@ -7,9 +7,8 @@ one rank ends in a meeting of all, where a failure becomes the same error everyw
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from megackpt.engine.agree_on_plan import (
     plan_alone,
     plan_together,
 )
+from megackpt.engine.alike import as_number, check_settings
 from megackpt.engine.array_digests import with_array_digests
 from megackpt.engine.local_state import LocalState, RowPieces, SaveRequest, prepare
 from megackpt.engine.manifest import new_attempt
@@ -35,7 +35,7 @@ from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.metadata import ChunkTable
 from megackpt.options import SaveOptions
-from megackpt.storage import Store, digest_of
+from megackpt.storage import Store
 
 __all__ = ["SaveRequest", "plan_state", "save_state"]
 
@@ -174,17 +174,13 @@ def _numbers(local: LocalState, options: SaveOptions, *, rank: int) -> Numbers:
             raise _has_changed(local, plans.peek(names[0]), rank=rank)
     compared = request.validate and not assumed
     alike = (
-        _number(_settings(local, options)),
-        _number(local.common_leaves()) if compared else 0,
-        _number(json.dumps(local.values(), sort_keys=True).encode()) if compared else 0,
-        _number(json.dumps(plans.names if plans is not None else []).encode()),
+        as_number(_settings(local, options)),
+        as_number(local.common_leaves()) if compared else 0,
+        as_number(json.dumps(local.values(), sort_keys=True).encode()) if compared else 0,
+        as_number(json.dumps(plans.names if plans is not None else []).encode()),
         int(assumed),
     )
     return Numbers(alike, (int(attempt[:8], 16), int(attempt[8:], 16), *(int(not fit) for fit in fits)))
-
-
-def _number(data: bytes) -> int:
-    return int(digest_of(data)[:15], 16)
 
 
 def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agreed:
@@ -220,6 +216,7 @@ def _is_assumed(local: LocalState) -> bool:
 def _settings(local: LocalState, options: SaveOptions) -> bytes:
     """What all ranks must be given alike, as JSON."""
     meetings = {
+        "SaveOptions.timeout_s": float(options.timeout_s),
         "SaveOptions.parity": options.parity,
         "SaveOptions.compare_replicas": options.compare_replicas.value,
         "SaveOptions.array_digests": options.array_digests,
@@ -230,19 +227,7 @@ def _settings(local: LocalState, options: SaveOptions) -> bytes:
 def _name_settings(local: LocalState, options: SaveOptions, group: Group) -> None:
     """Refuse ranks that are not about to do the same; every rank comes to the same result."""
     said = together(group, lambda: _settings(local, options), doing="comparing settings")
-    _check_alike([json.loads(settings) for settings in said])
-
-
-def _check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
-    for setting in settings[0]:
-        values = [of_rank[setting] for of_rank in settings]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise DeclarationError(
-                f"Ranks save differently: {setting} is {values[0]!r} on rank 0 and {values[other]!r} on rank "
-                f"{other}. Give all ranks the same arguments.",
-                rank=other,
-            )
+    check_settings([json.loads(settings) for settings in said], what="Ranks save differently")
 
 
 def _has_changed(local: LocalState, kept: KeptPlan, *, rank: int) -> DeclarationError:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,8 @@ from megackpt.storage import (
     ObjectStore,
     Store,
     StoreBelow,
+    checked_path,
+    checked_store,
     is_in_memory,
     is_object_url,
 )
@@ -72,6 +75,12 @@ class StepPlaces(Protocol):
     def open(self, name: str) -> Store:
         """Return the store of a directory; it is closed by the caller."""
 
+    def idle_s(self, name: str) -> float | None:
+        """Return how long ago anything in a directory was written, in seconds; None if nobody can say.
+
+        By the clocks of this machine and of the store, which may differ; never below 0.
+        """
+
     def remove(self, name: str) -> None:
         """Remove a directory: first what makes it a checkpoint, so that it is never a loadable half.
 
@@ -87,10 +96,14 @@ def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions 
     """Return the places below a root. A relative path means the same after a change of directory.
 
     objects are the options of an object store, if the root is in one.
+
+    Raises:
+        DeclarationError: it is no root.
+        StorageError: it is an URL that no store serves, or empty.
     """
     if not isinstance(root, (str, os.PathLike)):
-        return StorePlaces(root)
-    text = os.fspath(root)
+        return StorePlaces(checked_store(root))
+    text = checked_path(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
     return LocalPlaces.at(text)
@@ -141,6 +154,15 @@ class LocalPlaces:
     def open(self, name: str) -> Store:
         """Return the store of a directory."""
         return LocalStore(self._root / name)
+
+    def idle_s(self, name: str) -> float | None:
+        """Return how long ago a file was written, or put into a directory."""
+        newest = -1.0
+        for directory, _, files in os.walk(self._root / name):
+            for path in (directory, *(os.path.join(directory, file) for file in files)):
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    newest = max(newest, os.lstat(path).st_mtime)
+        return None if newest < 0 else max(0.0, time.time() - newest)
 
     def remove(self, name: str) -> None:
         """Remove a directory; of a link, to a step of another run, only the link."""
@@ -220,6 +242,10 @@ class StorePlaces:
         """Return the store of a directory."""
         return StoreBelow(self._store, name)
 
+    def idle_s(self, name: str) -> float | None:
+        """Return None: stores do not tell."""
+        return None
+
     def remove(self, name: str) -> None:
         """Remove all files of a directory."""
         store = self.open(name)
@@ -276,6 +302,12 @@ class ObjectPlaces:
     def open(self, name: str) -> Store:
         """Return the store of a prefix."""
         return ObjectStore(f"{self.location}/{name}", options=self._options)
+
+    def idle_s(self, name: str) -> float | None:
+        """Return how long ago an object was put: a request for each 1,000."""
+        with contextlib.closing(ObjectStore(f"{self.location}/{name}", options=self._options)) as store:
+            newest = store.last_modified()
+        return None if newest is None else max(0.0, time.time() - newest)
 
     def remove(self, name: str) -> None:
         """Remove all objects of a prefix."""

@@ -6,7 +6,7 @@ know of their own files they check themselves; reading every byte is in `verify_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy as np
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
+from megackpt.engine.shares import WHOLE, in_share, sizes_of
 from megackpt.engine.verify_arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
-from megackpt.engine.verify_bytes import verify_bytes
+from megackpt.engine.verify_bytes import verify_bytes, verify_files
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
@@ -26,7 +27,9 @@ from megackpt.formats.strategy import (
     FileRanges,
     KnowsFiles,
     LiesInFiles,
+    ListsWholeFiles,
     NamesFiles,
+    WholeFile,
 )
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
@@ -93,10 +96,6 @@ class Looked:
     arrays: tuple[ArrayShare, ...] = ()
 
 
-WHOLE = (0, 1)
-"""The share of one that does all."""
-
-
 def verify_checkpoint(
     store: Store, options: VerifyOptions, progress: Progress, *, share: tuple[int, int] = WHOLE
 ) -> Verified:
@@ -107,9 +106,9 @@ def verify_checkpoint(
     `options.deep` also: the digest of every block, that objects and common state can be decoded, and digests
     of whole arrays.
 
-    share is (i, n) where n processes look at one checkpoint: each reads its part of the chunks, about as many
-    bytes as every other, and none compares digests of whole arrays. What else there is to check is done by
-    all, but what formats know of their files and common state, by the first.
+    share is (i, n) where n processes look at one checkpoint: each reads its part of chunks and parity files,
+    about as many bytes as every other, and none compares digests of whole arrays. What else there is to check
+    is done by all, but what formats know of their files and common state, by the first.
 
     Raises:
         NotACheckpointError: there is none.
@@ -137,18 +136,29 @@ def verify_checkpoint(
     found.array_digests = len(contents.array_digests)
     for key, why in contents.unreadable.items():
         found.add(Damage(key=key, what=why))
+    listed: Sequence[WholeFile] = ()
+    if options.deep and isinstance(strategy, ListsWholeFiles):
+        listed = strategy.whole_files(store, manifest)
     for keys, chunks in _opened(contents, found):
         found.count(set(keys), chunks)
         readable = _check_places(store, chunks, found)
         _check_coverage(chunks, set(keys), found)
         if options.deep:
-            readable = readable & _is_in_share(chunks, share)
+            # Those with chunks are checked by the digests of these.
+            listed = [file for file in listed if file.name not in found.files]
+            in_order = np.argsort(chunks.place, kind="stable")
+            readable[in_order] &= in_share(chunks.table.nbytes[in_order], share, after=sizes_of(listed))
             stored = {key: contents.array_digests[key] for key in keys if key in contents.array_digests}
             arrays = array_check(chunks.table, stored)
             for damage in verify_bytes(contents, chunks, readable, store, options, progress, arrays):
                 found.add(damage)
             if arrays is not None:
                 found.take_arrays(arrays, is_all=share == WHOLE)
+    if listed:
+        mine = in_share(sizes_of(listed), share, before=found.nbytes)
+        files = [file for file, is_mine in zip(listed, mine, strict=True) if is_mine]
+        for damage in verify_files(files, store, options, progress):
+            found.add(damage)
     if options.deep and is_first:
         _check_common(contents, found, options)
     return found.verified(options, strategy.backend, strategy.version)
@@ -214,6 +224,16 @@ class _Found:
         self._compared += compared
         for damage in damages:
             self.add(damage)
+
+    @property
+    def files(self) -> Set[str]:
+        """The files of the chunks that were counted."""
+        return self._files
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the chunks that were counted."""
+        return self._nbytes
 
     def verified(self, options: VerifyOptions, backend: str, version: int) -> Verified:
         """Return the result."""
@@ -282,16 +302,6 @@ def _check_places(store: Store, chunks: Chunks, found: _Found) -> np.ndarray[tup
         found.add(_damage(chunks, ranges, row, f"the file ends at byte {of_chunk[row]:,}", name=name))
     _check_overlaps(chunks, ranges, found)
     return readable & (of_chunk >= 0) & ~beyond
-
-
-def _is_in_share(chunks: Chunks, share: tuple[int, int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which chunks one of several processes reads: those that lie near each other, to one."""
-    order = np.argsort(chunks.place, kind="stable")
-    nbytes = chunks.table.nbytes[order] + 1  # so that empty ones are spread, too
-    number, count = share
-    found = np.zeros(len(order), np.bool_)
-    found[order] = (np.cumsum(nbytes) - nbytes) * count // max(int(nbytes.sum()), 1) == number
-    return found
 
 
 def _damage(chunks: Chunks, ranges: FileRanges, row: int, what: str, *, name: str) -> Damage:

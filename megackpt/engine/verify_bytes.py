@@ -22,14 +22,15 @@ from megackpt.engine.verify_arrays import ArrayCheck
 from megackpt.engine.workers import do_all
 from megackpt.errors import CheckpointError, IntegrityError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles, Part
+from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles, Part, WholeFile
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
-from megackpt.storage import COMMON_POOL, LENT_BYTES, Store
+from megackpt.storage import COMMON_POOL, LENT_BYTES, FileDigester, Store, lend
 
 T = TypeVar("T")
 
 _NEAR_BYTES = 64 * 1024  # between chunks that are read at once: to ask again costs more
+_DIFFER = "bytes are not those that were saved (their digest differs)"
 _AT_A_TIME = 1 << 14
 """Parts that are handed out in one go: as many as keep the threads busy, and are nothing in memory."""
 
@@ -61,6 +62,34 @@ def verify_bytes(
         jobs = [partial(reading.check_object, row) for row in rows]
         do_all(jobs, threads=options.threads, name="megackpt-verify")
     return reading.damages()
+
+
+def verify_files(
+    files: Sequence[WholeFile], store: Store, options: VerifyOptions, progress: Progress
+) -> list[Damage]:
+    """Read files that have one digest each, as far as they are there, and return what is wrong. Local."""
+    found: list[Damage] = []
+    progress.begin("reading parity", sum(file.nbytes for file in files))
+    jobs = [partial(_check_file, file, store, progress, found) for file in files]
+    do_all(jobs, threads=options.threads, name="megackpt-verify")
+    return found
+
+
+def _check_file(file: WholeFile, store: Store, progress: Progress, found: list[Damage]) -> None:
+    digest, read = FileDigester(), 0
+    try:
+        # Of another size it is damaged, and that is said by whoever knows what its size is for.
+        if store.exists(file.name) and store.size(file.name) == file.nbytes:
+            for start in range(0, file.nbytes, LENT_BYTES):
+                with lend(store, file.name, start, min(LENT_BYTES, file.nbytes - start)) as data:
+                    digest.update(data)
+                    read += len(data)
+                    progress.advance(len(data))
+            if digest.result() != file.digest:
+                found.append(Damage(file=file.name, what=f"its {_DIFFER}"))
+    except CheckpointError as error:
+        found.append(damage_of(error, location=store.location, file=file.name))
+    progress.advance(file.nbytes - read)
 
 
 def _parts(chunks: Chunks, rows: Sequence[int]) -> Iterator[Part]:
@@ -218,5 +247,5 @@ class _Reading:
 def _why(error: CheckpointError, *, has_blocks: bool) -> str:
     """Say what is wrong without what stands beside it already: key, file and bytes."""
     if has_blocks and isinstance(error, IntegrityError):
-        return "the bytes are not those that were saved (their digest differs)"
+        return f"the {_DIFFER}"
     return " ".join(str(error).split())

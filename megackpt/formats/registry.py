@@ -41,11 +41,16 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
     A name stands for its newest version.
 
     Raises:
-        DeclarationError: no such backend or version, or it is only read.
+        DeclarationError: no such backend or version, or it is only read; or it is no strategy.
     """
     if choice is None:
         choice = DEFAULT_BACKEND
     if not isinstance(choice, (str, tuple)):
+        if not all(hasattr(choice, name) for name in ("backend", "version", "writes_in_place")):
+            raise DeclarationError(
+                f"The strategy {choice!r} is none. Give the name of a format, a pair as ('zarr', 3), or an "
+                f"object with the methods of megackpt.formats.strategy.SaveStrategy."
+            )
         return choice
     known = [name for name in _names() if choice in (name, name[0])]
     for name in sorted(known, reverse=True):

@@ -397,11 +397,35 @@ class KnowsFiles(Protocol):
 
         That is: documents, indices, headers and lists, against each other and against the digests that they
         have. That the files of chunks are there, and reach as far as their chunks, is left to the caller.
-        With deep, objects and common state may be read where only the format knows a checksum of theirs.
+        With deep, objects and common state may be read where only the format knows a checksum of theirs; not
+        what `ListsWholeFiles` lists, which ranks share.
         """
 
     def writer_of(self, name: str) -> int | None:
         """Return the rank that wrote a file of chunks, if its name tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeFile:
+    """A file with one digest of all its bytes.
+
+    Attributes:
+        name: its name in the checkpoint.
+        nbytes: its size.
+        digest: xxh3-128 of all of it, 32 hexadecimal digits.
+    """
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+@runtime_checkable
+class ListsWholeFiles(Protocol):
+    """What a `LoadStrategy` also has if it lists large files with a digest of each, such as parity files."""
+
+    def whole_files(self, store: Store, manifest: Json) -> Sequence[WholeFile]:
+        """Return them, files of chunks among them; none if the list is damaged, which `check_files` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

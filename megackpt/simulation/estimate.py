@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.errors import DeclarationError
+from megackpt.arguments import check_count, check_number
 from megackpt.geometry import Ints
 from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 
@@ -46,8 +46,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value is not None and not 0 < value < math.inf:
-                raise DeclarationError(f"{name} is {value}; give a finite number above 0.")
+            if value is not None and name != "ranks_per_node":
+                check_number(name, value)
+        check_count("ranks_per_node", self.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
 from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
-from megackpt.storage.opening import open_store
+from megackpt.storage.opening import checked_path, checked_store, open_store
 from megackpt.storage.patched import Patch, PatchedStore
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import FileOptions
@@ -43,6 +43,8 @@ __all__ = [
     "StreamWriter",
     "block_digests",
     "check_name",
+    "checked_path",
+    "checked_store",
     "digest_list",
     "digest_of",
     "digest_of_pieces",

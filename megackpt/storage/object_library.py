@@ -18,7 +18,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar
 
-from megackpt.errors import MissingExtraError, StorageError
+from megackpt.arguments import check_count, check_seconds
+from megackpt.errors import DeclarationError, MissingExtraError, StorageError
 from megackpt.storage.buffers import BUFFER_BYTES
 from megackpt.storage.object_refusal import is_of_library, passes
 
@@ -65,12 +66,19 @@ class ObjectOptions:
     backoff_s: float = 0.1
 
     def __post_init__(self) -> None:
-        counts = ("part_bytes", "parts_in_flight", "range_bytes", "ranges_in_flight")
-        for name in (*counts, "timeout_s", "connect_timeout_s", "retry_s", "backoff_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries is {self.max_retries}; give 0 for none.")
+        for name in ("part_bytes", "parts_in_flight", "range_bytes", "ranges_in_flight"):
+            check_count(name, getattr(self, name))
+        for name in ("timeout_s", "connect_timeout_s", "retry_s", "backoff_s"):
+            check_seconds(name, getattr(self, name))
+        check_count("max_retries", self.max_retries, least=0, otherwise=", 0 for none")
+        is_config = isinstance(self.config, Mapping) and all(
+            isinstance(text, str) for pair in self.config.items() for text in pair
+        )
+        if not is_config:  # not quoted: it may hold secrets
+            raise DeclarationError(
+                f"config is a {type(self.config).__name__} with other things than text; give names and "
+                f"values as text, as {{'region': 'eu-west-1'}}."
+            )
 
 
 def obstore() -> ModuleType:

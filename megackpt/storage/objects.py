@@ -130,15 +130,23 @@ class ObjectStore:
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin with `prefix`, sorted: one request for each 1,000 in its directory."""
+        found = [one["path"] for one in self._listed(prefix)]
+        return sorted(name for name in found if name.startswith(prefix) and is_allowed_name(name))
+
+    def last_modified(self) -> float | None:
+        """Return when the newest object was put, in seconds since 1970 by the store's clock; or None."""
+        return max((one["last_modified"].timestamp() for one in self._listed("")), default=None)
+
+    def _listed(self, prefix: str) -> list[Any]:
+        """Return what the library tells of each object in the directory of a prefix."""
         directory = prefix.rpartition("/")[0]
 
-        def collect() -> list[str]:
+        def collect() -> list[Any]:
             batches = obstore().list(self._client, directory or None, chunk_size=1000)
-            return [one["path"] for batch in batches for one in batch]
+            return [one for batch in batches for one in batch]
 
         with object_refusals("list", self._path(prefix)):
-            found = repeating(collect, self._options)
-        return sorted(name for name in found if name.startswith(prefix) and is_allowed_name(name))
+            return repeating(collect, self._options)
 
     def directories(self) -> list[str]:
         """Return the first parts of names that have several, sorted: one request for each 1,000."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from typing import cast
 
-from megackpt.errors import StorageError
+from megackpt.errors import DeclarationError, StorageError
 from megackpt.storage.local import LocalStore
 from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
@@ -25,18 +26,31 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
 
     Raises:
         StorageError: `path` is an URL of a kind that no store serves, or empty.
+        DeclarationError: it is no path.
         MissingExtraError: it is in an object store, and the library for those is not installed.
 
     >>> open_store("/ckpt/iter_0000100").location
     '/ckpt/iter_0000100'
     """
-    text = os.fspath(path)
+    text = checked_path(path)
+    return ObjectStore(text, options=objects) if is_object_url(text) else LocalStore(text)
+
+
+def checked_path(path: object) -> str:
+    """Return a path, or the URL of an object store, as text. Local, pure.
+
+    Raises:
+        StorageError: it is an URL of a kind that no store serves, or empty.
+        DeclarationError: it is none of these.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
+        raise _no_place(path)
     if not text:
         raise StorageError(
             "'': an empty path names no checkpoint directory. Give its path, or '.' for this one."
         )
     if is_object_url(text):
-        return ObjectStore(text, options=objects)
+        return text
     if not isinstance(path, str) and _JOINED.match(text):
         raise StorageError(
             f"{text}: a pathlib.Path makes one slash of the two in an URL. Give the URL as a string.",
@@ -50,4 +64,22 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
             "the methods of megackpt.storage.Store.",
             path=text,
         )
-    return LocalStore(text)
+    return text
+
+
+def checked_store(place: object) -> Store:
+    """Return a store that was handed in. Local, pure.
+
+    Raises:
+        DeclarationError: it lacks what every use of a store begins with.
+    """
+    if not all(hasattr(place, name) for name in ("location", "exists", "read")):
+        raise _no_place(place)
+    return cast(Store, place)
+
+
+def _no_place(given: object) -> DeclarationError:
+    return DeclarationError(
+        f"{given!r} is no place for a checkpoint. Give a path, an URL as text, or an object with the methods "
+        f"of megackpt.storage.Store."
+    )

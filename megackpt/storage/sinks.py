@@ -20,6 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megackpt.arguments import check_count, check_flag
+from megackpt.errors import DeclarationError
 from megackpt.storage.buffers import BUFFER_BYTES, BufferPool, Octets
 from megackpt.storage.rawio import ALIGNMENT, write_fully
 
@@ -47,16 +49,16 @@ class FileOptions:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        if self.buffer_bytes <= 0 or self.buffer_bytes % ALIGNMENT:
-            raise ValueError(
+        check_flag("direct", self.direct)
+        check_count("direct_from_bytes", self.direct_from_bytes, least=0)
+        for name in ("buffer_bytes", "buffers", "threads"):
+            check_count(name, getattr(self, name))
+        if self.buffer_bytes % ALIGNMENT:
+            raise DeclarationError(
                 f"buffer_bytes is {self.buffer_bytes}; direct I/O needs a multiple of {ALIGNMENT}."
             )
-        if self.buffers < 1 or self.threads < 1:
-            raise ValueError(
-                f"buffers is {self.buffers} and threads {self.threads}; give at least 1 of each."
-            )
         if self.buffers * self.buffer_bytes > 16 << 20:
-            raise ValueError(
+            raise DeclarationError(
                 f"{self.buffers} buffers of {self.buffer_bytes} bytes exceed the 16 MiB that a writer may "
                 "hold. More does not write faster: use fewer or smaller ones."
             )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megackpt import Checkpointer
 from megackpt.cli import main
+from tests.slow_strategy import SlowStrategy
 
 
 @pytest.fixture
@@ -19,7 +23,15 @@ def root(tmp_path: Path) -> Path:
             checkpointer.save(step, {"step": step}, metrics={"loss": abs(step - 3) + 0.5})
     for step in (2, 5, 7):
         (tmp_path / f"iter_000000{step}" / "metadata.json").unlink()
+    make_older(tmp_path)
     return tmp_path
+
+
+def make_older(root: Path, *, minutes: float = 61) -> None:
+    """Let all that is there have been written so many minutes ago."""
+    then = time.time() - 60 * minutes
+    for path in root.rglob("*"):
+        os.utime(path, (then, then))
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -52,6 +64,46 @@ def test_gc_removes_what_is_torn_and_what_the_policy_does_not_keep(
     assert Checkpointer(root).scan().torn == (7,)  # a job may be saving it
     files = [path.stem for path in (root / ".megackpt" / "metrics").iterdir()]
     assert sorted(files) == [f"iter_000000{step}" for step in (1, 3, 6, 7)]
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["torn before", "committed before"])
+def test_gc_leaves_a_step_alone_that_a_job_saves_again(
+    root: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    slow = SlowStrategy()
+    job = Checkpointer(root)
+    saving = threading.Thread(
+        target=job.save,
+        args=(step, {"step": -step}),
+        kwargs={"metrics": {"loss": 0.1}, "sharded_strategy": slow},
+    )
+    saving.start()
+    assert slow.is_written.wait(60)
+    found = said(capsys, "gc", str(root), "--keep-last", "1")
+    assert (found["left_alone"], found["code"]) == ([step], 0)
+    assert main(["gc", str(root), "--keep-last", "1"]) == 0
+    assert "left alone" in capsys.readouterr().out
+    slow.goes_on.set()
+    saving.join()
+    assert job.failed_saves == 0
+    assert Checkpointer(root).steps() == (step, 6)
+    assert job.load({}, step)["step"] == -step
+    assert job.metrics(step) == {"loss": 0.1}
+
+
+def test_gc_takes_what_is_old_enough_and_does_not_touch_metrics_of_steps_to_come(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = root / "iter_0000002" / "data"
+    data.mkdir()
+    (data / "0123456789abcdef-00000.safetensors").write_bytes(b"")
+    metrics = root / ".megackpt" / "metrics" / "iter_0000000.json"
+    metrics.write_text("{}")
+    assert said(capsys, "gc", str(root), "--keep-all")["left_alone"] == [2]
+    make_older(root, minutes=11)
+    assert said(capsys, "gc", str(root), "--keep-all", "--min-age", "10")["left_alone"] == []
+    assert not (root / "iter_0000002").exists()
+    assert metrics.exists()
 
 
 def test_gc_keeps_the_newest_whole_step_beside_a_damaged_newest(

@@ -168,8 +168,11 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
     [
         ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "exclude each other"),
         ("--exit-signal=SIGTERM", "--exit-signal and --save-signal ask for a checkpoint; give --ckpt"),
-        ("--keep-every=0", "keep_every is 0; give at least 1."),
-        ("--save-interval-seconds=-1", "save_interval_seconds is -1.0; give a finite number above 0."),
+        ("--keep-every=0", "keep_every is 0; give an int of at least 1, or None."),
+        (
+            "--save-interval-seconds=-1",
+            "save_interval_seconds is -1.0; give a finite number above 0, or None.",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(

@@ -109,6 +109,8 @@ def read_shards(
             loaded = load({"d": data.sharded_state_dict("d.")}, store, group=group)
             assert data.resume(loaded["d"], step=phase) == ""
         mine = [next(data) for _ in range(draws)]
+        assert {name for name, _ in mine} <= set(data.my_shards)
+        assert data.my_shards == tuple(sorted(lengths))[place.index("dp") :: dp]
         save({"d": data.sharded_state_dict("d.")}, store, group=group)
         return mine
 

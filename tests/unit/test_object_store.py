@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from megackpt.engine.steps import ObjectPlaces
 from megackpt.errors import CheckpointError, MissingExtraError, StorageError
 from megackpt.storage import COMMON_POOL, ObjectOptions, ObjectStore, Store, object_upload, open_store
 from megackpt.testing.store_suite import StoreConformance, read_range, some_bytes, write_stream
@@ -93,6 +94,11 @@ def test_a_thousand_objects_are_listed_and_deleted_by_one_request(
 ) -> None:
     for name in ("d/a", "d/b", "e/c", "f"):
         store.write(name, b"")
+    with s3_proxy.counting() as asked:
+        places = ObjectPlaces(store.location, options_for(s3_proxy.port))
+        assert places.idle_s("d") == pytest.approx(0, abs=60)
+        assert places.idle_s("none") is None
+    assert asked == {"list": 2}
     with s3_proxy.counting() as asked:
         assert store.names() == ["d/a", "d/b", "e/c", "f"]
         assert store.directories() == ["d", "e"]
@@ -278,7 +284,7 @@ def test_settings_that_the_library_refuses_are_named() -> None:
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
     with pytest.raises(StorageError, match=r"s3://b: the settings .* refused .*ObjectOptions.*: endpoind"):
         ObjectStore("s3://b", options=ObjectOptions(config={"endpoind": "x"}))
-    with pytest.raises(ValueError, match="part_bytes is 0; give a number above 0"):
+    with pytest.raises(ValueError, match="part_bytes is 0; give an int of at least 1"):
         ObjectOptions(part_bytes=0)
 
 

@@ -91,7 +91,20 @@ def test_ranks_that_open_different_checkpoints_are_told(tmp_path: Path) -> None:
 
     for error in SimulatedWorld(2).outcomes(load_rank):
         assert isinstance(error, MismatchError)
-        assert "was saved anew while it was being opened" in str(error)
+        assert f"{tmp_path}/old on rank 0 and {tmp_path}/new on rank 1" in str(error)
+
+
+def test_a_checkpoint_that_was_saved_anew_while_ranks_opened_it_is_refused() -> None:
+    stores = [MemoryStore("run"), MemoryStore("run")]
+    for value, store in enumerate(stores):
+        save({"w": whole("w", torch.full((2,), float(value)))}, store)
+
+    def load_rank(group: Group) -> None:
+        load({"w": whole("w", torch.zeros(2))}, stores[group.rank], group=group)
+
+    for error in SimulatedWorld(2).outcomes(load_rank):
+        assert isinstance(error, MismatchError)
+        assert "run was saved anew while it was being opened" in str(error)
 
 
 def test_what_is_excluded_without_data_is_left_out_not_invented(tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"save_interval": 0}, "0 steps"),
-        ({"save_interval": 2.5}, "2.5 steps"),
+        ({"save_interval": 0}, "save_interval.steps is 0"),
+        ({"save_interval": 2.5}, "save_interval.steps is 2.5"),
         ({"on_error": "ignore"}, "on_error='ignore'"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
         ({"save_on_signal": signal.SIGTERM}, r"give a tuple"),

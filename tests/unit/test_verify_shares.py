@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megackpt import SaveOptions, ShardedTensor, save
+from megackpt.comm import Group
 from megackpt.engine.verify import verify_checkpoint
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore
+from megackpt.testing.world import SimulatedWorld
 from tests.cli.small_checkpoints import FORMATS, NATIVE, files_below, flip, saved
 
 DEEP = VerifyOptions(deep=True)
@@ -57,3 +61,44 @@ def test_damage_is_found_by_the_share_in_which_it_lies(tmp_path: Path) -> None:
     assert len(whole) == 2
     found, _ = shares_of(tmp_path / "c", 3)
     assert sorted(map(str, (damage for share in found for damage in share))) == sorted(map(str, whole))
+
+
+def protected(directory: Path, ranks: int) -> Path:
+    """Save 100,000 bytes a rank, with a parity file for every two ranks."""
+
+    def save_rank(group: Group) -> None:
+        rows = torch.arange(100_000, dtype=torch.uint8) + group.rank
+        state = {"w": ShardedTensor.from_rank_offsets("w", rows, (0, group.rank, group.size))}
+        save(state, directory, options=SaveOptions(parity=2), group=group)
+
+    SimulatedWorld(ranks).run(save_rank)
+    return directory
+
+
+def test_parity_files_are_shared_too_and_each_byte_of_them_is_told(tmp_path: Path) -> None:
+    directory = protected(tmp_path / "c", 4)
+    parity = sum((directory / file).stat().st_size for file in files_below(directory, "parity/*.safetensors"))
+    whole = Counted()
+    verified = verify_checkpoint(LocalStore(directory), DEEP, whole)
+    assert whole.planned == whole.done == verified.nbytes + parity
+    found, counted = shares_of(directory, 6)
+    assert not any(found)
+    assert sum(one.done for one in counted) == whole.done
+    assert max(one.done for one in counted) < whole.done / 3  # one file each
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_damage_to_a_parity_file_is_found_by_one_share(tmp_path: Path, harm: str) -> None:
+    directory = protected(tmp_path / "c", 4)
+    file = directory / files_below(directory, "parity/*.safetensors")[1]
+    if harm == "flip":
+        flip(file, -1)
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    whole = verify_checkpoint(LocalStore(directory), DEEP, Counted()).damages
+    assert [damage.file for damage in whole] == [str(file.relative_to(directory))]
+    found, counted = shares_of(directory, 3)
+    assert [damage for share in found for damage in share] == list(whole)
+    assert [one.done for one in counted] == [one.planned for one in counted]

@@ -21,8 +21,8 @@ from megackpt.formats.index_file import entry_of, read_index
 from megackpt.formats.index_head import read_head
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
-from megackpt.formats.native.parity import digest_of_file, read_groups
-from megackpt.formats.strategy import MANIFEST, Json
+from megackpt.formats.native.parity import read_groups
+from megackpt.formats.strategy import MANIFEST, Json, WholeFile
 from megackpt.metadata import StoredChunks
 from megackpt.storage import Store, digest_of
 
@@ -31,11 +31,11 @@ _HEADER_MAX_BYTES = 1 << 32  # no file of a rank has so many chunks
 _SMALL_BYTES = 64 << 20  # common state up to this length is read and compared with its digest
 
 
-def check_files(store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
+def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
     """Yield what is wrong; see `KnowsFiles`."""
     yield from _check_manifest(manifest)
     yield from _check_named(store, manifest)
-    yield from _check_parity(store, manifest, deep=deep)
+    yield from _check_parity(store, manifest)
     for entry in ("common", "common_tensors"):
         if entry == "common" or entry in manifest:
             yield from _check_small(store, manifest, entry)
@@ -46,6 +46,15 @@ def check_files(store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]
         yield damage_of(error, location=store.location)
         return
     yield from _check_data_files(store, manifest, stored)
+
+
+def whole_files(store: Store, manifest: Json) -> tuple[WholeFile, ...]:
+    """Return parity files and the files they protect; see `ListsWholeFiles`."""
+    try:
+        groups = read_groups(store, manifest)
+    except CheckpointError:
+        return ()
+    return tuple(file for group in groups for file in (group.parity, *group.members))
 
 
 def _check_manifest(manifest: Json) -> Iterator[Damage]:
@@ -88,11 +97,8 @@ def _check_small(store: Store, manifest: Json, entry: str) -> Iterator[Damage]:
         yield damage_of(error, location=store.location)
 
 
-def _check_parity(store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-    """Check the parity files, and data files that are only kept for them; with deep also their digests.
-
-    Data files with chunks are checked by the digests of these.
-    """
+def _check_parity(store: Store, manifest: Json) -> Iterator[Damage]:
+    """Check the list of parity files, and sizes of these and of data files that are kept for them alone."""
     try:
         groups = read_groups(store, manifest)
         with_chunks = set(read_index(store, manifest).files) if groups else set()
@@ -106,9 +112,6 @@ def _check_parity(store: Store, manifest: Json, *, deep: bool) -> Iterator[Damag
             found = store.size(listed.name)
             if found != listed.nbytes:
                 what = f"it has {found:,} bytes instead of {listed.nbytes:,}"
-                yield Damage(file=listed.name, what=what)
-            elif deep and digest_of_file(store, listed) != listed.digest:
-                what = "its bytes are not those that were saved (their digest differs)"
                 yield Damage(file=listed.name, what=what)
         except CheckpointError as error:
             what = " ".join(str(error).split()) if store.exists(listed.name) else "it is missing"

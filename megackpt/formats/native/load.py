@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import StoredIndex, open_index
 from megackpt.formats.native import names
-from megackpt.formats.native.checking import check_files
+from megackpt.formats.native.checking import check_files, whole_files
 from megackpt.formats.native.parity import read_groups
 from megackpt.formats.native.rebuilding import RebuiltFiles
-from megackpt.formats.strategy import Contents, Json
+from megackpt.formats.strategy import Contents, Json, WholeFile
 from megackpt.storage import Store
 
 
@@ -35,7 +35,11 @@ class NativeLoadStrategy:
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with documents, index and headers."""
-        return check_files(store, manifest, deep=deep)
+        return check_files(store, manifest)
+
+    def whole_files(self, store: Store, manifest: Json) -> Sequence[WholeFile]:
+        """Return parity files and the files they protect; see `ListsWholeFiles`."""
+        return whole_files(store, manifest)
 
     def writer_of(self, name: str) -> int | None:
         """Return the rank in the name of a data file."""

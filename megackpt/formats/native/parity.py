@@ -19,26 +19,17 @@ from megackpt.formats.documents import parse_document
 from megackpt.formats.index_file import read_small
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
-from megackpt.formats.strategy import Json
+from megackpt.formats.strategy import Json, WholeFile
 from megackpt.storage import LENT_BYTES, FileDigester, Store, check_name, lend
 
 STEP_BYTES = LENT_BYTES
 """How much of each file of a group is in memory at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedFile:
-    """A file as the list of parity files has it.
+class ListedFile(WholeFile):
+    """A file as the list of parity files has it."""
 
-    Attributes:
-        name: its name in the checkpoint.
-        nbytes: its size.
-        digest: xxh3-128 of all of it, 32 hexadecimal digits.
-    """
-
-    name: str
-    nbytes: int
-    digest: str
+    __slots__ = ()
 
     def to_json(self) -> Json:
         """Return the entry that names it."""
@@ -185,16 +176,3 @@ def read_groups(store: Store, manifest: Json) -> tuple[ParityGroup, ...]:
     if len(set(listed)) != len(listed):
         raise FormatError(f"{where}: it lists a file twice. The file is damaged.", path=where)
     return groups
-
-
-def digest_of_file(store: Store, listed: ListedFile) -> str:
-    """Return the xxh3-128 of the bytes of a file up to its listed size, in bounded memory.
-
-    Raises:
-        StorageError, FormatError: it cannot be read, or ends early.
-    """
-    digest = FileDigester()
-    for start in range(0, listed.nbytes, LENT_BYTES):
-        with lend(store, listed.name, start, min(LENT_BYTES, listed.nbytes - start)) as data:
-            digest.update(data)
-    return digest.result()

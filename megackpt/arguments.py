@@ -1,0 +1,141 @@
+"""How one argument is checked, and what is said where it will not do.
+
+Owns kinds and ranges, with the text of the error: what was given, and what to give. Which argument may be
+what, and what contradicts what, stands with the options themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+from numbers import Real
+
+from megackpt.errors import DeclarationError
+
+MOST_SECONDS = 1e9
+"""About 30 years: longer waits overflow clocks of libraries below."""
+
+MOST = 1 << 62
+"""Counts above it do not fit where they are computed with."""
+
+
+def check_count(name: str, value: object, *, least: int = 1, most: int = MOST, otherwise: str = "") -> None:
+    """Check a number of things, of bytes or of steps; a bool is none. Local, pure.
+
+    otherwise says what else can be given.
+
+    Raises:
+        DeclarationError: it is no int, or out of range.
+
+    >>> check_count("threads", 4)
+    >>> check_count("threads", 0)
+    Traceback (most recent call last):
+        ...
+    megackpt.errors.DeclarationError: threads is 0; give an int of at least 1.
+    """
+    if type(value) is not int or value < least:
+        raise DeclarationError(f"{name} is {value!r}; give an int of at least {least}{otherwise}.")
+    if value > most:
+        raise DeclarationError(f"{name} is {value!r}; give an int from {least} to {most}{otherwise}.")
+
+
+def check_number(
+    name: str, value: object, *, most: float = math.inf, otherwise: str = "", may_be_0: bool = False
+) -> None:
+    """Check a measure: finite and above 0, or 0 where that may be. Local, pure.
+
+    Raises:
+        DeclarationError: it is no number, or out of range.
+    """
+    least = "of at least 0" if may_be_0 else "above 0"
+    found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (0 < found < math.inf or (may_be_0 and found == 0)):  # nan is neither
+        raise DeclarationError(f"{name} is {value!r}; give a finite number {least}{otherwise}.")
+    if found > most:
+        raise DeclarationError(f"{name} is {value!r}; give a number {least} and up to {most:g}{otherwise}.")
+
+
+def check_seconds(name: str, value: object, *, otherwise: str = "") -> None:
+    """Check a time in seconds: above 0, and no longer than clocks can count. Local, pure.
+
+    Raises:
+        DeclarationError: it is no number, or out of range.
+    """
+    check_number(name, value, most=MOST_SECONDS, otherwise=otherwise)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check a switch. Local, pure.
+
+    Raises:
+        DeclarationError: it is neither True nor False: text such as "no" would count as true.
+    """
+    if not isinstance(value, bool):
+        raise DeclarationError(f"{name} is {value!r}; give True or False.")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Check one of some words. Local, pure.
+
+    Raises:
+        DeclarationError: it is none of them.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise DeclarationError(f"{name}={value!r} is not known. Give one of {', '.join(choices)}.")
+
+
+def check_text(name: str, value: object, *, otherwise: str = "") -> None:
+    """Check text that is not empty. Local, pure.
+
+    Raises:
+        DeclarationError: it is empty, or no text.
+    """
+    if not isinstance(value, str) or not value:
+        raise DeclarationError(f"{name} is {value!r}; give text that is not empty{otherwise}.")
+
+
+def check_texts(name: str, value: object, *, example: str) -> None:
+    """Check a tuple of texts: one text alone would be taken for its letters. Local, pure.
+
+    Raises:
+        DeclarationError: it is anything else.
+    """
+    if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
+        raise DeclarationError(f"{name} is {value!r}; give a tuple of texts, as {example}.")
+
+
+def check_kind(
+    name: str, value: object, kind: type | tuple[type, ...], *, give: str, optional: bool = False
+) -> None:
+    """Check what class an argument is of; give says what would do, and None does if it is optional. Pure.
+
+    Raises:
+        DeclarationError: it is of another one.
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    raise DeclarationError(f"{name} is {_shortened(value)}; give {give}.")
+
+
+def checked_step(value: object, *, name: str = "step") -> int:
+    """Return the number of a step as an int; integers of numpy and torch are taken, too. Local, pure.
+
+    Raises:
+        DeclarationError: it is no whole number, or below 0.
+
+    >>> checked_step(100)
+    100
+    """
+    try:
+        step = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor of several elements, or of floats
+        step = None
+    if step is None or not 0 <= step <= MOST:
+        raise DeclarationError(f"{name} is {_shortened(value)}; steps are counted from 0, in whole numbers.")
+    return step
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}... (a {type(value).__name__})"

@@ -1,0 +1,53 @@
+"""Contents of a checkpoint with its keys under other names.
+
+Owns the view that answers for new names with what is stored under old ones. What becomes of a name is decided
+in `validation.renaming`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles
+from megackpt.metadata import ChunkTable
+from megackpt.validation import (
+    rename_keys,
+)
+
+
+def renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
+    """Return the same contents with stored keys under other names."""
+    if not patterns:
+        return contents
+    new_name = rename_keys(contents.arrays, patterns)
+    old_name = {new: old for old, new in new_name.items()}
+
+    def chunks(keys: Iterable[str]) -> Chunks:
+        return _RenamedChunks(contents.chunks([old_name[key] for key in keys]), new_name)
+
+    def chunks_meeting(wanted: Sequence[ChunkTable]) -> Chunks:
+        return _RenamedChunks(
+            contents.chunks_for([_with_keys(table, old_name) for table in wanted]), new_name
+        )
+
+    arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
+    return replace(contents, arrays=arrays, chunks=chunks, chunks_meeting=chunks_meeting)
+
+
+class _RenamedChunks:
+    """The same chunks with their arrays under other names; what else formats give is passed on."""
+
+    def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
+        self.table = _with_keys(chunks.table, new_name)
+        self.block_bytes, self.place = chunks.block_bytes, chunks.place
+        self.describe, self.read_into = chunks.describe, chunks.read_into
+        if isinstance(chunks, LiesInFiles):
+            self.file, self.offset_bytes, self.lend = chunks.file, chunks.offset_bytes, chunks.lend
+        if isinstance(chunks, NamesFiles):
+            self.file_ranges = chunks.file_ranges
+
+
+def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:
+    """Return the same table with arrays under other names."""
+    return replace(table, arrays=tuple(replace(a, key=new_name[a.key]) for a in table.arrays))

@@ -1,0 +1,156 @@
+"""Ranks that were given different arguments: the same error on all of them, at once, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megackpt import (
+    Checkpointer,
+    CheckpointError,
+    KeepBest,
+    LoadOptions,
+    LocalTier,
+    MemoryTier,
+    SaveInterval,
+    SaveOptions,
+    ShardedTensor,
+    load,
+    save,
+)
+from megackpt.testing.ranks import RankPool
+
+TIMEOUT_S = 20.0
+SAVED = {"timeout_s": TIMEOUT_S}
+
+Given = dict[str, Any]
+
+
+def state() -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(rank)), (0, rank, 2))}
+
+
+def unlike_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:
+    """What ranks 0 and 1 are given, by what the error names."""
+    here, there = MemoryTier(f"{root}/t"), MemoryTier(f"{root}/u")
+    return {
+        "root": ({"root": root}, {"root": f"{root}/other"}),
+        "async_save": ({"async_save": True}, {}),
+        "tiers": ({"tiers": [here]}, {}),
+        "tiers 2": ({"tiers": [here]}, {"tiers": [there]}),
+        "tiers 3": ({"tiers": [here]}, {"tiers": [LocalTier(here.path)]}),
+        "every": ({}, {"every": 2}),
+        "save_interval": ({"save_interval": 1}, {}),
+        "save_interval 2": ({"save_interval": SaveInterval(seconds=9)}, {"save_interval": 1}),
+        "save_on_signal": ({"save_on_signal": (10,)}, {}),
+        "on_error": ({"on_error": "warn"}, {}),
+        "verify_after_save": ({}, {"verify_after_save": True}),
+        "keep_last": ({"keep_last": 1}, {"keep_last": 2}),
+        "keep_every": ({"keep_every": 1}, {}),
+        "keep_best": ({}, {"keep_best": KeepBest(metric="loss")}),
+    }
+
+
+def caught(act: Callable[[], object]) -> tuple[str, float]:
+    """Return class and text of an error, and after how many seconds it came."""
+    began = time.monotonic()
+    try:
+        return f"none, but {act()!r}", 0.0
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def _make_unlike_checkpointers(root: str) -> dict[str, tuple[str, float]]:
+    with Checkpointer(root, **SAVED) as checkpointer:
+        checkpointer.save(1, state())
+    found = {}
+    for name, pair in unlike_checkpointers(root).items():
+        own = SAVED | pair[dist.get_rank()]
+        unlike = Checkpointer(own.pop("root", root), **own)
+        begin = unlike.should_save if "interval" in name or "signal" in name else _begin_save(unlike)
+        found[name] = caught(lambda begin=begin: begin(2))  # type: ignore[misc]
+        unlike.close()
+        dist.barrier()
+    assert Checkpointer(root).steps() == (1,)
+    return found
+
+
+def _begin_save(checkpointer: Checkpointer) -> Callable[[int], bool]:
+    return lambda step: checkpointer.save(step, state())
+
+
+def test_checkpointers_that_differ_are_refused_on_all_ranks_before_anything_is_done(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    found = rank_pool.run(_make_unlike_checkpointers, 2, str(tmp_path / "run"))
+    for name in unlike_checkpointers(""):
+        (first, took), (second, _) = (of_rank[name] for of_rank in found)
+        assert first == second
+        assert first.startswith(
+            f"DeclarationError: Ranks have different Checkpointers: {name.rstrip(' 23')} is "
+        )
+        assert took < TIMEOUT_S / 2
+
+
+def _wait_for_unlike_times(root: str) -> tuple[str, float]:
+    return caught(Checkpointer(root, timeout_s=TIMEOUT_S + dist.get_rank()).find_latest)
+
+
+def test_deadlines_that_differ_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    for said, took in rank_pool.run(_wait_for_unlike_times, 2, str(tmp_path)):
+        assert "timeout_s (SaveOptions) is 20.0 on rank 0 and 21.0 on rank 1" in said
+        assert took < TIMEOUT_S / 2
+
+
+def _call_unlike(root: str) -> dict[str, tuple[str, float]]:
+    rank = dist.get_rank()
+
+    def saved(**given: Any) -> Callable[[], object]:
+        step = given.pop("step", 2)
+        return lambda: Checkpointer(root, **SAVED).save(step, state(), **given)
+
+    def both() -> object:
+        checkpointer = Checkpointer(root, **SAVED)
+        return checkpointer.load(state()) if rank else checkpointer.save(2, state())
+
+    options = SaveOptions(timeout_s=TIMEOUT_S)
+    loading = LoadOptions(timeout_s=TIMEOUT_S)
+    Checkpointer(root, **SAVED).save(1, state())
+    acts: dict[str, Callable[[], object]] = {
+        "step is 2 on rank 0 and 3 on rank 1": saved(step=2 + rank),
+        "to_root is True on rank 0 and False on rank 1": saved(to_root=not rank),
+        "'storing metrics'": saved(metrics=None if rank else {"loss": 1.0}),
+        "'looking for the newest checkpoint'": both,
+        f"checkpoint_dir is '{root}-0' on rank 0 and '{root}-1' on rank 1": lambda: save(
+            state(), f"{root}-{rank}", options=options
+        ),
+        f"'connecting all ranks with timeout_s={TIMEOUT_S + 3:g}'": lambda: save(
+            state(), f"{root}-2", options=SaveOptions(timeout_s=TIMEOUT_S + 3 * rank)
+        ),
+        f"Ranks load different checkpoints: {root}/iter_0000001 on rank 0 and": lambda: load(
+            state(), f"{root}/iter_000000{1 + rank}", options=loading
+        ),
+    }
+    Checkpointer(root, **SAVED).save(2, state())
+    found = {}
+    for name, act in acts.items():
+        found[name] = caught(act)
+        dist.barrier()
+    assert Checkpointer(root).steps() == (1, 2)
+    return found
+
+
+def test_calls_that_differ_are_refused_on_all_ranks_and_say_what_differs(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    found = rank_pool.run(_call_unlike, 2, str(tmp_path / "run"))
+    for of_rank in found:
+        for name, (said, took) in of_rank.items():
+            assert name in said, (name, said)
+            assert took < TIMEOUT_S / 2, name

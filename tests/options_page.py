@@ -1,0 +1,102 @@
+"""docs/options.md: every option with its default. `python -m tests.options_page` writes it.
+
+Owns the page. What an option does is said where it is defined.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+
+from megackpt import (
+    AsyncOptions,
+    KeepBest,
+    KeyRule,
+    LoadOptions,
+    SaveInterval,
+    SaveOptions,
+    load,
+    save,
+)
+from megackpt.checkpointer import Tier
+from megackpt.options import ConvertOptions, DiffOptions, RepairOptions, VerifyOptions
+from megackpt.storage import FileOptions, ObjectOptions
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+
+FUNCTIONS: dict[Callable[..., object], str] = {
+    save: "`megackpt.save`, and in part `Checkpointer.save`",
+    load: "`megackpt.load`, `load_with_report`, and in part `Checkpointer.load`",
+}
+CLASSES: dict[type, str] = {
+    SaveOptions: "`save(options=...)`, `Checkpointer(save_options=...)`",
+    LoadOptions: "`load(options=...)`, `Checkpointer(load_options=...)`",
+    KeyRule: "`LoadOptions(rules=(KeyRule(...),))`",
+    AsyncOptions: "`Checkpointer(async_options=...)`",
+    SaveInterval: "`Checkpointer(save_interval=...)`",
+    KeepBest: "`Checkpointer(keep_best=...)`",
+    Tier: "`Checkpointer(tiers=[MemoryTier(...), LocalTier(...)])`, which are both made of these",
+    ObjectOptions: "`Checkpointer(objects=...)`, `open_store(url, objects=...)`, of `megackpt.storage`",
+    FileOptions: "`LocalStore(path, options=...)`, of `megackpt.storage`",
+    VerifyOptions: "`megackpt verify`, of `megackpt.options`",
+    RepairOptions: "`megackpt repair`, of `megackpt.options`",
+    DiffOptions: "`megackpt diff`, of `megackpt.options`",
+    ConvertOptions: "`megackpt convert`, of `megackpt.options`",
+}
+
+HEAD = """# Every option
+
+What can be set, by where it is given, with its default; made from the docstrings by
+`python -m tests.options_page`. Arguments of a `Checkpointer` have a [table of their
+own](checkpointer.md#options), and `megackpt COMMAND --help` tells the flags of a command. `CheckpointConfig`,
+names that users of Megatron-Core know, is in [strategies](strategies.md).
+"""
+
+_ENTRY = re.compile(r"^(?P<name>\w+): (?P<text>.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def page() -> str:
+    """Return the text of the page."""
+    parts = [HEAD]
+    for function, given in FUNCTIONS.items():
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: "" if p.default is p.empty else f"`{_shown(p.default)}`" for p in parameters}
+        parts.append(_section(f"{function.__name__}()", given, _said(function, "Args"), defaults))
+    for kind, given in CLASSES.items():
+        defaults = {field.name: _default(field) for field in fields(kind) if field.init}
+        parts.append(_section(kind.__name__, given, _said(kind, "Attributes"), defaults))
+    return "\n".join(parts)
+
+
+def _section(name: str, given: str, said: dict[str, str], defaults: dict[str, str]) -> str:
+    lines = [f"## {name}", "", f"Given to {given}.", "", "| name | default | meaning |", "|---|---|---|"]
+    rows = [f"| `{each}` | {default} | {said[each]} |" for each, default in defaults.items()]
+    return "\n".join([*lines, *rows, ""])
+
+
+def _said(documented: object, section: str) -> dict[str, str]:
+    """Return what a docstring says of each name in a section, as one line."""
+    text = inspect.getdoc(documented) or ""
+    body = re.search(rf"^{section}:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert body is not None, f"{documented} has no section {section}"
+    entries = _ENTRY.finditer(inspect.cleandoc(body[1]))
+    return {e["name"]: " ".join(e["text"].split()).replace("|", "\\|") for e in entries}
+
+
+def _default(field: Field[object]) -> str:
+    if field.default_factory is not MISSING:
+        return f"`{_shown(field.default_factory())}`"
+    return "" if field.default is MISSING else f"`{_shown(field.default)}`"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value >= 1 << 20 and value % (1 << 20) == 0:
+        return f"{value >> 20} * 2**20"
+    return str(value) if type(value).__module__.startswith("megackpt") else repr(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
