@@ -14,7 +14,7 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.comm import SingleProcess
-from megackpt.engine.async_save import AsyncSaver
+from megackpt.engine.background.saver import AsyncSaver
 
 OPTIONS = SaveOptions(timeout_s=20)
 

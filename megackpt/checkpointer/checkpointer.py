@@ -34,8 +34,8 @@ from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import GivenGroup, Group, world_group
 from megackpt.engine.alike import compare_settings
+from megackpt.engine.background.prepared import for_a_writer
 from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.prepared_save import for_a_writer
 from megackpt.engine.save import SaveRequest
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice

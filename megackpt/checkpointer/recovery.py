@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from megackpt.checkpointer.going_back import with_copies_of_step
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
 from megackpt.comm import BulkGroup, from_root, together, together_at_root
-from megackpt.engine.fallback import DAMAGE
+from megackpt.engine.integrity.fallback import DAMAGE
 from megackpt.engine.load import load_state
 from megackpt.engine.steps import LocalPlaces, step_name
-from megackpt.engine.tier_recover import (
+from megackpt.engine.tiers.recover import (
     HeldStep,
     StepNeeds,
     damaged_files,
@@ -28,7 +28,7 @@ from megackpt.engine.tier_recover import (
     held_steps,
     share_step,
 )
-from megackpt.engine.tier_transfer import from_rank
+from megackpt.engine.tiers.transfer import from_rank
 from megackpt.errors import (
     CheckpointError,
     NotACheckpointError,

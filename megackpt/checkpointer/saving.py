@@ -17,10 +17,10 @@ from megackpt.checkpointer.failures import Failures
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
 from megackpt.comm import Group, together
+from megackpt.engine.integrity.verify import find_damages
+from megackpt.engine.integrity.verify_together import after_commit, verify_together
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import StepPlaces, step_name
-from megackpt.engine.verify import find_damages
-from megackpt.engine.verify_together import after_commit, verify_together
 from megackpt.engine.write import Planned, write_out
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy

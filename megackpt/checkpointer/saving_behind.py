@@ -1,7 +1,7 @@
 """Saves while training goes on, into tiers and the root.
 
 Owns their order, when the next one may begin, and that the error of one is raised at the next call unless
-training outlives it. How it is staged and written is `engine.async_save`'s.
+training outlives it. How it is staged and written is `engine.background.saver`'s.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megackpt.checkpointer.saving import RootSaving
 from megackpt.checkpointer.tier_saving import destinations_in_tiers, in_native_format
 from megackpt.checkpointer.tier_set import TierSet, bulk_of
 from megackpt.comm import Group
-from megackpt.engine.async_save import AsyncSaver
-from megackpt.engine.prepared_save import Destination
+from megackpt.engine.background.messages import Place
+from megackpt.engine.background.prepared import Destination
+from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.save import SaveRequest
 from megackpt.engine.steps import step_name
-from megackpt.engine.writer_messages import Place
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
 from megackpt.storage import ObjectOptions

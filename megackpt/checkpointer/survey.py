@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megackpt.engine.steps import step_name, step_of
-from megackpt.engine.tier_recover import HeldStep, StepNeeds
+from megackpt.engine.tiers.recover import HeldStep, StepNeeds
 from megackpt.validation import LoadReport
 
 ROOT = -1

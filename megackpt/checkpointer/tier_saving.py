@@ -1,7 +1,7 @@
 """One step on its way into tiers: written by the ranks, or staged for their writer processes.
 
 Owns what becomes of a tier that refuses a step: it is a warning, the step is missing there, and older ones
-stay. How it is written is `engine.tier_save`'s.
+stay. How it is written is `engine.tiers.save`'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from megackpt.checkpointer.tier_set import TierSet, bulk_of
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import BulkGroup, Group, Numbers, compare
-from megackpt.engine.prepared_save import Destination
+from megackpt.engine.background.prepared import Destination
 from megackpt.engine.save import SaveRequest, plan_state
 from megackpt.engine.steps import LocalPlaces, step_of
-from megackpt.engine.tier_save import NodePlace, clean_node, save_on_nodes
+from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy

@@ -15,7 +15,7 @@ from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, s
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import stdout, table_of
-from megackpt.engine.difference import ArrayDifference, Difference, find_difference
+from megackpt.engine.integrity.difference import ArrayDifference, Difference, find_difference
 from megackpt.options import DiffOptions
 
 

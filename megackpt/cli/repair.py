@@ -12,8 +12,8 @@ from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, s
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import stdout, table_of
-from megackpt.engine.repair import Repaired, repair_checkpoint
-from megackpt.engine.repair_search import RepairedFile
+from megackpt.engine.integrity.repair import Repaired, repair_checkpoint
+from megackpt.engine.integrity.repair_search import RepairedFile
 from megackpt.options import RepairOptions
 
 

@@ -12,7 +12,7 @@ from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, s
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import stdout, table_of
-from megackpt.engine.verify import Verified, verify_checkpoint
+from megackpt.engine.integrity.verify import Verified, verify_checkpoint
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
 

@@ -16,7 +16,7 @@ from functools import partial
 from megackpt.comm import GivenGroup, Group, subgroup_members, together
 from megackpt.engine.agree_on_load import check_alike, check_exchange, exchange_ranks
 from megackpt.engine.exchange import ExchangeRanks
-from megackpt.engine.fallback import Fallback
+from megackpt.engine.integrity.fallback import Fallback
 from megackpt.engine.opening import open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.prepare_load import PreparedLoad
 from megackpt.errors import RankFailedError, truncated_list

@@ -20,7 +20,7 @@ import torch
 from megackpt.comm import Group
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
-from megackpt.engine.fallback import Fallback
+from megackpt.engine.integrity.fallback import Fallback
 from megackpt.engine.opening import read_common, refuse_unreadable
 from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.renamed import renamed

@@ -25,9 +25,9 @@ from megackpt.engine.agree_on_plan import (
 )
 from megackpt.engine.alike import as_number, check_settings
 from megackpt.engine.array_digests import with_array_digests
+from megackpt.engine.integrity.parity import check_parity
 from megackpt.engine.local_state import LocalState, RowPieces, SaveRequest, prepare
 from megackpt.engine.manifest import new_attempt
-from megackpt.engine.parity import check_parity
 from megackpt.engine.plan_cache import KeptPlan
 from megackpt.engine.replicas import compare_replicas
 from megackpt.engine.write import Planned, write_out

@@ -15,7 +15,7 @@ import numpy as np
 
 from megackpt.comm import Group, Numbers, compare, together, together_at_root
 from megackpt.engine import manifest
-from megackpt.engine.parity import write_parity
+from megackpt.engine.integrity.parity import write_parity
 from megackpt.formats.strategy import Json, Pieces, SaveStrategy, WritesParity
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan

@@ -12,7 +12,7 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.difference import find_difference
+from megackpt.engine.integrity.difference import find_difference
 from megackpt.engine.progress import Unseen
 from megackpt.options import DiffOptions
 from megackpt.storage import open_store

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
 from megackpt.api import save_request
 from megackpt.comm import Group, StoreGroup
-from megackpt.engine.async_save import AsyncSaver
-from megackpt.engine.prepared_save import Destination
-from megackpt.engine.writer_main import Writer
-from megackpt.engine.writer_messages import Job, Place
+from megackpt.engine.background.main import Writer
+from megackpt.engine.background.messages import Job, Place
+from megackpt.engine.background.prepared import Destination
+from megackpt.engine.background.saver import AsyncSaver
 from megackpt.storage import Store
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
@@ -137,7 +137,7 @@ def writers_on(machine: CrashMachine, kind: type[MortalWriter] = MortalWriter) -
         ends.enter_context(theirs)
         return kind(machine, theirs, arena), Connection(ours.detach())
 
-    with ends, patch("megackpt.engine.writer_process.start_writer", start):
+    with ends, patch("megackpt.engine.background.process.start_writer", start):
         yield
 
 

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from megackpt import Checkpointer, CheckpointError, LocalTier
 from megackpt.comm import Group, LinkedGroup, Parcel
+from megackpt.engine.background.messages import Job
 from megackpt.engine.steps import LocalPlaces
-from megackpt.engine.writer_messages import Job
 from megackpt.storage import Store
 from megackpt.testing.crash_store import Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation

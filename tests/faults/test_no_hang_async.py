@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, LocalTier, ShardedTensor
-from megackpt.engine import async_save
+from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough, only_thorough
 from tests.writer_faults import ORDER, GatedStrategy, Order, wait_for

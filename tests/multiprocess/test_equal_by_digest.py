@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, SaveOptions, ShardedTensor, load
-from megackpt.engine.difference import find_difference
+from megackpt.engine.integrity.difference import find_difference
 from megackpt.engine.progress import Unseen
 from megackpt.options import DiffOptions
 from megackpt.storage import open_store

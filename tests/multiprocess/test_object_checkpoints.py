@@ -19,8 +19,8 @@ from megackpt import Checkpointer, KeepBest, NotACheckpointError, ShardedTensor,
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.convert import convert_checkpoint
+from megackpt.engine.integrity.repair import repair_checkpoint
 from megackpt.engine.progress import Unseen
-from megackpt.engine.repair import repair_checkpoint
 from megackpt.errors import UnsupportedError
 from megackpt.formats.registry import save_strategy
 from megackpt.options import ConvertOptions, RepairOptions

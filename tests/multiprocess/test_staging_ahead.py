@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megackpt import Checkpointer, ShardedTensor, StorageError
 from megackpt.comm import Numbers, compare, world_group
-from megackpt.engine import async_save
+from megackpt.engine.background import saver
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import OPTIONS, part
 
@@ -31,7 +31,7 @@ def data_of(entity: ShardedTensor) -> torch.Tensor:
 
 def save_the_same_again(root: Path) -> None:
     with (
-        mock.patch.object(async_save, "fill", wraps=async_save.fill) as filled,  # after ranks have agreed
+        mock.patch.object(saver, "fill", wraps=saver.fill) as filled,  # after ranks have agreed
         Checkpointer(root, async_save=True, save_options=OPTIONS) as checkpointer,
     ):
         for step in (1, 2, 3):

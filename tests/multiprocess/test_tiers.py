@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megackpt import Checkpointer, MemoryTier, RankFailedError, SaveOptions, ShardedObject, ShardedTensor
 from megackpt.checkpointer import LastLoad
-from megackpt.engine import tier_save
+from megackpt.engine.tiers import save as tier_save
 from megackpt.testing.ranks import RankPool
 
 pytestmark = pytest.mark.multiprocess

@@ -20,8 +20,8 @@ from megackpt import (
     StorageError,
 )
 from megackpt.comm import SingleProcess
-from megackpt.engine import async_save, stage_ahead
-from megackpt.engine.staging import Span
+from megackpt.engine.background import saver, stage_ahead
+from megackpt.engine.background.staging import Span
 from tests.async_saves import alone, saver_of
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
 
@@ -52,13 +52,13 @@ def check(root: Path, steps: Sequence[int]) -> None:
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     """What is copied."""
     found: list[Span] = []
-    fill = async_save.fill
+    fill = saver.fill
 
     def note(memory: Any, span: Span, *rest: Any) -> None:
         found.append(span)
         fill(memory, span, *rest)
 
-    monkeypatch.setattr(async_save, "fill", note)
+    monkeypatch.setattr(saver, "fill", note)
     monkeypatch.setattr(stage_ahead, "fill", note)
     return found
 
@@ -149,7 +149,7 @@ def test_a_tier_for_which_there_is_no_memory_is_a_warning(
 ) -> None:
     with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], every=2) as run:
         with monkeypatch.context() as patched:
-            patched.setattr("megackpt.engine.arena._available_bytes", lambda: 0)
+            patched.setattr("megackpt.engine.background.arena._available_bytes", lambda: 0)
             assert not run.save(1, state(1))
             assert f"Step 1 is not in the local disk tier {tmp_path / 'a'}" in caplog.text
             with pytest.raises(StorageError, match="cannot be had"):

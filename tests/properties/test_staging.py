@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from megackpt import StorageError
 from megackpt.comm import encode_error
-from megackpt.engine.arena import Arena, Layout, lay_out, map_memory
-from megackpt.engine.signs_of_life import Pulse
-from megackpt.engine.staging import Span, fill
-from megackpt.engine.writer_messages import Alive, Consumed, FromWriter, Job, Place
-from megackpt.engine.writer_stream import Stream, StreamPieces
+from megackpt.engine.background.arena import Arena, Layout, lay_out, map_memory
+from megackpt.engine.background.messages import Alive, Consumed, FromWriter, Job, Place
+from megackpt.engine.background.signs_of_life import Pulse
+from megackpt.engine.background.staging import Span, fill
+from megackpt.engine.background.stream import Stream, StreamPieces
 
 PAGE = 4096
 
@@ -108,8 +108,8 @@ def test_a_reader_hears_that_a_row_will_never_come() -> None:
 def test_a_reader_that_waits_for_bytes_says_that_it_is_well() -> None:
     reader = Reader(PAGE)
     with (
-        patch("megackpt.engine.writer_stream.BEAT_S", 0.02),
-        patch("megackpt.engine.signs_of_life.BEAT_S", 0.0),
+        patch("megackpt.engine.background.stream.BEAT_S", 0.02),
+        patch("megackpt.engine.background.signs_of_life.BEAT_S", 0.0),
     ):
         waiting = threading.Thread(target=reader.stream.wait, args=(1,), kwargs={"job": 1})
         waiting.start()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megackpt import AsyncOptions, DeclarationError, StorageError
-from megackpt.engine.arena import Arena
-from megackpt.engine.prepared_save import sendable
+from megackpt.engine.background.arena import Arena
+from megackpt.engine.background.prepared import sendable
 from megackpt.formats.native import NativeSaveStrategy
 from tests.writer_faults import FullDiskStrategy
 

@@ -31,8 +31,8 @@ from megackpt import (
 )
 from megackpt.comm import Group
 from megackpt.engine.inspect import inspect_checkpoint
+from megackpt.engine.integrity.verify import verify_checkpoint
 from megackpt.engine.progress import Unseen
-from megackpt.engine.verify import verify_checkpoint
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter
 from megackpt.options import VerifyOptions

@@ -29,8 +29,8 @@ from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
-from megackpt.engine import tier_transfer
 from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.tiers import transfer as tier_transfer
 from megackpt.planning import Nodes
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation

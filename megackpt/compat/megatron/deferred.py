@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.comm import Group
-from megackpt.engine.async_save import AsyncSaver
-from megackpt.engine.prepared_save import Destination, for_a_writer
+from megackpt.engine.background.messages import Place
+from megackpt.engine.background.prepared import Destination, for_a_writer
+from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.save import SaveRequest
-from megackpt.engine.writer_messages import Place
 from megackpt.errors import CommonStateError
 from megackpt.options import SaveOptions
 from megackpt.storage import is_object_url

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megackpt.comm import Group, Numbers, compare, world_group
 from megackpt.compat.megatron.deferred import DeferredSave
 from megackpt.compat.megatron.refusal import refused
-from megackpt.engine.async_save import AsyncSaver
+from megackpt.engine.background.saver import AsyncSaver
 from megackpt.errors import DeclarationError
 from megackpt.options import AsyncOptions
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megackpt.engine.integrity.shares import WHOLE, in_share, sizes_of
+from megackpt.engine.integrity.verify_arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
+from megackpt.engine.integrity.verify_bytes import verify_bytes, verify_files
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
-from megackpt.engine.shares import WHOLE, in_share, sizes_of
-from megackpt.engine.verify_arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
-from megackpt.engine.verify_bytes import verify_bytes, verify_files
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy

@@ -1,7 +1,7 @@
 """What a rank keeps between asynchronous saves: a writer process, its memory, and where writers meet.
 
 Owns starting another process where one has ended, how much memory it shares, and connecting the writers of
-all ranks. What is saved with it, and when ranks meet, is in `async_save`.
+all ranks. What is saved with it, and when ranks meet, is in `saver`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from megackpt.comm import Group, StoreHost, host_store
-from megackpt.engine.idle_writers import give_writer, take_writer
-from megackpt.engine.prepared_save import Prepared
-from megackpt.engine.writer_process import WriterProcess
-from megackpt.engine.writer_work import Work
+from megackpt.engine.background.idle_writers import give_writer, take_writer
+from megackpt.engine.background.prepared import Prepared
+from megackpt.engine.background.process import WriterProcess
+from megackpt.engine.background.work import Work
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan

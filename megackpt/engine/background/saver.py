@@ -2,7 +2,7 @@
 
 Owns what ranks agree on before such a save, and what becomes of its error. Ranks meet in `save` and `warm_up`
 and nowhere else: between them, writer processes meet in a store (see `megackpt.comm.store_group`). What is
-kept between saves is in `writer_session`.
+kept between saves is in `session`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 from megackpt.comm import Group, Numbers, StoreHost, compare, encode_error
 from megackpt.comm.group import common_error
-from megackpt.engine.async_begin import Beginning
-from megackpt.engine.prepared_save import Destination, Prepared, shares_bytes
+from megackpt.engine.background.begin import Beginning
+from megackpt.engine.background.messages import Job, meetings_of
+from megackpt.engine.background.prepared import Destination, Prepared, shares_bytes
+from megackpt.engine.background.session import WriterSession, end_forgotten
+from megackpt.engine.background.stage_ahead import Ahead
+from megackpt.engine.background.staging import Span, StreamClosedError, fill
+from megackpt.engine.background.work import Work
 from megackpt.engine.save import Beside, SaveRequest, plan_state
-from megackpt.engine.stage_ahead import Ahead
-from megackpt.engine.staging import Span, StreamClosedError, fill
 from megackpt.engine.write import Planned
-from megackpt.engine.writer_messages import Job, meetings_of
-from megackpt.engine.writer_session import WriterSession, end_forgotten
-from megackpt.engine.writer_work import Work
 from megackpt.options import AsyncOptions, SaveOptions
 
 _MOST_QUEUED = 4
@@ -43,7 +43,7 @@ class AsyncSaver:
     """Saves of one run, one after the other, each written by a process of its own on every rank.
 
     The process is started at once, and lives until `close`; a saver that is forgotten is closed, at the
-    latest when the interpreter ends. hook is for tests, see `writer_main.Hook`.
+    latest when the interpreter ends. hook is for tests, see `main.Hook`.
     """
 
     def __init__(self, options: AsyncOptions, *, hook: str | None = None) -> None:

@@ -12,12 +12,12 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
-from megackpt.engine.arena import Layout, lay_out
+from megackpt.engine.background.arena import Layout, lay_out
+from megackpt.engine.background.messages import Place
+from megackpt.engine.background.work import Failed, Follow
 from megackpt.engine.save import SaveRequest
-from megackpt.engine.tier_save import NodePlace
+from megackpt.engine.tiers.save import NodePlace
 from megackpt.engine.write import CommonFiles, Planned
-from megackpt.engine.writer_messages import Place
-from megackpt.engine.writer_work import Failed, Follow
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
 from megackpt.options import VerifyOptions

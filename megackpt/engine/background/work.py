@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megackpt.engine.writer_messages import Job
+from megackpt.engine.background.messages import Job
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megackpt.engine.integrity.repair_search import RepairedFile, RepairSearch
+from megackpt.engine.integrity.replace_files import replace_files
 from megackpt.engine.progress import Progress
-from megackpt.engine.repair_search import RepairedFile, RepairSearch
-from megackpt.engine.replace_files import replace_files
 from megackpt.errors import IntegrityError
 from megackpt.formats.damage import Damage
 from megackpt.options import RepairOptions

@@ -26,7 +26,7 @@ def start_writer(
         }
         search = os.pathsep.join(path for path in sys.path if path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "megackpt.engine.writer_main", json.dumps(settings)],
+            [sys.executable, "-m", "megackpt.engine.background.main", json.dumps(settings)],
             pass_fds=(theirs.fileno(), arena),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_QUIET, "PYTHONPATH": search},

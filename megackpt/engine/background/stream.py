@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from megackpt.comm import decode_error
-from megackpt.engine.arena import Layout, Octets, stretches
-from megackpt.engine.signs_of_life import BEAT_S, Pulse
-from megackpt.engine.writer_messages import Consumed, FromWriter, Job
+from megackpt.engine.background.arena import Layout, Octets, stretches
+from megackpt.engine.background.messages import Consumed, FromWriter, Job
+from megackpt.engine.background.signs_of_life import BEAT_S, Pulse
 
 _VIEW_BYTES = 8 << 20  # memory of a stream is given back in such steps
 

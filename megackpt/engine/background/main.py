@@ -1,7 +1,7 @@
 """A writer process: writes and commits what its rank has staged, one save after the other.
 
-Owns that process, `python -m megackpt.engine.writer_main SETTINGS`, and the messages to and from its rank;
-what it does for a save is in `writer_jobs`. It lives as long as the training process that started it, and no
+Owns that process, `python -m megackpt.engine.background.main SETTINGS`, and the messages to and from its
+rank; what it does for a save is in `jobs`. It lives as long as the training process that started it, and no
 longer: else it could commit when a restarted job already writes. It uses no CUDA, and runs nothing of the
 user's script.
 """
@@ -35,12 +35,9 @@ from megackpt.comm import (
     decode_error,
     encode_error,
 )
-from megackpt.engine.arena import Octets, lay_out, map_memory
-from megackpt.engine.signs_of_life import Pulse
-from megackpt.engine.tier_save import NodePlace
-from megackpt.engine.write import Planned
-from megackpt.engine.writer_jobs import Hook, carry_out, failure_of, planned_by
-from megackpt.engine.writer_messages import (
+from megackpt.engine.background.arena import Octets, lay_out, map_memory
+from megackpt.engine.background.jobs import Hook, carry_out, failure_of, planned_by
+from megackpt.engine.background.messages import (
     Cancelled,
     Committed,
     Ended,
@@ -57,7 +54,10 @@ from megackpt.engine.writer_messages import (
     UsePlan,
     meetings_of,
 )
-from megackpt.engine.writer_stream import Stream, StreamPieces
+from megackpt.engine.background.signs_of_life import Pulse
+from megackpt.engine.background.stream import Stream, StreamPieces
+from megackpt.engine.tiers.save import NodePlace
+from megackpt.engine.write import Planned
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.damage import Damage
 from megackpt.planning import with_object_sizes

@@ -1,7 +1,7 @@
 """What shows that a writer process is not stuck: what it says while it works or waits, and what it moves.
 
 Owns both ends of that: the pulse in the process, and the watch of the rank that has started it. For how long
-a process may show nothing, and what becomes of one that does so longer, is up to `writer_process`.
+a process may show nothing, and what becomes of one that does so longer, is up to `process`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megackpt.engine.writer_messages import Alive, FromWriter
+from megackpt.engine.background.messages import Alive, FromWriter
 
 BEAT_S = 1.0
 """How often a process says so, and how often its rank looks."""

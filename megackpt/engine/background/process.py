@@ -1,7 +1,7 @@
 """The writer process of this rank, as the training sees it.
 
 Owns ending it, giving it up when it is stuck, the threads that speak to it, and what is known of its jobs.
-What it does is in `writer_main`; what ranks agree on, in `async_save`.
+What it does is in `main`; what ranks agree on, in `saver`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from collections.abc import Callable
 from megackpt.comm import StoreHost, decode_error, encode_error
 from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
-from megackpt.engine.arena import Arena
-from megackpt.engine.signs_of_life import BEAT_S, Watch
-from megackpt.engine.staging import StreamClosedError
-from megackpt.engine.writer_messages import (
+from megackpt.engine.background.arena import Arena
+from megackpt.engine.background.messages import (
     Cancelled,
     Committed,
     Consumed,
@@ -41,8 +39,10 @@ from megackpt.engine.writer_messages import (
     UsePlan,
     meetings_of,
 )
-from megackpt.engine.writer_start import start_writer
-from megackpt.engine.writer_work import Failed, Follow, Work
+from megackpt.engine.background.signs_of_life import BEAT_S, Watch
+from megackpt.engine.background.staging import StreamClosedError
+from megackpt.engine.background.start import start_writer
+from megackpt.engine.background.work import Failed, Follow, Work
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
@@ -67,7 +67,7 @@ class WriterProcess:
     Attributes:
         arena: the memory that it shares.
         kind: what was decided at its start: niceness, class of I/O, and a hook for tests (see
-            `writer_main.Hook`).
+            `main.Hook`).
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from megackpt.comm import StoreAddress
 from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.steps import step_places
-from megackpt.engine.tier_save import NodePlace
+from megackpt.engine.tiers.save import NodePlace
 from megackpt.engine.write import CommonFiles
 from megackpt.formats.damage import Damage
 from megackpt.geometry import Ints

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megackpt.engine.integrity.verify import Verified, verify_checkpoint
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
-from megackpt.engine.verify import Verified, verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy, save_strategy

@@ -14,10 +14,10 @@ from typing import Any
 
 from megackpt.comm import Group, Numbers, compare, given_by_root, together, together_at_root
 from megackpt.comm.group import run_step
+from megackpt.engine.integrity.shares import WHOLE
+from megackpt.engine.integrity.verify import Looked
+from megackpt.engine.integrity.verify_arrays import ArrayShare, compare_arrays
 from megackpt.engine.progress import Progress
-from megackpt.engine.shares import WHOLE
-from megackpt.engine.verify import Looked
-from megackpt.engine.verify_arrays import ArrayShare, compare_arrays
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from megackpt.codec import leaf_digests
 from megackpt.engine.compare import Pair, pairs_of
-from megackpt.engine.elements import Differing, differing_elements
+from megackpt.engine.integrity.elements import Differing, differing_elements
 from megackpt.engine.leaves import leaves_of
 from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.progress import Progress

@@ -1,7 +1,7 @@
 """What a writer process does for one save: into a root, or into a tier.
 
 Owns the order: prepare, write and commit as a synchronous save does, look again, let the training do what
-follows. Where bytes and other ranks come from is up to `writer_main`.
+follows. Where bytes and other ranks come from is up to `main`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Protocol
 from megackpt.comm import Group, LinkedGroup, Numbers, compare, encode_error, moves_bulk
 from megackpt.comm.group import common_error
 from megackpt.engine.agree_on_plan import Completes
-from megackpt.engine.tier_save import NodePlace, clean_node, save_on_nodes
-from megackpt.engine.verify import find_damages
-from megackpt.engine.verify_together import after_commit, verify_together
+from megackpt.engine.background.messages import Job
+from megackpt.engine.integrity.verify import find_damages
+from megackpt.engine.integrity.verify_together import after_commit, verify_together
+from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
 from megackpt.engine.write import Planned, write_out
-from megackpt.engine.writer_messages import Job
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import Pieces, SaveStrategy

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megackpt.engine.arena import Layout, Octets, stretches
+from megackpt.engine.background.arena import Layout, Octets, stretches
 from megackpt.formats.strategy import Pieces, pieces_in_order
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import threading
 
-from megackpt.engine.arena import Arena
-from megackpt.engine.writer_process import WriterProcess
+from megackpt.engine.background.arena import Arena
+from megackpt.engine.background.process import WriterProcess
 from megackpt.options import AsyncOptions
 
 _Kind = tuple[int, str | None, str | None]

@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 
 from megackpt.engine.chunk_bytes import parts_of
+from megackpt.engine.integrity.verify_arrays import ArrayCheck
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
-from megackpt.engine.verify_arrays import ArrayCheck
 from megackpt.engine.workers import do_all
 from megackpt.errors import CheckpointError, IntegrityError, UnknownClassError
 from megackpt.formats.damage import Damage, damage_of

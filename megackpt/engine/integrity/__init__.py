@@ -1,0 +1,1 @@
+"""What is done about bytes that changed: found, told, worked around, made whole again."""
