@@ -18,6 +18,7 @@ from typing import Any, cast
 from unittest import mock
 
 import megackpt.engine.load as engine_load
+import megackpt.engine.prepare_load as engine_prepare
 import megackpt.engine.read as engine_read
 import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy, pieces_in_order
@@ -27,7 +28,7 @@ from megackpt.storage import Store, StreamWriter, lend
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "open_checkpoint", "open"),
-    (engine_load, "plan_load", "plan"),
+    (engine_prepare, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
     (file_chunks, "digest_list", "digest"),
     (engine_read, "copy_bytes", "copy"),
