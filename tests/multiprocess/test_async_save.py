@@ -279,3 +279,16 @@ def test_a_script_that_ends_waits_for_its_save_and_is_run_once(tmp_path: Path) -
     assert first == "the script runs"
     assert second.startswith("Mine is defined in the script itself")
     assert Checkpointer(tmp_path / "root").latest() == 2
+
+
+def test_memory_that_is_made_anew_again_and_again_is_no_trouble_to_a_writer(tmp_path: Path) -> None:
+    with alone(tmp_path) as run:
+        run.save(1, ones())
+        run.wait()
+        writer = saver_of(run)._session.writer
+        for step in range(2, 400):  # also while it looks at the sizes before
+            writer.resize(step % 7 << 16)
+        run.save(2, ones())
+        run.wait()
+        assert saver_of(run)._session.writer is writer
+        assert run.steps() == (1, 2)

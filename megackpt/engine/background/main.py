@@ -76,7 +76,8 @@ class Writer:
         self._sending = threading.Lock()
         self._pulse = Pulse(self._send)
         self._stream = Stream(self._send, self._pulse)
-        self._memory: Octets = map_memory(arena, 0, writable=False)
+        self._memory: Octets | None = None  # mapped when there is a job
+        self._memory_nbytes = 0
         self._plans: dict[int, UsePlan] = {}
         self._todo: queue.SimpleQueue[Join | tuple[Job, UsePlan, Octets]] = queue.SimpleQueue()
         self._followed: queue.SimpleQueue[Followed] = queue.SimpleQueue()
@@ -100,7 +101,7 @@ class Writer:
             case Followed():
                 self._followed.put(message)
             case UseArena():
-                self._memory = map_memory(self._arena, message.nbytes, writable=False)
+                self._memory, self._memory_nbytes = None, message.nbytes
             case UsePlan():
                 self._plans[message.number] = message
             case ForgetPlan():
@@ -108,7 +109,13 @@ class Writer:
             case Join():
                 self._todo.put(message)
             case Job():
-                self._todo.put((message, self._plans[message.plan], self._memory))
+                self._todo.put((message, self._plans[message.plan], self._mapped()))
+
+    def _mapped(self) -> Octets:
+        """Return the memory. It has one size as long as there is a job; between jobs it may be made anew."""
+        if self._memory is None:
+            self._memory = map_memory(self._arena, self._memory_nbytes, writable=False)
+        return self._memory
 
     def _work(self) -> None:
         while True:
