@@ -34,6 +34,7 @@ from megackpt.storage.beside import is_beside
 from megackpt.storage.refusal import refusals
 
 _AT_ONCE = 16  # requests, when many steps are looked at
+_MOST = 1 << 62  # as `megackpt.arguments.checked_step` has it
 _STEP_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 
@@ -43,10 +44,14 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a directory; None for a name that `step_name` does not make."""
+    """Return the step of a directory; None for a name that `step_name` does not make of any step.
+
+    >>> step_of("iter_0000100"), step_of("iter_100"), step_of("iter_" + "9" * 30)
+    (100, None, None)
+    """
     match = _STEP_DIRECTORY.fullmatch(name)
-    step = int(match.group(1)) if match else None
-    return step if step is not None and name == step_name(step) else None
+    step = int(match.group(1)) if match else _MOST + 1
+    return step if step <= _MOST and name == step_name(step) else None
 
 
 class StepPlaces(Protocol):
