@@ -124,7 +124,7 @@ def advise(save_s: float, *, mtbf_s: float, restart_s: float) -> Interval:
 
     >>> advice = advise(60.0, mtbf_s=3 * 3600.0, restart_s=120.0)
     >>> round(advice.young), round(advice.daly), round(advice.efficiency, 3)
-    (1138, 1098, 0.889)
+    (1138, 1099, 0.888)
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher
     order estimate of the optimum checkpoint interval for restart dumps", equation 37, and its model of the
