@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,17 @@ def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
     proxy = FaultyProxy(s3_server)
     yield proxy
     proxy.close()
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where the machine has such a thing; real ranks may be given it, too."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="megackpt-tests-", dir=shared) as made:
+        yield Path(made)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,10 +33,10 @@ from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import GivenGroup, Group, world_group
-from megackpt.engine.alike import compare_settings
 from megackpt.engine.background.prepared import for_a_writer
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest
+from megackpt.engine.settings import compare_settings
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -187,7 +187,7 @@ class Checkpointer(Run):
                 hook=self._writer_hook,
             )
         self._intervals = Intervals(every=every, tiers=tiers)
-        self._signals = SignalWatch(save_on_signal)  # last: nothing after it may fail, or handlers would stay
+        self._signals = SignalWatch(save_on_signal)  # nothing after it may fail, or handlers would stay
         self.save_on_signal = self._signals.signals
         self._schedule = Schedule(interval, self._signals)
         is_path = isinstance(root, (str, os.PathLike))

@@ -23,7 +23,7 @@ from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.integrity.fallback import Fallback
 from megackpt.engine.opening import read_common, refuse_unreadable
 from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
-from megackpt.engine.renamed import renamed
+from megackpt.engine.renamed_contents import renamed
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.strategy import Chunks

@@ -23,13 +23,13 @@ from megackpt.engine.agree_on_plan import (
     plan_alone,
     plan_together,
 )
-from megackpt.engine.alike import as_number, check_settings
 from megackpt.engine.array_digests import with_array_digests
 from megackpt.engine.integrity.parity import check_parity
 from megackpt.engine.local_state import LocalState, RowPieces, SaveRequest, prepare
 from megackpt.engine.manifest import new_attempt
 from megackpt.engine.plan_cache import KeptPlan
 from megackpt.engine.replicas import compare_replicas
+from megackpt.engine.settings import as_number, check_settings
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows

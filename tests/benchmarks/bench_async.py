@@ -8,7 +8,8 @@ Run by hand: `python tests/benchmarks/bench_async.py CASE --dir DIR [--ranks 4] 
   DCP with a process and shared staging memory that it keeps, Megatron-Core's queue with a persistent process
   (without CUDA that does not start: it forks then).
 * interference: steps of a CPU-bound loop while a save drains, beside the same steps while a process per rank,
-  as nice as a writer, burns as much processor time as the writer used, without input or output.
+  as nice as a writer, burns as much processor time as the writer used, without input or output. One after
+  the other for each save; the ratio is the median of the saves.
 * tiers: time in `save` into a tier, each rank a node with a copy on another, synchronous and asynchronous in
   turn, over that of a warm copy. Give a directory in memory.
 * memory: resident memory of training and writer processes, descriptors, the store's keys and /dev/shm, after
@@ -283,37 +284,40 @@ def interference(root: Path, mib: int, saves: int) -> Row:
     contender = Behind(root, state)
     saver = contender.checkpointer._behind.saver
     assert saver is not None
-    alone, draining, used, walls = [step() for _ in range(200)], [], 0.0, 0.0
+    alone, draining, burning, ratios, shares, burnt = [step() for _ in range(200)], [], [], [], [], []
+    mean = statistics.mean
     for _ in range(saves):
         contender.save(contender.declare(state))
         cpu, began = cpu_s(saver.writer_pid), time.perf_counter()
-        is_any = True
+        beside_save, is_any = [], True
         while is_any:
-            draining.append(step())
+            beside_save.append(step())
             busy = torch.tensor([int(contender.checkpointer.is_saving)])
             dist.all_reduce(busy)
             is_any = bool(busy.item())
-        used += cpu_s(saver.writer_pid) - cpu
-        walls += time.perf_counter() - began
+        shares.append((cpu_s(saver.writer_pid) - cpu) / (time.perf_counter() - began))
         contender.wait()
+        # At once, as machines that others use as well change their speed.
+        burner = subprocess.Popen([sys.executable, "-c", BURN, str(AsyncOptions().nice), str(shares[-1])])
+        time.sleep(0.5)
+        cpu, began = cpu_s(burner.pid), time.perf_counter()
+        beside_burner = [step() for _ in range(max(50, len(beside_save)))]
+        burnt.append((cpu_s(burner.pid) - cpu) / (time.perf_counter() - began))
+        burner.kill()
+        burner.wait()
+        draining += beside_save
+        burning += beside_burner
+        ratios.append(mean(beside_save) / mean(beside_burner))
     contender.close()
-    share = used / walls
-    burner = subprocess.Popen([sys.executable, "-c", BURN, str(AsyncOptions().nice), str(share)])
-    time.sleep(0.5)
-    cpu, began = cpu_s(burner.pid), time.perf_counter()
-    burning = [step() for _ in range(max(200, len(draining) // 2))]
-    burnt = (cpu_s(burner.pid) - cpu) / (time.perf_counter() - began)
-    burner.kill()
-    burner.wait()
-    mean = statistics.mean
     return {
         "step_alone_s": mean(alone),
         "step_draining_s": mean(draining),
         "step_burning_s": mean(burning),
         "steps_draining": len(draining),
-        "writer_cpu_share": share,
-        "burner_cpu_share": burnt,
-        "ratio": mean(draining) / mean(burning),
+        "writer_cpu_share": mean(shares),
+        "burner_cpu_share": mean(burnt),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
     }
 
 

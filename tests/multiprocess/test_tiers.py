@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,37 +81,30 @@ def resume(base: Path, tp: int) -> LastLoad:
     return again.last_load
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Iterator[Path]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as made:
-        yield Path(made)
-
-
 def test_the_newest_step_in_memory_outlives_any_node_and_without_it_the_root_is_loaded(
-    rank_pool: RankPool, base: Path
+    rank_pool: RankPool, memory_path: Path
 ) -> None:
-    outcomes = rank_pool.outcomes(train_until_a_node_is_killed, RANKS, base / "run")
+    outcomes = rank_pool.outcomes(train_until_a_node_is_killed, RANKS, memory_path / "run")
     assert [isinstance(o.error, EOFError) for o in outcomes] == [r // 2 == KILLED for r in range(RANKS)]
     assert all(o.value for o in outcomes if o.error is None)
-    torn = base / "run" / f"node-{KILLED}" / "iter_0000004"
+    torn = memory_path / "run" / f"node-{KILLED}" / "iter_0000004"
     assert list((torn / "data").iterdir())
 
     for lost in range(NODES):
-        shutil.copytree(base / "run", base / "restarted")
-        shutil.rmtree(base / "restarted" / "root")
-        shutil.rmtree(base / "restarted" / f"node-{lost}")
-        found = rank_pool.run(resume, RANKS, base / "restarted", 2 if lost else 4)
+        shutil.copytree(memory_path / "run", memory_path / "restarted")
+        shutil.rmtree(memory_path / "restarted" / "root")
+        shutil.rmtree(memory_path / "restarted" / f"node-{lost}")
+        found = rank_pool.run(resume, RANKS, memory_path / "restarted", 2 if lost else 4)
         assert {(used.step, used.passed_over, used.damaged) for used in found} == {(3, (), ())}
         for node in range(NODES):
-            steps = sorted(path.name for path in (base / "restarted" / f"node-{node}").iterdir())
+            steps = sorted(path.name for path in (memory_path / "restarted" / f"node-{node}").iterdir())
             assert steps == ["iter_0000003", "iter_0000004"], (
                 "what was torn is gone, what was lost is not back"
             )
-        shutil.rmtree(base / "restarted")
+        shutil.rmtree(memory_path / "restarted")
 
     for lost in (0, 1):
-        shutil.rmtree(base / "run" / f"node-{lost}")
-    found = rank_pool.run(resume, RANKS, base / "run", 1)
-    assert {(used.step, used.where) for used in found} == {(1, str(base / "run" / "root"))}
+        shutil.rmtree(memory_path / "run" / f"node-{lost}")
+    found = rank_pool.run(resume, RANKS, memory_path / "run", 1)
+    assert {(used.step, used.where) for used in found} == {(1, str(memory_path / "run" / "root"))}
     assert [passed.step for passed in found[0].passed_over] == [3, 2]

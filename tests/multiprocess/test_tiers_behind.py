@@ -7,9 +7,7 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,27 +183,20 @@ def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]
     return [lose_a_writer(base, how, DEADLINE_S if how == "dies" else 3.0) for how in troubles]
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Iterator[Path]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as made:
-        yield Path(made)
-
-
 def test_tiers_are_written_behind_and_outlive_a_node_a_full_one_and_a_writer(
-    rank_pool: RankPool, base: Path
+    rank_pool: RankPool, memory_path: Path
 ) -> None:
     troubles = list(SAID) if is_thorough() else ["dies"]  # to start writers takes seconds
-    everyone = rank_pool.run(train_in_trouble, RANKS, base, troubles)
+    everyone = rank_pool.run(train_in_trouble, RANKS, memory_path, troubles)
     for of_rank in everyone:
         for how, (text, elapsed), (first, _) in zip(troubles, of_rank, everyone[0], strict=True):
             print(how, elapsed, text)
             assert text == first
             assert SAID[how] in text
             assert elapsed < DEADLINE_S / 2
-    shutil.rmtree(base / "root")
+    shutil.rmtree(memory_path / "root")
     for lost in range(RANKS) if is_thorough() else [random.randrange(RANKS)]:
-        shutil.copytree(base, restarted := base / "restarted")
+        shutil.copytree(memory_path, restarted := memory_path / "restarted")
         shutil.rmtree(restarted / f"node-{lost}")
         found = rank_pool.run(load, RANKS, restarted)
         assert {(used.step, used.damaged) for used in found} == {(5, ())}
@@ -234,14 +225,14 @@ def lose_a_node(base: Path) -> tuple[str, float]:
 
 @only_thorough("connections that break are in test_linked_group.py")
 def test_a_node_that_is_lost_is_named_by_all_others_long_before_the_deadline(
-    rank_pool: RankPool, base: Path
+    rank_pool: RankPool, memory_path: Path
 ) -> None:
-    outcomes = rank_pool.outcomes(lose_a_node, RANKS, base)
+    outcomes = rank_pool.outcomes(lose_a_node, RANKS, memory_path)
     assert isinstance(outcomes[1].error, EOFError)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome.trace
         text, elapsed = outcome.value
         assert "writer process of rank 1 broke" in text
         assert elapsed < DEADLINE_S / 2
-    shutil.rmtree(base / "node-1")
-    assert {used.step for used in rank_pool.run(load, RANKS, base)} == {1}
+    shutil.rmtree(memory_path / "node-1")
+    assert {used.step for used in rank_pool.run(load, RANKS, memory_path)} == {1}

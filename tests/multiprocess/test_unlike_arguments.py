@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,8 @@ from megackpt import (
     save,
 )
 from megackpt.testing.ranks import RankPool
+
+pytestmark = pytest.mark.multiprocess
 
 TIMEOUT_S = 20.0
 SAVED = {"timeout_s": TIMEOUT_S}

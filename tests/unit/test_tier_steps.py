@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,17 +107,6 @@ class Run:
         return sorted(path.name for path in self.node(node, tier).iterdir())
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory, where the machine has such a thing."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="megackpt-tests-", dir=shared) as made:
-        yield Path(made)
-
-
 def data_files(directory: Path) -> list[Path]:
     return sorted((directory / "data").iterdir())
 
@@ -131,10 +118,10 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_each_byte_is_on_as_many_nodes_as_asked_for_and_old_steps_go(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_transfer, "PIECE_BYTES", 1000)
-    run = Run(base)
+    run = Run(memory_path)
     run.save(1, 2, 3)
     holders: dict[str, list[int]] = {}
     contents: dict[str, bytes] = {}
@@ -144,19 +131,21 @@ def test_each_byte_is_on_as_many_nodes_as_asked_for_and_old_steps_go(
             assert file.read_bytes() == contents.setdefault(file.name, file.read_bytes())
             holders.setdefault(file.name[-17:-12], []).append(node)
     assert holders == {f"{r:05d}": sorted([r // 2, (r // 2 + 1) % 4]) for r in range(8)}
-    assert not (base / "root").exists()
+    assert not (memory_path / "root").exists()
 
 
-def test_tiers_and_root_have_intervals_of_their_own_and_the_newest_step_of_all_wins(base: Path) -> None:
+def test_tiers_and_root_have_intervals_of_their_own_and_the_newest_step_of_all_wins(
+    memory_path: Path,
+) -> None:
     tiers = [
-        MemoryTier(f"{base}/node-{{node}}/memory", keep_last=1),
-        LocalTier(f"{base}/node-{{node}}/disk", every=2, jump=2),
+        MemoryTier(f"{memory_path}/node-{{node}}/memory", keep_last=1),
+        LocalTier(f"{memory_path}/node-{{node}}/disk", every=2, jump=2),
     ]
-    run = Run(base, tiers=tiers, every=4)
+    run = Run(memory_path, tiers=tiers, every=4)
     run.save(4, 5, 6, 7)
     assert run.kept(1) == ["iter_0000007"]
     assert run.kept(1, "disk") == ["iter_0000004", "iter_0000006"]
-    assert Checkpointer(base / "root").steps() == (4,)
+    assert Checkpointer(memory_path / "root").steps() == (4,)
     assert (run.load().step, run.load(step=6).where) == (7, f"the local disk tier {tiers[1].path}")
     for node in range(4):
         shutil.rmtree(run.node(node))
@@ -165,14 +154,14 @@ def test_tiers_and_root_have_intervals_of_their_own_and_the_newest_step_of_all_w
     assert run.load().step == 6
     run.lose(*range(4))
     used = run.load()
-    assert (used.step, used.where) == (4, str(base / "root"))
+    assert (used.step, used.where) == (4, str(memory_path / "root"))
 
 
 @pytest.mark.parametrize("lost", [(0,), (3,), (0, 2)])
 def test_other_layouts_and_fewer_nodes_take_the_newest_step_from_the_nodes_that_are_left(
-    base: Path, lost: tuple[int, ...]
+    memory_path: Path, lost: tuple[int, ...]
 ) -> None:
-    run = Run(base)
+    run = Run(memory_path)
     run.save(1, 2)
     run.lose(*lost)
     left = [node for node in range(4) if node not in lost]
@@ -182,26 +171,26 @@ def test_other_layouts_and_fewer_nodes_take_the_newest_step_from_the_nodes_that_
 
 
 def test_two_neighbours_lost_leave_the_root_and_that_is_said(
-    base: Path, caplog: pytest.LogCaptureFixture
+    memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(base)
+    run = Run(memory_path)
     run.save(1, to_root=True)
     run.save(2, 3)
     run.lose(1, 2)
     with caplog.at_level(logging.WARNING):
         used = run.load()
-    assert (used.step, used.where) == (1, str(base / "root"))
+    assert (used.step, used.where) == (1, str(memory_path / "root"))
     assert [passed.step for passed in used.passed_over] == [3, 2]
     assert "2 of its 8 data files are on no node any more" in used.passed_over[0].why
     assert "Not loaded: step 3 in the memory tier" in caplog.text
-    assert f"Step 1 was loaded from {base / 'root'}" in caplog.text
+    assert f"Step 1 was loaded from {memory_path / 'root'}" in caplog.text
     assert all(run.kept(node) == [] for node in (0, 3))  # of no use, and of much memory
     run.save(2)
     assert run.load().step == 2
 
 
-def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(base: Path) -> None:
-    run = Run(base)
+def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(memory_path: Path) -> None:
+    run = Run(memory_path)
     with pytest.raises(NotACheckpointError, match="no committed step that is whole"):
         run.load()
     run.save(1)
@@ -212,8 +201,8 @@ def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(base: Pa
         run.load(step=7)
 
 
-def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(base: Path) -> None:
-    run = Run(base)
+def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(memory_path: Path) -> None:
+    run = Run(memory_path)
     run.save(1, 2, 3)
     for node in range(4):
         (run.node(node) / "iter_0000003" / "metadata.json").unlink()
@@ -226,9 +215,9 @@ def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(base: Path) 
 
 
 def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
-    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(base)
+    run = Run(memory_path)
     run.save(1)
     names = LocalPlaces.names
 
@@ -240,27 +229,32 @@ def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
     monkeypatch.setattr(LocalPlaces, "names", names_or_refusal)
     with caplog.at_level(logging.WARNING):
         assert run.load().step == 1
-    assert f"{base / 'root'} cannot be looked at, so only the tiers are" in caplog.text
+    assert f"{memory_path / 'root'} cannot be looked at, so only the tiers are" in caplog.text
     assert f"{run.node(2)} cannot be looked at, so nothing is taken from it" in caplog.text
 
 
-def test_one_process_saves_asynchronously_into_its_tier_and_to_the_root(base: Path) -> None:
-    tier = MemoryTier(base / "memory", every=2)
+def test_one_process_saves_asynchronously_into_its_tier_and_to_the_root(memory_path: Path) -> None:
+    tier = MemoryTier(memory_path / "memory", every=2)
     saved = ShardedTensor.from_rank_offsets("old.w", torch.arange(5.0))
-    with Checkpointer(base / "root", tiers=[tier], every=3, async_save=True, keep_last=1) as run:
+    with Checkpointer(memory_path / "root", tiers=[tier], every=3, async_save=True, keep_last=1) as run:
         for step in range(2, 7):
             run.save(step, {"w": saved, "step": step})
         assert run.find_latest() == 6
         assert run.steps() == (6,)
-    assert sorted(path.name for path in (base / "memory").iterdir()) == ["iter_0000004", "iter_0000006"]
+    assert sorted(path.name for path in (memory_path / "memory").iterdir()) == [
+        "iter_0000004",
+        "iter_0000006",
+    ]
     options = LoadOptions(rename={"old.*": "new.*"})
     asked = {"w": ShardedTensor.from_rank_offsets("new.w", torch.zeros(5))}
-    again = Checkpointer(base / "root", tiers=[tier], load_options=options)
+    again = Checkpointer(memory_path / "root", tiers=[tier], load_options=options)
     assert again.load(asked, step=4)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(base: Path) -> None:
-    run = Run(base, load_options=LoadOptions(rename={"weight": "weight", "share": "part", "rng": "rng"}))
+def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(memory_path: Path) -> None:
+    run = Run(
+        memory_path, load_options=LoadOptions(rename={"weight": "weight", "share": "part", "rng": "rng"})
+    )
     run.save(1)
 
     def load_part(group: Group) -> float:
@@ -272,9 +266,9 @@ def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(base: Path) 
 
 
 def test_a_damaged_copy_is_left_out_and_the_other_one_read(
-    base: Path, caplog: pytest.LogCaptureFixture
+    memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(base)
+    run = Run(memory_path)
     run.save(1, 2)
     damaged = run.node(1) / "iter_0000002" / "data"
     name = next(path.name for path in damaged.iterdir() if path.name.endswith("-00001.safetensors"))
@@ -292,8 +286,10 @@ def test_a_damaged_copy_is_left_out_and_the_other_one_read(
 
 
 @pytest.mark.parametrize("name", ["index", "common", "metadata.json"])
-def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(base: Path, name: str) -> None:
-    run = Run(base)
+def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(
+    memory_path: Path, name: str
+) -> None:
+    run = Run(memory_path)
     run.save(1)
     file = next(p for p in (run.node(0) / "iter_0000001").iterdir() if p.name.startswith(name))
     whole = file.read_bytes()
@@ -307,11 +303,11 @@ def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(ba
     assert file.read_bytes() == whole
 
 
-def test_a_damaged_step_of_the_root_is_passed_over_too(base: Path) -> None:
-    run = Run(base, tiers=[MemoryTier(f"{base}/node-{{node}}/memory", every=2)])
+def test_a_damaged_step_of_the_root_is_passed_over_too(memory_path: Path) -> None:
+    run = Run(memory_path, tiers=[MemoryTier(f"{memory_path}/node-{{node}}/memory", every=2)])
     run.save(2)
     run.save(3, to_root=True)
-    flip(data_files(base / "root" / "iter_0000003")[3], DATA)
+    flip(data_files(memory_path / "root" / "iter_0000003")[3], DATA)
     used = run.load()
     assert (used.step, used.passed_over[0].step) == (2, 3)
     assert "digest differs" in used.passed_over[0].why
@@ -343,31 +339,31 @@ COPY = "00003.safetensors"  # of what a rank of node 1 has written
      ("writer.close", "index"), ("replace", "")],
 )  # fmt: skip
 def test_a_full_tier_is_a_warning_and_the_root_still_gets_its_step(
-    base: Path, stores: dict[str, Any], kind: str, name: str, caplog: pytest.LogCaptureFixture
+    memory_path: Path, stores: dict[str, Any], kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def strike(place: str, operation: Operation) -> bool:
         return "/node-2/" in place and operation.kind == kind and name in operation.name
 
-    run = Run(base)
+    run = Run(memory_path)
     run.save(1)
     stores["strike"] = strike
     caplog.set_level(logging.WARNING, logger="megackpt.checkpointer")
     run.save(2, to_root=True)
     assert "Step 2 is not in the memory tier" in caplog.text
     assert "No space left" in caplog.text
-    assert (base / "root" / "iter_0000002" / "metadata.json").exists()
+    assert (memory_path / "root" / "iter_0000002" / "metadata.json").exists()
     stores["strike"] = None
     if kind != "replace":  # there other nodes have committed a step whose data is whole
-        assert not list(base.glob("node-*/memory/iter_0000002/*/*"))
+        assert not list(memory_path.glob("node-*/memory/iter_0000002/*/*"))
     run.save(3)
     assert all("iter_0000003" in run.kept(node) for node in range(4))
     assert run.load().step == 3
 
 
 def test_a_step_older_than_what_a_tier_has_is_saved_with_a_warning(
-    base: Path, caplog: pytest.LogCaptureFixture
+    memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(base)
+    run = Run(memory_path)
     run.save(4)
     with caplog.at_level(logging.WARNING):
         run.save(3)
@@ -380,11 +376,11 @@ class Killed(BaseException):
 
 
 def test_a_job_killed_at_any_operation_of_a_save_has_the_old_step_or_the_new_one_without_any_node(
-    base: Path, stores: dict[str, Any]
+    memory_path: Path, stores: dict[str, Any]
 ) -> None:
     seen = []
     while len(seen) < 3 or seen[-2] == 1 or seen[-1] == 1:  # until two saves in a row have got through
-        run = Run(base / str(len(seen)), per_node=1)
+        run = Run(memory_path / str(len(seen)), per_node=1)
         run.options["tiers"] = [MemoryTier(f"{run.base}/node-{{node}}/memory", keep_last=1)]
         stores["strike"] = None
         run.save(1, nodes=range(2))
@@ -422,10 +418,10 @@ def test_copies_go_to_other_nodes_whatever_their_number_and_the_jump() -> None:
 
 
 def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, base: Path
+    monkeypatch: pytest.MonkeyPatch, memory_path: Path
 ) -> None:
     def nodes_of(group: Any) -> tuple[int, ...]:
-        return TierSet([LocalTier(f"{base}/{{node}}")], node=None).open(group)[0].of_rank
+        return TierSet([LocalTier(f"{memory_path}/{{node}}")], node=None).open(group)[0].of_rank
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert SimulatedWorld(4).run(nodes_of) == [(0, 0, 1, 1)] * 4
@@ -433,13 +429,15 @@ def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
     assert SimulatedWorld(2).run(nodes_of) == [(0, 0)] * 2
 
 
-def test_tiers_that_cannot_be_meant_are_refused(base: Path) -> None:
+def test_tiers_that_cannot_be_meant_are_refused(memory_path: Path) -> None:
     with pytest.raises(DeclarationError, match="MemoryTier: keep_last is 0"):
-        MemoryTier(base, keep_last=0)
+        MemoryTier(memory_path, keep_last=0)
     with pytest.raises(DeclarationError, match="Two tiers are in"):
-        Checkpointer(base / "root", tiers=[MemoryTier(base / "a"), LocalTier(base / "b/../a")])
+        Checkpointer(
+            memory_path / "root", tiers=[MemoryTier(memory_path / "a"), LocalTier(memory_path / "b/../a")]
+        )
     with pytest.raises(DeclarationError, match="every is 0"):
-        Checkpointer(base / "root", every=0)
-    shared = Run(base, tiers=[MemoryTier(base / "shared")])
+        Checkpointer(memory_path / "root", every=0)
+    shared = Run(memory_path, tiers=[MemoryTier(memory_path / "shared")])
     with pytest.raises(DeclarationError, match=r"different nodes, '0' and '1'.*the same directory"):
         shared.save(1)

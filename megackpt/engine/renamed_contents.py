@@ -11,9 +11,7 @@ from dataclasses import replace
 
 from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles
 from megackpt.metadata import ChunkTable
-from megackpt.validation import (
-    rename_keys,
-)
+from megackpt.validation import rename_keys
 
 
 def renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
