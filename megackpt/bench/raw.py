@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megackpt.bench.settings import READ_THREADS, WRITE_THREADS
+from megackpt.engine.workers import useful_threads
 from megackpt.storage.rawio import reserve
 
 PIECE_BYTES = 4 << 20
@@ -65,8 +66,10 @@ class RawFiles:
         finally:
             os.close(descriptor)
 
-    def read(self, nbytes: int | None = None, *, direct: bool) -> None:
+    def read(self, nbytes: int | None = None, *, direct: bool, is_cached: bool = False) -> None:
         """Read so many bytes, by default those of this rank's file, from its beginning on.
+
+        Cached files are read by fewer threads where there are fewer processors, as loads are.
 
         Raises:
             OSError: the file system has no direct I/O.
@@ -80,7 +83,7 @@ class RawFiles:
                 opened.append(os.open(self._path((self.rank + len(opened)) % self.ranks), flags))
                 requests += self._requests(opened[-1], min(left, self.nbytes))
                 left -= self.nbytes
-            _perform(_Request.read, requests, threads=READ_THREADS)
+            _perform(_Request.read, requests, threads=useful_threads(READ_THREADS, waits=not is_cached))
         finally:
             for descriptor in opened:
                 os.close(descriptor)

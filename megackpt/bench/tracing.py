@@ -24,7 +24,7 @@ import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy, pieces_in_order
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
-from megackpt.storage import Store, StreamWriter, lend
+from megackpt.storage import Store, StreamWriter, fill, lend
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "open_checkpoint", "open"),
@@ -134,6 +134,15 @@ class _TracedStore:
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         with self._tracer.span("read"):
             self._store.read_into(name, offset_bytes, out)
+
+    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        filling = fill(self._store, name, offset_bytes, out)
+        while True:
+            with self._tracer.span("read"):
+                filled = next(filling, None)
+            if filled is None:
+                return
+            yield filled
 
     @contextlib.contextmanager
     def lend(self, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:

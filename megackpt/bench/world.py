@@ -101,6 +101,7 @@ def _joined(report: Report, scaling: Report) -> Report:
 def _rank(rank: int, settings: BenchSettings, root: str) -> None:
     """One process of `run_bench`."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    os.environ["LOCAL_WORLD_SIZE"] = str(settings.ranks)  # as torchrun says it
     address = f"file://{root}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=settings.ranks, timeout=_TIMEOUT

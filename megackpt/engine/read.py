@@ -24,9 +24,9 @@ from megackpt.engine.tensor_bytes import (
     source_block,
     target_block,
 )
-from megackpt.engine.workers import do_all
+from megackpt.engine.workers import do_all, useful_threads
 from megackpt.errors import FormatError
-from megackpt.formats.strategy import Chunks, LiesInFiles, Part
+from megackpt.formats.strategy import Chunks, LiesInFiles, MayBeCached, Part
 from megackpt.geometry import Ints
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
@@ -59,7 +59,9 @@ def read_tensors(
     reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
     with Uploads([t.memory for t in targets]) as uploads:
         reader = _Reader(chunks, targets, uploads, verify=options.verify)
-        do_all(reader.jobs(reads), threads=options.threads, name="megackpt-read")
+        waits = not isinstance(chunks, MayBeCached) or not chunks.is_cached()
+        threads = useful_threads(options.threads, waits=waits)
+        do_all(reader.jobs(reads), threads=threads, name="megackpt-read")
 
 
 def probe_chunk(chunks: Chunks, row: int) -> None:

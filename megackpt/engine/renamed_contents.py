@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles
+from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, MayBeCached, NamesFiles
 from megackpt.metadata import ChunkTable
 from megackpt.validation import rename_keys
 
@@ -42,6 +42,8 @@ class _RenamedChunks:
         self.describe, self.read_into = chunks.describe, chunks.read_into
         if isinstance(chunks, LiesInFiles):
             self.file, self.offset_bytes, self.lend = chunks.file, chunks.offset_bytes, chunks.lend
+        if isinstance(chunks, MayBeCached):
+            self.is_cached = chunks.is_cached
         if isinstance(chunks, NamesFiles):
             self.file_ranges = chunks.file_ranges
 

@@ -5,10 +5,26 @@ Owns how jobs are handed out, and that a failure ends all.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 
 Job = Callable[[], object]
+
+
+def useful_threads(threads: int, *, waits: bool) -> int:
+    """Return how many of at most `threads` threads are worth having.
+
+    All of them, if jobs wait for a disk or a network. If they only need processors, as many as there are for
+    each rank of this machine: more take turns, which costs a fifth of the time of a load out of memory by 4
+    ranks on 2 processors. Without torchrun's LOCAL_WORLD_SIZE this process counts as the only rank.
+    """
+    if waits:
+        return threads
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(said) if said.isdecimal() else 1
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(threads, processors // max(1, ranks)))
 
 
 def do_all(jobs: Iterable[Job], *, threads: int, name: str) -> None:

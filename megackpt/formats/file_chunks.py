@@ -11,15 +11,17 @@ from itertools import zip_longest
 
 import numpy as np
 
-from megackpt.errors import IntegrityError
+from megackpt.errors import CheckpointError, IntegrityError
 from megackpt.formats.strategy import FileRanges, Part
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
-from megackpt.storage import Store, digest_list, lend
+from megackpt.storage import Store, digest_list, fill, lend
+
+_LOOKED_AT = 16  # files, to tell whether all are in memory
 
 
 class FileChunks:
-    """Chunks whose bytes stand in files as they are; see `Chunks` and `LiesInFiles`."""
+    """Chunks whose bytes stand in files as they are; see `Chunks`, `LiesInFiles` and `MayBeCached`."""
 
     def __init__(self, store: Store, stored: StoredChunks) -> None:
         self._store = store
@@ -66,12 +68,29 @@ class FileChunks:
             np.full(len(start), self.stored.digests is not None, np.bool_),
         )
 
+    def is_cached(self) -> bool:
+        """Say whether no read has to wait, as far as the store can tell; see `MayBeCached`."""
+        ask = getattr(self._store, "is_cached", None)
+        used = np.unique(self.stored.file)[:_LOOKED_AT].tolist()
+        try:
+            return ask is not None and all(ask(self.stored.files[number]) for number in used)
+        except CheckpointError:  # whoever reads the file will say what is wrong with it
+            return False
+
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
         """Read, and compare with the digests of the blocks that out covers."""
         name = self.stored.files[int(self.stored.file[row])]
-        self._store.read_into(name, int(self.stored.offset_bytes[row]) + start, out)
-        if verify:
-            self._verify([Part(row, start, start + out.nbytes)], [out])
+        offset = int(self.stored.offset_bytes[row]) + start
+        if not verify or self.stored.digests is None or not out.nbytes:
+            self._store.read_into(name, offset, out)
+            return
+        data, found, done = out.cast("B"), list[int](), 0
+        for filled in fill(self._store, name, offset, data):
+            if filled < len(data):
+                filled -= filled % DIGEST_BLOCK_BYTES
+            found += digest_list(data[done:filled], DIGEST_BLOCK_BYTES)
+            done = filled
+        self._compare(row, start, found)
 
     @contextlib.contextmanager
     def lend(self, parts: Sequence[Part], *, verify: bool) -> Iterator[list[memoryview]]:
@@ -85,22 +104,24 @@ class FileChunks:
             lent = [
                 data[b - first : b - first + p.stop - p.start] for b, p in zip(begins, parts, strict=True)
             ]
-            if verify:
+            if verify and self.stored.digests is not None:
                 self._verify(parts, lent)
             yield lent
 
     def _verify(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
         """Compare what was read of each part with the digests of its blocks."""
-        stored = self.stored
-        if stored.digests is None:
-            return
         for part, view in zip(parts, data, strict=True):
-            found = digest_list(view, DIGEST_BLOCK_BYTES)
-            first = int(stored.digest_start[part.row]) + part.start // DIGEST_BLOCK_BYTES
-            said = stored.digests[first : first + len(found)].tolist()
-            if found != said:
-                wrong = [a != b for a, b in zip_longest(found, said)].index(True)
-                raise self._differs(part.row, part.start // DIGEST_BLOCK_BYTES + wrong)
+            self._compare(part.row, part.start, digest_list(view, DIGEST_BLOCK_BYTES))
+
+    def _compare(self, row: int, start: int, found: Sequence[int]) -> None:
+        """Compare digests of blocks from byte `start` of a chunk on with those that were stored."""
+        stored = self.stored
+        assert stored.digests is not None
+        block = start // DIGEST_BLOCK_BYTES
+        first = int(stored.digest_start[row]) + block
+        said = stored.digests[first : first + len(found)].tolist()
+        if found != said:
+            raise self._differs(row, block + [a != b for a, b in zip_longest(found, said)].index(True))
 
     def _differs(self, row: int, block: int) -> IntegrityError:
         """Return the error for a block that has another digest."""

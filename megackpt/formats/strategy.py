@@ -107,6 +107,14 @@ class LiesInFiles(Protocol):
         """
 
 
+@runtime_checkable
+class MayBeCached(Protocol):
+    """What `Chunks` also have that know whether their bytes are in memory already."""
+
+    def is_cached(self) -> bool:
+        """Say whether no read has to wait for a disk or a network, as far as can be told."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRanges:
     """Where n chunks lie, in columns.

@@ -14,6 +14,7 @@ from megackpt.storage.digest import (
     digest_of,
     digest_of_pieces,
 )
+from megackpt.storage.filling import fill
 from megackpt.storage.lending import LENT_BYTES, lend
 from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
@@ -48,6 +49,7 @@ __all__ = [
     "digest_list",
     "digest_of",
     "digest_of_pieces",
+    "fill",
     "is_allowed_name",
     "is_in_memory",
     "is_object_url",

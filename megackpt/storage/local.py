@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from megackpt.storage.beneath import Beneath, flush_directory
 from megackpt.storage.beside import name_beside
@@ -131,13 +131,22 @@ class LocalStore:
             raise ValueError(
                 f"{self._files.path(name)}: offset_bytes is {offset_bytes}; it cannot be negative."
             )
-        self._reading.read_into(name, offset_bytes, out.cast("B") if out.nbytes else memoryview(b""))
+        for _ in self.fill(name, offset_bytes, out.cast("B") if out.nbytes else memoryview(b"")):
+            pass
+
+    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        """Fill `out`, flat bytes, from front to back, and yield how many are there; see `Fills`."""
+        return self._reading.fill(name, offset_bytes, out)
 
     def lend(
         self, name: str, offset_bytes: int, nbytes: int
     ) -> contextlib.AbstractContextManager[memoryview]:
         """Yield a range of a file in memory of the store, valid until the end of the block; see `Lends`."""
         return self._reading.lend(name, offset_bytes, nbytes)
+
+    def is_cached(self, name: str) -> bool:
+        """Tell whether a file seems to be in memory as a whole, so that no read has to wait."""
+        return self._reading.is_cached(name)
 
     def size(self, name: str) -> int:
         """Return the size in bytes."""

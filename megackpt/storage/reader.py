@@ -17,7 +17,7 @@ from megackpt.storage.descriptors import DescriptorCache
 from megackpt.storage.lending import LENT_BYTES, check_lendable
 from megackpt.storage.rawio import ALIGNMENT, enable_direct, read_some
 from megackpt.storage.refusal import ends_early, refusals
-from megackpt.storage.residency import is_cached
+from megackpt.storage.residency import is_cached, is_in_memory, is_sampled_cached
 
 DIRECT_FROM_BYTES = 64 << 10
 """Shorter reads go through the page cache: what lies around them is likely to be read next."""
@@ -50,9 +50,19 @@ class FileReader:
         self._around = DescriptorCache(open_around, limit=open_files)
         self._path = path
         self._direct = direct
+        self._has_disk: bool | None = None  # as the first file has; all are in one file system
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill out, flat bytes, with those from offset on.
+    def is_cached(self, name: str) -> bool:
+        """Tell whether a file seems to be in memory as a whole, so that no read has to wait.
+
+        Raises:
+            StorageError: the system refused.
+        """
+        with self._cached.borrow(name) as descriptor:
+            return not self._may_wait(descriptor) or is_sampled_cached(descriptor)
+
+    def fill(self, name: str, offset: int, out: memoryview) -> Iterator[int]:
+        """Fill out, flat bytes, with those from offset on; yield now and then how many are there.
 
         Raises:
             FormatError: the file ends before.
@@ -60,13 +70,14 @@ class FileReader:
         """
         with self._cached.borrow(name) as descriptor:
             if not self._goes_around(descriptor, offset, len(out)):
-                fill_cached(descriptor, self._path(name), offset, out)
+                yield from filled_cached(descriptor, self._path(name), offset, out)
                 return
         target = np.frombuffer(out, np.uint8)
         for start in range(0, len(out), LENT_BYTES):
             piece = target[start : start + LENT_BYTES]
             with COMMON_POOL.lend() as buffer:
                 np.copyto(piece, self._read_around(name, offset + start, len(piece), buffer))
+            yield start + len(piece)
 
     @contextlib.contextmanager
     def lend(self, name: str, offset: int, nbytes: int) -> Iterator[memoryview]:
@@ -95,7 +106,14 @@ class FileReader:
         self._around.clear()
 
     def _goes_around(self, descriptor: int, offset: int, nbytes: int) -> bool:
-        return self._direct and nbytes >= DIRECT_FROM_BYTES and not is_cached(descriptor, offset, nbytes)
+        if not self._direct or nbytes < DIRECT_FROM_BYTES or not self._may_wait(descriptor):
+            return False
+        return not is_cached(descriptor, offset, nbytes)
+
+    def _may_wait(self, descriptor: int) -> bool:
+        if self._has_disk is None:
+            self._has_disk = not is_in_memory(descriptor)
+        return self._has_disk
 
     def _read_around(self, name: str, offset: int, nbytes: int, buffer: Octets) -> Octets:
         """Return the bytes, somewhere in buffer."""
@@ -122,10 +140,17 @@ def fill_cached(descriptor: int, path: str, offset: int, out: memoryview) -> Non
         FormatError: the file ends before.
         StorageError: the system refused.
     """
+    for _ in filled_cached(descriptor, path, offset, out):
+        pass
+
+
+def filled_cached(descriptor: int, path: str, offset: int, out: memoryview) -> Iterator[int]:
+    """Like `fill_cached`; yield after each piece how many bytes are there."""
     done = 0
-    with refusals("read", path):
-        while done < len(out):
+    while done < len(out):
+        with refusals("read", path):
             count = read_some(descriptor, out[done : done + _CACHED_PIECE_BYTES], offset + done)
-            if not count:
-                raise ends_early(path, offset + done, offset, len(out))
-            done += count
+        if not count:
+            raise ends_early(path, offset + done, offset, len(out))
+        done += count
+        yield done

@@ -16,6 +16,8 @@ import numpy as np
 
 _CACHESTAT = 451  # the number of the system call on every architecture but Alpha
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)  # tmpfs, ramfs, hugetlbfs
+_SAMPLES = 8
+_SAMPLE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
@@ -52,8 +54,6 @@ def is_cached(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
     global _has_cachestat
     if _libc is None or sys.platform != "linux" or nbytes <= 0:
         return True
-    if is_in_memory(descriptor):  # quicker than to count its pages
-        return True
     if _has_cachestat:
         pages = _Pages()
         where = _Range(offset_bytes, nbytes)
@@ -66,6 +66,13 @@ def is_cached(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
 
 
 _has_cachestat = True
+
+
+def is_sampled_cached(descriptor: int) -> bool:
+    """Tell whether an open file seems to be in the page cache as a whole, by a look at some places."""
+    nbytes = os.fstat(descriptor).st_size
+    places = range(0, nbytes, max(nbytes // _SAMPLES, _SAMPLE_BYTES))
+    return all(is_cached(descriptor, at, min(_SAMPLE_BYTES, nbytes - at)) for at in places)
 
 
 def _is_mapped_in(descriptor: int, offset_bytes: int, nbytes: int) -> bool:

@@ -67,6 +67,31 @@ def test_a_range_is_the_same_either_way(
         assert data == content[offset : offset + nbytes]
 
 
+def test_a_range_comes_piece_by_piece_and_each_is_right_when_it_is_told_of(
+    store: LocalStore, content: bytes, way: str
+) -> None:
+    out = bytearray(NBYTES - 9)
+    told = []
+    for filled in store.fill("a", 9, memoryview(out)):
+        assert out[:filled] == content[9 : 9 + filled]
+        told.append(filled)
+    assert len(told) > 2
+    assert told == sorted(told)
+    assert told[-1] == len(out)
+
+
+def test_a_file_is_cached_if_every_part_of_it_is(store: LocalStore, tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    if is_cached(descriptor, 0, NBYTES):
+        pytest.skip("this file system keeps files in memory")
+    os.pread(descriptor, NBYTES // 2, 0)
+    assert not store.is_cached("a")
+    os.pread(descriptor, NBYTES, 0)
+    assert store.is_cached("a")
+    os.close(descriptor)
+
+
 def test_what_is_not_cached_is_read_around_the_cache_and_leaves_it_alone(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 
 import pytest
 
-from megackpt.engine.workers import do_all
+from megackpt.engine.workers import do_all, useful_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -56,3 +57,13 @@ def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
             name="test",
         )
     assert done == []
+
+
+@pytest.mark.parametrize(("ranks", "useful"), [("1", 4), ("3", 2), ("99", 1), ("", 4), ("many", 4)])
+def test_jobs_that_wait_for_nothing_share_the_processors_with_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, useful: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert useful_threads(4, waits=False) == useful
+    assert useful_threads(4, waits=True) == 4

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megackpt.bench.contender import Contender
 from megackpt.bench.measure import Measuring
@@ -43,10 +44,10 @@ class _Target:
 def changes(ranks: int) -> list[list[Change]]:
     """Return the changes that are measured, by the layout of the save; none for a single rank.
 
-    They are a change of TP, one of PP, and with a flat optimizer one of DP and one of DP and TP.
+    They are a change of TP, one of PP, one of both, and with a flat optimizer one of DP and one of DP and TP.
 
     >>> [[change.case for change in group] for group in changes(4)]  # doctest: +NORMALIZE_WHITESPACE
-    [['TP4 to TP2xDP2'], ['PP4 to TP2xPP2'],
+    [['TP4 to TP2xDP2'], ['PP4 to PP2xDP2', 'PP4 to TP2xPP2'],
      ['flat optimizer, DP4 to PP2xDP2', 'flat optimizer, DP4 to TP2xDP2']]
     """
     if ranks == 1:
@@ -55,7 +56,10 @@ def changes(ranks: int) -> list[list[Change]]:
     flat = GridLayout(dp=ranks, is_flat=True)
     return [
         [Change(GridLayout(tp=ranks), GridLayout(tp=half, dp=2))],
-        [Change(GridLayout(pp=ranks), GridLayout(pp=half, tp=2))],
+        [
+            Change(GridLayout(pp=ranks), GridLayout(pp=half, dp=2)),
+            Change(GridLayout(pp=ranks), GridLayout(pp=half, tp=2)),
+        ],
         [
             Change(flat, GridLayout(pp=2, dp=half, is_flat=True)),
             Change(flat, GridLayout(tp=2, dp=half, is_flat=True)),
@@ -104,11 +108,11 @@ def _load(measuring: Measuring, change: Change, able: Sequence[Contender], raw: 
 
 
 def _read_raw(measuring: Measuring, change: Change, raw: RawFiles, nbytes: int) -> None:
-    def read(direct: bool) -> None:
-        raw.read(nbytes, direct=direct)
+    def read(direct: bool, *, is_cached: bool = False) -> None:
+        raw.read(nbytes, direct=direct, is_cached=is_cached)
 
     if measuring.has_cold_files and measuring.drop_raw():
         for is_direct in (True, False):
             measuring.time_raw(change.case + COLD, nbytes, read, is_direct=is_direct)
     read(False)
-    measuring.time_raw(change.case, nbytes, read, is_direct=False)
+    measuring.time_raw(change.case, nbytes, partial(read, is_cached=True), is_direct=False)

@@ -52,4 +52,6 @@ def _raw(measuring: Measuring, raw: RawFiles) -> None:
         for who in RAW:
             measuring.results.refuse(LOAD_COLD, who, NOTHING_IS_COLD)
     raw.read(direct=False)
-    measuring.time_raw(LOAD_WARM, raw.nbytes, lambda direct: raw.read(direct=direct), is_direct=False)
+    measuring.time_raw(
+        LOAD_WARM, raw.nbytes, lambda direct: raw.read(direct=direct, is_cached=True), is_direct=False
+    )
