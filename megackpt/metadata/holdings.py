@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megackpt.errors import FormatError
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, DecodedArrays, Rows, itemsizes
 from megackpt.metadata.declared import DeclaredChunks, conflict_error
 
@@ -55,9 +55,7 @@ class Holdings:
         member = np.concatenate([np.arange(self.ranks), *self.sharers])
         first = np.cumsum(sizes) - sizes
         count = sizes[self.declared.rank]
-        pair_row = np.repeat(rows, count)
-        within = np.arange(len(pair_row)) - np.repeat(np.cumsum(count) - count, count)
-        return pair_row, member[first[self.declared.rank[pair_row]] + within]
+        return np.repeat(rows, count), member[joined_ranges(first[self.declared.rank], count)]
 
     def slots_of(self, rows: Ints, ranks: Ints) -> Ints:
         """Return the slot that each of these rows has on one of its holders."""
@@ -178,7 +176,7 @@ def merge_lists(
         arrays_sorted, array, joined[:, 5 : 5 + dims], joined[:, 5 + dims :], *joined[:, 1:4].T
     )
     holder = np.repeat(np.arange(len(messages)), counts)
-    slot = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
+    slot = joined_ranges(0, counts)
     _check_inside(table, holder, ranks=len(alone), sharers=sharers)
     declared = DeclaredChunks(table, holder < len(alone), np.zeros(len(table), np.bool_), holder, slot)
     return Holdings(declared, tuple(sharers), counts[: len(alone)]), joined[:, 4]

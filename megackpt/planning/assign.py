@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 
 FEW = 16
 """So many equal chunks are given out one by one faster than together."""
@@ -138,7 +138,7 @@ def _next_places(load: Ints, size: int, count: int) -> Ints:
     level = int(levels[np.flatnonzero(levels > by_load)[-1]])
     turns = np.where(load <= level, (level - load) // size + 1, 0)  # at least `count` in all
     place = np.repeat(np.arange(len(load)), turns)
-    nth = np.arange(len(place)) - np.repeat(np.cumsum(turns) - turns, turns)
+    nth = joined_ranges(0, turns)
     return place[np.lexsort((place, load[place] + nth * size))[:count]]
 
 

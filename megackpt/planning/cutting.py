@@ -6,17 +6,14 @@ Pure. Where the chunks of an array form a grid, the shorter ones do, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import OBJECT, ChunkTable, itemsizes
 from megackpt.metadata.chunk_table import Rows
-
-_Part = tuple[list[int], list[int], int, int, int]  # start, shape, flat range, first element in the chunk
 
 
 def cut_into_rows(table: ChunkTable, *, most: int, only: Rows | None = None) -> tuple[ChunkTable, Ints, Ints]:
@@ -33,31 +30,36 @@ def cut_into_rows(table: ChunkTable, *, most: int, only: Rows | None = None) -> 
     long &= ~is_object[table.array] if len(table) else long
     if not long.any():
         return table, np.arange(len(table)), np.zeros(len(table), np.int64)
+    rows = np.flatnonzero(long)
     widths = itemsizes(table.arrays)
-    grids = {int(array): _grid_steps(table, int(array)) for array in np.unique(table.array[long])}
-    of, parts, width_of = [], [], []
-    for row in np.flatnonzero(long).tolist():
-        array = int(table.array[row])
-        item = int(widths[array])
-        of_row = list(_parts_of(table, row, max(most // item, 1), grids[array]))
-        parts += of_row
-        of += [row] * len(of_row)
-        width_of += [item] * len(of_row)
-    start, shape, low, high, first = (np.array(column, np.int64) for column in zip(*parts, strict=True))
-    width = np.array(width_of, np.int64)
-    rows = np.concatenate([np.flatnonzero(~long), np.array(of, np.int64)])
-    kept = int((~long).sum())
-    cut = table.take(rows)
-    columns = {
-        "start": start,
-        "shape": shape,
-        "flat_start": low,
-        "flat_stop": high,
-        "nbytes": (high - low) * width,
-    }
-    longer: dict[str, Any] = {n: np.concatenate([getattr(cut, n)[:kept], c]) for n, c in columns.items()}
-    cut = replace(cut, **longer)
-    return cut, rows, np.concatenate([np.zeros(kept, np.int64), first * width])
+    grids = {int(array): _grid_steps(table, int(array)) for array in np.unique(table.array[rows])}
+    _, alike = np.unique(table.take(rows).extents(), return_inverse=True)
+    by_kind = np.split(rows[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
+    cut = _joined([_cut_alike(table, of_kind, most, widths, grids) for of_kind in by_kind])
+    width = widths[table.array[cut.of]]
+    kept = np.flatnonzero(~long)
+    of = np.concatenate([kept, cut.of])
+    changed = {"start": cut.start, "shape": cut.shape, "flat_start": cut.low, "flat_stop": cut.high}
+    changed["nbytes"] = (cut.high - cut.low) * width
+    columns = {name: np.concatenate([getattr(table, name)[kept], new]) for name, new in changed.items()}
+    first = np.concatenate([np.zeros(len(kept), np.int64), cut.first * width])
+    return ChunkTable(arrays=table.arrays, array=table.array[of], **columns), of, first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """Parts of rows: of which row, start, shape, flat range, and the first element in the row's chunk."""
+
+    of: Ints
+    start: Ints
+    shape: Ints
+    low: Ints
+    high: Ints
+    first: Ints
+
+
+def _joined(cuts: Sequence[_Cut]) -> _Cut:
+    return _Cut(*(np.concatenate([getattr(cut, f.name) for cut in cuts]) for f in fields(_Cut)))
 
 
 def _grid_steps(table: ChunkTable, array: int) -> list[int]:
@@ -69,26 +71,51 @@ def _grid_steps(table: ChunkTable, array: int) -> list[int]:
     return [int(np.gcd.reduce(ends[(ends[:, d] < extents[d]), d], initial=0)) for d in range(dims)]
 
 
-def _parts_of(table: ChunkTable, row: int, most: int, grid: list[int]) -> Iterator[_Part]:
-    """Yield parts of at most `most` elements, which are more than one element's row of the last dim."""
-    start, shape = table.start[row].tolist(), table.shape[row].tolist()
-    low, high = int(table.flat_start[row]), int(table.flat_stop[row])
+def _cut_alike(
+    table: ChunkTable, rows: Ints, most: int, widths: Ints, grids: Mapping[int, Sequence[int]]
+) -> _Cut:
+    """Cut rows of one array and shape, each of more than `most` bytes."""
+    array, shape = int(table.array[rows[0]]), table.shape[rows[0]].tolist()
+    most = max(most // int(widths[array]), 1)  # elements, more than a row of the last dim
     inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     dim = next(d for d, numel in enumerate(inner) if numel <= most)
+    grid = grids[array]
     step = _step(shape[dim], most // inner[dim], grid[dim] if dim < len(grid) else 0)
-    numel = step * inner[dim]
-    if (low, high) != (0, math.prod(shape)):
-        for first in range(low // numel * numel, high, numel):
-            first_kept, end = max(first, low), min(first + numel, high)
-            yield start, shape, first_kept, end, first_kept - low
-        return
-    for index in np.ndindex(*shape[:dim]):
-        outer = sum(i * n for i, n in zip(index, inner, strict=False))
-        for at in range(0, shape[dim], step):
-            extent = min(step, shape[dim] - at)
-            begin = [*(a + i for a, i in zip(start, index, strict=False)), start[dim] + at, *start[dim + 1 :]]
-            part = [*([1] * dim), extent, *shape[dim + 1 :]]
-            yield begin, part, 0, extent * inner[dim], outer + at * inner[dim]
+    is_box = (table.flat_start[rows] == 0) & (table.flat_stop[rows] == math.prod(shape))
+    boxes = _cut_boxes(table, rows[is_box], shape, dim, step)
+    flat = _cut_flat(table, rows[~is_box], step * inner[dim])
+    return _joined([boxes, flat])
+
+
+def _cut_boxes(table: ChunkTable, rows: Ints, shape: Sequence[int], dim: int, step: int) -> _Cut:
+    """Cut whole boxes of one shape at multiples of step in one dim, and at each index of those before it."""
+    at = [range(n) for n in shape[:dim]] + [range(0, shape[dim], step)]
+    index = np.stack(np.meshgrid(*at, indexing="ij"), axis=-1).reshape(-1, dim + 1).astype(np.int64)
+    begin = np.zeros((len(index), len(shape)), np.int64)
+    begin[:, : dim + 1] = index
+    extents = np.tile(np.array(shape, np.int64), (len(index), 1))
+    extents[:, :dim] = 1
+    extents[:, dim] = np.minimum(step, shape[dim] - index[:, dim])
+    strides = np.array([math.prod(shape[d + 1 :]) for d in range(len(shape))], np.int64)
+    numel = extents.prod(axis=1)
+    return _Cut(
+        of=np.repeat(rows, len(index)),
+        start=(table.start[rows][:, None, :] + begin[None]).reshape(-1, len(shape)),
+        shape=np.tile(extents, (len(rows), 1)),
+        low=np.zeros(len(rows) * len(index), np.int64),
+        high=np.tile(numel, len(rows)),
+        first=np.tile((begin * strides).sum(axis=1), len(rows)),
+    )
+
+
+def _cut_flat(table: ChunkTable, rows: Ints, numel: int) -> _Cut:
+    """Cut flat ranges at multiples of numel elements of their boxes."""
+    low, high = table.flat_start[rows], table.flat_stop[rows]
+    counts = -(-high // numel) - low // numel
+    of = np.repeat(np.arange(len(rows)), counts)
+    edge = joined_ranges(low // numel, counts) * numel
+    begin, end = np.maximum(edge, low[of]), np.minimum(edge + numel, high[of])
+    return _Cut(rows[of], table.start[rows[of]], table.shape[rows[of]], begin, end, begin - low[of])
 
 
 def _step(extent: int, want: int, grid: int) -> int:

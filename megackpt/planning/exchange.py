@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.options import Exchange
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
@@ -221,7 +221,7 @@ def _cut(
     step = np.where(is_object | (step > nbytes), nbytes, step)
     counts = -(-nbytes // step)
     of = np.repeat(np.arange(len(rows)), counts)
-    start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step[of]
+    start = joined_ranges(0, counts) * step[of]
     stop = np.minimum(start + step[of], nbytes[of])
     chunk = rows[of]
     table = stored.take(chunk)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
 from megackpt.planning.blocks import BlockCopy, Blocks
 from megackpt.planning.load_plan import Copies
@@ -163,7 +163,7 @@ def _rows_of(blocks: Blocks, rows: Ints, before: Ints) -> Blocks:
     extent = blocks.shape[:, 0]
     counts = -(-(extent + before) // rows)
     of = np.repeat(np.arange(len(blocks)), counts)
-    edge = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows[of] - before[of]
+    edge = joined_ranges(0, counts) * rows[of] - before[of]
     at = np.maximum(edge, 0)
     taken = np.minimum(edge + rows[of], extent[of]) - at
     parts = blocks.take(of)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import ChunkTable, itemsizes
 from megackpt.planning import Copies
 from megackpt.planning.read_plan import FAR_BYTES
@@ -51,8 +51,7 @@ def _spans(copies: Copies, table: ChunkTable) -> tuple[Ints, Ints, Ints]:
         is_far &= (shape[:, d + 1 :] > 1).any(axis=1)
         counts = np.where(is_far, shape[:, d], 1)
         row = np.repeat(np.arange(len(chunk)), counts)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = first[row] + within * stride[row, d]
+        first = first[row] + joined_ranges(0, counts) * stride[row, d]
         chunk, width, stride = chunk[row], width[row], stride[row]
         shape = shape[row].copy()
         shape[is_far[row], d] = 1

@@ -27,7 +27,7 @@ from megackpt.formats.native.data_file import header_of
 from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
 from megackpt.formats.native.receipts import Digesting, unpacked
 from megackpt.formats.strategy import Covered, Json, Pieces, pieces_in_order
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import StoredChunks, block_counts
 from megackpt.planning import SavePlan, first_of_equal_chunks, parity_groups, parity_writer
 from megackpt.storage import Crc64, Store
@@ -108,10 +108,8 @@ class NativeSaveStrategy:
         in_files = np.lexsort((plan.offset_bytes, plan.writer))
         blocks = block_counts(plan.table.nbytes)
         digest_start = np.cumsum(blocks) - blocks
-        digests = np.zeros(int(blocks.sum()), np.uint64)
-        counts = blocks[in_files]
-        within = np.arange(len(digests)) - np.repeat(np.cumsum(counts) - counts, counts)
-        digests[np.repeat(digest_start[in_files], counts) + within] = found
+        digests = np.empty(int(blocks.sum()), np.uint64)
+        digests[joined_ranges(digest_start[in_files], blocks[in_files])] = found
         stored = StoredChunks(
             table=plan.table,
             file=file_of[plan.writer],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.formats.zarr.grids import Grid
-from megackpt.geometry import Ints, rectangles_of
+from megackpt.geometry import Ints, joined_ranges, rectangles_of
 from megackpt.metadata import ChunkTable
 from megackpt.planning import SavePlan
 
@@ -86,7 +86,7 @@ def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
     counts = high - low
     total = counts.prod(axis=1)
     which = np.repeat(np.arange(len(low)), total)
-    rest = np.arange(int(total.sum())) - np.repeat(np.cumsum(total) - total, total)
+    rest = joined_ranges(0, total)
     linear = np.zeros(len(which), np.int64)
     stride = np.ones(len(low), np.int64)
     for d in range(low.shape[1] - 1, -1, -1):
