@@ -182,7 +182,8 @@ class LoadOptions:
     Attributes:
         timeout_s: how long a rank waits for the others at each meeting point, in seconds.
         verify: check the digest of every block that is read.
-        threads: reads under way at once; each may hold a buffer of 8 MiB.
+        threads: reads under way at once, at most; each may hold a buffer of 8 MiB. Where all files are in
+            memory, no more than there are processors for each rank of this machine.
         rules: what to do about keys and arrays that differ; of those whose glob fits, the first that says
             something.
         rename: stored keys by other names, `{"old.*": "new.*"}`: what is stored as `old.x` answers a request
