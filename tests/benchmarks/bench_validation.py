@@ -196,9 +196,9 @@ def _load_plan(directory: str, said: dict[str, Any], requested: Any) -> tuple[fl
     class Counting(LocalStore):
         nbytes = 0
 
-        def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
             self.nbytes += out.nbytes
-            super().read_into(name, offset_bytes, out)
+            return super().fill(name, offset_bytes, out)
 
         def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
             self.nbytes += nbytes

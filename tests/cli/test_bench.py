@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from megackpt.storage import LocalStore, block_digests
 
 RANKS = 2
 OURS = {"megackpt", "megackpt:torch_dist"}
-RESHARDED = ("TP2 to DP2", "PP2 to TP2")
+RESHARDED = ("TP2 to DP2", "PP2 to DP2", "PP2 to TP2")
 FLAT = ("flat optimizer, DP2 to PP2", "flat optimizer, DP2 to TP2")
 COLD = {"load, cold", *(f"{case}, cold" for case in (*RESHARDED, *FLAT))}
 BEHIND = ("async, stall", "async, total")
@@ -280,9 +281,9 @@ class _Counting(LocalStore):
 
     asked = 0
 
-    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
         self.asked += out.nbytes
-        super().read_into(name, offset_bytes, out)
+        return super().fill(name, offset_bytes, out)
 
 
 def test_what_the_system_says_is_read_is_what_the_store_was_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ class CountingStore(LocalStore):
         self._before, self._read = before, read
         self._counting = threading.Lock()
 
-    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
         self._count(out.nbytes)
-        super().read_into(name, offset_bytes, out)
+        return super().fill(name, offset_bytes, out)
 
     def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
         self._count(nbytes)
