@@ -54,8 +54,8 @@ class Store(Protocol):
     Everything here is local: no rank waits for another. Every method raises StorageError if the store
     refuses, with the reason, the path and what to do; `errno` of the error is set where the system gave one.
 
-    A store may have more, which loads then use instead of `read_into`: `lend` (see `Lends`), `fill` (`Fills`),
-    and `is_cached(name)`, whether a file is in memory. Who derives from one overrides those as well.
+    A store may have more, which loads then use instead of `read_into`: `lend` (see `Lends`) and `fill` (see
+    `Fills`); and `is_cached(name)`, whether a file is in memory. Who derives from one overrides those as well.
 
     A file that was written under a name is not expected to change afterwards (`replace` is for the one that
     does), so a store may keep files open between reads; it notices changes that it made itself.
