@@ -55,7 +55,7 @@ class Store(Protocol):
     refuses, with the reason, the path and what to do; `errno` of the error is set where the system gave one.
 
     A store may have more, which loads then use instead of `read_into`: `lend` (see `Lends`) and `fill` (see
-    `Fills`); and `is_cached(name)`, whether a file is in memory. Who derives from one overrides those as well.
+    `Fills`); and `is_cached(name)`, whether a file is in memory. Who derives from one overrides those, too.
 
     A file that was written under a name is not expected to change afterwards (`replace` is for the one that
     does), so a store may keep files open between reads; it notices changes that it made itself.
