@@ -16,8 +16,9 @@ def useful_threads(threads: int, *, waits: bool) -> int:
     """Return how many of at most `threads` threads are worth having.
 
     All of them, if jobs wait for a disk or a network. If they only need processors, as many as there are for
-    each rank of this machine: more take turns, which costs a fifth of the time of a load out of memory by 4
-    ranks on 2 processors. Without torchrun's LOCAL_WORLD_SIZE this process counts as the only rank.
+    each rank of this machine: more take turns, which costs a tenth to a fifth of the time of a load out of
+    memory by 4 ranks on 2 processors. Without torchrun's LOCAL_WORLD_SIZE this process counts as the only
+    rank.
     """
     if waits:
         return threads

@@ -90,7 +90,7 @@ class FileChunks:
                 filled -= filled % DIGEST_BLOCK_BYTES
             found += digest_list(data[done:filled], DIGEST_BLOCK_BYTES)
             done = filled
-        self._compare(row, start, found)
+        self._compare(Part(row, start, start + len(data)), found)
 
     @contextlib.contextmanager
     def lend(self, parts: Sequence[Part], *, verify: bool) -> Iterator[list[memoryview]]:
@@ -111,17 +111,17 @@ class FileChunks:
     def _verify(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
         """Compare what was read of each part with the digests of its blocks."""
         for part, view in zip(parts, data, strict=True):
-            self._compare(part.row, part.start, digest_list(view, DIGEST_BLOCK_BYTES))
+            self._compare(part, digest_list(view, DIGEST_BLOCK_BYTES))
 
-    def _compare(self, row: int, start: int, found: Sequence[int]) -> None:
-        """Compare digests of blocks from byte `start` of a chunk on with those that were stored."""
+    def _compare(self, part: Part, found: Sequence[int]) -> None:
+        """Compare the digests found of all blocks of a part with those that were stored."""
         stored = self.stored
         assert stored.digests is not None
-        block = start // DIGEST_BLOCK_BYTES
-        first = int(stored.digest_start[row]) + block
-        said = stored.digests[first : first + len(found)].tolist()
-        if found != said:
-            raise self._differs(row, block + [a != b for a, b in zip_longest(found, said)].index(True))
+        block, blocks = part.start // DIGEST_BLOCK_BYTES, -(-part.stop // DIGEST_BLOCK_BYTES)
+        first = int(stored.digest_start[part.row])
+        said = stored.digests[first + block : first + blocks].tolist()
+        if found != said:  # nor are fewer of them enough
+            raise self._differs(part.row, block + [a != b for a, b in zip_longest(found, said)].index(True))
 
     def _differs(self, row: int, block: int) -> IntegrityError:
         """Return the error for a block that has another digest."""

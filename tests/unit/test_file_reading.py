@@ -6,11 +6,14 @@ import errno
 import fcntl
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megackpt import IntegrityError, ShardedTensor, load, save
 from megackpt.errors import FormatError
 from megackpt.geometry import Ints
 from megackpt.planning import Blocks, Reads, group_reads
@@ -78,6 +81,19 @@ def test_a_range_comes_piece_by_piece_and_each_is_right_when_it_is_told_of(
     assert len(told) > 2
     assert told == sorted(told)
     assert told[-1] == len(out)
+
+
+def test_a_store_that_ends_before_all_bytes_are_there_is_found_out(tmp_path: Path) -> None:
+    class EndsEarly(LocalStore):
+        def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+            return iter(()) if len(out) > 1 << 20 else super().fill(name, offset_bytes, out)
+
+    def declared() -> dict[str, ShardedTensor]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1 << 18))}  # 2 MiB
+
+    save(declared(), tmp_path)
+    with pytest.raises(IntegrityError, match="'w'"):
+        load(declared(), EndsEarly(tmp_path))
 
 
 def test_a_file_is_cached_if_every_part_of_it_is(store: LocalStore, tmp_path: Path) -> None:
