@@ -6,6 +6,7 @@ the training's collectives nor hangs with them, and names the ranks that did not
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from collections import Counter
@@ -80,6 +81,8 @@ class TorchGroup:
             ) from error
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         self._meetings = 0  # how often all have waited for each other
+        self._opening_work: Any = None  # dist.Work of the meeting that was begun last
+        self._has_returned = True  # as far as it was waited for
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
         # Rank 0 is sent so many by all, in every meeting: to begin with all meetings have to be alike.
@@ -95,10 +98,20 @@ class TorchGroup:
         """The members' ranks in torch.distributed."""
         return tuple(self._ranks)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way: what this rank has begun is over, and was not broken off."""
+        work = self._opening_work
+        return self._has_returned and (work is None or work.is_completed())
+
     def close(self) -> None:
-        """Let go of the connections; the group cannot be used any more. Every rank calls it."""
+        """Let go of the connections; the group cannot be used any more. Every rank calls it, or ends."""
+        if self._group is None:
+            return
         if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            with contextlib.suppress(ValueError):  # it went with the world it was made in
+                dist.destroy_process_group(self._group)
+        self._group = self._opening_work = None
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
@@ -197,6 +210,7 @@ class TorchGroup:
             group=self._group,
             async_op=True,
         )
+        self._opening_work = work
 
         def opened() -> _Opened:
             work.wait()
@@ -282,9 +296,14 @@ class TorchGroup:
         return bytes(buffer)
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
+        if self._group is None:
+            raise RankFailedError("The connections of this group are closed. Take another group.")
         began = time.monotonic()
+        self._has_returned = False
         try:
-            return exchange()
+            returned = exchange()
+            self._has_returned = True
+            return returned
         except RankFailedError:  # a RuntimeError, too, that says already what happened
             raise
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
