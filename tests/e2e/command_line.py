@@ -1,4 +1,4 @@
-"""pretrain_gpt.py as a user starts it: by itself or under torchrun, as processes of its own."""
+"""pretrain_gpt.py as a user starts it under torchrun, as processes of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from pathlib import Path
 
 PRETRAIN_GPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 TIMEOUT_S = 120
-
-
-def run_alone(flags: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run one process of pretrain_gpt.py to its end; `environment` may say that it is a rank of many."""
-    command = [sys.executable, str(PRETRAIN_GPT), *flags]
-    return subprocess.run(
-        command, env=_quiet(environment), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
 
 
 def torchrun(ranks: int, script: Path, flags: Sequence[str]) -> list[str]:
