@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megackpt.errors import StorageError
@@ -25,6 +26,7 @@ class MemoryStore:
     def __init__(self, location: str = "memory:", *, files: Mapping[str, bytes] | None = None) -> None:
         self._location = location
         self._files: dict[str, bytes] = dict(files or {})
+        self._below = Counter(directory for name in self._files for directory in _directories_of(name))
         self._lock = threading.Lock()
 
     @property
@@ -41,14 +43,14 @@ class MemoryStore:
             raise ValueError(f"{self._path(name)}: nbytes is {nbytes}; a file has at least 0 bytes.")
         with self._lock:
             self._make_room_for(name)
-            self._files.pop(name, None)
+            self._forget(name)
         return MemoryWriter(self, name, nbytes)
 
     def write(self, name: str, data: bytes) -> None:
         """Keep a copy of `data`."""
         with self._lock:
             self._make_room_for(name)
-            self._files[name] = bytes(data)
+            self._keep(name, bytes(data))
 
     def replace(self, name: str, data: bytes) -> None:
         """Keep a copy of `data` instead of what was there."""
@@ -92,15 +94,15 @@ class MemoryStore:
         for name in names:
             check_name(name, location=self._location)
             with self._lock:
-                self._files.pop(name, None)
+                self._forget(name)
 
     def move(self, name: str, target: str) -> None:
         """Keep a file under another name, instead of what was there."""
         data = self._find(name, action="move")
         with self._lock:
             self._make_room_for(target)
-            self._files[target] = data
-            del self._files[name]
+            self._keep(target, data)
+            self._forget(name)
 
     def sync(self) -> None:
         """Nothing to do: nothing lasts."""
@@ -116,13 +118,21 @@ class MemoryStore:
             raise self._refused(errno.ENOENT, action, name)
         return data
 
+    def _keep(self, name: str, data: bytes) -> None:
+        if name not in self._files:
+            self._below.update(_directories_of(name))
+        self._files[name] = data
+
+    def _forget(self, name: str) -> None:
+        if self._files.pop(name, None) is not None:
+            self._below.subtract(_directories_of(name))
+
     def _make_room_for(self, name: str) -> None:
         """Refuse a name that would be both a file and a directory."""
         check_name(name, location=self._location)
-        parts = name.split("/")
-        if any("/".join(parts[:depth]) in self._files for depth in range(1, len(parts))):
+        if any(directory in self._files for directory in _directories_of(name)):
             raise self._refused(errno.ENOTDIR, "create", name)
-        if any(other.startswith(name + "/") for other in self._files):
+        if self._below[name]:
             raise self._refused(errno.EISDIR, "create", name)
 
     def _refused(self, code: int, action: str, name: str) -> StorageError:
@@ -130,6 +140,12 @@ class MemoryStore:
 
     def _path(self, name: str) -> str:
         return f"{self._location}/{name}"
+
+
+def _directories_of(name: str) -> list[str]:
+    """Return the directories that a file is in, the outermost first."""
+    parts = name.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 class MemoryWriter(SizedWriter):
