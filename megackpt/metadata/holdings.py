@@ -150,16 +150,20 @@ def merge_lists(
     counts = np.array([h[0] for h in heads], np.int64)
     dims = max((int(h[1]) for h in heads), default=1)
     numbering: dict[bytes, int] = {}
+    known: dict[bytes, list[int]] = {}  # ranks of a pipeline stage have equal lists of arrays
     ids, matrices = [], []
     for message, head in zip(messages, heads, strict=True):
         rows, own_dims, arrays = head.tolist()
         width, at = 5 + 2 * own_dims, 8 * (3 + arrays)
         matrix = np.frombuffer(message, np.int64, rows * width, at).reshape(rows, width)
         end = at + matrix.nbytes
-        mine = []
-        for length in np.frombuffer(message, np.int64, arrays, 24).tolist():
-            mine.append(numbering.setdefault(message[end : end + length], len(numbering)))
-            end += length
+        told = message[24:at] + message[end:]
+        mine = known.get(told)
+        if mine is None:
+            mine = known[told] = []
+            for length in np.frombuffer(message, np.int64, arrays, 24).tolist():
+                mine.append(numbering.setdefault(message[end : end + length], len(numbering)))
+                end += length
         ids.append(np.array(mine, np.int64)[matrix[:, 0]])
         matrices.append(matrix if own_dims == dims else _widened(matrix, own_dims, dims))
     specs = [_spec(entry) for entry in numbering]

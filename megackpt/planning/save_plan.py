@@ -77,7 +77,7 @@ def plan_holdings(
     if len(is_object):
         may_spread = ~is_object[declared.table.array] & (spread != "none")
         candidates &= declared.main | may_spread
-    held = _with_mains(held.take(candidates))
+    held = _with_mains(held if candidates.all() else held.take(candidates))
     table = held.declared.table
     first = first_of_equal_chunks(table)
     chunk_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(table))))
@@ -106,6 +106,8 @@ def _with_mains(held: Holdings) -> Holdings:
     if not len(first):
         return held
     has_main = np.logical_or.reduceat(held.declared.main, first)
+    if has_main.all():
+        return held
     return held.take(np.repeat(has_main, np.diff(np.append(first, len(held.declared)))))
 
 

@@ -17,7 +17,7 @@ from megackpt.errors import CoverageError, rank_list, truncated_list
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.validation.objects import object_fault
-from megackpt.validation.tiling import Rectangles, Regions, uncovered_regions
+from megackpt.validation.tiling import Mask, Rectangles, Regions, uncovered_regions
 
 SHOWN = 10
 """Faults of one kind that the error describes; the others are counted."""
@@ -77,9 +77,9 @@ def uncovered(table: ChunkTable, keys: Collection[str]) -> list[Fault]:
     In the order of arrays and places; the ranks in a fault stand for nothing. An array that is not asked for
     may lack all of its chunks.
     """
-    rows = np.flatnonzero(table.flat_stop > table.flat_start)
+    pieces = _pieces(table, table.flat_stop > table.flat_start)
     faults = []
-    for regions in uncovered_regions(_pieces(table.take(rows)), table.padded_global_shape()):
+    for regions in uncovered_regions(pieces, table.padded_global_shape()):
         spec = table.arrays[regions.array]
         if spec.key not in keys:
             continue
@@ -102,24 +102,23 @@ def check_coverage(declared: DeclaredChunks) -> None:
             region, the ranks that cover it, and who holds copies of what nobody saves.
     """
     table = declared.table
-    mains = np.flatnonzero(declared.main & (table.flat_stop > table.flat_start))
-    regions = uncovered_regions(_pieces(table.take(mains)), table.padded_global_shape())
+    is_counted = declared.main & (table.flat_stop > table.flat_start)
+    regions = uncovered_regions(_pieces(table, is_counted), table.padded_global_shape())
     if regions:
         raise _coverage_error(declared, regions)
 
 
-def _pieces(table: ChunkTable) -> Rectangles:
-    """Return the chunks as rectangles; flat ranges that together fill a box become that box.
+def _pieces(table: ChunkTable, is_counted: Mask) -> Rectangles:
+    """Return the counted chunks as rectangles; flat ranges that together fill a box become that box.
 
     Such ranges are what a sharded optimizer declares. Cut one by one each would be up to 2 n - 1 rectangles.
     """
     numel = table.shape.prod(axis=1)
     is_flat = table.flat_stop - table.flat_start < numel
-    whole, flat = np.flatnonzero(~is_flat), np.flatnonzero(is_flat)
-    ranges = table.take(flat)
-    order = np.lexsort((ranges.flat_start, ranges.places()))
-    joined, loose = _joined_ranges(ranges.take(order), numel[flat][order])
-    boxes, loose = np.concatenate((whole, flat[order[joined]])), flat[order[loose]]
+    whole, flat = np.flatnonzero(is_counted & ~is_flat), np.flatnonzero(is_counted & is_flat)
+    flat = flat[np.lexsort((table.flat_start[flat], table.places()[flat]))]
+    joined, loose = _joined_ranges(table.take(flat), numel[flat])
+    boxes, loose = np.concatenate((whole, flat[joined])), flat[loose]
     cut = rectangles_of(table.shape[loose], table.flat_start[loose], table.flat_stop[loose])
     cut_row = loose[cut.row]
     cut_start = table.start[cut_row] + cut.start

@@ -33,6 +33,7 @@ from megackpt.planning import SavePlan, first_of_equal_chunks, parity_groups, pa
 from megackpt.storage import Crc64, Store
 
 _STEP_BYTES = 1 << 20
+_RANKS_AT_ONCE = 64  # whose digests are put in order together: what is still in the processor's cache
 
 
 class NativeSaveStrategy:
@@ -103,13 +104,17 @@ class NativeSaveStrategy:
         data_start = np.zeros(len(receipts), np.int64)
         told = [unpacked(receipts[rank][0], rank=rank) for rank in writers]
         data_start[writers] = [of_rank["data_start"][0] for of_rank in told]
-        found = np.concatenate([np.zeros(0, np.uint64), *(of_rank["digests"] for of_rank in told)])
         # Receipts have digests in the order of files, the index in the order of its rows.
         in_files = np.lexsort((plan.offset_bytes, plan.writer))
         blocks = block_counts(plan.table.nbytes)
         digest_start = np.cumsum(blocks) - blocks
         digests = np.empty(int(blocks.sum()), np.uint64)
-        digests[joined_ranges(digest_start[in_files], blocks[in_files])] = found
+        ends = np.searchsorted(plan.writer[in_files], writers, side="right").tolist()
+        for some in range(0, len(writers), _RANKS_AT_ONCE):
+            last = min(some + _RANKS_AT_ONCE, len(writers))
+            rows = in_files[ends[some - 1] if some else 0 : ends[last - 1]]
+            found = np.concatenate([of_rank["digests"] for of_rank in told[some:last]])
+            digests[joined_ranges(digest_start[rows], blocks[rows])] = found
         stored = StoredChunks(
             table=plan.table,
             file=file_of[plan.writer],
