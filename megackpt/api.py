@@ -21,8 +21,8 @@ from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
+from megackpt.formats.contents import Contents
 from megackpt.formats.registry import SaveChoice, save_strategy
-from megackpt.formats.strategy import Contents
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megackpt.formats.strategy import Chunks
+from megackpt.formats.contents import Chunks
 
 
 def parts_of(

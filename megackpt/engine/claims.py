@@ -11,7 +11,7 @@ from collections.abc import Collection
 import numpy as np
 
 from megackpt.errors import FormatError
-from megackpt.formats.strategy import Chunks, NamesFiles
+from megackpt.formats.contents import Chunks, NamesFiles
 from megackpt.storage import Store
 from megackpt.validation import uncovered
 

@@ -19,7 +19,7 @@ from megackpt.engine.chunk_bytes import parts_of
 from megackpt.engine.read import read_tensors
 from megackpt.engine.tensor_bytes import as_bits, byte_view
 from megackpt.errors import IntegrityError
-from megackpt.formats.strategy import Chunks, Contents, Part
+from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import itemsizes

@@ -27,7 +27,8 @@ from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
-from megackpt.formats.strategy import MANIFEST, Chunks, Contents, Part, SaveStrategy
+from megackpt.formats.contents import Chunks, Contents, Part
+from megackpt.formats.strategy import MANIFEST, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, DeclaredChunks
 from megackpt.options import ConvertOptions

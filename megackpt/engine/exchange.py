@@ -20,7 +20,7 @@ from megackpt.engine.read import Target, placed_in
 from megackpt.engine.tensor_bytes import as_elements, byte_view, copy_block, run_in
 from megackpt.engine.transport import Arrival, Buffers, Step, steps_of, transport_for
 from megackpt.errors import MismatchError
-from megackpt.formats.strategy import Chunks, Contents, NamesFiles
+from megackpt.formats.contents import Chunks, Contents, NamesFiles
 from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns

@@ -15,8 +15,9 @@ from megackpt.engine.leaves import leaves_of
 from megackpt.engine.load import read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import CheckpointError
+from megackpt.formats.contents import Chunks, Contents, NamesFiles
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import Chunks, Contents, Json, KnowsFiles, NamesFiles
+from megackpt.formats.strategy import Json, KnowsFiles
 from megackpt.storage import Store
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import FormatError, truncated_list
+from megackpt.formats.contents import Contents
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import Contents
 from megackpt.storage import Store
 
 

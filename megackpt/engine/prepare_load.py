@@ -26,7 +26,7 @@ from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.renamed_contents import renamed
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import MismatchError, MissingKeyError
-from megackpt.formats.strategy import Chunks
+from megackpt.formats.contents import Chunks
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.plain import filled_in_place, plain_tensors

@@ -26,7 +26,7 @@ from megackpt.engine.tensor_bytes import (
 )
 from megackpt.engine.workers import do_all, useful_threads
 from megackpt.errors import FormatError
-from megackpt.formats.strategy import Chunks, LiesInFiles, MayBeCached, Part
+from megackpt.formats.contents import Chunks, LiesInFiles, MayBeCached, Part
 from megackpt.geometry import Ints
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, MayBeCached, NamesFiles
+from megackpt.formats.contents import Chunks, Contents, LiesInFiles, MayBeCached, NamesFiles
 from megackpt.metadata import ChunkTable
 from megackpt.validation import rename_keys
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 import numpy as np
 
 from megackpt.errors import CheckpointError, IntegrityError
-from megackpt.formats.strategy import FileRanges, Part
+from megackpt.formats.contents import FileRanges, Part
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
 from megackpt.storage import Store, digest_list, fill, lend

@@ -15,7 +15,7 @@ import numpy as np
 
 from megackpt.engine.load import open_checkpoint
 from megackpt.engine.manifest import read_manifest
-from megackpt.formats.strategy import LiesInFiles
+from megackpt.formats.contents import LiesInFiles
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.simulation.arrays import STEP, state_key
 from megackpt.simulation.model import Model, Stack, Weight

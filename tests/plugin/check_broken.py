@@ -7,7 +7,8 @@ from typing import Any
 import megackpt_npyfiles
 import pytest
 
-from megackpt.formats.strategy import Contents, Format
+from megackpt.formats.contents import Contents
+from megackpt.formats.strategy import Format
 from megackpt.testing.format_suite import FormatConformance
 
 

@@ -25,7 +25,7 @@ from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.workers import do_all
 from megackpt.errors import CoverageError
-from megackpt.formats.strategy import Chunks, Contents, Part
+from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import DiffOptions
 from megackpt.storage import Store

@@ -26,8 +26,8 @@ from megackpt.errors import (
     StorageError,
     truncated_list,
 )
+from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.formats.damage import damage_of
-from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.metadata import ChunkTable
 from megackpt.storage import Store, open_store
 from megackpt.validation import PARITY, Mended, merged

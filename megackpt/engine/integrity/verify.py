@@ -18,19 +18,10 @@ from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
+from megackpt.formats.contents import Chunks, Contents, FileRanges, LiesInFiles, NamesFiles
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import (
-    MANIFEST,
-    Chunks,
-    Contents,
-    FileRanges,
-    KnowsFiles,
-    LiesInFiles,
-    ListsWholeFiles,
-    NamesFiles,
-    WholeFile,
-)
+from megackpt.formats.strategy import MANIFEST, KnowsFiles, ListsWholeFiles, WholeFile
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store

@@ -17,8 +17,8 @@ import numpy as np
 
 from megackpt.errors import MissingExtraError
 from megackpt.formats.array_digests import ArrayDigester
+from megackpt.formats.contents import Part
 from megackpt.formats.damage import Damage
-from megackpt.formats.strategy import Part
 from megackpt.metadata import ChunkTable
 from megackpt.storage import Crc64
 

@@ -21,8 +21,9 @@ from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.workers import do_all
 from megackpt.errors import CheckpointError, IntegrityError, UnknownClassError
+from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.strategy import Chunks, Contents, LiesInFiles, NamesFiles, Part, WholeFile
+from megackpt.formats.strategy import WholeFile
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
 from megackpt.storage import COMMON_POOL, LENT_BYTES, FileDigester, Store, lend

@@ -21,9 +21,10 @@ from megackpt.engine.progress import Unseen
 from megackpt.engine.steps import StepPlaces, step_of
 from megackpt.engine.tiers.transfer import broadcast_files
 from megackpt.errors import CheckpointError, FormatError
+from megackpt.formats.contents import NamesFiles
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy, save_strategy
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, KnowsFiles, NamesFiles
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, KnowsFiles
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store, digest_of
 

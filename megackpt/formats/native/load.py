@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from megackpt.codec import Encoded, decode, load_tree, unpack
 from megackpt.errors import FormatError
+from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
@@ -19,7 +20,7 @@ from megackpt.formats.native import names
 from megackpt.formats.native.checking import check_files, whole_files
 from megackpt.formats.native.parity import read_groups
 from megackpt.formats.native.rebuilding import RebuiltFiles
-from megackpt.formats.strategy import Contents, Json, WholeFile
+from megackpt.formats.strategy import Json, WholeFile
 from megackpt.storage import Store
 
 

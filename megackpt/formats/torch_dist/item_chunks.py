@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from megackpt.errors import FormatError, StorageError
+from megackpt.formats.contents import FileRanges
 from megackpt.formats.safe_pickle import load_value
-from megackpt.formats.strategy import FileRanges
 from megackpt.formats.torch_dist.described import Item
 from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
 from megackpt.geometry import Ints

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megackpt.errors import FormatError
+from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage
 from megackpt.formats.documents import read_document
 from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
-from megackpt.formats.strategy import Contents, Json
+from megackpt.formats.strategy import Json
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.checking import check_files
 from megackpt.formats.torch_dist.described import COMMON_STATE, Described

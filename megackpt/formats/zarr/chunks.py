@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
-from megackpt.formats.strategy import FileRanges
+from megackpt.formats.contents import FileRanges
 from megackpt.formats.zarr.described import ZarrArray
 from megackpt.formats.zarr.expanding import LARGE_BYTES, Packing, check_file, packing_of
 from megackpt.formats.zarr.files import ArrayCodec, Elements, unreadable

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megackpt.errors import FormatError
+from megackpt.formats.contents import Contents
 from megackpt.formats.documents import parse_document
-from megackpt.formats.strategy import Contents, Json
+from megackpt.formats.strategy import Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
 from megackpt.formats.zarr.described import (

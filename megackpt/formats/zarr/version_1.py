@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megackpt.errors import CheckpointError, FormatError, UnserializableError
+from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
-from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
+from megackpt.formats.strategy import MANIFEST, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import (

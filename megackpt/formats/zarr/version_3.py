@@ -15,10 +15,11 @@ import numpy as np
 
 from megackpt.codec import pack, unpack
 from megackpt.errors import CheckpointError, FormatError, IntegrityError
+from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import attempt_in_manifest
 from megackpt.formats.index_file import entry_of, read_small, write_small
-from megackpt.formats.strategy import MANIFEST, Contents, Format, Json
+from megackpt.formats.strategy import MANIFEST, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files

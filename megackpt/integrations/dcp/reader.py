@@ -25,7 +25,7 @@ from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import DeclarationError, MismatchError
-from megackpt.formats.strategy import Contents
+from megackpt.formats.contents import Contents
 from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
 from megackpt.integrations.dcp.names import flatten
 from megackpt.integrations.dcp.place import Location, opened

@@ -16,7 +16,8 @@ import numpy as np
 
 from megackpt.codec import pack, unpack
 from megackpt.errors import FormatError, IntegrityError
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Contents, Format, Json, Pieces
+from megackpt.formats.contents import Contents
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Format, Json, Pieces
 from megackpt.metadata import ChunkTable, column, pack_columns, unpack_columns
 from megackpt.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import Store, digest_of
