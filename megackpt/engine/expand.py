@@ -28,8 +28,8 @@ from megackpt.mapping import (
 from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.dtensor import HeldDTensor, adopt_dtensors
 from megackpt.mapping.foreign import adopt
-from megackpt.mapping.plain import whole_tensors
-from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, merge, without_positions
+from megackpt.mapping.plain import has_tensors, whole_tensors
+from megackpt.mapping.tree import ABSENT, iter_leaves, leaf_types, map_leaves, merge, without_positions
 from megackpt.mapping.xla import adopt_xla
 
 Dropped = Set[str]
@@ -90,28 +90,33 @@ def expand(
             f"A sharded state dict must be a dict, not {type(sharded_state_dict).__name__}."
         )
     try:
-        state = whole_tensors(adopt_dtensors(adopt_xla(adopt(sharded_state_dict))), stored)
+        kinds = leaf_types(sharded_state_dict)
+        ours = adopt_dtensors(adopt_xla(adopt(sharded_state_dict, kinds), kinds), kinds)
+        state = whole_tensors(ours, stored) if has_tensors(kinds) else ours
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
         ) from error
     expansion = _Expansion(rank, ranks, in_host_memory=in_host_memory)
+    finishes: list[Finish] = []  # in the order of the tree
 
-    def finish_of(path: str, leaf: Any) -> Any:
+    def taken(path: str, leaf: Any) -> Any:
         if isinstance(leaf, _NOT_COMMON):
-            return expansion.add(path, leaf)
+            finishes.append(expansion.add(path, leaf))
+            return ABSENT
         _refuse_hidden_entities(leaf, path)
-        return ABSENT
+        return leaf
 
-    finishes = map_leaves(finish_of, state)
-    common = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, _NOT_COMMON) else leaf, state)
+    common = map_leaves(taken, state)
 
     def finish(stored_common: Any, dropped: Dropped) -> Any:
-        def finished(_: str, leaf: Finish) -> Any:
-            value = leaf(dropped)
+        values = iter([finish_one(dropped) for finish_one in finishes])
+
+        def finished(_: str, leaf: Any) -> Any:
+            value = next(values) if isinstance(leaf, _NOT_COMMON) else ABSENT
             return ABSENT if value is ABSENT else _Loaded(value)
 
-        loaded = ABSENT if finishes is ABSENT else map_leaves(finished, finishes)
+        loaded = map_leaves(finished, state)
         merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
         return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _Loaded) else leaf, merged)
 
@@ -225,7 +230,7 @@ class _Expansion:
                 )
             return self.add(inner, leaf)
 
-        finishes = map_leaves(finish_of, adopt(factory.build()), path)
+        finishes = map_leaves(finish_of, _adopted(factory.build()), path)
 
         def finish(dropped: Dropped) -> Any:
             # Each leaf is finished once: it may be a factory whose merge_fn works in place.
@@ -235,6 +240,10 @@ class _Expansion:
             return factory.merge_fn(map_leaves(lambda _, leaf: loaded[id(leaf)], finishes))
 
         return finish
+
+
+def _adopted(built: Any) -> Any:
+    return adopt(built, leaf_types(built))
 
 
 def _refuse_hidden_entities(leaf: Any, path: str) -> None:

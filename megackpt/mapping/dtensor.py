@@ -8,7 +8,7 @@ to say.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from megackpt.geometry import MeshCut, mesh_boxes
 from megackpt.mapping.base import is_dtensor, is_dtensor_class
 from megackpt.mapping.checks import refusal
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, leaf_types, map_leaves
+from megackpt.mapping.tree import join_dotted, map_leaves
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
@@ -41,14 +41,16 @@ class HeldDTensor:
     mesh_size: int
 
 
-def adopt_dtensors(state: Any) -> Any:
+def adopt_dtensors(state: Any, kinds: Set[type]) -> Any:
     """Return the tree with every DTensor as a HeldDTensor; the given tree is not changed.
+
+    kinds are the classes of its leaves, or more: see `leaf_types`.
 
     Raises:
         DeclarationError: two of them have one key, or one cannot be saved: a placement that is no Shard or
             Replicate, or a local tensor that is not what the placements say.
     """
-    if not any(map(is_dtensor_class, leaf_types(state))):
+    if not any(map(is_dtensor_class, kinds)):
         return state
     keys: set[str] = set()
 

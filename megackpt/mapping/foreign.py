@@ -6,7 +6,7 @@ imported, and none of it needs to be installed. The tensors are shared, so loadi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from megackpt.errors import DeclarationError
@@ -15,7 +15,7 @@ from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import leaf_types, map_leaves
+from megackpt.mapping.tree import map_leaves
 
 FOREIGN_MODULE = "megatron.core.dist_checkpointing.mapping"
 _TENSOR_FIELDS = (
@@ -34,14 +34,16 @@ _OBJECT_FIELDS = ("key", "data", "global_shape", "global_offset", "replica_id")
 _FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
-def adopt(sharded_state_dict: Any) -> Any:
+def adopt(sharded_state_dict: Any, kinds: Set[type]) -> Any:
     """Return the tree with every entity of Megatron-Core as one of ours; the given tree is not changed.
+
+    kinds are the classes of its leaves, or more: see `leaf_types`.
 
     Raises:
         DeclarationError: an entity lacks a field that it has in every version of Megatron-Core, or
             contradicts itself.
     """
-    if not any(map(_known_class, leaf_types(sharded_state_dict))):
+    if not any(map(_known_class, kinds)):
         return sharded_state_dict
     return map_leaves(_adopt_leaf, sharded_state_dict)
 

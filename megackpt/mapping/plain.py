@@ -7,7 +7,7 @@ checkpoint holds as global arrays.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,6 +77,11 @@ def is_plain_tensor(leaf: object) -> bool:
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and xla_tensor_of(leaf) is None
     )
+
+
+def has_tensors(kinds: Iterable[type]) -> bool:
+    """Say whether there may be plain tensors among leaves of these classes."""
+    return any(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
 def plain_tensors(state: Any) -> dict[str, torch.Tensor]:

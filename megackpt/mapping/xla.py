@@ -8,7 +8,7 @@ replication several devices of one host may hold the same one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -19,7 +19,7 @@ from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, leaf_types, map_leaves
+from megackpt.mapping.tree import join_dotted, map_leaves
 
 XLA_CLASS = "XLAShardedTensor"
 XLA_PACKAGE = "torch_xla"
@@ -70,13 +70,13 @@ class XlaTensor(Protocol):
         """Put the data of shards, one of every device of this host, onto the devices."""
 
 
-def adopt_xla(state: Any) -> Any:
+def adopt_xla(state: Any, kinds: Set[type]) -> Any:
     """Return the tree with every tensor that XLA has sharded as an entity; the given one is not changed.
 
-    Its key is its path, joined with dots. Call it before DTensors are looked for: from torch_xla 2.9 on
-    these tensors are of a class derived from theirs.
+    kinds are the classes of its leaves, or more: see `leaf_types`. A key is a path, joined with dots. Call it
+    before DTensors are looked for: from torch_xla 2.9 on these tensors are of a class derived from theirs.
     """
-    if not any(issubclass(kind, torch.Tensor) or _is_xla(kind) for kind in leaf_types(state)):
+    if not any(issubclass(kind, torch.Tensor) or _is_xla(kind) for kind in kinds):
         return state
     return map_leaves(_adopt_leaf, state, step=join_dotted)
 

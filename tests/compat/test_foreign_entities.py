@@ -16,6 +16,7 @@ import torch
 
 import megackpt
 from megackpt.mapping.foreign import FOREIGN_MODULE, adopt
+from megackpt.mapping.tree import leaf_types
 
 
 def _theirs(cls: type) -> type:
@@ -79,7 +80,7 @@ def _flat(key: str, data: torch.Tensor, start: int, kind: type = ShardedTensor) 
 def test_every_field_is_taken_over_and_tensors_are_shared() -> None:
     data = torch.zeros(2)
     theirs = {"a": [_flat("w", data, 3, Derived)], "b": 1}
-    ours = adopt(theirs)
+    ours = adopt(theirs, leaf_types(theirs))
     entity = ours["a"][0]
     assert type(entity) is megackpt.ShardedTensor
     assert entity.data is data
@@ -118,13 +119,13 @@ def test_an_entity_that_lacks_a_field_is_refused_by_its_path() -> None:
     with pytest.raises(
         megackpt.DeclarationError, match=r"model\.w: this ShardedTensor .* no 'global_offset'"
     ) as caught:
-        adopt({"model": {"w": broken}})
+        adopt({"model": {"w": broken}}, {type(broken)})
     assert (caught.value.key, caught.value.path) == ("w", "model.w")
 
 
 def test_what_only_looks_alike_is_left_alone() -> None:
     stranger = SimpleNamespace(key="k", data=None, global_shape=(1,), global_offset=(0,))
-    assert adopt({"a": stranger})["a"] is stranger
+    assert adopt({"a": stranger}, {type(stranger)})["a"] is stranger
 
 
 def test_an_entity_inside_of_a_tuple_is_refused_at_save(tmp_path: Path) -> None:

@@ -150,5 +150,5 @@ def test_dtensors_are_not_looked_for_before_torch_has_loaded_their_module(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
     state = {"w": torch.zeros(2)}
-    assert adopt_dtensors(state) is state
+    assert adopt_dtensors(state, {torch.Tensor}) is state
     assert "torch.distributed.tensor" not in sys.modules
