@@ -7,6 +7,7 @@ the training's collectives nor hangs with them, and names the ranks that did not
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import time
 from collections import Counter
@@ -83,6 +84,7 @@ class TorchGroup:
         self._meetings = 0  # how often all have waited for each other
         self._opening_work: Any = None  # dist.Work of the meeting that was begun last
         self._has_returned = True  # as far as it was waited for
+        self._process = os.getpid()
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
         # Rank 0 is sent so many by all, in every meeting: to begin with all meetings have to be alike.
@@ -100,9 +102,13 @@ class TorchGroup:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way: what this rank has begun is over, and was not broken off."""
+        """Whether nothing is under way: what this rank has begun is over, and was not broken off.
+
+        Never in a fork of the process, which has none of the threads.
+        """
         work = self._opening_work
-        return self._has_returned and (work is None or work.is_completed())
+        is_over = self._has_returned and (work is None or work.is_completed())
+        return is_over and self._process == os.getpid()
 
     def close(self) -> None:
         """Let go of the connections; the group cannot be used any more. Every rank calls it, or ends."""
