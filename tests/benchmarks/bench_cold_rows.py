@@ -1,0 +1,86 @@
+"""Half of each row of a matrix on a disk: read with the other halves, or without them.
+
+Run by hand: `python tests/benchmarks/bench_cold_rows.py --dir DIRECTORY [--mib 1024]`, where the directory's
+file system has direct I/O. Wall time of 4 threads, medians of 5 turns, beside a plain read of as many bytes
+as are needed, in pieces of 4 MiB: 1.00 is as fast. Nothing is copied or checked, so this is the disk alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+ALIGNMENT = 4096  # of direct I/O
+THREADS = 4
+PIECE = 4 << 20
+TURNS = 5
+
+Request = tuple[int, int]
+"""First byte, and how many."""
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--mib", type=int, default=1024)
+    args = parser.parse_args()
+    nbytes = args.mib << 20
+    with tempfile.NamedTemporaryFile(dir=args.dir) as file:
+        for _ in range(args.mib):
+            file.write(os.urandom(1 << 20))
+        os.fsync(file.fileno())
+        descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        print(f"{'row, KiB':>10} {'whole rows':>12} {'each half by itself':>20} {'read per byte':>14}")
+        for row_nbytes in (5 << 10, 20 << 10, 64 << 10, 256 << 10, 1 << 20):
+            halves = _halves(nbytes // row_nbytes, row_nbytes)
+            ways = {"plain": _pieces(nbytes // 2), "whole": _pieces(nbytes), "halves": halves}
+            seconds = _measured(descriptor, ways)
+            whole, apart = (seconds["plain"] / seconds[way] for way in ("whole", "halves"))
+            over = sum(count for _, count in halves) / (nbytes // 2)
+            print(f"{row_nbytes >> 10:10} {whole:12.2f} {apart:20.2f} {over:14.2f}", flush=True)
+        os.close(descriptor)
+
+
+def _pieces(nbytes: int) -> list[Request]:
+    return [(at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+
+
+def _halves(rows: int, row_nbytes: int) -> list[Request]:
+    """What direct I/O has to read for the left half of each row."""
+    requests = []
+    for row in range(rows):
+        low = row * row_nbytes // ALIGNMENT * ALIGNMENT
+        high = -(-(row * row_nbytes + row_nbytes // 2) // ALIGNMENT) * ALIGNMENT
+        requests.append((low, high - low))
+    return requests
+
+
+def _measured(descriptor: int, ways: dict[str, list[Request]]) -> dict[str, float]:
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for turn in range(TURNS + 1):
+            for way, requests in ways.items():
+                shares = [requests[share::THREADS] for share in range(THREADS)]
+                began = time.perf_counter()
+                list(pool.map(partial(_read, descriptor), shares))
+                if turn:
+                    spent[way].append(time.perf_counter() - began)
+    return {way: statistics.median(seconds) for way, seconds in spent.items()}
+
+
+def _read(descriptor: int, requests: Sequence[Request]) -> None:
+    buffer = memoryview(mmap.mmap(-1, PIECE))
+    for at, count in requests:
+        os.preadv(descriptor, [buffer[:count]], at)
+
+
+if __name__ == "__main__":
+    main()
