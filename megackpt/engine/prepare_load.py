@@ -29,8 +29,8 @@ from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.mapping.plain import filled_in_place, has_tensors, plain_tensors
-from megackpt.mapping.tree import iter_leaves, join_dotted, leaf_types
+from megackpt.mapping.plain import filled_in_place, plain_tensors
+from megackpt.mapping.tree import iter_leaves, join_dotted
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
@@ -68,7 +68,7 @@ class PreparedLoad:
             stored=_AllBut(paths | objects),
             in_host_memory=not options.load_on_device,
         )
-        plain = plain_tensors(state) if has_tensors(leaf_types(state)) else {}
+        plain = plain_tensors(state)
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import iter_leaves, join_dotted, map_leaves
+from megackpt.mapping.tree import iter_leaves, join_dotted, leaf_types, map_leaves
 from megackpt.mapping.xla import xla_tensor_of
 
 
@@ -86,6 +86,8 @@ def has_tensors(kinds: Iterable[type]) -> bool:
 
 def plain_tensors(state: Any) -> dict[str, torch.Tensor]:
     """Return the plain tensors of a tree by their paths, joined with dots."""
+    if not has_tensors(leaf_types(state)):  # as a rule: to spell all paths takes much longer
+        return {}
     return {path: leaf for path, leaf in iter_leaves(state, step=join_dotted) if is_plain_tensor(leaf)}
 
 

@@ -22,7 +22,7 @@ def run_torchrun(ranks: int, flags: Sequence[str]) -> subprocess.CompletedProces
     """Run pretrain_gpt.py under torchrun to its end."""
     command = torchrun(ranks, PRETRAIN_GPT, flags)
     return subprocess.run(
-        command, env=_quiet({}), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        command, env=quiet({}), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
 
 
@@ -32,12 +32,12 @@ def start_torchrun(
     """Start a script under torchrun; what it prints is dropped."""
     return subprocess.Popen(
         torchrun(ranks, script, flags),
-        env=_quiet(environment),
+        env=quiet(environment),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
 
 
-def _quiet(environment: Mapping[str, str]) -> dict[str, str]:
+def quiet(environment: Mapping[str, str]) -> dict[str, str]:
     """Our own environment, in which torchrun need not warn of the number of threads."""
     return {**os.environ, "OMP_NUM_THREADS": "1", **environment}

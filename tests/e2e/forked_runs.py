@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PRETRAIN_GPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+from tests.e2e.command_line import PRETRAIN_GPT, quiet
 
 Run = tuple[Sequence[str], Mapping[str, str]]
 """Flags, and variables of the environment, which may say that it is a rank of many."""
@@ -27,7 +27,7 @@ def run_forked(runs: Sequence[Run], *, timeout_s: float) -> list[subprocess.Comp
     answer = subprocess.run(
         [sys.executable, "-m", __name__],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=quiet({}),
         input=json.dumps(runs),
         capture_output=True,
         text=True,

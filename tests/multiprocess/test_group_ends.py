@@ -50,7 +50,11 @@ def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
         )
         for rank in (0, 1)
     ]
-    said = [process.communicate(timeout=120)[0].split() for process in ranks]
+    try:
+        said = [process.communicate(timeout=120)[0].split() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
     assert [process.returncode for process in ranks] == [0, 0]
     for before, after in said:
         assert int(before) > int(after) == 0

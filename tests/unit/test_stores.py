@@ -202,3 +202,15 @@ def _reads(store: LocalStore, name: str) -> list[Callable[[], object]]:
         lambda: store.size(name),
         lambda: store.exists(name),
     ]
+
+
+def test_a_directory_in_memory_is_gone_with_its_last_file() -> None:
+    store = MemoryStore(files={"d/sub/a": b"", "d/b": b""})
+    store.write("d/b", b"again")
+    store.open_writer("d/sub/a", 0).close()
+    store.move("d/b", "b")
+    with pytest.raises(StorageError, match="EISDIR"):
+        store.write("d", b"")
+    store.delete(["d/sub/a", "d/sub/a"])
+    store.write("d", b"a file now")
+    assert store.names() == ["b", "d"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -78,6 +79,19 @@ def test_flat_ranges_and_boxes_of_different_shapes_may_share_an_array(rows: list
     check_coverage(declared({"w": (4, 4)}, *rows))
     with pytest.raises(CoverageError):
         check_coverage(declared({"w": (4, 4)}, *rows[1:]))
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_copies_neither_cover_anything_nor_cover_it_twice(is_flat: bool) -> None:
+    cuts: list[Row] = [("w", (0, 0), (4, 4), slice(0, 7)), ("w", (0, 0), (4, 4), slice(7, 16))]
+    boxes: list[Row] = [("w", (0, 0), (1, 4), None), ("w", (1, 0), (3, 4), None)]
+    rows = cuts if is_flat else boxes
+    twice = declared({"w": (4, 4)}, *rows, *rows)
+    for saved in ([0, 1], [2, 3], [0, 3]):
+        check_coverage(replace(twice, main=np.isin(np.arange(4), saved)))
+    for saved in ([0], [1], [0, 2], []):
+        with pytest.raises(CoverageError, match=r"saved by no rank.*hold copies"):
+            check_coverage(replace(twice, main=np.isin(np.arange(4), saved)))
 
 
 def test_arrays_of_very_many_elements_are_proved_too() -> None:

@@ -109,10 +109,10 @@ class NativeSaveStrategy:
         blocks = block_counts(plan.table.nbytes)
         digest_start = np.cumsum(blocks) - blocks
         digests = np.empty(int(blocks.sum()), np.uint64)
-        ends = np.searchsorted(plan.writer[in_files], writers, side="right").tolist()
+        ends = [0, *np.searchsorted(plan.writer[in_files], writers, side="right").tolist()]
         for some in range(0, len(writers), _RANKS_AT_ONCE):
             last = min(some + _RANKS_AT_ONCE, len(writers))
-            rows = in_files[ends[some - 1] if some else 0 : ends[last - 1]]
+            rows = in_files[ends[some] : ends[last]]
             found = np.concatenate([of_rank["digests"] for of_rank in told[some:last]])
             digests[joined_ranges(digest_start[rows], blocks[rows])] = found
         stored = StoredChunks(
