@@ -65,7 +65,9 @@ def begin_at_different_times() -> None:
     assert group.is_idle
     begun = group.open_maximum([rank], step=b"one") if rank else None
     dist.barrier()
-    assert group.is_idle == (rank == 0)  # what rank 1 has begun cannot be over
+    is_idle = group.is_idle
+    dist.barrier()  # rank 0 does not begin before rank 1 has looked
+    assert is_idle == (rank == 0)  # what rank 1 has begun cannot be over
     begun = begun or group.open_maximum([rank], step=b"one")
     assert begun() == [1]
     assert group.is_idle
