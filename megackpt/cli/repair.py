@@ -95,7 +95,7 @@ def _cells(file: RepairedFile) -> tuple[str, ...]:
 
 def _verdict(found: Repaired) -> str:
     if not found.damages:
-        return f"{found.location}: whole; nothing was changed."
+        return f"{found.location}: no damage found; nothing was changed."
     counted = f"{len(found.damages)} damages, {len(found.remaining)} of which stay"
     if found.is_done:
         return f"{found.location}: {counted}; {len(found.files)} files were mended."

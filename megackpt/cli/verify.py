@@ -1,4 +1,4 @@
-"""`megackpt verify`: whether a checkpoint is whole."""
+"""`megackpt verify`: what is damaged in a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from megackpt.options import VerifyOptions
 def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, as_json: bool) -> int:
     """Look for everything that is wrong with the checkpoint in the directory PATH. Nothing is changed.
 
-    Without --deep: the commit, the index and its digest, that files are there and as long as they must be,
-    that chunks lie in their files and cover every array exactly once; no bytes of tensors are read. With it
+    Without --deep only the structure: the commit, the index and its digest, that files are there and as long
+    as they must be, that chunks lie in their files and cover every array exactly once; no bytes of tensors
+    are read, so damage of these is not found. With it
     also the digest of every block, in bounded memory, and that objects and common state can be decoded. All
     damage is listed: file, bytes, key, chunk. Arrays that were saved with array_digests are compared as a
     whole, too.
@@ -38,24 +39,23 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     if as_json:
         damages = [damage.to_json() for damage in found.damages]
         said = {**asdict(found), "damages": damages, "is_whole": found.is_whole}
+        said["is_undamaged"] = found.is_undamaged
         del said["array_shares"]  # of one process that looks at all there are none
         say(said, "", as_json=True)
     else:
         _show(found)
-    return 0 if found.is_whole else FAILED_CHECK
+    return 0 if found.is_undamaged else FAILED_CHECK
 
 
 def _show(found: Verified) -> None:
     console = stdout()
-    if not found.is_whole:
+    if found.damages:
         columns = ("file", "bytes", "key", "chunk", "what is wrong")
         console.print(table_of(f"{found.location}: damaged", map(_cells, found.damages), left=columns))
-    verdict = "whole" if found.is_whole else f"{len(found.damages)} damages"
     kind = f" {found.backend} version {found.version}," if found.backend else ""
-    depth = "every byte read" if found.deep else "no chunk read"
     console.print(
-        f"{found.location}: {verdict};{kind} {found.arrays} arrays and {found.objects} objects, "
-        f"{decimal(found.nbytes)} in {found.chunks} chunks and {found.files} files; {depth}."
+        f"{found.location}: {_verdict(found)};{kind} {found.arrays} arrays and {found.objects} objects, "
+        f"{decimal(found.nbytes)} in {found.chunks} chunks and {found.files} files."
     )
     if found.deep and found.array_digests:
         compared, stored = found.compared_array_digests, found.array_digests
@@ -66,6 +66,17 @@ def _show(found: Verified) -> None:
             f"Of {decimal(found.unchecked_nbytes)} no digest is stored: that they can be read is all that is "
             f"known of them."
         )
+
+
+def _verdict(found: Verified) -> str:
+    """Return what is known of the checkpoint, and no more than was checked."""
+    if not found.deep:
+        checked = "bytes not read, --deep reads them"
+    else:
+        checked = "every byte read, not all have digests" if found.unchecked_nbytes else "every byte read"
+    if found.damages:
+        return f"{len(found.damages)} damages ({checked})"
+    return f"whole ({checked})" if found.is_whole else f"structure whole ({checked})"
 
 
 def _cells(damage: Damage) -> tuple[str, ...]:

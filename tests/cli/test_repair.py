@@ -127,7 +127,7 @@ def test_dry_run_says_what_can_be_mended_and_changes_nothing(tmp_path: Path, rep
 def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(protected(tmp_path))
     assert main(["repair", str(tmp_path)]) == 0
-    assert "whole; nothing was changed" in capsys.readouterr().out
+    assert "no damage found; nothing was changed" in capsys.readouterr().out
     assert content(tmp_path) == before
 
 

@@ -54,15 +54,16 @@ def place_of(file: Path, tensor: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("flags", [[], ["--deep"]], ids=["shallow", "deep"])
-def test_a_whole_checkpoint_of_any_format_is_whole(
+def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
     tmp_path: Path, format: tuple[str, int], flags: list[str], verify: Said
 ) -> None:
     code, said = verify(saved(tmp_path, format), *flags)
-    assert (code, said["damages"], said["is_whole"]) == (0, [], True)
+    assert (code, said["damages"], said["is_undamaged"]) == (0, [], True)
     assert (said["arrays"], said["objects"], said["deep"]) == (4, 2, bool(flags))
     assert said["nbytes"] >= 400_000 * 4
     is_checked = format in (NATIVE, ("torch_dist", 1), ("zarr", 3))
     assert (said["unchecked_nbytes"] == 0) == is_checked
+    assert said["is_whole"] is (True if flags and is_checked else None)
 
 
 def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, verify: Said) -> None:
@@ -72,7 +73,8 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
     flip(first, long[0] + 2 * DIGEST_BLOCK_BYTES + 5)
     block = place_of(second, "block[0:6, 4:8]")
     flip(second, block[1] - 1)
-    assert verify(tmp_path)[0] == 0  # what is not read cannot be seen
+    code, said = verify(tmp_path)
+    assert (code, said["is_undamaged"], said["is_whole"]) == (0, True, None)  # what is not read is not known
     code, said = verify(tmp_path, "--deep")
     found = [(d["file"], d["key"], d["box"], d["start"], d["stop"]) for d in said["damages"]]
     last = DIGEST_BLOCK_BYTES * 2 + long[0]
@@ -83,6 +85,28 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
         (f"data/{second.name}", "block", "[0:6, 4:8]", *block),
     ]
     assert all("digest differs" in d["what"] for d in said["damages"])
+
+
+def test_what_was_checked_is_said_and_nothing_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step with a flipped byte was called whole where nobody had looked at its bytes."""
+
+    def verdict(directory: Path, *flags: str) -> str:
+        main(["verify", str(directory), *flags])
+        (line,) = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{directory}: ")
+        ][-1:]
+        return line.removeprefix(f"{directory}: ").partition(";")[0]
+
+    directory, unchecked = saved(tmp_path / "a"), saved(tmp_path / "b", ("zarr", 1))
+    assert verdict(directory, "--deep") == "whole (every byte read)"
+    assert verdict(unchecked, "--deep") == "structure whole (every byte read, not all have digests)"
+    flip(data_files(directory)[0], place_of(data_files(directory)[0], "long[0:200000]")[0])
+    assert verdict(directory) == "structure whole (bytes not read, --deep reads them)"
+    assert verdict(directory, "--deep") == "1 damages (every byte read)"
+    data_files(directory)[0].unlink()
+    assert verdict(directory) == "1 damages (bytes not read, --deep reads them)"
 
 
 def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, verify: Said) -> None:
@@ -137,7 +161,7 @@ def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Pa
     for at in range(len(whole)):
         flip(manifest, at)
         with contextlib.suppress(FormatError):  # of a format that is not known
-            if verify_checkpoint(store, VerifyOptions(), Unseen()).is_whole:
+            if verify_checkpoint(store, VerifyOptions(), Unseen()).is_undamaged:
                 changed = json.loads(manifest.read_bytes())
                 for name in {*said, *changed}:
                     if said.get(name) != changed.get(name):
@@ -327,8 +351,8 @@ def test_flipped_bytes_in_the_small_files_of_other_formats_are_damage_or_change_
     for at in range(0, len(data), max(1, len(data) // 60)):
         flip(file, at)
         damaged = open_store(directory)
-        is_whole = verify_checkpoint(damaged, options, Unseen()).is_whole
-        if is_whole and not find_difference(whole, damaged, DiffOptions(threads=1), Unseen()).is_none:
+        is_undamaged = verify_checkpoint(damaged, options, Unseen()).is_undamaged
+        if is_undamaged and not find_difference(whole, damaged, DiffOptions(threads=1), Unseen()).is_none:
             overlooked.append(at)
         file.write_bytes(data)
     # The extents of an array stand nowhere but in its document.

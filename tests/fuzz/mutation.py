@@ -187,7 +187,7 @@ def _by_parts(store: MemoryStore) -> None:
 
 
 def _verify(store: MemoryStore) -> bool:
-    return verify_checkpoint(store, VerifyOptions(deep=True, threads=1), Unseen()).is_whole
+    return verify_checkpoint(store, VerifyOptions(deep=True, threads=1), Unseen()).is_undamaged
 
 
 READERS: Mapping[str, Callable[[MemoryStore], Any]] = {

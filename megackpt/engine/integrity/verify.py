@@ -69,9 +69,19 @@ class Verified:
     array_shares: tuple[ArrayShare, ...] = ()
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing is wrong."""
+    def is_undamaged(self) -> bool:
+        """Whether no damage was found in what was checked; see `is_whole` for what that proves."""
         return not self.damages
+
+    @property
+    def is_whole(self) -> bool | None:
+        """Whether the checkpoint is whole: False if damage was found, None if not every byte was checked.
+
+        Bytes are checked only with `deep`, and only those for which a digest is stored.
+        """
+        if self.damages:
+            return False
+        return True if self.deep and not self.unchecked_nbytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
