@@ -6,10 +6,11 @@ the training's collectives nor hangs with them, and names the ranks that did not
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
 import struct
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from megackpt.comm.group import (
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
+_c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds of torch have them
+
+# How many groups of the same ranks were connected, in each world.
+_CONNECTED: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 _ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT = 1, 2, 3, 4, 5
 _WORDS = 3 + MOST_NUMBERS
@@ -68,19 +73,8 @@ class TorchGroup:
 
     def __init__(self, *, ranks: Sequence[int] | None = None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        try:
-            self._group = dist.new_group(
-                None if ranks is None else list(ranks),
-                backend="gloo",
-                timeout=timedelta(seconds=timeout_s),
-                use_local_synchronization=ranks is not None,
-            )
-        except RuntimeError as error:  # what the rendezvous store and gloo raise
-            raise RankFailedError(
-                f"The ranks could not be connected (seen by rank {dist.get_rank()}): {error}. Look at the "
-                f"logs of the others, and call with an equal timeout_s and equal groups on all of them."
-            ) from error
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        self._store, self._group = _connect(self._ranks, timeout_s)
         self._meetings = 0  # how often all have waited for each other
         self._opening_work: Any = None  # dist.Work of the meeting that was begun last
         self._has_returned = True  # as far as it was waited for
@@ -112,11 +106,6 @@ class TorchGroup:
 
     def close(self) -> None:
         """Let go of the connections; the group cannot be used any more. Every rank calls it, or ends."""
-        if self._group is None:
-            return
-        if dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it went with the world it was made in
-                dist.destroy_process_group(self._group)
         self._group = self._opening_work = None
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -158,8 +147,9 @@ class TorchGroup:
     def broadcast(self, data: memoryview, *, root: int) -> None:
         """Fill data on every rank with what root has in it."""
         if data.nbytes:
-            source = self._ranks[root]
-            self._guarded(lambda: dist.broadcast(_tensor_over(data), source, group=self._group))
+            options = _c10d.BroadcastOptions()
+            options.rootRank = root
+            self._guarded(lambda: self._group.broadcast([_tensor_over(data)], options).wait())
 
     def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
         """Fill everyone with what each rank has in data, in rank order.
@@ -177,16 +167,13 @@ class TorchGroup:
         coming, going = Counter[int](), Counter[int]()
         under_way: list[Any] = []  # dist.Work, which torch has only where it was built with it
         for peer, data in receives:
-            under_way.append(self._start(dist.irecv, data, peer, coming[peer]))
+            under_way.append(self._group.recv([_tensor_over(data)], peer, coming[peer]))
             coming[peer] += 1
         for peer, data in sends:
-            under_way.append(self._start(dist.isend, data, peer, going[peer]))
+            under_way.append(self._group.send([_tensor_over(data)], peer, going[peer]))
             going[peer] += 1
         for work in under_way:
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-    def _start(self, move: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Any:
-        return move(_tensor_over(data), self._ranks[peer], group=self._group, tag=tag)
 
     def _open(self, kind: int, numbers: Sequence[int], said: bytes, data: bytes = b"") -> _Opened:
         """Begin a meeting, and wait for the others; see `_opening`."""
@@ -208,13 +195,11 @@ class TorchGroup:
         heard = torch.empty(self.size * (len(head) if self.rank else longer), dtype=torch.uint8)
         # Not gloo's all-reduce: that is a ring of 4 (size - 1) messages a rank, each waiting for the one
         # before. Here it is size - 1, all at once; and whoever is gone is missed by all at once.
-        work = dist.all_to_all_single(
+        work = self._group.alltoall_base(
             heard,
             torch.frombuffer(told, dtype=torch.uint8),
             [len(head) if self.rank else longer] * self.size,
             [longer] + [len(head)] * (self.size - 1),
-            group=self._group,
-            async_op=True,
         )
         self._opening_work = work
 
@@ -240,7 +225,7 @@ class TorchGroup:
     def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
         """All-gather buffers that are equally long."""
         received = torch.empty(self.size * len(data), dtype=torch.uint8)
-        dist.all_gather(list(received.chunk(self.size)), data, group=self._group)
+        self._group.allgather([list(received.chunk(self.size))], [data]).wait()
         everyone, length = received.numpy().tobytes(), len(data)
         return [everyone[i : i + length] for i in range(0, len(everyone), length)]
 
@@ -271,9 +256,9 @@ class TorchGroup:
             return [part[8 : 8 + n] for n, part in zip(lengths, opened.enclosed, strict=True)]
         if padded * self.size <= _SMALL_BYTES:
             sent = _padded(data, padded)
-            received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
-            dist.gather(sent, received, dst=self._ranks[0], group=self._group)
-            return [bytes(r[:n].numpy()) for r, n in zip(received or [], lengths, strict=True)]
+            received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else []
+            self._group.gather([received] if received else [], [sent], _c10d.GatherOptions()).wait()
+            return [bytes(r[:n].numpy()) for r, n in zip(received, lengths, strict=True)]
         if self.rank == 0:
             buffers = [bytearray(n) for n in lengths]
             self._exchange([], [(r, memoryview(b)) for r, b in enumerate(buffers) if r and b])
@@ -288,8 +273,8 @@ class TorchGroup:
         is_small = padded * self.size <= _SMALL_BYTES
         mine = torch.empty(padded if is_small else 8, dtype=torch.uint8)
         heads = [len(p).to_bytes(8, "little") + (p if is_small else b"") for p in parts]
-        sent = [_padded(head, len(mine)) for head in heads] if self.rank == 0 else None
-        dist.scatter(mine, sent, src=self._ranks[0], group=self._group)
+        sent = [[_padded(head, len(mine)) for head in heads]] if self.rank == 0 else []
+        self._group.scatter([mine], sent, _c10d.ScatterOptions()).wait()
         length = int.from_bytes(bytes(mine[:8].numpy()), "little")
         if is_small:
             return bytes(mine[8 : 8 + length].numpy())
@@ -332,25 +317,54 @@ class TorchGroup:
     def _missing(self) -> list[int]:
         """Ranks of torch.distributed that do not report to the rendezvous store that they lost it too."""
         try:
-            store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"megackpt/{self._group.group_name}", dist.distributed_c10d._get_default_store()
-            )
-            store.set(str(self.rank), str(self._meetings))
+            self._store.set(f"lost/{self.rank}", str(self._meetings))
             deadline = time.monotonic() + ROLL_CALL_S
             absent = [r for r in range(self.size) if r != self.rank]
             while absent and time.monotonic() < deadline:
-                absent = [r for r in absent if not self._has_reported(store, r)]
+                absent = [r for r in absent if not self._has_reported(r)]
                 time.sleep(0.05)
         except RuntimeError:  # the store went down with its host rank: nobody can be asked
             return []
         return [self._ranks[r] for r in absent]
 
-    def _has_reported(self, store: Any, rank: int) -> bool:
-        """Say whether a rank has lost what this one has; `store` is a dist.Store.
+    def _has_reported(self, rank: int) -> bool:
+        """Say whether a rank has lost what this one has.
 
         Some get further than others before they notice, but none past the meeting behind the next one.
         """
-        return store.check([str(rank)]) and abs(int(store.get(str(rank))) - self._meetings) <= 2
+        key = f"lost/{rank}"
+        return self._store.check([key]) and abs(int(self._store.get(key)) - self._meetings) <= 2
+
+
+def _connect(ranks: Sequence[int], timeout_s: float) -> tuple[Any, Any]:
+    """Return a store of the ranks' own, and the gloo process group that they met in there.
+
+    Not by `dist.new_group`: with use_local_synchronization=True it takes the name, under which ranks find
+    each other, from the number of groups that this process is a member of. Under pipeline parallelism that
+    number differs between ranks, so they would wait for each other under different names. Our name is made
+    of the ranks, and of how many groups of just these ranks there were.
+
+    Collective over the ranks.
+
+    Raises:
+        RankFailedError: they could not be connected in time.
+    """
+    counts = _CONNECTED.setdefault(dist.group.WORLD, Counter())
+    members = tuple(ranks)
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    try:
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"megackpt/{digest}/{counts[members]}", _c10d._get_default_store()
+        )
+        rank, timeout = members.index(dist.get_rank()), timedelta(seconds=timeout_s)
+        group = _c10d.ProcessGroupGloo(store, rank, len(members), timeout=timeout)
+    except RuntimeError as error:  # what the rendezvous store and gloo raise
+        raise RankFailedError(
+            f"The ranks could not be connected (seen by rank {dist.get_rank()}): {error}. Look at the "
+            f"logs of the others, and call with an equal timeout_s and equal groups on all of them."
+        ) from error
+    counts[members] += 1  # not before: a rank that failed has to find the others at its next try
+    return store, group
 
 
 def _headed(data: bytes) -> bytes:

@@ -300,3 +300,33 @@ def test_ranks_that_do_not_agree_how_to_exchange_are_told_so(rank_pool: RankPool
     for outcome in rank_pool.outcomes(load_with_different_bounds, 2, tmp_path / "c"):
         assert isinstance(outcome.error, MismatchError)
         assert "ranks plan different exchanges" in str(outcome.error)
+
+
+def load_with_unlike_memberships(directory: Path, way: Any) -> bool:
+    """Load over all ranks and over half of them; rank 0 is a member of more groups than the others.
+
+    Pipeline parallelism makes such ranks: the first and the last stage are members of embedding groups too.
+    """
+    for members in ([0, 3], [0]):
+        dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    halves = [dist.new_group(half, backend="gloo") for half in ([0, 1], [2, 3])]
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    for group in (everyone, halves[dist.get_rank() // 2]):
+        loaded = megackpt.load(
+            replicated(False),
+            directory,
+            options=LoadOptions(exchange=way, timeout_s=20),
+            exchange_group=group,
+        )
+        if not all(torch.equal(loaded[key], t) for key, t in tensors().items()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "two_stage"])
+def test_ranks_that_are_members_of_different_numbers_of_groups_find_each_other(
+    way: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(save_replicated, 4, tmp_path / "c")
+    assert rank_pool.run(load_with_unlike_memberships, 4, tmp_path / "c", way) == [True] * 4
