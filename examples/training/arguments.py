@@ -166,7 +166,12 @@ def _when_schedule_differs(flags: argparse.Namespace) -> WhenDifferent:
 
 def _place(text: str) -> Path | str:
     """Return a directory as a path, and an URL as it is."""
-    return text if "://" in text else Path(text)
+    return text if "://" in text else _path(text)
+
+
+def _path(text: str) -> Path:
+    """Return a path, in which `~` is the home directory."""
+    return Path(text).expanduser()
 
 
 def _check_directory(flag: str, directory: Path) -> None:
@@ -250,7 +255,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data",
-        type=Path,
+        type=_path,
         nargs="+",
         default=(),
         metavar="FILE",
@@ -316,7 +321,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     _count(group, "--timeout-s", 600, "seconds that a rank waits for the others while saving or loading")
     group.add_argument(
         "--metrics",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="append one JSON line per step (a step trained again after a crash has a second one; the last "
         "counts); if not given, metrics.jsonl in --ckpt if that is a directory",

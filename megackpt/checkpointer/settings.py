@@ -6,7 +6,6 @@ another interval would leave the others waiting for it, or remove what they keep
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from megackpt.comm import Group, check_given_group, check_group
 from megackpt.engine.settings import compare_settings
 from megackpt.errors import DeclarationError
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
-from megackpt.storage import ObjectOptions
+from megackpt.storage import ObjectOptions, absolute_path
 
 _NODE = "give the name or the number of this rank's node, or None to find it out"
 
@@ -126,7 +125,7 @@ def check_given(
 
 def _tier_said(tier: Tier) -> list[object]:
     kept = [tier.every, tier.keep_last, tier.replication_factor, tier.jump]
-    return [type(tier).__name__, os.path.abspath(tier.path), *kept]
+    return [type(tier).__name__, absolute_path(tier.path), *kept]
 
 
 def _interval_said(interval: SaveInterval) -> list[float | None]:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from megackpt.arguments import check_count
 from megackpt.errors import DeclarationError
+from megackpt.storage import absolute_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def check_tiers(tiers: object) -> None:
     """
     if not isinstance(tiers, (list, tuple)) or not all(isinstance(tier, Tier) for tier in tiers):
         raise DeclarationError(f"tiers is {tiers!r}; give a list of tiers, as [MemoryTier('/dev/shm/run')].")
-    paths = [os.path.abspath(tier.path) for tier in tiers]
+    paths = [absolute_path(tier.path) for tier in tiers]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
         raise DeclarationError(f"Two tiers are in {twice}. Give each a directory of its own.")

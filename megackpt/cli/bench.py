@@ -15,7 +15,7 @@ from megackpt.bench.chart import draw
 from megackpt.bench.settings import CASES, DTYPES
 from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_times
 from megackpt.cli.frame import FAILED_CHECK, is_root
-from megackpt.cli.places import check_output
+from megackpt.cli.places import LocalPath, check_output
 from megackpt.simulation.chart import check_chart
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
@@ -44,7 +44,7 @@ class _Size(click.ParamType[int]):
     "--dir",
     "directory",
     required=True,
-    type=click.Path(file_okay=False),
+    type=LocalPath(file_okay=False),
     help="Where to write; what is written is removed. It takes several times --size.",
 )
 @click.option(
@@ -66,10 +66,10 @@ class _Size(click.ParamType[int]):
     "--scaling", default=8, show_default=True, help="Ranks to compare with one rank; torchrun's all."
 )
 @click.option("--long-run", default=50, show_default=True, help="Saves and loads of the case long.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers to a file.")
-@click.option("--chart", type=click.Path(dir_okay=False), help="Draw a chart to a file, .png or .svg.")
+@click.option("--json", "json_path", type=LocalPath(dir_okay=False), help="Write all numbers to a file.")
+@click.option("--chart", type=LocalPath(dir_okay=False), help="Draw a chart to a file, .png or .svg.")
 @click.option(
-    "--profile", type=click.Path(dir_okay=False), help="Trace one save and one load, for ui.perfetto.dev."
+    "--profile", type=LocalPath(dir_okay=False), help="Trace one save and one load, for ui.perfetto.dev."
 )
 def command(
     directory: str,

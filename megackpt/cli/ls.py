@@ -65,8 +65,7 @@ def command(root: str, *, as_json: bool) -> None:
         raise click.UsageError(
             f"{root}: only directories are listed. `megackpt pin {root} --list` takes an URL."
         )
-    checked_path(root)
-    steps = find_steps(Path(root))
+    steps = find_steps(Path(checked_path(root)))
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:
         say({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)

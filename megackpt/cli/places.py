@@ -6,9 +6,20 @@ Owns what a path has to be that a command reads from or writes a file to. What l
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import click
 
 from megackpt.errors import DeclarationError, NotACheckpointError
-from megackpt.storage import Store, is_object_url, open_store
+from megackpt.storage import Store, expanded_path, is_object_url, open_store
+
+
+class LocalPath(click.Path):
+    """A path on a file system, in which `~` is the home directory, also in `--json=~/x.json`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, as text."""
+        return super().convert(expanded_path(value), param, ctx)
 
 
 def checkpoint_store(path: str) -> Store:
@@ -18,7 +29,7 @@ def checkpoint_store(path: str) -> Store:
         NotACheckpointError: it is a file.
         StorageError: it is an URL that no store serves.
     """
-    if Path(path).is_file():
+    if Path(expanded_path(path)).is_file():
         raise NotACheckpointError(
             f"{path} is a file, and no checkpoint. Name the directory of a finished one.", path=path
         )
@@ -33,7 +44,7 @@ def check_root(root: str) -> None:
         StorageError: it is an URL that no store serves.
     """
     open_store(root)
-    if not is_object_url(root) and not Path(root).is_dir():
+    if not is_object_url(root) and not Path(expanded_path(root)).is_dir():
         raise NotACheckpointError(
             f"{root} is no directory. Name the one that a Checkpointer saves to.", path=root
         )

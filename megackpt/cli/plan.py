@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from megackpt.cli.places import check_output
+from megackpt.cli.places import LocalPath, check_output
 from megackpt.cli.progress import RankBar
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
@@ -35,7 +35,7 @@ _PIPED_WIDTH = 120  # columns of a table that goes to a file
 
 
 @click.command(name="plan", short_help="Plan saves and loads of a job of any size, without running it.")
-@click.argument("subject", metavar="MODEL|CHECKPOINT")
+@click.argument("subject", metavar="MODEL|CHECKPOINT", type=LocalPath())
 @click.option("--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (ep, world).")
 @click.option("--to", "target", help="Layout of the job that loads; left out: that of --from.")
 @click.option("--weights-only", is_flag=True, help="Without the state of a distributed Adam optimizer.")
@@ -51,8 +51,8 @@ _PIPED_WIDTH = 120  # columns of a table that goes to a file
 @click.option(
     "--mtbf-hours", type=float, help="Hours between failures of the job: advises how often to save."
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers to a file.")
-@click.option("--chart", type=click.Path(dir_okay=False), help="Draw heat maps by rank: .png, .svg or .pdf.")
+@click.option("--json", "json_path", type=LocalPath(dir_okay=False), help="Write all numbers to a file.")
+@click.option("--chart", type=LocalPath(dir_okay=False), help="Draw heat maps by rank: .png, .svg or .pdf.")
 def command(
     subject: str,
     source: str | None,

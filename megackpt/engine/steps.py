@@ -25,6 +25,7 @@ from megackpt.storage import (
     ObjectStore,
     Store,
     StoreBelow,
+    absolute_path,
     checked_path,
     checked_store,
     is_in_memory,
@@ -124,7 +125,7 @@ class LocalPlaces:
     @classmethod
     def at(cls, path: str) -> LocalPlaces:
         """Return those below a path, which means the same after a change of directory."""
-        return cls(Path(os.path.abspath(path)))
+        return cls(Path(absolute_path(path)))
 
     @property
     def location(self) -> str:
@@ -142,9 +143,9 @@ class LocalPlaces:
 
     def names(self) -> list[str]:
         """Return the names of the directories, and of links to some."""
-        with refusals("list", self.location):
-            there = self._root.is_dir()
-            return [entry.name for entry in self._root.iterdir() if entry.is_dir()] if there else []
+        with refusals("list", self.location), contextlib.suppress(FileNotFoundError):
+            return [entry.name for entry in self._root.iterdir() if entry.is_dir()]
+        return []
 
     def committed(self, names: Iterable[str]) -> list[str]:
         """Return those that hold a commit."""

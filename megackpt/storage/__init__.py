@@ -22,6 +22,7 @@ from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
 from megackpt.storage.opening import checked_path, checked_store, open_store
 from megackpt.storage.patched import Patch, PatchedStore
+from megackpt.storage.paths import absolute_path, expanded_path
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
@@ -42,6 +43,7 @@ __all__ = [
     "Store",
     "StoreBelow",
     "StreamWriter",
+    "absolute_path",
     "block_digests",
     "check_name",
     "checked_path",
@@ -49,6 +51,7 @@ __all__ = [
     "digest_list",
     "digest_of",
     "digest_of_pieces",
+    "expanded_path",
     "fill",
     "is_allowed_name",
     "is_in_memory",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from megackpt.storage.beneath import Beneath, flush_directory
 from megackpt.storage.beside import name_beside
 from megackpt.storage.buffers import COMMON_POOL, BufferPool
+from megackpt.storage.paths import absolute_path
 from megackpt.storage.rawio import write_fully
 from megackpt.storage.reader import FileReader, fill_cached
 from megackpt.storage.refusal import refusals, too_large
@@ -39,7 +40,7 @@ class LocalStore:
         files: FileOptions | None = None,
         open_files: int = 64,
     ) -> None:
-        self._root = os.path.abspath(root)  # the process may change its directory later
+        self._root = absolute_path(root)  # the process may change its directory later
         self._files = Beneath(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
         common = self._options.buffer_bytes == COMMON_POOL.buffer_bytes
@@ -70,7 +71,7 @@ class LocalStore:
                     os.mkdir(path)
                 except FileExistsError:  # of old, or another rank was faster
                     if not os.path.isdir(path):
-                        raise
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
                 with self._lock:
                     self._unsynced_above.add(os.path.dirname(path))
 

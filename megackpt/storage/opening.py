@@ -13,6 +13,7 @@ from megackpt.errors import DeclarationError, StorageError
 from megackpt.storage.local import LocalStore
 from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
+from megackpt.storage.paths import expanded_path
 from megackpt.storage.store import Store
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
@@ -37,7 +38,7 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
 
 
 def checked_path(path: object) -> str:
-    """Return a path, or the URL of an object store, as text. Local, pure.
+    """Return a path, or the URL of an object store, as text; `~` becomes the home directory. Local.
 
     Raises:
         StorageError: it is an URL of a kind that no store serves, or empty.
@@ -64,7 +65,7 @@ def checked_path(path: object) -> str:
             "the methods of megackpt.storage.Store.",
             path=text,
         )
-    return text
+    return expanded_path(text)
 
 
 def checked_store(place: object) -> Store:

@@ -19,7 +19,7 @@ _ADVICE = {
     errno.ENOENT: "It does not exist: check the path, that nobody moved or deleted it, and that the store "
     "was created before it was written to.",
     errno.EEXIST: "It exists already: another process may be writing to the same place.",
-    errno.ENOTDIR: "A part of the path is a file where a directory is needed.",
+    errno.ENOTDIR: "{file} is a file where a directory is needed: give another path, or move the file away.",
     errno.EISDIR: "It is a directory where a file is needed.",
     errno.ENAMETOOLONG: "A part of the path is longer than the file system allows.",
     errno.EIO: "The device reports a fault: see the kernel log and the health of the disk or mount, and do "
@@ -43,7 +43,8 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
     if error.errno in _FULL:
         advice = _advice_on_space(path, nbytes)
     else:
-        advice = _ADVICE.get(error.errno or 0, "Check the file system and try again.").format(uid=_uid())
+        advice = _ADVICE.get(error.errno or 0, "Check the file system and try again.")
+        advice = advice.format(uid=_uid(), file=_file_in(path) if error.errno == errno.ENOTDIR else path)
     refused = StorageError(f"{path}: cannot {action}: {meaning}{code and f' ({code})'}. {advice}", path=path)
     refused.errno = error.errno
     return refused
@@ -135,6 +136,13 @@ def _free_bytes(path: str) -> int | None:
             path = parent
         else:
             return state.f_bavail * state.f_frsize
+
+
+def _file_in(path: str) -> str:
+    """Return the part of a path that is no directory although something is to lie in it."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return "A part of the path" if os.path.isdir(path) else path
 
 
 def _uid() -> str:
