@@ -46,6 +46,12 @@ from megackpt.validation import (
 
 log = logging.getLogger(__name__)
 
+_LOAD_ON_META = (
+    "Give it memory first (to_empty), or load with LoadOptions(load_on_device=False): the state dict that "
+    "load returns then holds tensors in host memory, for load_state_dict(..., assign=True). DTensors need "
+    "memory."
+)
+
 
 class PreparedLoad:
     """One rank's load with everything known that can be known before a tensor's bytes are read."""
@@ -87,7 +93,7 @@ class PreparedLoad:
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
         for tensor in self.tensors:
             tensor.init_data()
-            check_target(tensor)
+            check_target(tensor, on_meta=_LOAD_ON_META)
         self.objects = [o for o in self.expanded.objects if o.key not in left_out]
         requested = describe([*self.tensors, *self.objects], rank=group.rank)
         resized = settle_differences(requested, arrays, rules, where=where)

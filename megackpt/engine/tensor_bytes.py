@@ -22,36 +22,39 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_OF = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
-def check_source(tensor: ShardedTensor) -> None:
-    """Refuse a tensor whose elements cannot be read.
+_MATERIALISE = "Give it memory first: to_empty(device=...), then load or initialise it."
+
+
+def check_source(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
+    """Refuse a tensor whose elements cannot be read. on_meta says what to do about one on the meta device.
 
     Raises:
         DeclarationError: it is sparse, quantized, or on the meta device.
     """
     data = tensor.data
     assert data is not None
-    if data.is_meta or data.layout != torch.strided or data.is_quantized:
-        kind = (
-            "on the meta device"
-            if data.is_meta
-            else f"{data.layout}{', quantized' if data.is_quantized else ''}"
+    if data.is_meta:
+        raise DeclarationError(
+            f"{tensor.key!r}: the tensor is on the meta device, where tensors have no elements. {on_meta}",
+            key=tensor.key,
         )
+    if data.layout != torch.strided or data.is_quantized:
+        kind = f"{data.layout}{', quantized' if data.is_quantized else ''}"
         raise DeclarationError(
             f"{tensor.key!r}: the tensor is {kind} and has no elements in memory that could be moved. "
-            f"Materialise it "
-            f"(to_empty, to_dense, dequantize) first.",
+            f"Materialise it (to_dense, dequantize) first.",
             key=tensor.key,
         )
 
 
-def check_target(tensor: ShardedTensor) -> None:
-    """Refuse a tensor whose elements cannot be written one by one.
+def check_target(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
+    """Refuse a tensor whose elements cannot be written one by one. on_meta as for `check_source`.
 
     Raises:
         DeclarationError: as `check_source`; or two of its elements share memory, or it is a lazy conjugate
             or negative.
     """
-    check_source(tensor)
+    check_source(tensor, on_meta=on_meta)
     data = tensor.data
     assert data is not None
     if data.is_conj() or data.is_neg() or _overlaps_itself(data):

@@ -21,11 +21,20 @@ def test_a_model_on_the_meta_device_gets_tensors_in_host_memory(tmp_path: Path) 
     assert model.weight.is_meta
     model.load_state_dict(loaded, assign=True)
     assert torch.equal(model.weight, VALUES)
-    with pytest.raises(DeclarationError, match="meta device"):
+    with pytest.raises(
+        DeclarationError, match=r"meta device.*to_empty.*LoadOptions\(load_on_device=False\).*assign=True"
+    ):
         load(
             asked | {"weight": ShardedTensor.from_rank_offsets("w", torch.empty(4, 3, device="meta"))},
             tmp_path,
         )
+
+
+def test_a_meta_tensor_to_save_is_refused_without_advice_for_loads(tmp_path: Path) -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.empty(4, 3, device="meta"))
+    with pytest.raises(DeclarationError, match=r"'w': .*meta device.*to_empty") as caught:
+        save({"w": tensor}, tmp_path)
+    assert "load_on_device" not in str(caught.value)
 
 
 def test_tensors_in_host_memory_are_still_filled_in_place(tmp_path: Path) -> None:
