@@ -87,13 +87,13 @@ NOTES: dict[str, str] = {
         "Raises UnsupportedError: `save` commits them with the rest."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
-        "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. `do_cache_distribution` has no "
-        "effect."
+        "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. Every load makes its own plan, "
+        "whatever `do_cache_distribution` says."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility": _BACKEND,
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper": (
-        "Main replicas are spread within their group, or over all ranks without one, which any save does. "
-        "`do_cache_distribution` has no effect: `megackpt.Checkpointer` keeps plans."
+        "Chunks that several ranks hold are spread over those in the main replica's group, or over all ranks "
+        "without a group. `do_cache_distribution` keeps plans."
     ),
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.async_save": (
         "A request for a whole checkpoint."

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import megackpt
 from megackpt.compat.megatron import dist_checkpointing
@@ -40,11 +41,13 @@ def test_the_training_loop_s_strategies_save_and_load(
     path = str(tmp_path / "iter_1")
     with caplog.at_level(logging.WARNING):
         strategy = serialization.get_default_save_sharded_strategy("torch_dist", 1)
-    is_native = strategy.backend == "megackpt"
-    assert ("saved in the native format" in caplog.text) == is_native, "another format than asked for is said"
+    assert isinstance(strategy, torch_dist.TorchDistSaveShardedStrategy)
+    assert (strategy.backend, strategy.version, caplog.text) == ("torch_dist", 1, "")
     wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, None, True)
     assert (wrapped.backend, wrapped.can_handle_sharded_objects) == (strategy.backend, True)
     dist_checkpointing.save(small_state(), path, wrapped)
+    assert json.loads((tmp_path / "iter_1" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    assert (tmp_path / "iter_1" / ".metadata").exists(), "in the format that was asked for"
     reader = serialization.get_default_load_sharded_strategy(path)
     reader = fully_parallel.FullyParallelLoadStrategyWrapper(reader, None, exchange_algo="gather_rounds")
     assert dist_checkpointing.load(small_state(0.0), path, reader)["model"]["w"].tolist() == [[1.0] * 3] * 2
@@ -122,6 +125,109 @@ def test_strategies_of_megatrons_names_save_their_format(tmp_path: Path, strateg
     assert (said["sharded_backend"], said["sharded_backend_version"]) == named
     loaded = dist_checkpointing.load(small_state(), str(path), tensorstore.TensorStoreLoadShardedStrategy())
     assert set(loaded) == set(small_state())
+
+
+def _data_files(path: Path) -> dict[str, set[str]]:
+    """Return the keys in each data file, as torch.distributed.checkpoint lists them."""
+    metadata = torch.distributed.checkpoint.FileSystemReader(path).read_metadata()
+    found: dict[str, set[str]] = {}
+    for index, info in metadata.storage_data.items():
+        found.setdefault(info.relative_path, set()).add(index.fqn)
+    return found
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_attributes_of_a_default_strategy_take_effect_when_they_are_set(
+    tmp_path: Path, is_wrapped: bool
+) -> None:
+    strategy: Any = serialization.get_default_save_sharded_strategy("torch_dist")
+    saver = fully_parallel.FullyParallelSaveStrategyWrapper(strategy) if is_wrapped else strategy
+    state = {f"{part}.{i}": torch.full((64,), i) for part in ("model", "optimizer") for i in range(4)}
+    state = {key: S.from_rank_offsets(key, tensor) for key, tensor in state.items()}
+
+    def files(name: str) -> list[set[str]]:
+        dist_checkpointing.save(state, str(tmp_path / name), saver)
+        return list(_data_files(tmp_path / name).values())
+
+    assert len(files("default")) == 2
+    strategy.thread_count = 1
+    assert len(files("one")) == 1
+    strategy.thread_count = 4
+    assert len(files("four")) == 4
+    strategy.separation_hint = "optimizer"
+    prefixes = [{key.split(".")[0] for key in keys} for keys in files("apart")]
+    assert sorted(map(sorted, prefixes)) == [["model"]] * 2 + [["optimizer"]] * 2
+    strategy.use_cached_ckpt_structure = True
+    files("planned")
+    files("planned_again")
+    assert strategy.save_arguments["plans"].hits == 1
+    strategy.thread_count = 0
+    with pytest.raises(megackpt.CheckpointingException, match="thread_count is 0"):
+        files("none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_setting_that_a_strategy_lacks_is_refused() -> None:
+    strategy = serialization.get_default_save_sharded_strategy("torch_dist")
+    with pytest.raises(AttributeError, match=r"no setting 'threads', .* separation_hint, thread_count, use_"):
+        strategy.threads = 3  # type: ignore[attr-defined]
+    native = serialization.get_default_save_sharded_strategy("megackpt")
+    with pytest.raises(AttributeError, match=r"no setting 'thread_count'.* use_cached_ckpt_structure"):
+        native.thread_count = 3  # type: ignore[attr-defined]
+    wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(strategy)
+    with pytest.raises(AttributeError, match=r"no setting 'thread_count'.* base_strategy"):
+        wrapped.thread_count = 3  # type: ignore[attr-defined]
+    reader = torch_dist.TorchDistLoadShardedStrategy()
+    with pytest.raises(AttributeError, match="no setting 'threads'"):
+        reader.threads = 3  # type: ignore[attr-defined]
+    loading = fully_parallel.FullyParallelLoadStrategyWrapper(reader)
+    with pytest.raises(ValueError, match="exchange_algo='pigeons' is not known"):
+        loading.exchange_algo = "pigeons"
+
+    class Mine(torch_dist.TorchDistSaveShardedStrategy):
+        pass
+
+    mine = Mine("torch_dist", 1)
+    mine.anything = 3  # type: ignore[attr-defined]  # a user's class may have attributes of its own
+    for wrong in [("megackpt", 1), ("torch_dist", 2)]:
+        with pytest.raises(megackpt.CheckpointingException, match="saves format"):
+            torch_dist.TorchDistSaveShardedStrategy(*wrong)
+    with pytest.raises(megackpt.CheckpointingException, match="needs two files"):
+        torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1, separation_hint="o")
+
+
+def _save_as_megatron_does(root: Path) -> list[list[int]]:
+    """Save twice with a constant structure; then without a wrapper, from main replicas and from any."""
+    dist = torch.distributed
+    state = {
+        str(i): S.from_rank_offsets(f"w{i}", torch.full((64, 64), float(i)), replica_id=dist.get_rank())
+        for i in range(8)
+    }
+    strategy: Any = serialization.get_default_save_sharded_strategy("torch_dist")
+    strategy.use_cached_ckpt_structure = True
+    strategy.thread_count = 1
+    strategy.cached_global_metadata = None
+    wrapped = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD, True)
+    written = []
+    for number, chosen in enumerate([wrapped, wrapped, strategy, strategy]):
+        if number == 3:
+            strategy.keep_only_main_replica = False
+        path = root / f"iter_{number}"
+        is_first = number in (0, 2, 3)
+        dist_checkpointing.save(state, str(path), chosen, validate_access_integrity=is_first)
+        loaded = dist_checkpointing.load({k: e.without_data() for k, e in state.items()}, str(path))
+        assert all(torch.equal(loaded[key], e.data) for key, e in state.items())
+        written.append(sorted(int(name.split("_")[2]) for name in _data_files(path)))
+    assert strategy.save_arguments["plans"].hits == 1
+    return written
+
+
+@pytest.mark.multiprocess
+def test_a_constant_structure_is_planned_once_and_spread_each_time(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    for written in rank_pool.run(_save_as_megatron_does, 2, tmp_path):
+        assert written == [[0, 1], [0, 1], [0], [0, 1]]
 
 
 def test_a_refused_class_can_be_named_and_subclassed() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from megackpt import api
 from megackpt.comm import Group
@@ -23,6 +23,8 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from megackpt.compat.megatron.refusal import refuse
+from megackpt.compat.megatron.settings import KnownSettings
+from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest
 from megackpt.errors import CommonStateError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
@@ -41,16 +43,31 @@ LoadArguments: TypeAlias = dict[str, Any]
 """Keyword arguments of `megackpt.load`."""
 
 
-class FormatSaveStrategy(AsyncSaveShardedStrategy):
+class FormatSaveStrategy(KnownSettings, AsyncSaveShardedStrategy):
     """Saves in one of our formats.
 
     Attributes:
-        choice: what `megackpt.save` takes as its strategy.
+        backend, version: the format.
+        use_cached_ckpt_structure: keep the plan of each structure that this strategy saves. A later save of
+            the same structure takes it: ranks compare digests of it, and gather no declarations.
     """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("backend", "version", "use_cached_ckpt_structure")
 
     def __init__(self, backend: str, version: int) -> None:
         super().__init__(backend, version)
-        self.choice: SaveChoice = (backend, version)
+        self.use_cached_ckpt_structure = False
+        self._plans = PlanCache()
+
+    @property
+    def choice(self) -> SaveChoice:
+        """What `megackpt.save` takes as its strategy."""
+        return (self.backend, self.version)
+
+    @property
+    def save_arguments(self) -> SaveArguments:
+        """What of `megackpt.save`'s other arguments this strategy stands for, as it is set now."""
+        return {"plans": self._plans} if self.use_cached_ckpt_structure else {}
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save a whole checkpoint: what is not sharded becomes its common state. Collective."""
@@ -68,12 +85,19 @@ class FormatSaveStrategy(AsyncSaveShardedStrategy):
         return True
 
 
-class DetectingLoadStrategy(LoadShardedStrategy):
-    """Loads a checkpoint of any format that can be read here, as its metadata.json says."""
+class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
+    """Loads a checkpoint of any format that can be read here, as its metadata.json says.
+
+    Attributes:
+        cached_global_metadata: None: a save does not need what a load has read.
+    """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("cached_global_metadata",)
+    cached_global_metadata: Any = None  # torch.distributed.checkpoint's, in Megatron-Core
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
         """Return the loaded state dict, common state included. Collective."""
-        loaded: StateDict = api.load(sharded_state_dict, checkpoint_dir)
+        loaded: StateDict = load_by(self, sharded_state_dict, checkpoint_dir)
         return loaded
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -107,8 +131,11 @@ def default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
         DeclarationError: there is no such format.
         MissingExtraError: it needs a package that is not installed.
     """
+    from megackpt.compat.megatron.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
     save_strategy((backend, version))
-    return FormatSaveStrategy(backend, version)
+    is_torch_dist = (backend, version) == ("torch_dist", 1)
+    return (TorchDistSaveShardedStrategy if is_torch_dist else FormatSaveStrategy)(backend, version)
 
 
 def save_choice(strategy: Any) -> SaveChoice:
@@ -154,9 +181,8 @@ def save_by(
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
-    given = getattr(strategy, "save_arguments", {})
     choice = save_choice(strategy)
-    api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **given, **arguments)
+    api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **_all_of(strategy, arguments))
 
 
 def save_as_rank_0(
@@ -191,7 +217,7 @@ def request_by(
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
     choice = save_choice(strategy)
     save_strategy(choice)
-    given = {**getattr(strategy, "save_arguments", {}), **arguments}
+    given = _all_of(strategy, arguments)
     options = given.pop("options", None) or SaveOptions()
 
     def request(group: Group, options: SaveOptions, may_differ: bool) -> SaveRequest:
@@ -206,6 +232,20 @@ def request_by(
         checkpoint_dir=os.fspath(checkpoint_dir),
     )
     return AsyncRequest(deferred, (), [])
+
+
+def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
+    """Return the arguments of a save, with those that a strategy stands for.
+
+    Megatron-LM saves a constant structure with `validate_access_integrity=False` from the second time on.
+    Where the plan of an earlier save is kept, the proof is the comparison of digests by which that plan is
+    taken, and without it the save would not be spread over ranks. So only common state is left uncompared.
+    """
+    given = {**getattr(strategy, "save_arguments", {}), **arguments}
+    plans = given.get("plans")
+    if not given.get("validate_access_integrity", True) and plans is not None and plans.names:
+        given |= {"validate_access_integrity": True, _PREPROCESS: _nothing_of}
+    return given
 
 
 def _nothing_of(common: StateDict) -> StateDict:

@@ -56,10 +56,12 @@ _HALF_REPLACED = re.compile(r"\.(?:\.metadata|common\.pt)\.[0-9a-f]+\.tmp")  # o
 class TorchDistSaveStrategy:
     """Saves format `torch_dist` version 1.
 
-    thread_count is how many files each rank writes at the same time, one thread each.
+    thread_count is how many files each rank writes at the same time, one thread each. Arrays and objects
+    whose key begins with separation_hint go to files of their own, for which half of the threads are used:
+    removing them later removes whole files.
 
     Raises:
-        DeclarationError: thread_count is below 1.
+        DeclarationError: thread_count is below 1, or below 2 with a separation_hint.
 
     Source: torch.distributed.checkpoint `FileSystemWriter`, Megatron-Core `TorchDistSaveShardedStrategy`.
     """
@@ -69,10 +71,19 @@ class TorchDistSaveStrategy:
     writes_in_place = False
     takes_own_rows = True
 
-    def __init__(self, *, thread_count: int = 2) -> None:
-        if thread_count < 1:
-            raise DeclarationError(f"thread_count is {thread_count}; give a number above 0.")
+    def __init__(self, *, thread_count: int = 2, separation_hint: str | None = None) -> None:
+        least = 1 if separation_hint is None else 2
+        if type(thread_count) is not int or thread_count < least:
+            why = "" if separation_hint is None else f": separation_hint={separation_hint!r} needs two files"
+            raise DeclarationError(
+                f"thread_count is {thread_count!r}; give a whole number above {least - 1}{why}."
+            )
+        if not isinstance(separation_hint, str | None):
+            raise DeclarationError(
+                f"separation_hint is {separation_hint!r}; give the beginning of keys, or None."
+            )
         self.thread_count = thread_count
+        self.separation_hint = separation_hint
 
     @property
     def writes_in_order(self) -> bool:
@@ -101,7 +112,7 @@ class TorchDistSaveStrategy:
         if not len(rows):
             return b""
         items = items_of(plan.table, rows)
-        bins = balanced(plan.table.nbytes[rows], self.thread_count)
+        bins = self._bins(plan.table, rows)
         files = [DataFile.of(items, rows, members) for members in bins]
 
         def write(number: int) -> None:
@@ -112,6 +123,16 @@ class TorchDistSaveStrategy:
                 done.result()
         store.sync()
         return _receipt(items, files)
+
+    def _bins(self, table: ChunkTable, rows: Ints) -> list[Ints]:
+        """Return the positions in rows that each file takes."""
+        nbytes = table.nbytes[rows]
+        if self.separation_hint is None:
+            return balanced(nbytes, self.thread_count)
+        has_prefix = np.array([a.key.startswith(self.separation_hint) for a in table.arrays], np.bool_)
+        is_apart = has_prefix[table.array[rows]]
+        halves = (np.flatnonzero(~is_apart), np.flatnonzero(is_apart))
+        return [half[bin_] for half in halves for bin_ in balanced(nbytes[half], self.thread_count // 2)]
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Write our own index, and `.metadata` under the name that it has until it is published."""

@@ -8,7 +8,8 @@ they read.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megackpt.compat.megatron.dist_checkpointing.exchange_utils import (
     ShardDistribution,
@@ -30,7 +31,10 @@ from megackpt.compat.megatron.ours import (
     save_choice,
 )
 from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.settings import KnownSettings
+from megackpt.engine.plan_cache import PlanCache
 from megackpt.errors import DeclarationError
+from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import Exchange, LoadOptions, SaveOptions
 
@@ -55,12 +59,25 @@ _PLANNED = {
 }
 
 
-class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
     """Spreads chunks that several ranks hold over those of them that are in the main replica's group.
 
-    Without a group over all of them. do_cache_distribution has no effect here: `megackpt.Checkpointer` keeps
-    plans.
+    Without a group over all of them. Attributes may be set later, and count from the next save on.
+
+    Attributes:
+        base_strategy: the strategy that says in which format, and how.
+        parallelization_group: the group.
+        do_cache_distribution: keep the plan of each structure that was saved, as `use_cached_ckpt_structure`
+            of the wrapped strategy does.
     """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = (
+        "backend",
+        "version",
+        "base_strategy",
+        "parallelization_group",
+        "do_cache_distribution",
+    )
 
     def __init__(
         self,
@@ -68,11 +85,17 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         parallelization_group: ProcessGroup | None = None,
         do_cache_distribution: bool = False,
     ) -> None:
-        self.choice = save_choice(strategy)
+        save_choice(strategy)
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
+        self._plans = PlanCache()
+
+    @property
+    def choice(self) -> SaveChoice:
+        """What `megackpt.save` takes as its strategy: the wrapped one's."""
+        return save_choice(self.base_strategy)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save a whole checkpoint in the wrapped strategy's format. Collective."""
@@ -80,10 +103,15 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     @property
     def save_arguments(self) -> SaveArguments:
-        """What of `megackpt.save`'s arguments this strategy stands for."""
+        """What of `megackpt.save`'s arguments this strategy stands for, as it is set now."""
+        given = dict(getattr(self.base_strategy, "save_arguments", {}))
+        if self.do_cache_distribution:
+            given.setdefault("plans", self._plans)
+        options = given.get("options", SaveOptions())
         if self.parallelization_group is None:
-            return {}
-        return {"options": SaveOptions(spread="group"), "spread_group": self.parallelization_group}
+            return given | {"options": replace(options, spread="world")}
+        spread = {"options": replace(options, spread="group"), "spread_group": self.parallelization_group}
+        return given | spread
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
@@ -100,15 +128,29 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return self.base_strategy.can_handle_sharded_objects
 
 
-class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
     """Lets the ranks of a group read for each other, every byte once; without a group all ranks.
 
-    exchange_algo is one of Megatron-Core's, or `all_to_all`, which needs the least memory and traffic.
-    do_cache_distribution has no effect.
+    Attributes may be set later, and count from the next load on.
+
+    Attributes:
+        base_strategy: the strategy that reads.
+        parallelization_group: the group.
+        do_cache_distribution: only kept: a plan of a load costs one exchange of requests, and every load
+            makes its own.
+        exchange_algo: one of Megatron-Core's, or `all_to_all`, which needs the least memory and traffic.
+        cached_global_metadata: that of the wrapped strategy.
 
     Raises:
         DeclarationError: exchange_algo is none of these.
     """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = (
+        "base_strategy",
+        "parallelization_group",
+        "do_cache_distribution",
+        "exchange_algo",
+    )
 
     def __init__(
         self,
@@ -117,15 +159,30 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if exchange_algo not in EXCHANGE_ALGORITHMS:
-            raise DeclarationError(
-                f"exchange_algo={exchange_algo!r} is not known. Give one of {', '.join(EXCHANGE_ALGORITHMS)}."
-            )
         check_load_strategy(strategy)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
-        (self.exchange_algo,) = (known for known in EXCHANGE_ALGORITHMS if known == exchange_algo)
+        self.exchange_algo = exchange_algo
+
+    @property
+    def exchange_algo(self) -> str:
+        """How ranks send what they have read."""
+        return self._exchange_algo
+
+    @exchange_algo.setter
+    def exchange_algo(self, algorithm: str) -> None:
+        known: list[Exchange] = [name for name in EXCHANGE_ALGORITHMS if name == algorithm]
+        if not known:
+            raise DeclarationError(
+                f"exchange_algo={algorithm!r} is not known. Give one of {', '.join(EXCHANGE_ALGORITHMS)}."
+            )
+        self._exchange_algo = known[0]
+
+    @property
+    def cached_global_metadata(self) -> Any:
+        """That of the wrapped strategy."""
+        return getattr(self.base_strategy, "cached_global_metadata", None)
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
         """Return the loaded state dict, common state included. Collective."""
@@ -135,8 +192,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     @property
     def load_arguments(self) -> LoadArguments:
         """What of `megackpt.load`'s arguments this strategy stands for."""
+        options = getattr(self.base_strategy, "load_arguments", {}).get("options", LoadOptions())
         return {
-            "options": LoadOptions(exchange=self.exchange_algo),
+            "options": replace(options, exchange=self._exchange_algo),
             "exchange_group": self.parallelization_group,
         }
 

@@ -5,8 +5,11 @@ Source: Megatron-Core up to 0.15, `dist_checkpointing.strategies.tensorstore`, f
 
 from __future__ import annotations
 
-from megackpt.compat.megatron.ours import DetectingLoadStrategy
+from typing import ClassVar
+
+from megackpt.compat.megatron.ours import DetectingLoadStrategy, LoadArguments
 from megackpt.compat.megatron.refusal import refused
+from megackpt.options import LoadOptions
 
 _PLUMBING = {
     "because": "it is a step between zarr arrays and tensors that the format takes by itself here.",
@@ -17,12 +20,21 @@ _PLUMBING = {
 class TensorStoreLoadShardedStrategy(DetectingLoadStrategy):
     """Loads a checkpoint of any format that can be read here, as its metadata.json says.
 
-    Tensors are filled where they are, so load_directly_on_device changes nothing.
+    Attributes:
+        load_directly_on_device: fill tensors that are on a device there. Otherwise those stay as they are,
+            and the loaded state dict holds tensors in host memory in their place.
     """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("load_directly_on_device",)
 
     def __init__(self, load_directly_on_device: bool = False) -> None:
         super().__init__()
         self.load_directly_on_device = load_directly_on_device
+
+    @property
+    def load_arguments(self) -> LoadArguments:
+        """What of `megackpt.load`'s arguments this strategy stands for, as it is set now."""
+        return {"options": LoadOptions(load_on_device=self.load_directly_on_device)}
 
 
 def register_default_tensorstore_strategies() -> None:

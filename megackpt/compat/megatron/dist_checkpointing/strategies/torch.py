@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy
+from typing import Any, ClassVar
+
+from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
 from megackpt.compat.megatron.refusal import refused
+from megackpt.errors import DeclarationError
+from megackpt.formats.registry import SaveChoice
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
+from megackpt.options import SaveOptions
 
 _PLUMBING = {
     "because": "it is how Megatron-Core hands its entities to torch.distributed.checkpoint, and they are "
@@ -18,13 +23,28 @@ MSC_PREFIX = "msc://"
 class TorchDistSaveShardedStrategy(FormatSaveStrategy):
     """Saves in the format of torch.distributed.checkpoint.
 
-    thread_count is how many files each rank writes at the same time. What the others tune in Megatron-Core's
-    writer is in `megackpt.SaveOptions` here, or needs no tuning: main replicas are all that is written, and
-    plans are kept by a `megackpt.PlanCache`.
+    Each of its arguments may also be set later, as Megatron-LM does, and counts from the next save on.
+
+    Attributes:
+        keep_only_main_replica: write what several ranks hold from its main replica; False lets any of these
+            ranks write it, so that all write about as many bytes. A `FullyParallelSaveStrategyWrapper` around
+            this strategy spreads the save whatever stands here.
+        thread_count: how many files each rank writes at the same time.
+        use_cached_ckpt_structure: cached_metadata, see `FormatSaveStrategy`.
+        separation_hint: what has a key that begins so is written to files of its own; None for none.
+        cached_global_metadata: what a load strategy of Megatron-Core has read. It is only kept here: a plan
+            comes from what ranks declare, and the first save of a structure makes it.
 
     Raises:
-        DeclarationError: thread_count is below 1.
+        DeclarationError: thread_count is below 1, or below 2 with a separation_hint; or another format.
     """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = (
+        "keep_only_main_replica",
+        "thread_count",
+        "separation_hint",
+        "cached_global_metadata",
+    )
 
     def __init__(
         self,
@@ -38,9 +58,26 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
         super().__init__(backend, version)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
-        self.cached_metadata = cached_metadata
+        self.use_cached_ckpt_structure = cached_metadata
         self.separation_hint = separation_hint
-        self.choice = TorchDistSaveStrategy(thread_count=thread_count)
+        self.cached_global_metadata: Any = None  # torch.distributed.checkpoint's
+        _ = self.choice  # raises at once what is out of range
+
+    @property
+    def choice(self) -> SaveChoice:
+        """What `megackpt.save` takes as its strategy."""
+        if (self.backend, self.version) != ("torch_dist", 1):
+            raise DeclarationError(
+                f"{type(self).__name__} saves format ('torch_dist', 1), and not "
+                f"{(self.backend, self.version)!r}. Use get_default_save_sharded_strategy for another."
+            )
+        return TorchDistSaveStrategy(thread_count=self.thread_count, separation_hint=self.separation_hint)
+
+    @property
+    def save_arguments(self) -> SaveArguments:
+        """What of `megackpt.save`'s other arguments this strategy stands for, as it is set now."""
+        options = SaveOptions(spread="none" if self.keep_only_main_replica else "world")
+        return {**super().save_arguments, "options": options}
 
 
 class TorchDistLoadShardedStrategy(DetectingLoadStrategy):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from megackpt.compat.megatron.ours import DetectingLoadStrategy, LoadArguments, load_by
 from megackpt.compat.megatron.refusal import refuse, refused
@@ -36,6 +36,8 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
     Attributes:
         times: how long the phases of the last load took on all ranks; None before the first one.
     """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("data_parallel_group", "cpu_transfer", "times")
 
     def __init__(self, data_parallel_group: ProcessGroup | None, cpu_transfer: bool = True) -> None:
         super().__init__()

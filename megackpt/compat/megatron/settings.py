@@ -1,0 +1,30 @@
+"""Attributes of strategies that programs set: known ones take effect, others are errors.
+
+Megatron-LM sets some of a strategy's attributes after it was made. A misspelt one, or one of another version,
+would have no effect without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KnownSettings:
+    """A base class whose public attributes can be set only if a class names them in SETTINGS.
+
+    Subclasses outside of megackpt may have attributes of their own.
+    """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and type(self).__module__.startswith(__package__ or ""):
+            known = {name for cls in type(self).__mro__ for name in getattr(cls, "SETTINGS", ())}
+            if name not in known:
+                raise AttributeError(
+                    f"{type(self).__name__} has no setting {name!r}, so setting it would have no effect. "
+                    f"It has {', '.join(sorted(known)) or 'none'}.",
+                    name=name,
+                    obj=self,
+                )
+        super().__setattr__(name, value)
