@@ -16,20 +16,23 @@ ROOT = Path(__file__).parents[1]
 # A part of the package, and the parts that it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "notices": set(),
     "arguments": {"errors"},
     "options": {"arguments", "errors"},
     "geometry": {"errors"},
     "metadata": {"geometry", "errors"},
     "mapping": {"metadata", "geometry", "errors"},
     "planning": {"metadata", "geometry", "errors", "options"},
-    "validation": {"planning", "metadata", "geometry", "errors", "options"},
+    "validation": {"planning", "metadata", "geometry", "notices", "errors", "options"},
     "codec": {"errors"},
     "comm": {"errors"},
     "storage": {"arguments", "errors"},
-    "formats": {"planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "errors"},
+    "formats": {
+        "planning", "metadata", "mapping", "geometry", "codec", "storage", "options", "notices", "errors",
+    },
     "engine": {
         "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm", "storage",
-        "options", "errors",
+        "options", "notices", "errors",
     },
     "api": {
         "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "arguments",
@@ -38,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"formats", "validation", "options", "arguments", "errors"},
     "checkpointer": {
         "api", "engine", "formats", "planning", "validation", "storage", "mapping", "comm", "options",
-        "arguments", "errors",
+        "arguments", "notices", "errors",
     },
     "parallel": {"mapping", "geometry", "comm", "errors"},
     "optim": {"parallel", "mapping", "geometry", "comm", "errors"},
@@ -52,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # DCP brings the ranks together itself, where `api` would.
     "integrations": {
         "api", "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec",
-        "comm", "storage", "options", "errors",
+        "comm", "storage", "options", "notices", "errors",
     },
     # A user of the whole, beside peers; it stands around stores and strategies, and looks into the engine.
     "bench": {

@@ -23,12 +23,17 @@ T = TypeVar("T")
 
 
 def load_or_go_back(
-    step: int, load: Callable[[int], T], older: Callable[[int], int | None] | None, *, where: str
+    step: int,
+    load: Callable[[int], T],
+    older: Callable[[int], int | None] | None,
+    *,
+    where: str,
+    rank: int,
 ) -> tuple[T, LastLoad]:
     """Load a step; where it is damaged, the one that older gives, and so on. Collective, as both functions.
 
     older returns None where there is no more; it is None itself if nothing but the step may be loaded. where
-    is the root. Return what load returned, and which step that was.
+    is the root, rank this rank. Return what load returned, and which step that was.
 
     Raises:
         CheckpointError: that of the first step, if none could be loaded, or its error is none of damage.
@@ -47,7 +52,8 @@ def load_or_go_back(
             raise passed[0][1]
         if before is None:
             raise _all_failed(passed) from passed[0][1]
-        log.warning("Step %d cannot be loaded; going back to step %d. %s", step, before, passed[-1][1])
+        if rank == 0:
+            log.warning("Step %d cannot be loaded; going back to step %d. %s", step, before, passed[-1][1])
         step = before
 
 

@@ -75,6 +75,7 @@ class RootLoading:
             lambda step: self.load_step(state, step, strict, group),
             (lambda step: self._find_older(step, group)) if goes_back else None,
             where=self.places.location,
+            rank=group.rank,
         )
         return loaded, replace(used, report=report)
 

@@ -21,6 +21,7 @@ from megackpt.engine.opening import open_checkpoint, read_common, refuse_unreada
 from megackpt.engine.prepare_load import PreparedLoad
 from megackpt.errors import RankFailedError, truncated_list
 from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.notices import held_notices, log_notices
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
 from megackpt.validation import (
@@ -89,14 +90,16 @@ def _load(
     def prepare() -> bytes:
         rules = Rules(options.rules, StrictHandling.of(strict))
         check_exchange(options, group, exchange_group)
-        fallback = opened.enter_context(_fallback(open_store(), options))
-        prepared.append(PreparedLoad(state, fallback, options, rules, group))
+        with held_notices() as notices:
+            fallback = opened.enter_context(_fallback(open_store(), options))
+            prepared.append(PreparedLoad(state, fallback, options, rules, group))
         said = {
             "opened": prepared[0].contents.identity,
             "where": prepared[0].where,
             "timeout_s": float(options.timeout_s),
             "asked": prepared[0].asked if rules.look_for_missing_keys else [],
             "missing": [rules.about_missing_keys, dict(options.rename) if rules.look_for_missing_keys else 0],
+            "notices": notices,
             "exchange": options.exchange,
             "cpu_transfer": options.cpu_transfer,
             "has_exchange_group": exchange_group is not None,
@@ -119,10 +122,15 @@ def _load(
     answers = [json.loads(a) for a in together(group, prepare, doing="preparing the load")]
     where, rules = prepared[0].where, prepared[0].rules
     check_alike(answers, where)
+    if group.rank == 0:
+        log_notices([answer["notices"] for answer in answers])
     missing: frozenset[str] = frozenset()
     if rules.look_for_missing_keys:
         asked = {key for answer in answers for key in answer["asked"]}
-        missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=where)
+        with held_notices() as notices:  # the same on all ranks
+            missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=where)
+        if group.rank == 0:
+            log_notices([notices])
     if options.exchange != "direct":
         together(group, connect, doing="connecting the ranks that exchange")
     spent = together(group, read, doing="reading")

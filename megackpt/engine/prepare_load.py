@@ -32,6 +32,7 @@ from megackpt.mapping.describe import describe
 from megackpt.mapping.plain import filled_in_place, plain_tensors
 from megackpt.mapping.tree import iter_leaves, join_dotted
 from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.validation import (
@@ -210,7 +211,7 @@ def _kept_elsewhere(
                 key=key,
                 path=where,
             )
-        log.warning("%s: every rank keeps its own value.", said)
+        notice(log, f"{said}: every rank keeps its own value.")
         kept.add(key)
     return kept
 

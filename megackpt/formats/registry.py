@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from megackpt.errors import DeclarationError, FormatError
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
+from megackpt.notices import notice
 from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
@@ -144,14 +145,13 @@ def _third_parties() -> dict[Name, Format]:
         try:
             added = point.load()
         except Exception as error:  # noqa: BLE001 - another package's fault must not stop our own formats
-            log.warning("Format %s (%s) cannot be used: %s", point.name, point.value, error)
+            notice(log, f"Format {point.name} ({point.value}) cannot be used: {error}")
             continue
         if not isinstance(added, Format):
-            log.warning(
-                "Format %s (%s) cannot be used: it is a %s, not a megackpt.formats.strategy.Format.",
-                point.name,
-                point.value,
-                type(added).__name__,
+            notice(
+                log,
+                f"Format {point.name} ({point.value}) cannot be used: it is a {type(added).__name__}, not a "
+                f"megackpt.formats.strategy.Format.",
             )
             continue
         found[added.backend, added.version] = added

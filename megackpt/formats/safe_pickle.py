@@ -27,6 +27,7 @@ import torch
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, RefusedValueError, no_bytes, plain_values, stand_ins
+from megackpt.notices import notice
 
 log = logging.getLogger(__name__)
 
@@ -131,10 +132,10 @@ def save_value(value: Any, *, path: str) -> bytes:
 
 def warn_of_unsafe_pickle(where: str) -> None:
     """Log that a checkpoint may run code."""
-    log.warning(
-        "%s is opened with allow_unsafe_pickle: its pickles may run any code. Do this only with files that "
-        "you trust.",
-        where,
+    notice(
+        log,
+        f"{where} is opened with allow_unsafe_pickle: its pickles may run any code. Do this only with files "
+        f"that you trust.",
     )
 
 

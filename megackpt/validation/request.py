@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megackpt.errors import CheckpointError, MismatchError, MissingKeyError, truncated_list
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
+from megackpt.notices import notice
 from megackpt.options import KeyRule, Policy
 from megackpt.planning import Copies
 from megackpt.validation.report import ArrayReport
@@ -161,7 +162,7 @@ def settle_differences(
             faults.append(asked.key)
             continue
         if Policy.WARN in policies:
-            log.warning("%s: %s", where, _said(asked, found))
+            notice(log, f"{where}: {_said(asked, found)}")
         if asked.global_shape != found.global_shape:
             resized.add(asked.key)
     if faults:
@@ -292,4 +293,4 @@ def _settle(
     if by_policy[Policy.ERROR]:
         raise error(by_policy[Policy.ERROR])
     if by_policy[Policy.WARN]:
-        log.warning("%s", error(by_policy[Policy.WARN]))
+        notice(log, str(error(by_policy[Policy.WARN])))

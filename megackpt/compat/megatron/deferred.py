@@ -59,7 +59,8 @@ class DeferredSave:
         try:
             self._begin(saver, group, may_differ=False)
         except CommonStateError as error:  # before anything was staged, and on every rank
-            log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
+            if group.rank == 0:
+                log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
             self._begin(saver, group, may_differ=True)
 
     def _begin(self, saver: AsyncSaver, group: Group, *, may_differ: bool) -> None:

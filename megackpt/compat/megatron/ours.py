@@ -12,6 +12,8 @@ import logging
 import os
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
+import torch.distributed as dist
+
 from megackpt import api
 from megackpt.comm import Group
 from megackpt.compat.megatron.deferred import DeferredSave
@@ -198,7 +200,8 @@ def save_as_rank_0(
     try:
         save_by(strategy, sharded_state_dict, checkpoint_dir, **arguments)
     except CommonStateError as error:  # before anything was written, and on every rank
-        log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning("%s Rank 0's is stored, as Megatron-Core does.", error)
         arguments[_PREPROCESS] = _nothing_of
         save_by(strategy, sharded_state_dict, checkpoint_dir, **arguments)
 

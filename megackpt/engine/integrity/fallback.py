@@ -29,6 +29,7 @@ from megackpt.errors import (
 from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.formats.damage import damage_of
 from megackpt.metadata import ChunkTable
+from megackpt.notices import notice
 from megackpt.storage import Store, open_store
 from megackpt.validation import PARITY, Mended, merged
 
@@ -153,9 +154,7 @@ class Fallback:
                 self._refusals.append(f"{_name_of(copy)} holds another save")
                 continue
             said = damage_of(error, location=self.location)
-            log.warning(
-                "%s cannot be opened, and %s takes its place: %s", said.file, store.location, said.what
-            )
+            notice(log, f"{said.file} cannot be opened, and {store.location} takes its place: {said.what}")
             self.note(Mended(source=store.location, why=said.what, file=said.file))
             self._copies = self._copies[number + 1 :]
             return contents

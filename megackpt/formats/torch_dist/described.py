@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from megackpt.errors import FormatError
 from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
 from megackpt.metadata.chunk_table import MAX_NUMEL
+from megackpt.notices import notice
 from megackpt.storage import check_name
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Described:
         entry = self._entries[key]
         dtype = str(getattr(getattr(entry, "properties", None), "dtype", None)).removeprefix("torch.")
         if dtype not in DTYPES:
-            log.warning("%s: %r has dtype %s, which cannot be loaded.", self._where, key, dtype)
+            notice(log, f"{self._where}: {key!r} has dtype {dtype}, which cannot be loaded.")
             self.unreadable[key] = f"is stored as {dtype}, which cannot be loaded"
             return None
         shape = self._original_shape(key) or self._extents(key, getattr(entry, "size", None))

@@ -27,6 +27,7 @@ from megackpt.formats.torch_dist.notes import (
     read_metadata,
 )
 from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.notices import notice
 from megackpt.storage import Store, digest_of
 
 log = logging.getLogger(__name__)
@@ -153,12 +154,10 @@ def _is_of_another_save(store: Store) -> bool:
         except (FormatError, KeyError, TypeError):
             continue  # a note that is not of this `.metadata` must not keep it from being read
         if said == digest:
-            log.warning(
-                "%s: %s was written together with another %s, which has been replaced since. There is no "
-                "common state.",
-                store.location,
-                names.COMMON,
-                names.METADATA,
+            notice(
+                log,
+                f"{store.location}: {names.COMMON} was written together with another {names.METADATA}, which "
+                f"has been replaced since. There is no common state.",
             )
             return True
     return False

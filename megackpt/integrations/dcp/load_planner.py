@@ -32,6 +32,7 @@ from megackpt.integrations.dcp.names import flatten, replace_leaves, update
 from megackpt.integrations.dcp.place import place_in
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor
+from megackpt.notices import notice
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class MegackptLoadPlanner(LoadPlanner):
         if found is None:
             per_rank = None if entity is None else self._expanded.per_rank.get(entity.key)
             if per_rank is not None and per_rank.elsewhere == "keep":
-                log.warning("%r was stored for another number of ranks: every rank keeps its own.", name)
+                notice(log, f"{name!r} was stored for another number of ranks: every rank keeps its own.")
                 return []
             if entity is not None and entity.elsewhere == "keep" and self._holds_objects(entity.key):
                 return []
