@@ -6,7 +6,6 @@ Owns the wording for values without a codec.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Container
 
 import torch
@@ -25,7 +24,7 @@ def why_not(value: object, *, known: Container[type]) -> str:
             f"A {name} is a tensor with a meaning of its own. Save value.detach() if that is a plain "
             f"tensor, or declare it as sharded."
         )
-    if isinstance(value, enum.Enum) or is_named_tuple(cls) or dataclasses.is_dataclass(value):
+    if is_named_tuple(cls) or dataclasses.is_dataclass(value):
         return (
             f"{name} is {_sort_of(cls)} that is not registered. Save plain values, or register it before "
             f"saving and before loading: {call})."
@@ -53,6 +52,4 @@ def name_of(cls: type) -> str:
 
 
 def _sort_of(cls: type) -> str:
-    if issubclass(cls, enum.Enum):
-        return "an enum"
     return "a named tuple" if is_named_tuple(cls) else "a dataclass"

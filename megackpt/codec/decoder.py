@@ -1,7 +1,8 @@
 """A JSON tree and tensors back to the Python value.
 
 Owns the walk through a tree that may come from anywhere: every node is checked, nothing is imported or
-looked up by a name in it except in the registry, and nothing is allocated because a number in it says so.
+looked up by a name in it except in the registry, and among enumerations that are imported already; nothing is
+allocated because a number in it says so.
 The encoding is described in `encoder`.
 """
 
@@ -15,6 +16,7 @@ import torch
 
 from megackpt.codec import arrays
 from megackpt.codec.encoder import KINDS
+from megackpt.codec.foreign import ForeignRegistered, carries_unknown
 from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, text_of
 from megackpt.codec.paths import format_path
 from megackpt.codec.registry import REGISTRY
@@ -133,6 +135,8 @@ class _Decoder:
     def _registered(self, payload: Json) -> Any:
         name, tree = fields_of(payload, "name", "value")
         codec = REGISTRY.of_name(text_of(name))
+        if codec is None and carries_unknown():
+            return ForeignRegistered(name=text_of(name), value=self.decode(tree))
         if codec is None:
             path = format_path("", self._steps)
             raise UnknownClassError(

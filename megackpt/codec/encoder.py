@@ -11,13 +11,14 @@ becomes that).
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from megackpt.codec import arrays, containers, scalars, standard
+from megackpt.codec import arrays, containers, foreign, scalars, standard
 from megackpt.codec.advice import name_of, why_not
 from megackpt.codec.kinds import Kind, Step, base64_of
 from megackpt.codec.paths import format_path
@@ -25,7 +26,9 @@ from megackpt.codec.registry import REGISTRY, Registered
 from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, Encoded, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError
 
-KINDS: tuple[Kind, ...] = (*scalars.KINDS, *containers.KINDS, *arrays.KINDS, *standard.KINDS)
+KINDS: tuple[Kind, ...] = (
+    *scalars.KINDS, *containers.KINDS, *arrays.KINDS, *standard.KINDS, *foreign.KINDS,
+)  # fmt: skip
 KIND_OF_CLASS: Mapping[type, Kind] = {cls: kind for kind in KINDS for cls in kind.classes}
 # The classes of JSON that have no kind of their own.
 PLAIN_CLASSES: frozenset[type] = frozenset({type(None), bool, str, list})
@@ -162,6 +165,10 @@ class Encoder:
         if kind is not None:
             return {kind.tag: kind.encode(value, self)}
         codec = REGISTRY.of_class(type(value))
+        if codec is None and isinstance(value, enum.Enum):
+            return {foreign.MEMBER.tag: foreign.MEMBER.encode(value, self)}
+        if isinstance(value, foreign.ForeignRegistered):
+            return {"$registered": {"name": self._text(value.name), "value": self.encode(value.value)}}
         if codec is None:
             raise self.refusal(why_not(value, known=KIND_OF_CLASS.keys() | PLAIN_CLASSES))
         return {

@@ -17,7 +17,7 @@ from megackpt.codec import encode, pack, unpack
 from megackpt.codec.tree import MAX_DEPTH
 from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
-from tests.codec_values import Color, Config, Level, Point, nested, recursive_list, round_trip
+from tests.codec_values import Color, Config, Point, nested, recursive_list, round_trip
 
 
 class MyDict(dict[str, int]):
@@ -53,11 +53,6 @@ REFUSED = [
         MyDict(a=1),
         r"MyDict is a subclass of dict.*lose its class\. Save dict\(value\), or register it before",
     ),
-    (
-        Level.LOW,
-        r"Level is an enum that is not registered.*register_codec\(Level, 'tests\.codec_values\.Level'\)",
-    ),
-    (Color.RED, r"Color is an enum that is not registered"),
     (Config(0.1, []), r"Config is a dataclass that is not registered.*register_codec\(Config, '.*Config'\)"),
     (Point(1, torch.zeros(1)), r"Point is a named tuple that is not registered.*register_codec\(Point"),
     (Color, r"<enum 'Color'> is code \(a enum\.Enum\w+\), which is never saved\. Leave it out"),
