@@ -100,6 +100,30 @@ def test_what_stock_zarr_wrote_without_a_metadata_json_is_loaded(tmp_path: Path,
     assert load_common_state_dict(tmp_path) == {}
 
 
+@pytest.mark.parametrize("form", [2, 3])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_run_of_zarr_steps_is_no_checkpoint_itself(tmp_path: Path, form: int, is_ours: bool) -> None:
+    for step in ("iter_0000001", "iter_0000002"):
+        if is_ours:
+            save({"a": tensor("a", DATA)}, tmp_path / step, ("zarr", {2: 1, 3: 3}[form]))
+        else:
+            group = zarr.open_group(tmp_path / step, mode="w", zarr_format=form)
+            group.create_array("a", shape=(2,), chunks=(2,), dtype="i2")[...] = [1, 2]
+        assert check_is_distributed_checkpoint(tmp_path / step)
+    assert not check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(NotACheckpointError, match="is not a checkpoint"):
+        load({"a": tensor("a", DATA)}, tmp_path)
+
+
+def test_zarr_v3_arrays_without_a_group_are_a_checkpoint_also_if_one_is_damaged(tmp_path: Path) -> None:
+    array = zarr.create_array(tmp_path / "a", shape=(2,), chunks=(2,), dtype="i2", zarr_format=3)
+    array[...] = [1, 2]
+    assert check_is_distributed_checkpoint(tmp_path)
+    (tmp_path / "a" / "zarr.json").write_text("{")
+    with pytest.raises(FormatError, match=r"zarr\.json"):
+        load_plain_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["F order", "big endian", "slashes", "gzip", "no compressor"])
 def test_any_way_to_store_zarr_v2_is_read(tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {

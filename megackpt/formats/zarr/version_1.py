@@ -146,10 +146,15 @@ class ZarrV2LoadStrategy:
     version = 1
 
     def detect(self, store: Store) -> Json | None:
-        """Take zarr v2 arrays for a checkpoint, unless they look like a save that did not finish."""
+        """Take a directory of zarr v2 arrays for a checkpoint, unless it looks like an incomplete save.
+
+        Arrays further down count only below a zarr group: else they are of the steps of a run.
+        """
         listed = store.names()
         unfinished = names.COMMON in listed or any(names.attempt_of_marker(n) for n in listed)
-        if unfinished or not arrays_in(listed):
+        arrays = arrays_in(listed)
+        is_group = bool(arrays) and ".zgroup" in listed
+        if unfinished or not (is_group or any(name.count("/") == 1 for name in arrays)):
             return None
         return {**_MANIFEST, "detected": True}
 

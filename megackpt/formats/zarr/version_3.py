@@ -17,14 +17,14 @@ from megackpt.codec import pack, unpack
 from megackpt.errors import CheckpointError, FormatError, IntegrityError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.documents import attempt_in_manifest
+from megackpt.formats.documents import attempt_in_manifest, parse_document
 from megackpt.formats.index_file import entry_of, read_small, write_small
 from megackpt.formats.strategy import MANIFEST, Format, Json
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
-from megackpt.formats.zarr.described import V3_FILE, ZarrArray, array_v3, group_v3
+from megackpt.formats.zarr.described import MAX_DOCUMENT_BYTES, V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.load import (
@@ -146,12 +146,16 @@ class ZarrV3LoadStrategy:
     version = 3
 
     def detect(self, store: Store) -> Json | None:
-        """Take a zarr v3 group with arrays in it for a checkpoint."""
+        """Take a zarr v3 group with arrays in it for a checkpoint, or a directory of arrays without one.
+
+        Arrays further down belong to other checkpoints: those of the steps of a run.
+        """
         listed = store.names()
         documents = [n for n in listed if n.endswith(f"/{V3_FILE}") and names.attempt_of_native(n) is None]
-        if not documents:
-            return None
-        return {"sharded_backend": names.BACKEND, "sharded_backend_version": 3, "detected": True}
+        is_group = V3_FILE in listed and bool(documents)
+        if is_group or any(_is_array(store, name) for name in documents if name.count("/") == 1):
+            return {"sharded_backend": names.BACKEND, "sharded_backend_version": 3, "detected": True}
+        return None
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield the files that are gone, and what the commit says that does not fit its attempt."""
@@ -244,6 +248,15 @@ def _telling_files(store: Store, manifest: Json) -> list[str]:
     gone = _removed(manifest, store.location)
     data, where = read_small(store, manifest, "files")
     return [name for name in parse_files(data, "files", where=where) if not _key_of(name).startswith(gone)]
+
+
+def _is_array(store: Store, name: str) -> bool:
+    """Say whether a document describes an array; one that cannot be read does: to open it names the fault."""
+    try:
+        data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
+        return parse_document(data, where=f"{store.location}/{name}").get("node_type") != "group"
+    except FormatError:
+        return True
 
 
 def _check_manifest(manifest: Json) -> Iterator[Damage]:
