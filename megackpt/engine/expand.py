@@ -29,7 +29,16 @@ from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.dtensor import HeldDTensor, adopt_dtensors
 from megackpt.mapping.foreign import adopt
 from megackpt.mapping.plain import has_tensors, whole_tensors
-from megackpt.mapping.tree import ABSENT, iter_leaves, leaf_types, map_leaves, merge, without_positions
+from megackpt.mapping.tree import (
+    ABSENT,
+    PathKeys,
+    Steps,
+    iter_leaves,
+    leaf_types,
+    map_leaves,
+    merge,
+    without_positions,
+)
 from megackpt.mapping.xla import adopt_xla
 
 Dropped = Set[str]
@@ -74,16 +83,18 @@ def expand(
     rank: int,
     ranks: int,
     stored: Container[str] = (),
+    common: Container[Steps] = (),
     in_host_memory: bool = False,
 ) -> Expanded:
     """Take a sharded state dict apart, as that of one rank among ranks. Local.
 
     For a load, stored has the keys under which plain tensors of the state dict are global arrays of the
-    checkpoint: those are asked for whole. in_host_memory replaces tensors that are elsewhere by new ones.
+    checkpoint: those are asked for whole, but for those at steps in common. in_host_memory replaces tensors
+    that are elsewhere by new ones.
 
     Raises:
         DeclarationError: it is not a dict, or an entity stands inside of a tuple or set, or has no data to
-            save.
+            save; or two tensors without a key get the same from their paths.
     """
     if not isinstance(sharded_state_dict, dict):
         raise DeclarationError(
@@ -91,8 +102,9 @@ def expand(
         )
     try:
         kinds = leaf_types(sharded_state_dict)
-        ours = adopt_dtensors(adopt_xla(adopt(sharded_state_dict, kinds), kinds), kinds)
-        state = whole_tensors(ours, stored) if has_tensors(kinds) else ours
+        names = PathKeys()
+        ours = adopt_dtensors(adopt_xla(adopt(sharded_state_dict, kinds), kinds, names), kinds, names)
+        state = whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
@@ -107,7 +119,7 @@ def expand(
         _refuse_hidden_entities(leaf, path)
         return leaf
 
-    common = map_leaves(taken, state)
+    rest = map_leaves(taken, state)
 
     def finish(stored_common: Any, dropped: Dropped) -> Any:
         values = iter([finish_one(dropped) for finish_one in finishes])
@@ -126,7 +138,7 @@ def expand(
         expansion.per_rank,
         frozenset(expansion.replicated),
         frozenset(expansion.part_of_ranks),
-        {} if common is ABSENT else without_positions(common),
+        {} if rest is ABSENT else without_positions(rest),
         finish,
     )
 

@@ -29,8 +29,8 @@ from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.mapping.plain import filled_in_place, plain_tensors
-from megackpt.mapping.tree import iter_leaves, join_dotted
+from megackpt.mapping.plain import filled_in_place, match_common, plain_tensors
+from megackpt.mapping.tree import Steps, add_step, dotted, empty_containers, iter_leaves
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.notices import notice
 from megackpt.options import LoadOptions
@@ -66,16 +66,18 @@ class PreparedLoad:
         self.fallback = fallback
         self.contents = renamed(fallback.open(), options.rename)
         self.common = read_common(self.contents, where=where)[0]
-        paths = _paths(self.common)
+        plain = plain_tensors(state)
+        places = _places(self.common) if plain else frozenset()
+        matched = _matched(plain, self.common, self.contents.arrays) if plain else {}
         objects = {key for key, spec in self.contents.arrays.items() if spec.dtype == OBJECT}
         self.expanded: Expanded = expand(
             state,
             rank=group.rank,
             ranks=group.size,
-            stored=_AllBut(paths | objects),
+            stored=_AllBut(objects),
+            common=places | matched.keys(),
             in_host_memory=not options.load_on_device,
         )
-        plain = plain_tensors(state)
         self.asked = sorted({e.key for e in self.expanded.entities})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
@@ -87,9 +89,18 @@ class PreparedLoad:
             arrays,
             rules,
             where=where,
-            plain=_plain_only(self.expanded, plain.keys() - paths - objects),
+            plain=_plain_only(
+                self.expanded, {dotted(p) for p in plain.keys() - places - matched.keys()} - objects
+            ),
         )
-        self.plain = {path: t for path, t in plain.items() if path in paths and _is_filled(path, t, options)}
+        self.plain = {
+            leaf: plain[steps]
+            for steps, leaf in matched.items()
+            if _is_filled(dotted(steps), plain[steps], options)
+        }
+        self._may_load = [k for k in arrays if not any(fnmatchcase(k, glob) for glob in options.exclude)]
+        empty = {dotted(steps) for steps in empty_containers(state)} - {""}
+        self.empty = sorted(_by_container(self._may_load, empty, set(self.asked)))
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
         for tensor in self.tensors:
@@ -115,6 +126,14 @@ class PreparedLoad:
             unexpected=self.unexpected,
             excluded=frozenset(excluded),
         )
+
+    def unasked_below(self, names: Set[str], asked: Set[str]) -> dict[str, list[str]]:
+        """Return the stored keys below these names that are not among those asked for, by name."""
+        return _by_container(self._may_load, names, asked)
+
+    def asked_below(self, names: Set[str]) -> list[str]:
+        """Return the keys below these names that this rank asks for."""
+        return [key for keys in _by_container(self.asked, names).values() for key in keys]
 
     def make_room(self, exchange: ExchangeRanks) -> None:
         """Take memory for the objects that an exchange brings, before it begins: others wait in it.
@@ -166,14 +185,34 @@ class _AllBut(Container[str]):
         return key not in self.others
 
 
-def _paths(common: Any) -> set[str]:
-    """Return the paths of leaves of common state, joined with dots, and of the dicts and lists on the way."""
-    found: set[str] = set()
+def _places(common: Any) -> frozenset[Steps]:
+    """Return the steps to the leaves of common state, and to the dicts and lists on the way."""
+    found: set[Steps] = set()
     if isinstance(common, (dict, list)):
-        for path, _ in iter_leaves(common, step=join_dotted):
-            while path and path not in found:
-                found.add(path)
-                path = path.rpartition(".")[0]
+        for steps, _ in iter_leaves(common, (), step=add_step):
+            while steps and steps not in found:
+                found.add(steps)
+                steps = steps[:-1]
+    return frozenset(found)
+
+
+def _matched(plain: Iterable[Steps], common: Any, arrays: Mapping[str, ArraySpec]) -> dict[Steps, Steps]:
+    """Return which leaf of common state answers each plain tensor, by the steps to both."""
+    if not isinstance(common, (dict, list)):
+        return {}
+    known = {key for key, spec in arrays.items() if spec.dtype != OBJECT}
+    return match_common(plain, (steps for steps, _ in iter_leaves(common, (), step=add_step)), known)
+
+
+def _by_container(keys: Iterable[str], names: Set[str], but: Container[str] = ()) -> dict[str, list[str]]:
+    """Return the keys below each of these names, which are paths joined with dots, without some of them."""
+    found: dict[str, list[str]] = {}
+    for key in keys if names else ():
+        name = key.rpartition(".")[0]
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        if name and key not in but:
+            found.setdefault(name, []).append(key)
     return found
 
 

@@ -19,7 +19,7 @@ from megackpt.geometry import MeshCut, mesh_boxes
 from megackpt.mapping.base import is_dtensor, is_dtensor_class
 from megackpt.mapping.checks import refusal
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, map_leaves
+from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
@@ -41,10 +41,10 @@ class HeldDTensor:
     mesh_size: int
 
 
-def adopt_dtensors(state: Any, kinds: Set[type]) -> Any:
+def adopt_dtensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     """Return the tree with every DTensor as a HeldDTensor; the given tree is not changed.
 
-    kinds are the classes of its leaves, or more: see `leaf_types`.
+    kinds are the classes of its leaves, or more: see `leaf_types`. names gives keys to paths.
 
     Raises:
         DeclarationError: two of them have one key, or one cannot be saved: a placement that is no Shard or
@@ -52,21 +52,11 @@ def adopt_dtensors(state: Any, kinds: Set[type]) -> Any:
     """
     if not any(map(is_dtensor_class, kinds)):
         return state
-    keys: set[str] = set()
 
-    def adopt_leaf(key: str, leaf: Any) -> Any:
-        if not is_dtensor(leaf):
-            return leaf
-        if key in keys:
-            raise refusal(
-                key,
-                "two DTensors of the state dict have this key, which is a path joined with dots. Rename one "
-                "of the dict keys on the way to them.",
-            )
-        keys.add(key)
-        return hold(key, leaf)
+    def adopt_leaf(steps: Steps, leaf: Any) -> Any:
+        return hold(names.key_of(steps), leaf) if is_dtensor(leaf) else leaf
 
-    return map_leaves(adopt_leaf, state, step=join_dotted)
+    return map_leaves(adopt_leaf, state, (), step=add_step)
 
 
 def hold(key: str, dtensor: Any) -> HeldDTensor:

@@ -17,7 +17,16 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from megackpt.mapping.base import is_dtensor
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import iter_leaves, join_dotted, leaf_types, map_leaves
+from megackpt.mapping.tree import (
+    PathKeys,
+    Steps,
+    add_step,
+    dotted,
+    iter_leaves,
+    leaf_types,
+    map_leaves,
+    same_name,
+)
 from megackpt.mapping.xla import xla_tensor_of
 
 
@@ -84,29 +93,68 @@ def has_tensors(kinds: Iterable[type]) -> bool:
     return any(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
-def plain_tensors(state: Any) -> dict[str, torch.Tensor]:
-    """Return the plain tensors of a tree by their paths, joined with dots."""
-    if not has_tensors(leaf_types(state)):  # as a rule: to spell all paths takes much longer
+def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
+    """Return the plain tensors of a tree by the steps that lead to them."""
+    if not has_tensors(leaf_types(state)):  # as a rule: to list all steps takes much longer
         return {}
-    return {path: leaf for path, leaf in iter_leaves(state, step=join_dotted) if is_plain_tensor(leaf)}
+    return {steps: leaf for steps, leaf in iter_leaves(state, (), step=add_step) if is_plain_tensor(leaf)}
 
 
-def filled_in_place(stored: Any, targets: Mapping[str, torch.Tensor]) -> Any:
-    """Return stored common state with what stands in targets, by path, in place of equal-looking tensors.
+def match_common(
+    wanted: Iterable[Steps], stored: Iterable[Steps], arrays: Container[str] = ()
+) -> dict[Steps, Steps]:
+    """Return which leaf of stored common state answers each plain tensor, by the steps to both. Pure.
+
+    A leaf at the same steps answers. Where there is none, a leaf whose steps give the same text when joined
+    with dots does, so that nested and flattened optimizer state dicts load each other. An array of that
+    name comes before it.
+
+    Raises:
+        DeclarationError: several tensors, or several leaves, have the name, so that it does not tell which
+            is meant.
+    """
+    leaves = set(stored)
+    found = {steps: steps for steps in wanted if steps in leaves}
+    others: dict[str, list[Steps]] = {}
+    for steps in wanted:
+        if steps not in found and (name := dotted(steps)) not in arrays:
+            others.setdefault(name, []).append(steps)
+    if not others:
+        return found
+    named: dict[str, list[Steps]] = {}
+    for steps in leaves:
+        named.setdefault(dotted(steps), []).append(steps)
+    exact: dict[str, list[Steps]] = {}
+    for steps in found:
+        exact.setdefault(dotted(steps), []).append(steps)
+    for name, asking in others.items():
+        answers = named.get(name, [])
+        if not answers:
+            continue
+        if len(asking) + len(exact.get(name, [])) > 1:
+            raise same_name(name, [*asking, *exact.get(name, [])], "tensors of the state dict")
+        if len(answers) > 1:
+            raise same_name(name, answers, "values of the checkpoint")
+        found[asking[0]] = answers[0]
+    return found
+
+
+def filled_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
+    """Return stored common state with what stands in targets, by steps, in place of equal-looking tensors.
 
     Each of these is filled with the stored values. One of another shape or dtype, without memory, or whose
     elements share memory is left alone, and the stored tensor stays.
     """
 
-    def filled(path: str, leaf: Any) -> Any:
-        target = targets.get(path)
+    def filled(steps: Steps, leaf: Any) -> Any:
+        target = targets.get(steps)
         if target is None or not is_plain_tensor(leaf) or not _can_take(target, leaf):
             return leaf
         with torch.no_grad():
             target.detach().copy_(leaf)
         return target
 
-    return map_leaves(filled, stored, step=join_dotted) if targets else stored
+    return map_leaves(filled, stored, (), step=add_step) if targets else stored
 
 
 def _can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
@@ -119,17 +167,24 @@ def _can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def whole_tensors(state: Any, keys: Container[str]) -> Any:
+def whole_tensors(
+    state: Any, keys: Container[str], *, common: Container[Steps] = (), names: PathKeys | None = None
+) -> Any:
     """Return the tree with every plain tensor whose path, joined with dots, is one of keys as a whole array.
 
-    What was saved from DTensors under these paths is thereby loaded into a model without any. The given tree
-    is not changed.
-    """
+    What was saved from DTensors under these paths is thereby loaded into a model without any. Tensors at
+    steps in common stay what they are. names has the keys that other leaves have of their paths. The given
+    tree is not changed.
 
-    def declared(key: str, leaf: Any) -> Any:
-        if not is_plain_tensor(leaf) or key not in keys:
+    Raises:
+        DeclarationError: two leaves get one key.
+    """
+    taken = PathKeys() if names is None else names
+
+    def declared(steps: Steps, leaf: Any) -> Any:
+        if not is_plain_tensor(leaf) or steps in common or dotted(steps) not in keys:
             return leaf
         shape = tuple(leaf.shape)
-        return ShardedTensor(key, leaf, leaf.dtype, shape, shape, (0,) * len(shape))
+        return ShardedTensor(taken.key_of(steps), leaf, leaf.dtype, shape, shape, (0,) * len(shape))
 
-    return map_leaves(declared, state, step=join_dotted) if keys else state
+    return map_leaves(declared, state, (), step=add_step) if keys else state

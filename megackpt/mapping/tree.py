@@ -6,10 +6,14 @@ and stand in every error that concerns a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from typing import Any, TypeAlias
 
 from megackpt.errors import DeclarationError
+
+Steps: TypeAlias = tuple[object, ...]
+"""The dict keys and list positions that lead to a leaf: no two leaves of a tree have the same."""
 
 ABSENT = object()
 """What a mapping function returns to leave a leaf out."""
@@ -20,8 +24,11 @@ class Positions(dict[int, Any]):
 
 
 def iter_leaves(
-    tree: Any, path: str = "", *, step: Callable[[str, object], str] | None = None
-) -> Iterator[tuple[str, Any]]:
+    tree: Any,
+    path: Any = "",  # a str, or what step takes and returns
+    *,
+    step: Callable[[Any, object], Any] | None = None,
+) -> Iterator[tuple[Any, Any]]:
     """Yield `(path, leaf)`, dicts and lists in order. Anything but a dict or a list is a leaf.
 
     step is as for `map_leaves`.
@@ -52,12 +59,22 @@ def _add_types(tree: Any, found: set[type]) -> None:
             found.add(type(child))
 
 
+def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
+    """Yield the steps to every dict and list that holds nothing, the tree itself left out."""
+    for key, child in _children(tree).items():
+        if isinstance(child, (dict, list)):
+            if child:
+                yield from empty_containers(child, (*steps, key))
+            else:
+                yield (*steps, key)
+
+
 def map_leaves(
-    fn: Callable[[str, Any], Any],
+    fn: Callable[[Any, Any], Any],
     tree: Any,
-    path: str = "",
+    path: Any = "",  # a str, or what step takes and returns
     *,
-    step: Callable[[str, object], str] | None = None,
+    step: Callable[[Any, object], Any] | None = None,
 ) -> Any:
     """Return a tree with `fn(path, leaf)` in place of each leaf; the given one is not changed.
 
@@ -154,6 +171,59 @@ def join_dotted(path: str, key: object) -> str:
     ('optimizer.state.0', 'model')
     """
     return f"{path}.{key}" if path else str(key)
+
+
+def add_step(steps: Steps, key: object) -> Steps:
+    """Append a dict key or list index to the steps that lead to a leaf."""
+    return (*steps, key)
+
+
+def dotted(steps: Steps) -> str:
+    """Return steps joined with dots, as `join_dotted` joins them; other steps may give the same text.
+
+    >>> dotted(("a", "b")), dotted(("a.b",))
+    ('a.b', 'a.b')
+    """
+    return reduce(join_dotted, steps, "")
+
+
+def shown(steps: Steps) -> str:
+    """Return steps as they are written in messages, in which different steps look different.
+
+    >>> shown(("a", "b", 0)), shown(("a.b",)), shown((0,)), shown(("0",))
+    ("['a']['b'][0]", "['a.b']", '[0]', "['0']")
+    """
+    return "".join(f"[{step!r}]" for step in steps)
+
+
+def same_name(
+    name: str, places: Iterable[Steps], what: str = "tensors of the state dict"
+) -> DeclarationError:
+    """Return the error for leaves at different places that have one name; what says what they are."""
+    first, second, *_ = sorted(map(shown, places))
+    return DeclarationError(
+        f"{name!r}: two {what} have this name, which is a path joined with dots: {first} and {second}. "
+        f"Rename one of the dict keys on the way to them.",
+        key=name,
+    )
+
+
+class PathKeys:
+    """The keys of leaves that have no key but their path, joined with dots."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, Steps] = {}
+
+    def key_of(self, steps: Steps) -> str:
+        """Return the key of a leaf, which is from now on taken.
+
+        Raises:
+            DeclarationError: another leaf has it; the text names both paths.
+        """
+        key = dotted(steps)
+        if self._steps.setdefault(key, steps) != steps:
+            raise same_name(key, [self._steps[key], steps])
+        return key
 
 
 def _children(tree: dict[Any, Any] | list[Any]) -> dict[Any, Any]:

@@ -19,7 +19,7 @@ from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import join_dotted, map_leaves
+from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
 
 XLA_CLASS = "XLAShardedTensor"
 XLA_PACKAGE = "torch_xla"
@@ -70,19 +70,22 @@ class XlaTensor(Protocol):
         """Put the data of shards, one of every device of this host, onto the devices."""
 
 
-def adopt_xla(state: Any, kinds: Set[type]) -> Any:
+def adopt_xla(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     """Return the tree with every tensor that XLA has sharded as an entity; the given one is not changed.
 
-    kinds are the classes of its leaves, or more: see `leaf_types`. A key is a path, joined with dots. Call it
-    before DTensors are looked for: from torch_xla 2.9 on these tensors are of a class derived from theirs.
+    kinds are the classes of its leaves, or more: see `leaf_types`. names gives keys to paths. Call it before
+    DTensors are looked for: from torch_xla 2.9 on these tensors are of a class derived from theirs.
+
+    Raises:
+        DeclarationError: two leaves get one key.
     """
     if not any(issubclass(kind, torch.Tensor) or _is_xla(kind) for kind in kinds):
         return state
-    return map_leaves(_adopt_leaf, state, step=join_dotted)
 
+    def adopt_leaf(steps: Steps, leaf: Any) -> Any:
+        return leaf if xla_tensor_of(leaf) is None else declare_xla(names.key_of(steps), leaf)
 
-def _adopt_leaf(key: str, leaf: Any) -> Any:
-    return leaf if xla_tensor_of(leaf) is None else declare_xla(key, leaf)
+    return map_leaves(adopt_leaf, state, (), step=add_step)
 
 
 def xla_tensor_of(leaf: Any) -> XlaTensor | None:

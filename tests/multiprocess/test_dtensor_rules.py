@@ -188,7 +188,11 @@ def _refused(path: str, kind: str) -> None:
             megackpt.DeclarationError,
             r"'w': .* means a local tensor of shape \(2,\) here, but it has \(1,\)\. Shard it as torch.chunk",
         ),
-        ("twice", megackpt.DeclarationError, r"'a\.b': two DTensors .* Rename one of the dict keys"),
+        (
+            "twice",
+            megackpt.DeclarationError,
+            r"'a\.b': two tensors .*\['a'\]\['b'\] and \['a\.b'\]. Rename one of the dict keys",
+        ),
         ("tuple", megackpt.DeclarationError, r"a: a DTensor stands inside of a tuple. Use a list or a dict"),
     ],
 )

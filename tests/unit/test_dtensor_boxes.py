@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 import megackpt
 from megackpt.geometry import MeshBox, MeshCut, mesh_boxes
 from megackpt.mapping.dtensor import adopt_dtensors
+from megackpt.mapping.tree import PathKeys
 
 
 @st.composite
@@ -150,5 +151,5 @@ def test_dtensors_are_not_looked_for_before_torch_has_loaded_their_module(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
     state = {"w": torch.zeros(2)}
-    assert adopt_dtensors(state, {torch.Tensor}) is state
+    assert adopt_dtensors(state, {torch.Tensor}, PathKeys()) is state
     assert "torch.distributed.tensor" not in sys.modules

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt.codec import leaf_digests, pack
 from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
-from megackpt.engine.expand import expand
+from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.tensor_bytes import check_source
 from megackpt.errors import DeclarationError
 from megackpt.integrations.dcp.names import Steps, flatten
@@ -128,6 +129,7 @@ class MegackptSavePlanner(SavePlanner):
                 )
             check_source(tensor)
         self._values = flatten(self.common)
+        _refuse_same_names(self._expanded, plain, self._values)
         for name, (_, value) in self._values.items():
             pack(value, path=name)  # what has no codec is refused before anything is written
         self._rectangles: dict[tuple[str, torch.Size, torch.Size], Rectangle] = {}
@@ -230,6 +232,25 @@ def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
     tensors = [leaf for _, leaf in iter_leaves(declared) if isinstance(leaf, ShardedTensor)]
     rest = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, ShardedTensor) else leaf, declared)
     return tensors, {} if rest is ABSENT else without_positions(rest)
+
+
+def _refuse_same_names(
+    expanded: Expanded, plain: Iterable[ShardedTensor], values: Mapping[str, object]
+) -> None:
+    """Check that nothing that is named by its path has the name of an entity or a DTensor.
+
+    Raises:
+        DeclarationError: something has.
+    """
+    keys = {tensor.key for tensor in expanded.tensors} | {entity.unique_key for entity in expanded.objects}
+    twice = sorted(keys & ({tensor.key for tensor in plain} | values.keys()))
+    if twice:
+        raise DeclarationError(
+            f"{twice[0]!r}: a plain tensor or value of the state dict has this name, which is its path "
+            f"joined with dots, and so has a sharded tensor or object. Rename one of the dict keys on the "
+            f"way to it.",
+            key=twice[0],
+        )
 
 
 def _is_array(value: Any) -> bool:
