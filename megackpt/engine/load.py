@@ -31,6 +31,7 @@ from megackpt.validation import (
     Rules,
     StrictHandling,
     settle_missing,
+    settle_unasked,
 )
 
 __all__ = ["Loaded", "load_state", "open_checkpoint", "read_common", "refuse_unreadable"]
@@ -98,6 +99,7 @@ def _load(
             "where": prepared[0].where,
             "timeout_s": float(options.timeout_s),
             "asked": prepared[0].asked if rules.look_for_missing_keys else [],
+            "empty": prepared[0].empty,
             "missing": [rules.about_missing_keys, dict(options.rename) if rules.look_for_missing_keys else 0],
             "notices": notices,
             "exchange": options.exchange,
@@ -124,6 +126,7 @@ def _load(
     check_alike(answers, where)
     if group.rank == 0:
         log_notices([answer["notices"] for answer in answers])
+    _check_empty(prepared[0], [answer["empty"] for answer in answers], group)
     missing: frozenset[str] = frozenset()
     if rules.look_for_missing_keys:
         asked = {key for answer in answers for key in answer["asked"]}
@@ -148,6 +151,33 @@ def _load(
             truncated_list([str(record) for record in mended]),
         )
     return Loaded(loaded[0], replace(prepared[0].report, missing=missing, mended=mended, times=times))
+
+
+def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: Group) -> None:
+    """Settle what is stored below empty dicts and lists of the request. Collective, all given the same.
+
+    What one rank leaves empty another may ask for: the stages of a pipeline.
+
+    Raises:
+        MissingKeyError: see `settle_unasked`.
+    """
+    names = {name for of_rank in empty for name in of_rank}
+    if not names:
+        return
+
+    def ask() -> bytes:
+        return json.dumps(prepared.asked_below(names)).encode()
+
+    asked = {key for of_rank in together(group, ask, doing="comparing keys") for key in json.loads(of_rank)}
+
+    def settle() -> bytes:
+        with held_notices() as notices:
+            settle_unasked(prepared.unasked_below(names, asked), prepared.rules, where=prepared.where)
+        return json.dumps(notices).encode()
+
+    notices = together(group, settle, doing="comparing keys")
+    if group.rank == 0:
+        log_notices([json.loads(of_rank) for of_rank in notices])
 
 
 def _fallback(store: Store, options: LoadOptions) -> Fallback:

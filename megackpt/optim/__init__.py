@@ -1,6 +1,7 @@
 """Optimizers whose state is declared shard by shard, so that saving it needs no communication."""
 
 from megackpt.optim.distributed import DistributedOptimizer
+from megackpt.optim.initialise import initialise_state
 from megackpt.optim.mixed_precision import MixedPrecisionOptimizer
 from megackpt.optim.sharded_state import (
     get_optim_param_to_id_map,
@@ -14,6 +15,7 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
+    "initialise_state",
     "make_sharded_optimizer_tensor",
     "optim_state_to_sharding_state",
 ]

@@ -13,6 +13,7 @@ from megackpt.validation.request import (
     settle_differences,
     settle_missing,
     settle_resharded,
+    settle_unasked,
     settle_unexpected,
 )
 from megackpt.validation.strictness import StrictHandling
@@ -40,6 +41,7 @@ __all__ = [
     "settle_differences",
     "settle_missing",
     "settle_resharded",
+    "settle_unasked",
     "settle_unexpected",
     "uncovered",
 ]

@@ -74,6 +74,14 @@ class Rules:
         """Return what to do about a key that no rank asks for."""
         return self.policy("missing", key, default=self._strict.on_missing)
 
+    def on_unasked(self, key: str) -> Policy:
+        """Return what to do about a key below an empty dict or list of the request, for which no rank asks.
+
+        Modes in which an unexpected key is an error take this for one as well: a request for nothing, where
+        there is something, is as a rule the state of an optimizer that has not been made yet.
+        """
+        return self.policy("missing", key, default=self._strict.on_unexpected)
+
 
 def settle_unexpected(
     asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str, plain: Container[str] = ()
@@ -128,6 +136,38 @@ def settle_missing(
 
     _settle(missing, rules.on_missing, error)
     return frozenset(missing)
+
+
+def settle_unasked(lost: Mapping[str, Iterable[str]], rules: Rules, *, where: str) -> None:
+    """Do what the rules say about stored keys below empty dicts or lists of the request.
+
+    lost has the keys that no rank asks for, by the name of the container.
+
+    Raises:
+        MissingKeyError: a mode or rule makes them an error; the text names each container, how many keys are
+            below it, and what to do.
+    """
+    name_of = {key: name for name, keys in lost.items() for key in keys}
+
+    def error(keys: list[str]) -> MissingKeyError:
+        below: dict[str, list[str]] = {}
+        for key in keys:
+            below.setdefault(name_of[key], []).append(key)
+        lines = [
+            f"{name!r}: {len(found)} keys, {found[0]!r} for one" for name, found in sorted(below.items())
+        ]
+        return MissingKeyError(
+            f"{where} holds arrays or objects where the state dict has an empty dict or list, so none of "
+            f"them would be loaded:\n{truncated_list(lines)}\n"
+            f"If it is the state of an optimizer that has not taken a step yet, call "
+            f"megackpt.optim.initialise_state(optimizer) before optimizer.state_dict(). To load without "
+            f"them, leave the empty container out of the state dict, or load with "
+            f"KeyRule(keys='{next(iter(below))}.*', missing=Policy.IGNORE).",
+            key=keys[0],
+            path=where,
+        )
+
+    _settle(sorted(name_of), rules.on_unasked, error)
 
 
 def settle_differences(
