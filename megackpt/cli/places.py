@@ -5,12 +5,16 @@ Owns what a path has to be that a command reads from or writes a file to. What l
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import click
 
+from megackpt.checkpointer.run import Run
+from megackpt.cli.frame import is_root
 from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import Store, expanded_path, is_object_url, open_store
 
 
@@ -22,18 +26,40 @@ class LocalPath(click.Path):
         return super().convert(expanded_path(value), param, ctx)
 
 
-def checkpoint_store(path: str) -> Store:
-    """Return the store of a checkpoint that is to be read.
+def checkpoint_store(path: str, *, takes_latest: bool = True) -> Store:
+    """Return the store of a checkpoint. Of the root of a run: that of its latest step, which stderr says.
+
+    takes_latest is False for commands that change the checkpoint: they have to be given the step.
 
     Raises:
-        NotACheckpointError: it is a file.
+        NotACheckpointError: it is a file; or the root of a run, and a step has to be named.
         StorageError: it is an URL that no store serves.
     """
+    step = _latest_step(path)
+    if step is None:
+        return open_store(path)
+    if not takes_latest:
+        raise NotACheckpointError(
+            f"{path} is the root of a run, and no checkpoint. Name a step of it; the latest is {step}.",
+            path=path,
+        )
+    if is_root():
+        click.echo(f"megackpt: {path} is the root of a run; its latest step is {step}.", err=True)
+    return open_store(step)
+
+
+def _latest_step(path: str) -> str | None:
+    """Return where the latest step of a run is; None if the path is not the root of a run."""
     if Path(expanded_path(path)).is_file():
         raise NotACheckpointError(
             f"{path} is a file, and no checkpoint. Name the directory of a finished one.", path=path
         )
-    return open_store(path)
+    with contextlib.closing(open_store(path)) as store:
+        if store.exists(MANIFEST):
+            return None
+    run = Run(path)
+    steps = run.steps()
+    return run.location(steps[-1]) if steps else None
 
 
 def check_root(root: str) -> None:

@@ -53,7 +53,8 @@ def command(
     )
     with contextlib.ExitStack() as stack:
         store, *others = [
-            stack.enter_context(contextlib.closing(checkpoint_store(place))) for place in (path, *copies)
+            stack.enter_context(contextlib.closing(checkpoint_store(place, takes_latest=False)))
+            for place in (path, *copies)
         ]
         bars = stack.enter_context(Bars(is_root=is_root()))
         found = repair_checkpoint(store, others, options, bars)
