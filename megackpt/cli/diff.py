@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import click
@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
-from megackpt.cli.tables import stdout, table_of
+from megackpt.cli.tables import limited_table, natural, show
 from megackpt.engine.integrity.difference import ArrayDifference, Difference, find_difference
 from megackpt.options import DiffOptions
 
@@ -24,6 +24,17 @@ from megackpt.options import DiffOptions
 @click.argument("second", metavar="B")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
 @click.option("--no-common", is_flag=True, help="Leave common state and content metadata out.")
+@click.option(
+    "--sort",
+    "order",
+    type=click.Choice(["largest", "elements", "key"]),
+    default="largest",
+    show_default=True,
+    help="Order of arrays with other elements: largest difference first, most elements first, or by key.",
+)
+@click.option(
+    "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
+)
 @click.option("--read", "read_all", is_flag=True, help="Read all arrays, also those of equal digests.")
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="Comparisons at once.")
 @unsafe_pickle_option
@@ -34,6 +45,8 @@ def command(
     *,
     keys: tuple[str, ...],
     no_common: bool,
+    order: str,
+    limit: int,
     read_all: bool,
     threads: int,
     allow_unsafe_pickle: bool,
@@ -44,7 +57,7 @@ def command(
     Keys, dtypes, shapes, every element, objects, and common state by path. Elements are equal if all their
     bits are. Both are read once, in bounded memory, and every block is checked against its digest; but arrays
     of which both checkpoints have a digest of the whole, saved with array_digests, are not read if these are
-    equal.
+    equal. JSON has all rows, by key.
     """
     options = DiffOptions(
         keys=keys,
@@ -65,7 +78,7 @@ def command(
         said = {**asdict(found), "arrays": [_json_of(a) for a in found.arrays], "is_equal": found.is_none}
         say({"first": first, "second": second, **said}, "", as_json=True)
     else:
-        _show(found)
+        _show(found, order, limit)
     return 0 if found.is_none else FAILED_CHECK
 
 
@@ -75,36 +88,67 @@ def _json_of(array: ArrayDifference) -> dict[str, object]:
     return said | {"largest": str(array.largest) if array.largest == float("inf") else array.largest}
 
 
-def _show(found: Difference) -> None:
-    console = stdout()
-    for table in _tables(found):
-        console.print(table)
-    verdict = "equal" if found.is_none else "different"
-    console.print(
+def _show(found: Difference, order: str, limit: int) -> None:
+    show(*_tables(found, order, limit))
+    verdict = "equal" if found.is_none else f"different: {_totals(found)}"
+    show(
         f"{verdict}; {found.compared} arrays and arrays of objects that both have were compared, "
         f"{decimal(found.nbytes)} of elements read of each."
     )
     if found.by_digest:
-        console.print(
+        show(
             f"{found.by_digest} arrays, {decimal(found.by_digest_nbytes)}, are equal by their digests; "
             f"nothing of them was read."
         )
 
 
-def _tables(found: Difference) -> Iterator[Group]:
+def _totals(found: Difference) -> str:
+    """Return how much differs, of each kind that there is."""
+    counted = [
+        (len(found.only_first), "keys only in A"),
+        (len(found.only_second), "keys only in B"),
+        (len(found.declared), "keys of another dtype or shape"),
+        (len(found.values), "other values"),
+    ]
+    parts = [f"{count} {what}" for count, what in counted if count]
+    if found.arrays:
+        elements = sum(array.elements for array in found.arrays)
+        of = sum(math.prod(array.shape) for array in found.arrays)
+        measured = [array for array in found.arrays if array.largest is not None]
+        worst = max(measured, key=lambda array: array.largest or 0.0, default=None)
+        largest = "" if worst is None else f", by {worst.largest:.6g} at most, in {worst.key!r}"
+        parts.insert(0, f"{elements:,} of {of:,} elements of {len(found.arrays)} arrays{largest}")
+    return "; ".join(parts)
+
+
+def _ordered(arrays: Sequence[ArrayDifference], order: str) -> list[ArrayDifference]:
+    """Return arrays in the order that was asked for; with `largest`, those with NaNs come first."""
+    by_key = sorted(arrays, key=lambda array: natural(array.key))
+    if order == "key":
+        return by_key
+    if order == "elements":
+        return sorted(by_key, key=lambda array: -array.elements)
+    return sorted(by_key, key=lambda a: (not a.not_numbers, -(a.largest or 0.0), -a.elements))
+
+
+def _tables(found: Difference, order: str, limit: int) -> Iterator[Group]:
     lacking = [(key, "A") for key in found.only_first] + [(key, "B") for key in found.only_second]
     if lacking:
-        yield table_of("in one of them only", sorted(lacking), left=("key", "in"))
+        rows: list[Sequence[str]] = sorted(lacking, key=lambda row: natural(row[0]))
+        yield limited_table(f"{len(rows)} keys in one of them only", ("key", "in"), (), rows, limit)
     if found.declared:
-        rows = [(key, *said) for key, said in found.declared.items()]
-        yield table_of("of another dtype or shape", rows, left=("key", "A", "B"))
+        rows = [(key, *found.declared[key]) for key in sorted(found.declared, key=natural)]
+        title = f"{len(rows)} keys of another dtype or shape"
+        yield limited_table(title, ("key", "A", "B"), (), rows, limit)
     if found.arrays:
-        columns = ("elements", "of", "first at", "largest difference", "no number")
-        cells = map(_cells, found.arrays)
-        yield table_of("other elements", cells, left=("key", "dtype", "shape"), right=columns)
+        right = ("elements", "of", "first at", "largest difference", "no number")
+        rows = [_cells(array) for array in _ordered(found.arrays, order)]
+        title = f"{len(rows)} arrays with other elements"
+        yield limited_table(title, ("key", "dtype", "shape"), right, rows, limit)
     if found.values:
-        rows = [(v.place, v.first or "(nothing)", v.second or "(nothing)") for v in found.values]
-        yield table_of("other values", rows, left=("where", "A", "B"))
+        values = sorted(found.values, key=lambda value: natural(value.place))
+        rows = [(v.place, v.first or "(nothing)", v.second or "(nothing)") for v in values]
+        yield limited_table(f"{len(rows)} other values", ("where", "A", "B"), (), rows, limit)
 
 
 def _cells(array: ArrayDifference) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.checkpointer.step_list import scan
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, json_option, say
 from megackpt.cli.places import check_root
-from megackpt.cli.tables import stdout, table_of
+from megackpt.cli.tables import show, table_of
 from megackpt.engine.steps import step_places
 from megackpt.errors import DeclarationError, NotACheckpointError
 
@@ -150,8 +150,8 @@ def _show(
     rows |= {s: (_state(planned, s), "left alone", "written to within --min-age") for s in busy}
     rows |= {s: ("committed", "stays", ", ".join(why)) for s, why in planned.retention.kept.items()}
     cells = [(str(step), *rows[step]) for step in sorted(rows)]
-    stdout().print(table_of(root, cells, left=("step", "state", "what", "because")))
-    stdout().print(f"{len(removed)} {went}, {len(planned.retention.kept)} stay.")
+    show(table_of(root, cells, left=("step", "state", "what", "because")))
+    show(f"{len(removed)} {went}, {len(planned.retention.kept)} stay.")
 
 
 def _state(planned: Removals, step: int) -> str:

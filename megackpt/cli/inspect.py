@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from megackpt.cli.frame import EXIT_CODES, json_option, say, unsafe_pickle_option
 from megackpt.cli.places import checkpoint_store
-from megackpt.cli.tables import stdout, table_of
+from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.engine.inspect import Inspected, inspect_checkpoint
 from megackpt.metadata import OBJECT
 
@@ -38,13 +38,11 @@ def command(
     if as_json:
         say(asdict(found), "", as_json=True)
         return
-    console = stdout()
-    for table in _tables(found, limit):
-        console.print(table)
+    show(*_tables(found, limit))
     for key, why in found.unreadable.items():
-        console.print(f"{key!r} {why}.")
+        show(f"{key!r} {why}.")
     if found.common_fault:
-        console.print(f"Common state cannot be read: {found.common_fault}")
+        show(f"Common state cannot be read: {found.common_fault}")
 
 
 def _tables(found: Inspected, limit: int) -> Iterator[Group]:
@@ -60,33 +58,25 @@ def _tables(found: Inspected, limit: int) -> Iterator[Group]:
     if any(a.crc64nvme is not None for a in arrays):
         rows = [(*row, a.crc64nvme or "") for row, a in zip(rows, arrays, strict=True)]
         right = (*right, "crc64nvme")
-    yield _limited(f"{len(arrays)} arrays", ("key", "dtype", "shape"), right, rows, limit)
+    yield limited_table(f"{len(arrays)} arrays", ("key", "dtype", "shape"), right, rows, limit)
     if objects:
         rows = [(a.key, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in objects]
         title = f"{len(objects)} arrays of objects"
-        yield _limited(title, ("key", "shape"), ("objects", "bytes"), rows, limit)
+        yield limited_table(title, ("key", "shape"), ("objects", "bytes"), rows, limit)
     if found.files:
         rows = [
             (f.name, "" if f.rank is None else str(f.rank), str(f.chunks), decimal(f.nbytes))
             for f in found.files
         ]
         title = f"{len(found.files)} files with chunks"
-        yield _limited(title, ("file",), ("rank", "chunks", "bytes of chunks"), rows, limit)
+        yield limited_table(title, ("file",), ("rank", "chunks", "bytes of chunks"), rows, limit)
     if found.rank_nbytes:
         rows = [(str(rank), decimal(nbytes)) for rank, nbytes in found.rank_nbytes.items()]
-        yield _limited("bytes by rank", (), ("rank", "bytes of chunks"), rows, limit)
+        yield limited_table("bytes by rank", (), ("rank", "bytes of chunks"), rows, limit)
     yield from _leaves("common state", found.common, limit)
     yield from _leaves("content metadata", found.content, limit)
 
 
 def _leaves(title: str, leaves: Mapping[str, str], limit: int) -> Iterator[Group]:
     if leaves:
-        yield _limited(title, ("path", "value"), (), list(leaves.items()), limit)
-
-
-def _limited(
-    title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str]], limit: int
-) -> Group:
-    shown = rows[:limit] if limit else rows
-    more = f", the first {limit}" if len(shown) < len(rows) else ""
-    return table_of(f"{title}{more}", shown, left=left, right=right)
+        yield limited_table(title, ("path", "value"), (), list(leaves.items()), limit)

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from megackpt.checkpointer import Checkpointer
 from megackpt.cli.frame import EXIT_CODES, json_option, say
 from megackpt.cli.places import check_root
-from megackpt.cli.tables import stdout, table_of
+from megackpt.cli.tables import show, table_of
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
@@ -75,7 +75,7 @@ def command(root: str, *, as_json: bool) -> None:
         return
     columns = ("age", "size", "ranks")
     left = ("step", "state", "format", "metrics")
-    stdout().print(table_of(root, map(_cells, steps), left=left, right=columns))
+    show(table_of(root, map(_cells, steps), left=left, right=columns))
 
 
 def find_steps(root: Path) -> list[Step]:

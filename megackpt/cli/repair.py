@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
-from megackpt.cli.tables import stdout, table_of
+from megackpt.cli.tables import show, table_of
 from megackpt.engine.integrity.repair import Repaired, repair_checkpoint
 from megackpt.engine.integrity.repair_search import RepairedFile
 from megackpt.options import RepairOptions
@@ -75,17 +75,16 @@ def command(
 
 
 def _show(found: Repaired) -> None:
-    console = stdout()
     if found.files:
         title = f"{found.location}: {'mended' if found.is_done else 'can be mended'}"
         columns = ("file", "from", "bytes")
-        console.print(table_of(title, map(_cells, found.files), left=columns))
+        show(table_of(title, map(_cells, found.files), left=columns))
     if found.remaining:
         rows = ((d.file, d.key or "", d.what) for d in found.remaining)
-        console.print(table_of("What stays damaged", rows, left=("file", "key", "what is wrong")))
+        show(table_of("What stays damaged", rows, left=("file", "key", "what is wrong")))
         for refusal in found.refusals:
-            console.print(f"Of no use: {' '.join(refusal.split())}", markup=False)
-    console.print(_verdict(found), markup=False)
+            show(f"Of no use: {' '.join(refusal.split())}")
+    show(_verdict(found))
 
 
 def _cells(file: RepairedFile) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
-from megackpt.cli.tables import stdout, table_of
+from megackpt.cli.tables import show, table_of
 from megackpt.engine.integrity.verify import Verified, verify_checkpoint
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
@@ -48,21 +48,20 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
 
 
 def _show(found: Verified) -> None:
-    console = stdout()
     if found.damages:
         columns = ("file", "bytes", "key", "chunk", "what is wrong")
-        console.print(table_of(f"{found.location}: damaged", map(_cells, found.damages), left=columns))
+        show(table_of(f"{found.location}: damaged", map(_cells, found.damages), left=columns))
     kind = f" {found.backend} version {found.version}," if found.backend else ""
-    console.print(
+    show(
         f"{found.location}: {_verdict(found)};{kind} {found.arrays} arrays and {found.objects} objects, "
         f"{decimal(found.nbytes)} in {found.chunks} chunks and {found.files} files."
     )
     if found.deep and found.array_digests:
         compared, stored = found.compared_array_digests, found.array_digests
         why = " Others are damaged, or the extra `digests` is not installed." if compared < stored else ""
-        console.print(f"Of {stored} digests of whole arrays {compared} were compared.{why}")
+        show(f"Of {stored} digests of whole arrays {compared} were compared.{why}")
     if found.deep and found.unchecked_nbytes:
-        console.print(
+        show(
             f"Of {decimal(found.unchecked_nbytes)} no digest is stored: that they can be read is all that is "
             f"known of them."
         )

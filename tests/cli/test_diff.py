@@ -190,7 +190,12 @@ def test_differences_are_shown_as_tables(tmp_path: Path, capsys: pytest.CaptureF
     second = save_whole(tmp_path / "b", block=changed, step=8)
     assert main(["diff", str(saved(tmp_path / "a")), str(second)]) == 1
     out = capsys.readouterr().out
-    for text in ("block", "[2, 3]", "common state: step", "different; 5 arrays"):
+    for text in (
+        "block",
+        "[2, 3]",
+        "common state: step",
+        "different: 1 of 48 elements of 1 arrays, by 8 at most, in 'block'; 1 other values; 5 arrays",
+    ):
         assert text in out
     assert main(["diff", str(second), str(second)]) == 0
     assert "equal; 5 arrays" in capsys.readouterr().out
@@ -199,3 +204,42 @@ def test_differences_are_shown_as_tables(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_is_no_checkpoint_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
     assert main(["diff", str(saved(tmp_path / "a")), str(tmp_path / "nowhere")]) == 3
     assert main(["diff", str(tmp_path / "a")]) == 2
+
+
+def keys_shown(out: str, keys: list[str]) -> list[str]:
+    """Return keys in the order in which rows of tables begin with them."""
+    cells = [line.strip("│").split()[0] for line in out.splitlines() if line.startswith("│")]
+    return [cell for cell in cells if cell in keys]
+
+
+def test_rows_are_sorted_counted_and_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layer 10 comes after layer 2; the largest difference first, and NaNs before all."""
+    keys = [f"layers.{i}.w" for i in range(12)]
+    far, nan = torch.zeros(4), torch.tensor([float("nan"), 0, 0, 0])
+    far[0] = 5
+    changed = {2: far, 3: torch.full((4,), 0.5), 10: torch.full((4,), 0.25), 11: nan}
+    for name, values in (("a", {}), ("b", changed)):
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, values.get(i, torch.zeros(4)))
+            for i, key in enumerate(keys)
+        }
+        megackpt.save(state | {name: ShardedTensor.from_rank_offsets(name, torch.zeros(1))}, tmp_path / name)
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    orders = {
+        "largest": [11, 2, 3, 10],
+        "elements": [3, 10, 2, 11],
+        "key": [2, 3, 10, 11],
+    }
+    for order, numbers in orders.items():
+        assert main([*command, "--sort", order]) == 1
+        out = capsys.readouterr().out
+        assert keys_shown(out, keys) == [keys[i] for i in numbers]
+    assert (
+        "different: 10 of 16 elements of 4 arrays, by 5 at most, in 'layers.2.w'; 1 keys only in A; " in out
+    )
+    assert main([*command, "--limit", "2"]) == 1
+    out = capsys.readouterr().out
+    assert keys_shown(out, keys) == [keys[11], keys[2]]
+    assert "4 arrays with other elements, the first 2" in out
+    assert main([*command, "--limit", "0"]) == 1
+    assert len(keys_shown(capsys.readouterr().out, keys)) == 4
