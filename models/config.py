@@ -95,16 +95,19 @@ class GPTConfig:
         """Check that `layout` can hold this model. Pure.
 
         Raises:
-            DeclarationError: tp does not divide the heads, query groups or MLP, or there are more stages than
-                layers; all of them are named.
+            DeclarationError: tp does not divide the heads or MLP, neither of tp and the query groups divides
+                the other, or there are more stages than layers; all of them are named.
         """
-        cut = {"num_heads": self.num_heads, "num_query_groups": self.query_groups}
-        cut["ffn_hidden_size"] = self.ffn_size
+        cut = {"num_heads": self.num_heads, "ffn_hidden_size": self.ffn_size}
         faults = [
             f"{name} {size} is not a multiple of tp={layout.tp}"
             for name, size in cut.items()
             if size % layout.tp
         ]
+        if self.query_groups % layout.tp and layout.tp % self.query_groups:
+            faults.append(
+                f"num_query_groups {self.query_groups} is neither a multiple nor a divisor of tp={layout.tp}"
+            )
         if self.num_layers < layout.pp:
             faults.append(f"num_layers {self.num_layers} are fewer than pp={layout.pp} stages")
         if faults:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.mapping import (
+    PartPlacement,
     ReplicaId,
     ShardedLayout,
     ShardedStateDict,
@@ -24,10 +25,11 @@ from megackpt.mapping import (
     is_main_replica,
 )
 from megackpt.mapping.tree import iter_leaves
-from megackpt.parallel.attributes import mark
-from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.attributes import RowRange, mark, mark_copied_rows
+from megackpt.parallel.groups import Axis, ParallelGroups
 
 LAYERS, HIDDEN, FFN, VOCAB = 4, 12, 20, 24
+HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 3  # with tp=4, two ranks hold each key head
 
 # What a checkpoint holds of the model: key -> global shape.
 SHAPES = {
@@ -35,6 +37,8 @@ SHAPES = {
     "layers.fc1.gate": (LAYERS, FFN, HIDDEN),
     "layers.fc1.up": (LAYERS, FFN, HIDDEN),
     "layers.fc2": (LAYERS, HIDDEN, FFN),
+    "layers.kq.k": (LAYERS, KEY_HEADS * HEAD_DIM, HIDDEN),
+    "layers.kq.q": (LAYERS, HEADS * HEAD_DIM, HIDDEN),
     "layers.norm": (LAYERS, HIDDEN),
     "final.left": (3, HIDDEN),
     "final.right": (5, HIDDEN),
@@ -44,6 +48,7 @@ PARAM_SHAPES = {
     "embedding": (),
     "layers.fc1": (LAYERS,),
     "layers.fc2": (LAYERS,),
+    "layers.kq": (LAYERS,),
     "layers.norm": (LAYERS,),
     "final": (),
 }
@@ -129,9 +134,44 @@ def _add_layer(
     params[-1].entity = ShardedTensor.from_rank_offsets(
         "layers.fc2", w, number, (2, tp.rank, tp.size), replica_id=replica(tp_sharded=True), **stacked
     )
+    _add_keys_and_queries(add, params, rows, replica, tp, layer)
     w = add(lambda a: a["layers.norm"][layer], lambda n: n["layers.norm"][layer], "sequence_parallel")
     params[-1].entity = ShardedTensor.from_rank_offsets(
         "layers.norm", w, number, replica_id=replica(tp_sharded=False), **stacked
+    )
+
+
+def _add_keys_and_queries(
+    add: Any, params: list[WorldParam], rows: Any, replica: Any, tp: Axis, layer: int
+) -> None:
+    """Add a fused weight whose first part several ranks hold where tp has more of them than key heads."""
+    slices = min(tp.size, KEY_HEADS)
+    copies = tp.size // slices
+    w = add(
+        lambda a: torch.cat(
+            [
+                a["layers.kq.k"][layer].chunk(slices)[tp.rank // copies],
+                rows(a["layers.kq.q"][layer], 0),
+            ]
+        ),
+        lambda n: n["layers.kq"][layer],
+        "tensor_model_parallel",
+    )
+    keys = KEY_HEADS * HEAD_DIM // slices
+    if tp.rank % copies:
+        mark_copied_rows(w, [RowRange(0, 0, keys)])
+    number = (0, layer, LAYERS)
+    of_keys = ((1, tp.rank // copies, slices), number)
+    params[-1].entity = ShardedLayout.split(
+        "layers.kq",
+        w,
+        0,
+        {"k": keys, "q": HEADS * HEAD_DIM // tp.size},
+        (1, tp.rank, tp.size),
+        number,
+        replica_id=replica(tp_sharded=True),
+        prepend_axis_num=1,
+        placements={"k": PartPlacement(of_keys, replica_id=(0, tp.rank % copies, 0))},
     )
 
 

@@ -13,7 +13,7 @@ from megackpt.mapping.keys import add_prefix_for_sharding
 from megackpt.mapping.layout import Layout
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.plain import PerRank, Replicated
-from megackpt.mapping.sharded_layout import Part, ShardedLayout
+from megackpt.mapping.sharded_layout import Part, PartPlacement, ShardedLayout
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 
@@ -21,6 +21,7 @@ __all__ = [
     "Layout",
     "LocalNonpersistentObject",
     "Part",
+    "PartPlacement",
     "PerRank",
     "RankOffset",
     "ReplicaId",

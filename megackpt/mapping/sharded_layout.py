@@ -38,6 +38,8 @@ class Part:
         global_shape: shape of the part's global array, prepended axes included.
         global_offset: first element of the part in it, prepended axes included.
         axis_fragmentations: equal fragments per global axis.
+        replica_id: added to that of the layout, element by element: other than 0 where ranks hold copies of
+            this part, though each has the rest of its tensor for itself.
     """
 
     name: str
@@ -45,6 +47,20 @@ class Part:
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     axis_fragmentations: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlacement:
+    """Where a part of a layout lies, if not where the layout's other parts do.
+
+    Attributes:
+        rank_offsets: `(axis, index, fragments)` of this part; those of the layout do not count for it.
+        replica_id: added to that of the layout, element by element.
+    """
+
+    rank_offsets: tuple[RankOffset, ...] = ()
+    replica_id: ReplicaId = 0
 
 
 @dataclass(eq=False)
@@ -56,7 +72,7 @@ class ShardedLayout(ShardedBase):
         data: the local tensor; with `flattened_range` a 1-D slice of its flattening; None without data.
         local_shape: shape of the local tensor.
         parts: where each region goes; together they cover the local tensor.
-        replica_id: as in ShardedTensor, for all parts.
+        replica_id: as in ShardedTensor, for all parts; a part may add to it.
         prepend_axis_num: leading global axes that the local tensor lacks.
         flattened_range: which slice of the row-major flattening data holds.
         dtype: that of data.
@@ -92,6 +108,8 @@ class ShardedLayout(ShardedBase):
                 f"the parts {[part.name for part in self.parts]} do not cover local_shape "
                 f"{self.local_shape}. Build them with a Layout.",
             )
+        for part in self.parts:
+            self._replica_of(part)
         if self.flattened_range is not None:
             check_flattened_range(self.key, self.flattened_range, self.local_shape)
         if self.data is not None:
@@ -109,8 +127,9 @@ class ShardedLayout(ShardedBase):
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
+        placements: Mapping[str, PartPlacement] | None = None,
     ) -> ShardedLayout:
-        """Place every part of a layout by the same rank_offsets.
+        """Place every part of a layout by the same rank_offsets, except those that placements names.
 
         rank_offsets are `(axis, index, fragments)`; axes are those of the stored arrays (prepended ones, then
         the layout's), as in `ShardedTensor.from_rank_offsets`. Local.
@@ -122,11 +141,27 @@ class ShardedLayout(ShardedBase):
         fc1.gate (4, 3, 8) (2, 0, 0)
         fc1.up (4, 3, 8) (2, 0, 0)
 
+        Four ranks, two key heads: ranks 0 and 1 hold the first one, rank 1 as a replica.
+
+        >>> heads = Layout.of((12, 4)).split(0, {"q": 8, "k": 4})  # on rank 1 of 4
+        >>> k = PartPlacement(((0, 0, 2),), replica_id=1)
+        >>> qk = ShardedLayout.of("qk", torch.zeros(12, 4), heads, (0, 1, 4), placements={"k": k})
+        >>> [(t.key, t.global_shape, t.global_offset, t.replica_id) for t in qk.tensors()]
+        [('qk.q', (32, 4), (8, 0), 0), ('qk.k', (8, 4), (0, 0), 1)]
+
         Raises:
-            DeclarationError: an invalid rank offset, or data is not what the layout is for.
+            DeclarationError: an invalid rank offset, data is not what the layout is for, or placements names
+                no part.
         """
+        own = {} if placements is None else placements
+        if unknown := sorted(own.keys() - layout.views.keys()):
+            raise refusal(
+                key, f"placements names {unknown}, but the parts are {sorted(layout.views)}. Name a part."
+            )
+        usual = PartPlacement(rank_offsets)
         parts = tuple(
-            _place(key, name, view, rank_offsets, prepend_axis_num) for name, view in layout.views.items()
+            _place(key, name, view, own.get(name, usual), prepend_axis_num)
+            for name, view in layout.views.items()
         )
         return cls(
             key,
@@ -149,12 +184,13 @@ class ShardedLayout(ShardedBase):
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
+        placements: Mapping[str, PartPlacement] | None = None,
     ) -> ShardedLayout:
         """Split a dim of data into named parts, in order; every part is sharded by the same rank_offsets.
 
         axis counts data's own dims; sizes are local extents along it, in elements; rank_offsets are
         `(axis, index, fragments)` with axes counted in the global array (prepended axes included), as in
-        `ShardedTensor.from_rank_offsets`. Local.
+        `ShardedTensor.from_rank_offsets`. Parts that placements names are placed by theirs. Local.
 
         Raises:
             DeclarationError: the sizes do not add up to the extent of the dim, or a rank offset is invalid.
@@ -167,6 +203,7 @@ class ShardedLayout(ShardedBase):
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
             allow_shape_mismatch=allow_shape_mismatch,
+            placements=placements,
         )
 
     @classmethod
@@ -315,19 +352,36 @@ class ShardedLayout(ShardedBase):
             global_shape=part.global_shape,
             global_offset=part.global_offset,
             axis_fragmentations=part.axis_fragmentations,
-            replica_id=self.replica_id,
+            replica_id=self._replica_of(part),
             prepend_axis_num=self.prepend_axis_num,
             allow_shape_mismatch=self.allow_shape_mismatch,
         )
 
+    def _replica_of(self, part: Part) -> ReplicaId:
+        """Return the replica id of a part: that of the layout and its own, added."""
+        whole, own = self.replica_id, part.replica_id
+        if own == 0:
+            return whole
+        if isinstance(whole, int) and isinstance(own, int):
+            return whole + own
+        if isinstance(whole, tuple) and isinstance(own, tuple) and len(whole) == len(own):
+            return tuple(a + b for a, b in zip(whole, own, strict=True))
+        raise refusal(
+            self.key,
+            f"replica_id {own} of the part {part.name!r} cannot be added to {whole}, that of the layout. "
+            f"Give two numbers, or two tuples of the same length.",
+        )
 
-def _place(key: str, name: str, view: View, rank_offsets: Sequence[RankOffset], prepended: int) -> Part:
+
+def _place(key: str, name: str, view: View, placement: PartPlacement, prepended: int) -> Part:
+    check_replica_id(key, placement.replica_id)
     block = (1,) * prepended + view.shape
-    index, fragments = place_on_grid(key, len(block), rank_offsets)
+    index, fragments = place_on_grid(key, len(block), placement.rank_offsets)
     return Part(
         name,
         view,
         tuple(n * f for n, f in zip(block, fragments, strict=True)),
         tuple(n * i for n, i in zip(block, index, strict=True)),
         fragments,
+        placement.replica_id,
     )

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megackpt.parallel.attributes import ParameterFlag, is_marked
+from megackpt.geometry import View
+from megackpt.mapping.views import flat_pieces
+from megackpt.optim.ranges import Span
+from megackpt.parallel.attributes import ParameterFlag, copied_rows, is_marked
 from megackpt.parallel.collectives import all_reduce
 from megackpt.parallel.groups import Axis, ParallelGroups
 
@@ -49,7 +52,7 @@ def agree_on_touched(
 
 
 def global_grad_norm(
-    grads: Iterable[tuple[Parameter, Tensor]],
+    grads: Iterable[tuple[Parameter, Span, Tensor]],
     groups: ParallelGroups,
     *,
     axes: Sequence[Axis],
@@ -57,17 +60,20 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the L2 norm of the whole model's gradient, a 0-dim fp64 tensor equal on all ranks. Collective.
 
-    grads are this rank's pieces. Each true parameter counts once: one that tp ranks replicate on tp rank 0
-    only, the last stage's copy of a tied embedding not at all. Squares are summed in fp64, so that the
-    norm, and with it a clipped step, depends on the parallel layout in its last bits at most. axes are
-    those over which the pieces differ; device is where the norm is computed and exchanged.
+    grads are this rank's pieces: a parameter, a range of its flattening and the gradient of that range. Each
+    true parameter counts once: one that tp ranks replicate on tp rank 0 only, the last stage's copy of a tied
+    embedding not at all, of rows that neighbours in tp hold in common those of the first one. Squares are
+    summed in fp64, so that the norm, and with it a clipped step, depends on the parallel layout in its last
+    bits at most. axes are those over which the pieces differ; device is where the norm is computed and
+    exchanged.
 
     Source: `torch.nn.utils.clip_grad_norm_`, over all ranks.
     """
     squares = [
-        torch.linalg.vector_norm(grad, dtype=torch.float64).square().to(device)
-        for param, grad in grads
+        torch.linalg.vector_norm(counted, dtype=torch.float64).square().to(device)
+        for param, owned, grad in grads
         if _counts(param, groups.tp)
+        for counted in _without_copies(param, owned, grad)
     ]
     zero = torch.zeros((), dtype=torch.float64, device=device)  # a rank may own nothing that counts
     total = torch.stack([zero, *squares]).sum()
@@ -92,6 +98,21 @@ def _counts(param: Parameter, tp: Axis) -> bool:
     return not is_marked(param, "is_duplicate") and (
         is_marked(param, "tensor_model_parallel") or tp.rank == 0
     )
+
+
+def _without_copies(param: Parameter, owned: Span, grad: Tensor) -> list[Tensor]:
+    """Return the elements of a piece of a gradient that this rank does not hold as a copy; views."""
+    copied = copied_rows(param)
+    if not copied:
+        return [grad]
+    dim = copied[0].dim
+    # The rows between the copied ranges, of which each is a view of the parameter.
+    edges = [0, *(edge for rows in copied for edge in (rows.start, rows.stop)), param.shape[dim]]
+    whole = View.of(tuple(param.shape))
+    kept = [whole.narrow(dim, a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    flat = grad.reshape(-1)
+    pieces = [piece.data for view in kept for piece in flat_pieces(view, flat, owned.as_slice())]
+    return [data for data in pieces if data is not None]
 
 
 def _main_grad(param: Parameter) -> Tensor:

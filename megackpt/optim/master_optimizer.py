@@ -93,7 +93,7 @@ class MasterOptimizer(ABC):
             buffer.collect()
         touched = self._reduce_grads()
         norm = global_grad_norm(
-            ((slot.param, slot.grad) for slot in self._slots),
+            ((slot.param, slot.owned, slot.grad) for slot in self._slots),
             self.groups,
             axes=self._norm_axes(),
             device=self._device,

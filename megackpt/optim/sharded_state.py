@@ -128,13 +128,13 @@ def make_sharded_scalar(
     that every layer keeps its own number. All ranks with a part of the parameter hold a copy; replica tells
     copies of the same part apart, and the part at the origin of the parameter is the main one.
     """
-    shape, offset, prepended = _place(model_param)
+    shape, offset, prepended, copy = _place(model_param)
     return ShardedTensor.from_rank_offsets(
         f"{prefix}.{model_param.key}",
         scalar,
         *((axis, offset[axis], shape[axis]) for axis in range(prepended)),
         # An offset inside the parameter itself means another slice of it over tp, whose number is a copy.
-        replica_id=(replica[0], replica[1] + sum(offset[prepended:]), replica[2]),
+        replica_id=(replica[0], replica[1] + sum(offset[prepended:]) + copy, replica[2]),
         prepend_axis_num=prepended,
     )
 
@@ -230,13 +230,17 @@ def _refuse_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[Ten
         )
 
 
-def _place(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the global shape and offset of the entity's first box, and the number of prepended axes."""
+def _place(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """Return the global shape and offset of the entity's first box, and the number of prepended axes.
+
+    Last, a number other than 0 where that box is a copy though the entity as a whole is none.
+    """
     if isinstance(entity, ShardedTensor):
-        return entity.global_shape, entity.global_offset, entity.prepend_axis_num
+        return entity.global_shape, entity.global_offset, entity.prepend_axis_num, 0
     if isinstance(entity, ShardedLayout):
         first = entity.parts[0]
-        return first.global_shape, first.global_offset, entity.prepend_axis_num
+        copy = first.replica_id if isinstance(first.replica_id, int) else sum(first.replica_id)
+        return first.global_shape, first.global_offset, entity.prepend_axis_num, copy
     with torch.no_grad():  # a factory's function may copy the parameter it is given
         built = _param_entities({"built": entity.build()})
     if not built:

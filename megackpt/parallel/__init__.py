@@ -1,10 +1,18 @@
 """Layers that know their sharding, over tensor, pipeline, data and sequence parallelism."""
 
-from megackpt.parallel.attributes import ParameterFlag, is_marked, mark
+from megackpt.parallel.attributes import (
+    ParameterFlag,
+    RowRange,
+    copied_rows,
+    is_marked,
+    mark,
+    mark_copied_rows,
+)
 from megackpt.parallel.collectives import (
     all_reduce,
     collect_sequence,
     copy_to,
+    copy_to_neighbours,
     gather_from,
     gather_sequence,
     reduce_from,
@@ -77,6 +85,7 @@ __all__ = [
     "QKVParallelLinear",
     "RMSNorm",
     "RowParallelLinear",
+    "RowRange",
     "ShardedModule",
     "TpSharding",
     "Transfer",
@@ -84,7 +93,9 @@ __all__ = [
     "VocabParallelOutput",
     "all_reduce",
     "collect_sequence",
+    "copied_rows",
     "copy_to",
+    "copy_to_neighbours",
     "declare_module",
     "divide_over_tp",
     "dropout",
@@ -95,6 +106,7 @@ __all__ = [
     "gather_sequence",
     "is_marked",
     "mark",
+    "mark_copied_rows",
     "padded_vocab_size",
     "plan_1f1b",
     "plan_forward",

@@ -6,6 +6,7 @@ it is the same on all ranks (replicated) or each rank does its own part (paralle
 
     function                 forward                   backward                  stands between
     copy_to                  identity                  sum over ranks            replicated -> parallel
+    copy_to_neighbours       identity                  sum over neighbours       equal on them -> parallel
     reduce_from              sum over ranks            identity                  parallel -> replicated
     scatter_to               own slice of last dim     gather last dim           replicated -> parallel
     gather_from              gather last dim           own slice of last dim     parallel -> replicated
@@ -22,7 +23,8 @@ section 4.2.2 (g and g-bar are `gather_sequence` and `reduce_scatter_sequence`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,6 +48,16 @@ _reduce_scatter_single: Callable[..., Any] = (
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Pass `x` on to computation that each rank does a part of; gradients are summed. Collective."""
     return _exchange(x, axis, _identity, all_reduce)
+
+
+def copy_to_neighbours(x: Tensor, axis: Axis, rows: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Pass `x`, of which neighbouring ranks hold some rows in common, on to what each does for itself.
+
+    rows are `(start, stop, copies)` along dim 0: `copies` neighbours hold the same `x[start:stop]`. The
+    gradients of these rows are summed over the neighbours, and are equal on them to the bit. Collective over
+    the whole axis, whose size is a multiple of every `copies`.
+    """
+    return _exchange(x, axis, _identity, partial(_sum_over_neighbours, rows=rows)) if rows else x
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
@@ -128,6 +140,18 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)  # a new tensor object: autograd may not return its input as it is
+
+
+def _sum_over_neighbours(x: Tensor, axis: Axis, rows: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Sum rows over runs of neighbouring ranks. One all-reduce over the axis: runs have no process group."""
+    result = x.clone(memory_format=torch.contiguous_format)
+    for start, stop, copies in rows:
+        # Each run of neighbours adds up in a place of its own; the others add zeros to it.
+        runs = x.new_zeros((axis.size // copies, stop - start, *x.shape[1:]))
+        runs[axis.rank // copies] = x[start:stop]
+        dist.all_reduce(runs, group=_group(axis))
+        result[start:stop] = runs[axis.rank // copies]
+    return result
 
 
 def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -23,6 +23,7 @@ from megackpt.errors import DeclarationError
 from megackpt.parallel.attributes import mark
 from megackpt.parallel.collectives import (
     copy_to,
+    copy_to_neighbours,
     gather_from,
     gather_sequence,
     reduce_from,
@@ -30,7 +31,7 @@ from megackpt.parallel.collectives import (
     scatter_to,
 )
 from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.mixin import ShardedModule, TpSharding
+from megackpt.parallel.mixin import ShardedModule, TpSharding, check_copies
 
 INIT_STD = 0.02
 
@@ -69,9 +70,12 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the parameters.
         device: where the parameters lie.
+        copies: of named parts, how many neighbouring ranks of tp hold the same slice, for parts that are cut
+            into fewer slices than there are ranks. Their gradients are summed over these ranks.
 
     Raises:
-        DeclarationError: tp does not divide the outputs or a part of them; gather_output with parts.
+        DeclarationError: tp does not divide the outputs or a part of them; gather_output with parts; copies
+            that do not divide tp.
     """
 
     def __init__(
@@ -85,13 +89,17 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        copies: Mapping[str, int] | None = None,
     ) -> None:
         parts = None
+        held = {} if copies is None else copies
         if isinstance(out_features, int):
             local = divide_over_tp("out_features", out_features, groups)
         else:
             parts = {
-                n: divide_over_tp(f"part {n!r} of out_features", s, groups) for n, s in out_features.items()
+                # As many times as large, of which each rank would have a slice of its own.
+                n: divide_over_tp(f"part {n!r} of out_features", s * held.get(n, 1), groups)
+                for n, s in out_features.items()
             }
             local = sum(parts.values())
         if gather_output and parts is not None:
@@ -99,9 +107,12 @@ class ColumnParallelLinear(ShardedModule):
                 f"gather_output would join the slices of parts {list(parts)} interleaved by rank. Leave it "
                 f"False and gather each part of split(output) by itself."
             )
-        sharding = TpSharding(dim=0, parts=parts)
+        for name, copies_of_part in held.items():
+            check_copies(f"part {name!r}", copies_of_part, groups)
+        sharding = TpSharding(dim=0, parts=parts, copies=held)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
         self.local_parts = parts
+        self.shared_rows = sharding.shared_rows(local)
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
@@ -112,7 +123,9 @@ class ColumnParallelLinear(ShardedModule):
         """Return this rank's outputs; shapes above."""
         tp = self.groups.tp
         x = gather_sequence(x, tp) if self.sequence_parallel else copy_to(x, tp)
-        y = F.linear(x, self.weight, self.bias)  # [..., out/tp]
+        weight = copy_to_neighbours(self.weight, tp, self.shared_rows)
+        bias = None if self.bias is None else copy_to_neighbours(self.bias, tp, self.shared_rows)
+        y = F.linear(x, weight, bias)  # [..., out/tp]
         return gather_from(y, tp) if self.gather_output else y
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +145,8 @@ class QKVParallelLinear(ColumnParallelLinear):
     """The fused query, key and value projection: a column layer with parts `q`, `k`, `v`. Collective over tp.
 
     Input `[..., hidden]`; `split(output)` gives q `[..., heads/tp * head_dim]`, k and v
-    `[..., query_groups/tp * head_dim]`.
+    `[..., query_groups/tp * head_dim]`. With more ranks in tp than query groups, k and v have one head each,
+    the one that this rank's query heads use: `tp / query_groups` neighbours hold the same one.
 
     Args:
         hidden_size: extent of the last dim of the input.
@@ -146,7 +160,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         device: where the parameters lie.
 
     Raises:
-        DeclarationError: tp does not divide the query groups, or the query groups do not divide the heads.
+        DeclarationError: tp does not divide the heads, the query groups do not, or neither of tp and the
+            query groups divides the other.
     """
 
     def __init__(
@@ -168,8 +183,10 @@ class QKVParallelLinear(ColumnParallelLinear):
                 f"query heads cannot share keys evenly. Choose a divisor of {num_heads}."
             )
         # Checked on heads, not on features: a slice that ends inside a head would divide as well, and
-        # compute nonsense. What divides the groups divides the heads.
-        divide_over_tp("num_query_groups", num_query_groups, groups)
+        # compute nonsense.
+        divide_over_tp("num_heads", num_heads, groups)
+        copies = 1 if groups.tp.size % num_query_groups else groups.tp.size // num_query_groups
+        divide_over_tp("num_query_groups", num_query_groups * copies, groups)
         kv = num_query_groups * head_dim
         super().__init__(
             hidden_size,
@@ -179,6 +196,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
+            copies={"k": copies, "v": copies},
         )
 
 

@@ -11,7 +11,8 @@ layer's own sharding. A layer declares; it never computes an offset and never to
             self.weight = nn.Parameter(torch.ones(features // groups.tp.size))
 
 Replica ids are `(copy, tp, dp)`: a second copy of the same weight in the same model (tied embedding) has
-copy 1, a tensor that tp does not cut has its tp rank, and every data parallel rank its dp rank.
+copy 1, a tensor that tp does not cut has its tp rank, and every data parallel rank its dp rank. A slice that
+several neighbours in tp hold is numbered among them by the second element.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import (
+    PartPlacement,
     RankOffset,
     ShardedBase,
     ShardedLayout,
@@ -31,7 +33,7 @@ from megackpt.mapping import (
     ShardedStateDict,
     ShardedTensor,
 )
-from megackpt.parallel.attributes import is_marked, mark
+from megackpt.parallel.attributes import RowRange, is_marked, mark, mark_copied_rows
 from megackpt.parallel.groups import ParallelGroups
 
 Metadata: TypeAlias = "Mapping[str, Any] | None"  # the caller's hints, handed down unread
@@ -46,14 +48,18 @@ class TpSharding:
         parts: where the slice is made of named parts one after the other (gate and up; q, k and v), their
             local extents along `dim`, in order. Each part is stored as a global array of its own, `key.name`.
         allow_shape_mismatch: the global extent may differ between checkpoint and model (vocabulary padding).
+        copies: how many neighbouring ranks hold the same slice, where tp has more ranks than there are slices
+            (key and value heads): a number, or one for each part that has such slices. The layer sums their
+            gradients over these ranks: see `copy_to_neighbours`.
 
     Raises:
-        DeclarationError: both parts and allow_shape_mismatch.
+        DeclarationError: both parts and allow_shape_mismatch; copies of what is no part, or fewer than 1.
     """
 
     dim: int
     parts: Mapping[str, int] | None = None
     allow_shape_mismatch: bool = False
+    copies: int | Mapping[str, int] = 1
 
     def __post_init__(self) -> None:
         if self.parts is not None and self.allow_shape_mismatch:
@@ -61,6 +67,30 @@ class TpSharding:
                 f"a tensor made of parts {list(self.parts)} cannot have allow_shape_mismatch: padding of one "
                 f"part would move the next. Declare a tensor for each part, or pad none."
             )
+        named = self.copies if isinstance(self.copies, Mapping) else {}
+        counts = named.values() if isinstance(self.copies, Mapping) else (self.copies,)
+        if named.keys() - (self.parts or {}).keys() or min(counts, default=1) < 1:
+            raise DeclarationError(
+                f"copies is {self.copies!r} for a tensor of parts {list(self.parts or ())}. Give the number "
+                f"of ranks that hold the same slice, at least 1, or one number for each part by its name."
+            )
+
+    def copies_of(self, part: str) -> int:
+        """Return how many neighbouring ranks hold the same slice of a part; "" for a tensor without parts."""
+        return self.copies.get(part, 1) if isinstance(self.copies, Mapping) else self.copies
+
+    def shared_rows(self, extent: int) -> tuple[tuple[int, int, int], ...]:
+        """Return `(start, stop, copies)` of the rows that several ranks hold; extent is that of the dim."""
+        rows: list[tuple[int, int, int]] = []
+        start = 0
+        for name, size in (self.parts or {"": extent}).items():
+            copies = self.copies_of(name)
+            if rows and rows[-1][1:] == (start, copies):  # one range for k and v
+                rows[-1] = (rows[-1][0], start + size, copies)
+            elif copies > 1:
+                rows.append((start, start + size, copies))
+            start += size
+        return tuple(rows)
 
 
 Declarations: TypeAlias = Mapping[str, "int | TpSharding"]
@@ -102,6 +132,12 @@ class ShardedModule(nn.Module):
         super().register_parameter(name, param)
         if param is not None and name in self.tp_sharding:
             mark(param, "tensor_model_parallel")
+            how = _as_sharding(self.tp_sharding[name])
+            if 0 <= how.dim < param.dim():  # or else sharded_state_dict says what is wrong
+                shared = how.shared_rows(param.shape[how.dim])
+                copied = [RowRange(how.dim, a, b) for a, b, copies in shared if self.groups.tp.rank % copies]
+                if copied:
+                    mark_copied_rows(param, copied)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
@@ -224,22 +260,57 @@ def _declare(
         return ShardedTensor.from_rank_offsets(
             key, value, *stack, replica_id=replicated, prepend_axis_num=len(stack)
         )
-    how = declared if isinstance(declared, TpSharding) else TpSharding(dim=declared)
-    cut = (how.dim + len(stack), groups.tp.rank, groups.tp.size)
-    replica_id = (0, 0, groups.dp.rank)
+    how = _as_sharding(declared)
+    placements = {
+        name: _placement(key, how.dim + len(stack), how.copies_of(name), groups, stack)
+        for name in how.parts or [""]
+    }
     if how.parts is not None:
         return ShardedLayout.split(
-            key, value, how.dim, how.parts, cut, *stack, replica_id=replica_id, prepend_axis_num=len(stack)
+            key,
+            value,
+            how.dim,
+            how.parts,
+            replica_id=(0, 0, groups.dp.rank),
+            prepend_axis_num=len(stack),
+            placements=placements,
         )
     return ShardedTensor.from_rank_offsets(
         key,
         value,
-        cut,
-        *stack,
-        replica_id=replica_id,
+        *placements[""].rank_offsets,
+        replica_id=(0, groups.tp.rank % how.copies_of(""), groups.dp.rank),
         prepend_axis_num=len(stack),
         allow_shape_mismatch=how.allow_shape_mismatch,
     )
+
+
+def check_copies(what: str, copies: int, groups: ParallelGroups) -> None:
+    """Check that `copies` neighbours in tp can hold the same slice of `what`, and the next ones the next.
+
+    Raises:
+        DeclarationError: tp is not a multiple of `copies`.
+    """
+    if copies < 1 or groups.tp.size % copies:
+        raise DeclarationError(
+            f"{what}: {copies} neighbouring ranks cannot hold the same slice each with tp={groups.tp.size}. "
+            f"Give a number of copies that divides tp.",
+            rank=groups.rank,
+        )
+
+
+def _placement(
+    key: str, axis: int, copies: int, groups: ParallelGroups, stack: tuple[RankOffset, ...]
+) -> PartPlacement:
+    """Return where this rank's slice along an axis lies, of which `copies` neighbours in tp hold the same."""
+    check_copies(repr(key), copies, groups)
+    tp = groups.tp
+    cut = (axis, tp.rank // copies, tp.size // copies)
+    return PartPlacement((cut, *stack), replica_id=(0, tp.rank % copies, 0))
+
+
+def _as_sharding(declared: int | TpSharding) -> TpSharding:
+    return declared if isinstance(declared, TpSharding) else TpSharding(dim=declared)
 
 
 def _leading_axes(prefix: str, sharded_offsets: Sequence[RankOffset]) -> tuple[RankOffset, ...]:
@@ -260,7 +331,7 @@ def _check_declarations(
     kind, present = type(module).__name__, _listed(own)
     for name, how in declared.items():
         value = own.get(name)
-        dim = how.dim if isinstance(how, TpSharding) else how
+        dim = _as_sharding(how).dim
         if value is None and getattr(module, name, module) is None:
             continue  # declared for all instances; this one was built without (bias=False)
         if not isinstance(value, Tensor):

@@ -46,11 +46,13 @@ CASES = {
     "another rank": Case("--tp=3", "", ranks=2, rank=1),
     "heads": Case(
         "--tp=4 --num-heads=6 --num-query-groups=6 --hidden-size=48",
-        r".*num_heads 6 is not a multiple of tp=4; num_query_groups 6 is not .* tp=4.*Change either\.",
+        r".*num_heads 6 is not a multiple of tp=4; num_query_groups 6 is neither .* tp=4.*Change either\.",
         ranks=4,
     ),
     "query groups": Case(
-        "--tp=8", r".*num_query_groups 4 is not a multiple of tp=8\. Change either\.", ranks=8
+        "--tp=8 --num-heads=24 --num-query-groups=12 --hidden-size=48",
+        r".*num_query_groups 12 is neither a multiple nor a divisor of tp=8\. Change either\.",
+        ranks=8,
     ),
     "stages": Case("--pp=8", r".*num_layers 4 are fewer than pp=8 stages.*", ranks=8),
     "format": Case(

@@ -268,11 +268,12 @@ def test_sizes_that_make_no_model_are_refused(changes: dict[str, object], messag
 
 
 def test_a_layout_that_cannot_hold_the_model_is_refused_with_all_reasons() -> None:
-    config = replace(CONFIG, num_query_groups=2, ffn_hidden_size=6)
+    config = replace(CONFIG, num_heads=6, hidden_size=24, num_query_groups=6, ffn_hidden_size=6)
     with pytest.raises(DeclarationError) as caught:
         GPT(config, ParallelGroups.offline(ParallelLayout(tp=4, pp=5), 0))
     for reason in (
-        "num_query_groups 2",
+        "num_heads 6",
+        "num_query_groups 6 is neither",
         "ffn_hidden_size 6",
         "tp=4",
         "num_layers 4",

@@ -168,7 +168,7 @@ def test_the_main_copy_of_a_number_is_with_the_rank_that_holds_the_first_element
                 holders.setdefault(f"{step.key}{step.global_offset}", []).append(rank)
                 assert slot.owned.start == 0
                 assert optimizer.groups.tp.rank == 0
-    assert len(holders) == 2 + 3 * 4
+    assert len(holders) == 2 + 4 * 4
     assert all(len(ranks) == 1 for ranks in holders.values())
 
 

@@ -15,8 +15,12 @@ from megackpt.parallel import (
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
+    RowRange,
+    ShardedModule,
+    TpSharding,
     VocabParallelEmbedding,
     VocabParallelOutput,
+    copied_rows,
     is_marked,
     padded_vocab_size,
     vocab_parallel_cross_entropy,
@@ -82,8 +86,41 @@ def test_features_that_tp_does_not_divide_are_refused() -> None:
 
 def test_query_groups_are_not_cut_inside_a_head() -> None:
     # 2 groups of 8 features would divide by tp=4 as features do.
-    with pytest.raises(DeclarationError, match=r"num_query_groups 2.*tp=4"):
-        QKVParallelLinear(32, 4, 2, 8, _tp(4))
+    with pytest.raises(DeclarationError, match=r"num_query_groups 6.*tp=4"):
+        QKVParallelLinear(32, 12, 6, 8, _tp(4))
+    with pytest.raises(DeclarationError, match=r"num_heads 6.*tp=4"):
+        QKVParallelLinear(32, 6, 2, 8, _tp(4))
+
+
+def test_more_ranks_than_key_heads_hold_one_head_each_and_neighbours_the_same() -> None:
+    layers = [QKVParallelLinear(32, 8, 2, 8, _tp(4, rank)) for rank in range(4)]
+    assert layers[1].local_parts == {"q": 16, "k": 8, "v": 8}
+    placed = [layer.sharded_state_dict()["weight"].tensors() for layer in layers]
+    q, k, v = ([(t[i].global_offset[0], t[i].replica_id) for t in placed] for i in range(3))
+    assert q == [(0, (0, 0, 0)), (16, (0, 0, 0)), (32, (0, 0, 0)), (48, (0, 0, 0))]
+    assert k == v == [(0, (0, 0, 0)), (0, (0, 1, 0)), (8, (0, 0, 0)), (8, (0, 1, 0))]
+    assert {t[1].global_shape for t in placed} == {(16, 32)}
+    assert [copied_rows(layer.weight) for layer in layers] == [(), (RowRange(0, 16, 32),)] * 2
+
+
+def test_copies_that_do_not_divide_tp_are_refused() -> None:
+    with pytest.raises(DeclarationError, match=r"part 'k': 3 neighbouring ranks.*tp=4.*divides tp"):
+        ColumnParallelLinear(4, {"q": 8, "k": 4}, _tp(4), copies={"k": 3})
+    with pytest.raises(DeclarationError, match=r"copies is \{'x': 2\}.*parts \['k'\]"):
+        TpSharding(dim=0, parts={"k": 4}, copies={"x": 2})
+    with pytest.raises(DeclarationError, match=r"copies is 0.*at least 1"):
+        TpSharding(dim=0, copies=0)
+
+
+def test_a_whole_tensor_may_have_copies() -> None:
+    class Keys(ShardedModule):
+        def __init__(self, groups: ParallelGroups) -> None:
+            super().__init__(groups, tp_sharding={"weight": TpSharding(dim=1, copies=2)})
+            self.weight = torch.nn.Parameter(torch.zeros(3, 4))
+
+    entity = Keys(_tp(4, 3)).sharded_state_dict()["weight"]
+    assert (entity.global_shape, entity.global_offset, entity.replica_id) == ((3, 8), (0, 4), (0, 1, 0))
+    assert copied_rows(entity.data) == (RowRange(1, 0, 4),)
 
 
 def test_heads_that_cannot_share_keys_are_refused() -> None:
