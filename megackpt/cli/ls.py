@@ -6,21 +6,25 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import click
 from rich.filesize import decimal
 
-from megackpt.checkpointer import Checkpointer
+from megackpt.checkpointer.metrics import read_metrics
+from megackpt.checkpointer.pins import read_pins
+from megackpt.checkpointer.step_list import scan
 from megackpt.cli.frame import EXIT_CODES, json_option, say
 from megackpt.cli.places import check_root
 from megackpt.cli.tables import show, table_of
 from megackpt.engine.manifest import read_manifest
+from megackpt.engine.steps import StepFile, StepPlaces, step_name, step_places
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import LocalStore, checked_path, is_object_url
 
+_AT_ONCE = 16  # steps that are looked at
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -33,7 +37,7 @@ class Step:
         state: `committed`; `torn`, if its save or its removal did not finish; `unreadable`, if its commit is
             damaged.
         latest: whether it is the newest committed one.
-        age_s: seconds since it was committed, or last written to.
+        age_s: seconds since it was committed, or last written to; None where the store does not tell.
         nbytes: bytes of its files.
         format: backend and version; None unless committed.
         world_size: number of ranks that saved it, where its commit says so.
@@ -44,7 +48,7 @@ class Step:
     step: int
     state: str
     latest: bool
-    age_s: float
+    age_s: float | None
     nbytes: int
     format: str | None
     world_size: int | None
@@ -56,16 +60,12 @@ class Step:
 @click.argument("root", metavar="ROOT")
 @json_option
 def command(root: str, *, as_json: bool) -> None:
-    """List the steps that a Checkpointer keeps in the directory ROOT, oldest first.
+    """List the steps that a Checkpointer keeps in ROOT, a directory or an URL, oldest first.
 
     A step that is torn holds what a save left that did not finish, or is being written right now: it is never
     loaded. The latest is the newest that is committed.
     """
-    if is_object_url(root):
-        raise click.UsageError(
-            f"{root}: only directories are listed. `megackpt pin {root} --list` takes an URL."
-        )
-    steps = find_steps(Path(checked_path(root)))
+    steps = find_steps(root)
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:
         say({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)
@@ -78,55 +78,42 @@ def command(root: str, *, as_json: bool) -> None:
     show(table_of(root, map(_cells, steps), left=left, right=columns))
 
 
-def find_steps(root: Path) -> list[Step]:
-    """Return the steps below a directory, ascending.
+def find_steps(root: str | os.PathLike[str]) -> list[Step]:
+    """Return the steps below a directory or URL, ascending.
 
     Raises:
         NotACheckpointError: it is no directory, or is itself a checkpoint.
     """
     check_root(str(root))
-    if (root / MANIFEST).is_file():
+    places = step_places(root, objects=None)
+    if places.root.exists(MANIFEST):
         raise NotACheckpointError(
             f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name "
             f"the directory above it.",
             path=str(root),
         )
-    checkpointer = Checkpointer(root)
-    found = checkpointer.scan()
+    found = scan(places)
     newest = found.committed[-1] if found.committed else None
-    pins = checkpointer.pins()
-    steps = []
-    for step in sorted({*found.committed, *found.torn}):
-        described = _step(
-            checkpointer.directory(step),
-            step,
-            is_committed=step in found.committed,
-            latest=step == newest,
-            pinned=step in pins,
-            metrics=checkpointer.metrics(step),
-        )
-        steps += [described] if described is not None else []
-    return steps
+    pins = read_pins(places.root)
+
+    def described(step: int) -> Step | None:
+        return _step(places, step, is_committed=step in found.committed, latest=step == newest, pins=pins)
+
+    steps = sorted({*found.committed, *found.torn})
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="megackpt-ls") as threads:
+        return [step for step in threads.map(described, steps) if step is not None]
 
 
 def _step(
-    directory: Path,
-    step: int,
-    *,
-    is_committed: bool,
-    latest: bool,
-    pinned: bool,
-    metrics: dict[str, float],
+    places: StepPlaces, step: int, *, is_committed: bool, latest: bool, pins: frozenset[int]
 ) -> Step | None:
     """Describe a step; None if it is gone meanwhile."""
     state, backend, world_size = ("committed" if is_committed else "torn"), None, None
-    nbytes, written = _size_and_time(directory)
-    if not directory.exists():
+    files = places.files(step_name(step))
+    if files is None:
         return None
     if is_committed:
-        with contextlib.suppress(OSError):
-            written = (directory / MANIFEST).stat().st_mtime
-        with contextlib.closing(LocalStore(directory)) as store:
+        with contextlib.closing(places.open(step_name(step))) as store:
             try:
                 manifest = read_manifest(store)
             except CheckpointError:
@@ -135,31 +122,25 @@ def _step(
                 backend = f"{manifest.get('sharded_backend')}:{manifest.get('sharded_backend_version')}"
                 ranks = manifest.get("world_size")
                 world_size = ranks if type(ranks) is int else None
+    metrics = read_metrics(places.root, step)
     return Step(
         step=step,
         state=state,
         latest=latest,
-        age_s=max(time.time() - written, 0.0),
-        nbytes=nbytes,
+        age_s=_age_s(files) if files else places.idle_s(step_name(step)),
+        nbytes=sum(file.nbytes for file in files),
         format=backend,
         world_size=world_size,
-        pinned=pinned,
+        pinned=step in pins,
         metrics={name: value if math.isfinite(value) else str(value) for name, value in metrics.items()},
     )
 
 
-def _size_and_time(directory: Path) -> tuple[int, float]:
-    """Return the bytes of all files, and when the last was written; files may go meanwhile."""
-    nbytes, written = 0, 0.0
-    for path, _, files in os.walk(directory):
-        for name in files:
-            with contextlib.suppress(OSError):
-                found = os.lstat(os.path.join(path, name))
-                nbytes, written = nbytes + found.st_size, max(written, found.st_mtime)
-    if not written:
-        with contextlib.suppress(OSError):
-            written = directory.stat().st_mtime
-    return nbytes, written
+def _age_s(files: Sequence[StepFile]) -> float | None:
+    """Return how long ago a step was committed, or last written to; None where the store does not tell."""
+    times = [file.modified_s for file in files if file.modified_s is not None and file.name == MANIFEST]
+    times = times or [file.modified_s for file in files if file.modified_s is not None]
+    return max(time.time() - max(times), 0.0) if times else None
 
 
 def _cells(step: Step) -> tuple[str, ...]:
@@ -168,7 +149,7 @@ def _cells(step: Step) -> tuple[str, ...]:
         ", ".join([step.state] + ["latest"] * step.latest + ["pinned"] * step.pinned),
         step.format or "",
         ", ".join(f"{name} {_number(value)}" for name, value in step.metrics.items()),
-        age_text(step.age_s),
+        "" if step.age_s is None else age_text(step.age_s),
         decimal(step.nbytes),
         "" if step.world_size is None else str(step.world_size),
     )

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -55,6 +56,22 @@ def step_of(name: str) -> int | None:
     return step if step <= _MOST and name == step_name(step) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """A file below the directory of a step.
+
+    Attributes:
+        name: relative to that directory.
+        nbytes: its size.
+        modified_s: when it was last written, in seconds since 1970 by the clock of the store; None where the
+            store does not tell.
+    """
+
+    name: str
+    nbytes: int
+    modified_s: float | None
+
+
 class StepPlaces(Protocol):
     """The directories at the top of a root. All of it is local; no rank waits for another."""
 
@@ -86,6 +103,9 @@ class StepPlaces(Protocol):
 
         By the clocks of this machine and of the store, which may differ; never below 0.
         """
+
+    def files(self, name: str) -> list[StepFile] | None:
+        """Return the files of a directory, whoever wrote them; None if it is gone. Files may go meanwhile."""
 
     def remove(self, name: str) -> None:
         """Remove a directory: first what makes it a checkpoint, so that it is never a loadable half.
@@ -170,6 +190,18 @@ class LocalPlaces:
                     newest = max(newest, os.lstat(path).st_mtime)
         return None if newest < 0 else max(0.0, time.time() - newest)
 
+    def files(self, name: str) -> list[StepFile] | None:
+        """Return the files of a directory; None if it is gone."""
+        root, found = self._root / name, []
+        for directory, _, files in os.walk(root):
+            for file in files:
+                path = os.path.join(directory, file)
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    status = os.lstat(path)
+                    relative = os.path.relpath(path, root)
+                    found.append(StepFile(name=relative, nbytes=status.st_size, modified_s=status.st_mtime))
+        return found if root.exists() else None
+
     def remove(self, name: str) -> None:
         """Remove a directory; of a link, to a step of another run, only the link."""
         directory = self._root / name
@@ -252,6 +284,12 @@ class StorePlaces:
         """Return None: stores do not tell."""
         return None
 
+    def files(self, name: str) -> list[StepFile] | None:
+        """Return the files of a directory; when they were written is not known."""
+        store = self.open(name)
+        sizes = [(file, store.size(file)) for file in store.names()]
+        return [StepFile(name=file, nbytes=nbytes, modified_s=None) for file, nbytes in sizes] or None
+
     def remove(self, name: str) -> None:
         """Remove all files of a directory."""
         store = self.open(name)
@@ -314,6 +352,13 @@ class ObjectPlaces:
         with contextlib.closing(ObjectStore(f"{self.location}/{name}", options=self._options)) as store:
             newest = store.last_modified()
         return None if newest is None else max(0.0, time.time() - newest)
+
+    def files(self, name: str) -> list[StepFile] | None:
+        """Return the objects of a prefix: a request for each 1,000."""
+        with contextlib.closing(ObjectStore(f"{self.location}/{name}", options=self._options)) as store:
+            return [
+                StepFile(name=n, nbytes=size, modified_s=time_s) for n, size, time_s in store.entries()
+            ] or None
 
     def remove(self, name: str) -> None:
         """Remove all objects of a prefix."""

@@ -133,6 +133,10 @@ class ObjectStore:
         found = [one["path"] for one in self._listed(prefix)]
         return sorted(name for name in found if name.startswith(prefix) and is_allowed_name(name))
 
+    def entries(self) -> list[tuple[str, int, float]]:
+        """Return name, bytes and time of each object, in seconds since 1970 by the store's clock."""
+        return [(one["path"], one["size"], one["last_modified"].timestamp()) for one in self._listed("")]
+
     def last_modified(self) -> float | None:
         """Return when the newest object was put, in seconds since 1970 by the store's clock; or None."""
         return max((one["last_modified"].timestamp() for one in self._listed("")), default=None)

@@ -14,6 +14,8 @@ import torch
 from megackpt import Checkpointer, ShardedTensor
 from megackpt.cli import main
 from megackpt.cli.ls import age_text, find_steps
+from megackpt.storage import ObjectStore
+from tests.s3_server import BUCKET, S3Server, options_for
 
 
 @pytest.fixture
@@ -84,3 +86,38 @@ def test_a_root_without_steps_is_fine_and_anything_else_is_not(
     assert main(["ls", str(root / "iter_0000002")]) == 3
     assert "single checkpoint" in capsys.readouterr().err
     assert main(["ls"]) == 2
+
+
+@pytest.mark.multiprocess
+def test_an_url_is_listed_as_a_directory_is(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = options_for(s3_server.port)
+    for name in ("endpoint", "access_key_id", "secret_access_key", "region"):
+        variable = "AWS_ENDPOINT_URL" if name == "endpoint" else f"AWS_{name.upper()}"
+        monkeypatch.setenv(variable, options.config[name])
+    url = f"s3://{BUCKET}/listed"
+    with Checkpointer(url) as checkpointer:
+        for step in (1, 2, 3):
+            tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(100 * step))
+            checkpointer.save(step, {"w": tensor}, metrics={"loss": 1.0 / step})
+    ObjectStore(f"{url}/iter_0000003").delete(["metadata.json"])
+    assert main(["pin", url, "1"]) == 0
+    capsys.readouterr()
+    assert main(["ls", url, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["latest"] == 2
+    found = [(s["step"], s["state"], s["format"], s["pinned"]) for s in said["steps"]]
+    assert found == [
+        (1, "committed", "megackpt:1", True), (2, "committed", "megackpt:1", False), (3, "torn", None, False)
+    ]  # fmt: skip
+    second = ObjectStore(f"{url}/iter_0000002")
+    assert said["steps"][1]["nbytes"] == sum(map(second.size, second.names()))
+    assert said["steps"][1]["metrics"] == {"loss": 0.5}
+    assert all(0 <= step["age_s"] < 600 for step in said["steps"])
+    assert main(["ls", url]) == 0
+    assert "committed, latest" in capsys.readouterr().out
+    assert main(["ls", f"{url}/iter_0000002"]) == 3
+    assert main(["ls", f"{url}-not-there"]) == 0
+    assert main(["inspect", url, "--json"]) == 0
+    assert "its latest step is" in capsys.readouterr().err
