@@ -56,6 +56,11 @@ class _Best(click.ParamType[KeepBest]):
     metavar="MINUTES",
     help="What a save has begun and not committed goes only if nothing was written to it for so long.",
 )
+@click.option(
+    "--incomplete-newest",
+    is_flag=True,
+    help="Incomplete steps newer than the newest commit go, too: no job must be saving them.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @json_option
 def command(
@@ -66,6 +71,7 @@ def command(
     keep_best: KeepBest | None,
     keep_all: bool,
     min_age: float,
+    incomplete_newest: bool,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -73,8 +79,8 @@ def command(
 
     One of the --keep options must be given: a step stays if any of them asks for it. Whatever they say, the
     newest step stays, pinned ones do, and the newest in which nothing is wrong that can be seen without
-    reading its chunks. Leftovers go only if a newer step is committed, and if nothing was written to them
-    lately.
+    reading its chunks. What incomplete saves left goes only if a newer step is committed, or with
+    --incomplete-newest, and if nothing was written to it lately.
     """
     policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if policy.keeps_all != keep_all:
@@ -96,7 +102,11 @@ def command(
         _check_metric(keep_best.metric, {s: read_metrics(places.root, s) for s in found.committed}, root)
     keeping = Housekeeping(places, policy)
     whole = keeping.newest_whole(found.committed)
-    planned = keeping.plan(found, upto=found.committed[-1], good=() if whole is None else (whole,))
+    newest = (
+        max(found.committed[-1], *found.torn) if incomplete_newest and found.torn else found.committed[-1]
+    )
+    planned = keeping.plan(found, upto=newest, good=() if whole is None else (whole,))
+    waiting = [step for step in found.torn if step > newest]
     busy = keeping.being_saved(planned, within_s=60 * min_age)
     chosen = planned.without(busy)
     todo = (*chosen.torn, *chosen.retention.removed)
@@ -105,9 +115,9 @@ def command(
     left = sorted(set(todo) - set(removed))
     if as_json:
         said = _json(root, planned, removed, left, dry_run=dry_run)
-        say({**said, "left_alone": sorted(busy)}, "", as_json=True)
+        say({**said, "left_alone": sorted(busy), "incomplete_newest": waiting}, "", as_json=True)
     else:
-        _show(root, planned, removed, left, busy, dry_run=dry_run)
+        _show(root, planned, removed, left, busy, waiting, dry_run=dry_run)
         click.echo(_RUNNING, err=True)
     return FAILED_CHECK if left else 0
 
@@ -141,6 +151,7 @@ def _show(
     removed: tuple[int, ...],
     left: list[int],
     busy: Collection[int],
+    waiting: Collection[int],
     *,
     dry_run: bool,
 ) -> None:
@@ -148,6 +159,7 @@ def _show(
     rows = {s: (_state(planned, s), went, "") for s in removed}
     rows |= {s: (_state(planned, s), "could not be removed, or is pinned now", "") for s in left}
     rows |= {s: (_state(planned, s), "left alone", "written to within --min-age") for s in busy}
+    rows |= {s: ("torn", "left alone", "newer than the newest commit: --incomplete-newest") for s in waiting}
     rows |= {s: ("committed", "stays", ", ".join(why)) for s, why in planned.retention.kept.items()}
     cells = [(str(step), *rows[step]) for step in sorted(rows)]
     show(table_of(root, cells, left=("step", "state", "what", "because")))

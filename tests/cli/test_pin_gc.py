@@ -66,6 +66,28 @@ def test_gc_removes_what_is_torn_and_what_the_policy_does_not_keep(
     assert sorted(files) == [f"iter_000000{step}" for step in (1, 3, 6, 7)]
 
 
+def test_gc_removes_an_incomplete_newest_step_only_when_told_to(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = root / "iter_0000007"
+    assert said(capsys, "gc", str(root), "--keep-all")["incomplete_newest"] == [7]
+    assert newest.is_dir()
+    assert main(["gc", str(root), "--keep-all"]) == 0
+    assert "newer than the newest commit: --incomplete-newest" in capsys.readouterr().out
+    flags = ("--keep-all", "--incomplete-newest")
+    assert said(capsys, "gc", str(root), *flags, "--dry-run")["removed"] == [{"step": 7, "state": "torn"}]
+    assert newest.is_dir()
+    (newest / "now").write_text("")  # a job may be saving it
+    assert said(capsys, "gc", str(root), *flags)["left_alone"] == []  # it holds a file that is not ours
+    (newest / "now").unlink()
+    os.utime(newest)
+    assert said(capsys, "gc", str(root), *flags)["left_alone"] == [7]
+    make_older(root)
+    assert said(capsys, "gc", str(root), *flags)["removed"] == [{"step": 7, "state": "torn"}]
+    assert not newest.exists()
+    assert Checkpointer(root).steps() == (1, 3, 4, 6)
+
+
 @pytest.mark.parametrize("step", [2, 4], ids=["torn before", "committed before"])
 def test_gc_leaves_a_step_alone_that_a_job_saves_again(
     root: Path, capsys: pytest.CaptureFixture[str], step: int
