@@ -13,6 +13,9 @@ RENAMED: dict[str, str] = {
 
 # Names that are not here, and why.
 ABSENT: dict[str, str] = {
+    "strategies.torch.HAVE_NVRX": (
+        "Says whether an import worked; `strategies.nvrx.is_nvrx_min_version` asks for the installed version."
+    ),
     "exchange_utils.HAVE_TE_FLOAT8TENSOR": (
         "Says whether an import worked; `is_float8tensor` looks at the class and imports nothing."
     ),
@@ -39,7 +42,9 @@ _BACKEND = "It is given a backend, and is named so in its base class too."
 
 # What to know of names that are here. Every signature that differs needs one.
 NOTES: dict[str, str] = {
-    "core.check_is_distributed_checkpoint": "Takes a path, or a Store of megackpt.",
+    "core.check_is_distributed_checkpoint": (
+        "Takes a path, or a Store of megackpt. Damaged JSON in metadata.json is an error."
+    ),
     "core.maybe_load_config": "Fields of metadata.json that Megatron-Core does not know are left out.",
     "core.save_config": "Raises UnsupportedError: metadata.json is the commit, and `save` writes it.",
     "mapping.ShardedTensor.from_rank_offsets": (
@@ -51,12 +56,15 @@ NOTES: dict[str, str] = {
     "optimizer.get_param_id_to_sharded_param_map": "Entities that hold detached copies are an error.",
     "optimizer.optim_state_to_sharding_state": "Takes 0-dim states, such as Adam's `step`, too.",
     "serialization.load": (
-        "Keys by `strict`, see `StrictHandling`; `validate_access_integrity` has no effect, as a load is not "
+        "A call by position may leave out `common_strategy`, as from 0.19 on. Keys by `strict`, "
+        "see `StrictHandling`; `validate_access_integrity` has no effect, as a load is not "
         "harmed by what other ranks leave out. Errors are raised on every rank. Another dtype or shape than "
-        "stored is an error."
+        "stored is an error; `install(silent_cast=True)` lets values be converted. What is asked for and not "
+        "stored, and shapes that do not fit, raise an error that is also torch's `CheckpointException`."
     ),
     "serialization.save": (
-        "Makes the directory, changes neither the state dict nor its entities, and writes format "
+        "A call by position may leave out `common_strategy`, as from 0.19 on. `async_strategy` has no "
+        "effect. Makes the directory, changes neither the state dict nor its entities, and writes format "
         "`megackpt` if "
         "no strategy is given. Common state that differs between ranks is an error, and so is a value "
         "without "
@@ -64,9 +72,10 @@ NOTES: dict[str, str] = {
         "With `async_sharded_save` tensors are read when the request is scheduled."
     ),
     "serialization.get_default_save_sharded_strategy": (
-        "`torch_dist` gives the strategy of format `megackpt` and a warning, until that format can be "
-        "written."
+        "Without arguments it is `torch_dist`, which Megatron-Core reads; `save` without a strategy writes "
+        "`megackpt`."
     ),
+    "serialization.load_plain_tensors": "An error of one rank is raised on all, after all have read.",
     "serialization.load_common_state_dict": "Has the content metadata under `content_metadata`, as there.",
     "serialization.remove_sharded_tensors": "Atomic; one process calls it.",
     "state_dict_utils.save_preprocess": "The given state dict is not changed.",
@@ -77,6 +86,7 @@ NOTES: dict[str, str] = {
         "A failure on one rank is raised on all; the request is then no longer in the queue."
     ),
     "strategies.async_utils.AsyncRequest": "Later versions put three fields before `is_frozen`.",
+    "strategies.base.LoadStrategyBase": "Its own constructor there only logs that it is deprecated.",
     "strategies.base.LoadStrategyBase.check_backend_compatibility": _BACKEND,
     "strategies.base.get_default_strategy": "To load, any format gives the strategy that detects the format.",
     "strategies.common.TorchCommonLoadStrategy.check_backend_compatibility": _BACKEND,
@@ -122,8 +132,7 @@ NOTES: dict[str, str] = {
     "strategies.torch.TorchDistLoadShardedStrategy.load_tensors_metadata": (
         "`metadata` is that of torch.distributed.checkpoint, which is not read here."
     ),
-    "strategies.torch.TorchDistSaveShardedStrategy": "Raises UnsupportedError until that format can be "
-    "written.",
+    "strategies.torch.TorchDistSaveShardedStrategy": "`thread_count` is 1 from 0.17 on, 2 here and before.",
     "strategies.torch.TorchDistSaveShardedStrategy.async_save": "A request for a whole checkpoint.",
     "strategies.torch.TorchDistSaveShardedStrategy.can_handle_sharded_objects": _PROPERTY,
     "utils.logger_stack": "Nested per thread.",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import imports_table
 from api_notes import ABSENT, NOTES, RENAMED
 
 from megackpt.compat.megatron.refusal import is_refused
@@ -27,9 +28,10 @@ from megackpt.compat.megatron.refusal import is_refused
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "megatron-compat.md"
 FACTS = HERE / "facts"
-VERSIONS = ("0.8.0", "0.12.1", "0.16.1")
+VERSIONS = ("0.8.0", "0.12.1", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 OURS = "megackpt.compat.megatron.dist_checkpointing"
 ALWAYS_RAISES = "Raises UnsupportedError"
+MISSING = object()
 LEFT_OUT = {"logger", "fallback_logger", "T", "U", "V"}
 
 
@@ -261,6 +263,27 @@ def judge(name: str, fact: dict[str, str]) -> Verdict:
     return Verdict(status, f"`{render(ours)}` here, `{render(theirs)}` there. {note}".strip())
 
 
+def judge_import(name: str) -> str:
+    """Say what an imported name is here: `offered`, `raises when used` with its reason, or `missing`."""
+    found = find_private(name)
+    if found is MISSING:
+        return "missing"
+    if is_refused(found):
+        return f"raises when used: {found.refused_because} {found.refused_instead}"
+    return "offered"
+
+
+def find_private(name: str) -> Any:
+    """Return our object of a qualified name, whatever its value; MISSING if there is none."""
+    module, _, last = name.rpartition(".")
+    try:
+        return getattr(
+            importlib.import_module(".".join([OURS, *([module] if module else [])])), last, MISSING
+        )
+    except ModuleNotFoundError:
+        return MISSING
+
+
 def write_page() -> str:
     """Return the page."""
     facts = {version: load_facts(version) for version in VERSIONS}
@@ -273,6 +296,11 @@ def write_page() -> str:
         lines += [f"## {title}", "", "| name | versions | here | |", "|---|---|---|---|"]
         lines += [_row(name, module, facts) for name in names]
         lines.append("")
+    names = {
+        name for version in imports_table.IMPORT_VERSIONS for name in imports_table.load_imports(version)
+    }
+    lines += [(HERE / "page_imports.md").read_text().rstrip(), ""]
+    lines += imports_table.table({name: judge_import(name) for name in names})
     return "\n".join(lines).rstrip() + "\n"
 
 

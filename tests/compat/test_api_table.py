@@ -9,7 +9,17 @@ from pathlib import Path
 import api_table
 import pytest
 from api_notes import ABSENT, NOTES, RENAMED
-from api_table import VERSIONS, Parameter, accepts, judge, load_facts, parse_signature, render
+from api_table import (
+    VERSIONS,
+    Parameter,
+    accepts,
+    judge,
+    judge_import,
+    load_facts,
+    parse_signature,
+    render,
+)
+from imports_table import IMPORT_VERSIONS, imports_of, load_imports
 
 from megackpt.compat.megatron.dist_checkpointing import serialization
 
@@ -73,12 +83,51 @@ def test_the_stored_facts_are_those_of_the_installed_megatron_core() -> None:
 
 
 def test_a_name_that_is_missing_here_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    fact = load_facts("0.16.1")["serialization.load"]
-    assert judge("serialization.load", fact).status == "same"
-    monkeypatch.setattr(serialization, "load", serialization.load_plain_tensors)
-    assert judge("serialization.load", fact).status == "differs"
-    monkeypatch.delattr(serialization, "load")
-    assert judge("serialization.load", fact).status == "gap"
+    name = "serialization.load_sharded_metadata"
+    fact = load_facts("0.16.1")[name]
+    assert judge(name, fact).status == "same"
+    monkeypatch.setattr(serialization, "load_sharded_metadata", serialization.load_plain_tensors)
+    assert judge(name, fact).status == "differs"
+    monkeypatch.delattr(serialization, "load_sharded_metadata")
+    assert judge(name, fact).status == "gap"
+
+
+@pytest.mark.parametrize("version", IMPORT_VERSIONS)
+def test_no_name_that_megatron_imports_is_missing(version: str) -> None:
+    imports = load_imports(version)
+    assert len(imports) >= 20, "the facts are not those of a whole repository"
+    missing = [name for name in imports if judge_import(name) == "missing"]
+    assert not missing, f"megatron {version} imports these, and stops where they are missing: {missing}"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="Megatron-Core is not installed: pip install megatron-core==0.16.1",
+)
+def test_the_stored_imports_hold_those_of_the_installed_megatron_core() -> None:
+    from importlib.metadata import distribution
+
+    package = distribution("megatron-core")
+    found, stored = imports_of(Path(str(package.locate_file("")))), load_imports("0.16.1")
+    assert len(found) > 15
+    assert set(found) <= set(stored)
+    assert all(set(modules) <= set(stored[name]) for name, modules in found.items())
+
+
+def test_imports_are_found_in_every_way_to_write_them(tmp_path: Path) -> None:
+    inside = tmp_path / "megatron" / "core" / "dist_checkpointing"
+    inside.mkdir(parents=True)
+    (inside / "a.py").write_text("from .b import not_counted")
+    (inside.parent / "user.py").write_text(
+        "from .dist_checkpointing.mapping import A as B\n"
+        "def later():\n    from megatron.core.dist_checkpointing import _c\n"
+    )
+    (inside.parent / "__init__.py").write_text("import megatron.core.dist_checkpointing.utils as u")
+    assert imports_of(tmp_path) == {
+        "_c": ["megatron.core.user"],
+        "mapping.A": ["megatron.core.user"],
+        "utils": ["megatron.core"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ assert mlp.ShardedTensorFactory is megackpt.ShardedTensorFactory
 assert dist_checkpointing.mapping.CheckpointingException is megackpt.CheckpointingException
 assert ours.__spec__.name == ours.__name__ == "megackpt.compat.megatron.dist_checkpointing"
 try:
-    import megatron.core.dist_checkpointing.gpt_checkpoint_interop
+    import megatron.core.dist_checkpointing.not_of_ours
 except ModuleNotFoundError as error:
-    assert "is not offered by megackpt" in str(error) and error.name.endswith("gpt_checkpoint_interop")
+    assert "is not offered by megackpt" in str(error) and error.name.endswith("not_of_ours")
 else:
     raise AssertionError("a module that is not ours was found")
 """)

@@ -13,17 +13,22 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from megackpt.errors import CheckpointError
+from megackpt.compat.megatron.process_options import OPTIONS
+from megackpt.errors import CheckpointError, DeclarationError
 
 THEIRS = "megatron.core.dist_checkpointing"
 OURS = "megackpt.compat.megatron.dist_checkpointing"
 
 
-def install() -> None:
+def install(*, silent_cast: bool = False) -> None:
     """Make `megatron.core.dist_checkpointing` and all its modules ours, in this process. Local.
 
     Call it before anything of Megatron-Core is imported: its modules take the classes when they are imported.
-    Calling it again does nothing. Megatron-Core itself need not be installed.
+    Calling it again only changes silent_cast. Megatron-Core itself need not be installed.
+
+    Args:
+        silent_cast: let `load` convert values that are stored in another dtype, as Megatron-Core does.
+            Otherwise that is an error, which names the key and both dtypes.
 
     Raises:
         CheckpointError: Megatron-Core's own `dist_checkpointing` has been imported already.
@@ -32,6 +37,9 @@ def install() -> None:
     >>> megatron.install()                                      # doctest: +SKIP
     >>> from megatron.core.models.gpt import GPTModel           # doctest: +SKIP
     """
+    if not isinstance(silent_cast, bool):
+        raise DeclarationError(f"silent_cast is {silent_cast!r}; give True or False.")
+    OPTIONS.silent_cast = silent_cast
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     early = [name for name in sys.modules if name == THEIRS or name.startswith(THEIRS + ".")]

@@ -8,6 +8,7 @@ save or load.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from typing import Any, ClassVar, NoReturn, TypeAlias
@@ -24,6 +25,8 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from megackpt.compat.megatron.load_errors import also_of_torch
+from megackpt.compat.megatron.process_options import OPTIONS
 from megackpt.compat.megatron.refusal import refuse
 from megackpt.compat.megatron.settings import KnownSettings
 from megackpt.engine.plan_cache import PlanCache
@@ -31,7 +34,7 @@ from megackpt.engine.save import SaveRequest
 from megackpt.errors import CommonStateError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.options import SaveOptions
+from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
@@ -261,6 +264,7 @@ def load_by(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | os.PathLike[str],
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    group: Group | None = None,
 ) -> Any:
     """Load with `megackpt.load`, which see for what is returned, as a strategy says: who reads for whom.
 
@@ -268,8 +272,15 @@ def load_by(
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
-    given = getattr(strategy, "load_arguments", {})
-    loaded, report = api.load_with_report(sharded_state_dict, checkpoint_dir, strict=strict, **given)
+    given = dict(getattr(strategy, "load_arguments", {}))
+    if OPTIONS.silent_cast:
+        options = given.get("options") or LoadOptions()
+        converts = KeyRule(keys="*", cast=Policy.IGNORE)
+        given["options"] = dataclasses.replace(options, rules=(*options.rules, converts))
+    with also_of_torch():
+        loaded, report = api.load_with_report(
+            sharded_state_dict, checkpoint_dir, strict=strict, group=group, **given
+        )
     if hasattr(strategy, "times"):
         strategy.times = report.times
     if strict.returns_keys:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megackpt.api import check_is_distributed_checkpoint
 from megackpt.compat.megatron.refusal import refuse
 from megackpt.engine.manifest import read_manifest
-from megackpt.errors import CheckpointingException, FormatError, NotACheckpointError
-from megackpt.storage import is_object_url, open_store
+from megackpt.errors import CheckpointingException, FormatError
+from megackpt.formats.strategy import MANIFEST
+from megackpt.storage import Store, is_object_url, open_store
 
 __all__ = [
     "CONFIG_FNAME",
@@ -20,7 +21,7 @@ __all__ = [
     "save_config",
 ]
 
-CONFIG_FNAME = "metadata.json"
+CONFIG_FNAME = MANIFEST
 
 
 @dataclass
@@ -40,8 +41,20 @@ class CheckpointingConfig:
     common_backend_version: int = 1
 
 
-def maybe_load_config(checkpoint_dir: str) -> CheckpointingConfig | None:
-    """Return the formats of a committed checkpoint, None where there is none. Local.
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str] | Store) -> bool:
+    """Say whether a directory holds a metadata.json that can be read. Local.
+
+    As in Megatron-Core, a checkpoint of torch.distributed.checkpoint alone is none: Megatron-LM loads that in
+    another way (`torch_dcp`, `fsdp_dtensor`). `megackpt.check_is_distributed_checkpoint` knows it too.
+
+    Raises:
+        FormatError: metadata.json is damaged.
+    """
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | Store) -> CheckpointingConfig | None:
+    """Return the formats that metadata.json names, None for a directory without one. Local.
 
     Other fields of metadata.json are left out.
 
@@ -50,20 +63,27 @@ def maybe_load_config(checkpoint_dir: str) -> CheckpointingConfig | None:
     """
     if not checkpoint_dir:
         return None
-    if not is_object_url(str(checkpoint_dir)) and not Path(checkpoint_dir).is_dir():
+    if not isinstance(checkpoint_dir, (str, os.PathLike)):
+        return _config_in(checkpoint_dir)
+    place = os.fspath(checkpoint_dir)
+    if not is_object_url(place) and not Path(place).is_dir():
         return None
-    store = open_store(checkpoint_dir)
+    store = open_store(place)
     try:
-        said = read_manifest(store)
-    except NotACheckpointError:
-        return None
+        return _config_in(store)
     finally:
         store.close()
+
+
+def _config_in(store: Store) -> CheckpointingConfig | None:
+    if not store.exists(CONFIG_FNAME):
+        return None
+    said = read_manifest(store)
     if "sharded_backend" not in said:
         raise FormatError(
-            f"{checkpoint_dir}/{CONFIG_FNAME} does not name a sharded_backend. The file is damaged or "
+            f"{store.location}/{CONFIG_FNAME} does not name a sharded_backend. The file is damaged or "
             f"foreign.",
-            path=str(checkpoint_dir),
+            path=store.location,
         )
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
     return CheckpointingConfig(**{name: said[name] for name in names if name in said})

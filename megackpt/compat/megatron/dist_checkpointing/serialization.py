@@ -1,18 +1,21 @@
 """The entry points in Megatron-Core's order of arguments.
 
-Each version has added arguments at the end, so calls written for 0.6 to 0.16 mean the same here.
+Each version up to 0.18 has added arguments at the end. 0.19 has taken `common_strategy` out of the middle: a
+call by position is understood in both orders, as what follows is a flag, which no strategy is.
 
 Source: Megatron-Core `dist_checkpointing.serialization`, for names and signatures.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt import api
+from megackpt.comm import subgroup, together, world_group
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -23,6 +26,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
@@ -31,6 +35,7 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
     StrictHandling,
     verify_checkpoint_and_load_strategy,
 )
+from megackpt.compat.megatron.integrity import verify_integrity_manifest, write_on_rank_0
 from megackpt.compat.megatron.ours import (
     check_load_strategy,
     load_by,
@@ -40,6 +45,10 @@ from megackpt.compat.megatron.ours import (
 )
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
+from megackpt.options import LoadOptions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = [
     "CkptShardedMetadata",
@@ -56,12 +65,26 @@ __all__ = [
     "save",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
 CkptShardedMetadata = dict[str, ShardedBase]
 logger = logging.getLogger(__name__)
 
 _CONTENT_METADATA = "content_metadata"
 
 
+def _in_both_orders(function: F) -> F:
+    """Let calls by position leave out the fourth argument, `common_strategy`, as from 0.19 on."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 3 and isinstance(args[3], bool):
+            args = (*args[:3], None, *args[3:])
+        return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+@_in_both_orders
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str,
@@ -69,20 +92,30 @@ def load(
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load with `megackpt.load`, which see. Collective.
 
     The format is detected, whatever strategy of ours is given. validate_access_integrity has no effect:
     every rank is given what it asks for, so no proof is needed that the ranks ask for everything once.
+    verify_integrity first compares every file with the SHA-256 in integrity.json, on rank 0. With
+    process_group only its ranks load.
 
     Raises:
         UnsupportedError: a strategy of someone else's.
-        CheckpointError: as `megackpt.load`.
+        IntegrityError: verify_integrity finds a file that differs, or no integrity.json.
+        CheckpointError: as `megackpt.load`. A MissingKeyError or MismatchError is also a
+            `torch.distributed.checkpoint.CheckpointException`, which Megatron-Core raises there.
     """
     check_load_strategy(sharded_strategy)
     _check_common(common_strategy, TorchCommonLoadStrategy, StrategyAction.LOAD_COMMON)
+    strictness = StrictHandling.of(strict)
+    group = None if process_group is None else subgroup(process_group, timeout_s=LoadOptions().timeout_s)
+    if verify_integrity:
+        verify_integrity_manifest(checkpoint_dir, group)
     loaded: StateDict | tuple[StateDict, set[str], set[str]]
-    loaded = load_by(sharded_strategy, sharded_state_dict, checkpoint_dir, StrictHandling.of(strict))
+    loaded = load_by(sharded_strategy, sharded_state_dict, checkpoint_dir, strictness, group)
     state = loaded[0] if isinstance(loaded, tuple) else loaded
     _describe(state, checkpoint_dir)
     return loaded
@@ -115,8 +148,18 @@ def load_sharded_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: str) -> StateDict:
-    """Return every global array as a whole tensor, by key. Local."""
-    return dict(api.load_plain_tensors(checkpoint_dir))
+    """Return every global array as a whole tensor, by key. Collective: an error of a rank is raised on all.
+
+    `megackpt.load_plain_tensors` does the same for one process alone.
+    """
+    tensors: StateDict = {}
+
+    def read() -> bytes:
+        tensors.update(api.load_plain_tensors(checkpoint_dir))
+        return b""
+
+    together(world_group(timeout_s=LoadOptions().timeout_s), read, doing="loading plain tensors")
+    return tensors
 
 
 def load_content_metadata(
@@ -143,6 +186,7 @@ def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
     api.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
+@_in_both_orders
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str,
@@ -152,6 +196,8 @@ def save(
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = "nvrx",
+    verify_integrity: bool = False,
 ) -> AsyncRequest | None:
     """Save with `megackpt.save`, which see; without a strategy in the native format. Collective.
 
@@ -160,7 +206,11 @@ def save(
     and a warning says where, as there: optimizers of 0.12 have it so with pipeline parallelism.
 
     With async_sharded_save nothing is begun: the request that is returned saves when a queue is given it, or
-    when it is executed. The tensors are read then, so schedule it before they change.
+    when it is executed. The tensors are read then, so schedule it before they change. async_strategy has no
+    effect: megackpt's own writer processes save, whatever it names.
+
+    With verify_integrity rank 0 reads all files again after the commit, and writes their SHA-256 into
+    integrity.json, which `load(verify_integrity=True)` and Megatron-Core from 0.17 on check.
 
     Raises:
         UnsupportedError: a strategy of someone else's.
@@ -174,9 +224,19 @@ def save(
         "preprocess_common_before_consistancy_check": preprocess_common_before_consistancy_check,
     }
     if async_sharded_save:
-        return request_by(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
+        request = request_by(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
+        if verify_integrity:
+            request.add_finalize_fn(functools.partial(write_on_rank_0, checkpoint_dir))
+        return request
     save_as_rank_0(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
+    if verify_integrity:
+        write_on_rank_0(checkpoint_dir)
     return None
+
+
+def _legacy_common_state_exists(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Say whether common state lies in a file of its own, as Megatron-Core up to 0.18 wrote it. Local."""
+    return os.path.exists(os.path.join(checkpoint_dir, COMMON_STATE_FNAME))
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> SaveShardedStrategy:
@@ -195,12 +255,15 @@ def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -
     return found
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: str) -> LoadShardedStrategy:
-    """Return the strategy that reads a checkpoint. Local.
+def get_default_load_sharded_strategy(checkpoint_dir: str | None = None) -> LoadShardedStrategy:
+    """Return the strategy that reads a checkpoint; without a directory, one for any. Local.
 
     Raises:
         NotACheckpointError: nothing was committed there.
     """
+    if checkpoint_dir is None:
+        found: LoadShardedStrategy = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
+        return found
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
 
 

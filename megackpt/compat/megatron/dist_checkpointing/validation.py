@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megackpt.codec import leaf_digests
 from megackpt.comm import world_group
-from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
+from megackpt.compat.megatron.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import extract_matching_values
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -23,6 +23,11 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     SaveShardedStrategy,
     StrategyAction,
     get_default_strategy,
+)
+from megackpt.compat.megatron.integrity import (
+    INTEGRITY_FNAME,
+    save_integrity_manifest,
+    verify_integrity_manifest,
 )
 from megackpt.compat.megatron.refusal import refused
 from megackpt.engine.expand import expand
@@ -34,15 +39,19 @@ from megackpt.validation import StrictHandling, check_coverage
 from megackpt.validation.common import check_common_equal
 
 __all__ = [
+    "INTEGRITY_FNAME",
     "StrictHandling",
     "adjust_non_strict_load",
     "determine_global_metadata",
     "maybe_report_missing_and_unexpected_keys",
     "parse_strict_flag",
+    "save_integrity_manifest",
     "validate_integrity_and_strict_load",
     "validate_sharded_objects_handling",
     "validate_sharding_integrity",
+    "verify_checkpoint",
     "verify_checkpoint_and_load_strategy",
+    "verify_integrity_manifest",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,13 +86,7 @@ def verify_checkpoint_and_load_strategy(
         NotACheckpointError: nothing was committed there.
         FormatError: a strategy that was given does not read this format.
     """
-    config = maybe_load_config(checkpoint_dir)
-    if config is None:
-        raise NotACheckpointError(
-            f"{checkpoint_dir} is not a checkpoint: it has no metadata.json. Name the directory of a "
-            f"finished one.",
-            path=str(checkpoint_dir),
-        )
+    config = _config_of(checkpoint_dir)
     sharded_name = (config.sharded_backend, config.sharded_backend_version)
     common_name = (config.common_backend, config.common_backend_version)
     sharded = _strategy(StrategyAction.LOAD_SHARDED, sharded_strategy or sharded_name)
@@ -100,6 +103,27 @@ def verify_checkpoint_and_load_strategy(
                 path=str(checkpoint_dir),
             ) from error
     return sharded, common
+
+
+def verify_checkpoint(checkpoint_dir: str) -> None:
+    """Check that a directory holds a metadata.json. Local.
+
+    Raises:
+        NotACheckpointError: it does not.
+        FormatError: metadata.json is damaged.
+    """
+    _config_of(checkpoint_dir)
+
+
+def _config_of(checkpoint_dir: str) -> CheckpointingConfig:
+    config = maybe_load_config(checkpoint_dir)
+    if config is None:
+        raise NotACheckpointError(
+            f"{checkpoint_dir} is not a checkpoint: it has no metadata.json. Name the directory of a "
+            f"finished one.",
+            path=str(checkpoint_dir),
+        )
+    return config
 
 
 def adjust_non_strict_load(
@@ -136,15 +160,20 @@ def maybe_report_missing_and_unexpected_keys(
     logger.warning(" ".join(parts))
 
 
-def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[list[Any], list[list[Any]]]:
-    """Return this rank's entities without data, and those of all ranks. Collective over the default group."""
+def determine_global_metadata(
+    sharded_state_dict: ShardedStateDict, process_group: dist.ProcessGroup | None = None
+) -> tuple[list[Any], list[list[Any]]]:
+    """Return this rank's entities without data, and those of all ranks of the group, in its order.
+
+    Collective over the group, or over all ranks without one.
+    """
     alone = not (dist.is_available() and dist.is_initialized())
-    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    rank, ranks = (0, 1) if alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
     expanded = expand(sharded_state_dict, rank=rank, ranks=ranks)
     local = [entity.without_data() for entity in expanded.entities]
     gathered: list[Any] = [local] * ranks
     if not alone:
-        dist.all_gather_object(gathered, local)
+        dist.all_gather_object(gathered, local, group=process_group)
     return local, gathered
 
 

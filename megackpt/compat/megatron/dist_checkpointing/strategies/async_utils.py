@@ -8,8 +8,14 @@ Source: Megatron-Core `dist_checkpointing.strategies.async_utils`, for names and
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +28,8 @@ from megackpt.compat.megatron.refusal import refused
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.errors import DeclarationError
 from megackpt.options import AsyncOptions
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0  # as in SaveOptions
 _WHY = {
@@ -95,6 +103,12 @@ class AsyncCallsQueue:
         self._number = -1
         self._saver: AsyncSaver | None = None
         self._threads: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def warmup_persistent_caller(
+        cls, rank: int, mp_mode: str = "spawn", cpu_priority: int = 10, io_priority: int | None = None
+    ) -> None:
+        """Do nothing: the first save of a queue starts its writer process, by megackpt's own rules."""
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin a request; return its number. Collective.
@@ -233,6 +247,35 @@ class _Call:
 
 def _nothing(*args: object, **kwargs: object) -> None:
     """Do the work of a request that has none."""
+
+
+@contextlib.contextmanager
+def _disable_gc() -> Iterator[None]:
+    """Switch Python's garbage collector off for the time of the block. Also a decorator."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
+    """Lower the priority of the calling process; what the system does not allow is logged.
+
+    cpu_priority is a nice value from 0 to 19, which is never lowered; io_priority a class of `ionice`, 3 for
+    idle. None leaves either as it is.
+    """
+    try:
+        if cpu_priority is not None and 0 <= cpu_priority <= 19:
+            os.nice(max(0, cpu_priority - os.nice(0)))
+        ionice = shutil.which("ionice") if io_priority is not None else None
+        if ionice is not None:
+            command = [ionice, "-c", str(io_priority), "-p", str(os.getpid())]
+            subprocess.run(command, check=True, capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("The priority of process %d was not lowered: %s", os.getpid(), error)
 
 
 AsyncCaller = refused("AsyncCaller", **_WHY)

@@ -10,7 +10,7 @@ import os
 
 from megackpt import api
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from megackpt.compat.megatron.refusal import refuse
+from megackpt.compat.megatron.refusal import refuse, refused
 from megackpt.mapping import ShardedStateDict, StateDict
 
 COMMON_STATE_FNAME = "common.pt"
@@ -72,6 +72,18 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Do nothing: a version that cannot be read is refused when it is opened."""
+
+
+def load_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+    """Return the common state of a checkpoint. Local. From Megatron-Core 0.17 on."""
+    return api.load_common_state_dict(checkpoint_dir)
+
+
+save_common = refused(
+    "save_common",
+    because="a checkpoint is committed all at once, so no part of it is written alone.",
+    instead="Pass the whole state dict to save().",
+)
 
 
 def register_default_common_strategies() -> None:

@@ -84,9 +84,11 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         strategy: SaveShardedStrategy,
         parallelization_group: ProcessGroup | None = None,
         do_cache_distribution: bool = False,
+        backend: str | None = None,
+        version: int | None = None,
     ) -> None:
         save_choice(strategy)
-        super().__init__(strategy.backend, strategy.version)
+        super().__init__(backend or strategy.backend, version or strategy.version)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -114,7 +116,10 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         return given | spread
 
     def async_save(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "nvrx",
     ) -> AsyncRequest:
         """Return a request that saves a whole checkpoint when it is scheduled or executed. Local."""
         return request_by(self, sharded_state_dict, checkpoint_dir)
@@ -184,7 +189,12 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         """That of the wrapped strategy."""
         return getattr(self.base_strategy, "cached_global_metadata", None)
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "mcore",
+    ) -> StateDict:
         """Return the loaded state dict, common state included. Collective."""
         loaded: StateDict = load_by(self, sharded_state_dict, checkpoint_dir)
         return loaded
@@ -197,6 +207,11 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
             "options": replace(options, exchange=self._exchange_algo),
             "exchange_group": self.parallelization_group,
         }
+
+    @property
+    def stream_ckpt_dequant(self) -> bool:
+        """As the wrapped strategy; True where it has no such attribute."""
+        return bool(getattr(self.base_strategy, "stream_ckpt_dequant", True))
 
     def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Do nothing: a plan says who reads what, and no entity is changed for it."""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
+from megackpt.compat.megatron.dist_checkpointing.strategies import filesystem_async
+from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megackpt.compat.megatron.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from megackpt.compat.megatron.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
 from megackpt.compat.megatron.refusal import refused
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
+from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import SaveOptions
 
 _PLUMBING = {
@@ -34,6 +45,7 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
         separation_hint: what has a key that begins so is written to files of its own; None for none.
         cached_global_metadata: what a load strategy of Megatron-Core has read. It is only kept here: a plan
             comes from what ranks declare, and the first save of a structure makes it.
+        cpu_shm_mode: without effect: tensors are staged in memory of the host in any case.
 
     Raises:
         DeclarationError: thread_count is below 1, or below 2 with a separation_hint; or another format.
@@ -44,22 +56,25 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
         "thread_count",
         "separation_hint",
         "cached_global_metadata",
+        "cpu_shm_mode",
     )
 
     def __init__(
         self,
-        backend: str,
-        version: int,
+        backend: str = "torch_dist",
+        version: int = 1,
         keep_only_main_replica: bool = True,
         thread_count: int = 2,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
+        cpu_shm_mode: bool = False,
     ) -> None:
         super().__init__(backend, version)
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
         self.use_cached_ckpt_structure = cached_metadata
         self.separation_hint = separation_hint
+        self.cpu_shm_mode = cpu_shm_mode
         self.cached_global_metadata: Any = None  # torch.distributed.checkpoint's
         _ = self.choice  # raises at once what is out of range
 
@@ -73,6 +88,18 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
             )
         return TorchDistSaveStrategy(thread_count=self.thread_count, separation_hint=self.separation_hint)
 
+    def async_save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "nvrx",
+    ) -> AsyncRequest:
+        """Return a request that saves a whole checkpoint when it is scheduled or executed. Local.
+
+        async_strategy has no effect: megackpt's own writer processes save.
+        """
+        return super().async_save(sharded_state_dict, checkpoint_dir)
+
     @property
     def save_arguments(self) -> SaveArguments:
         """What of `megackpt.save`'s other arguments this strategy stands for, as it is set now."""
@@ -81,14 +108,63 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
 
 
 class TorchDistLoadShardedStrategy(DetectingLoadStrategy):
-    """Loads a checkpoint of any format that can be read here, as its metadata.json says."""
+    """Loads a checkpoint of any format that can be read here, as its metadata.json says.
 
-    def __init__(self) -> None:
+    The arguments are those of Megatron-Core 0.17 and 0.19 and have no effect: index rows are read as they are
+    needed, and tensors are filled one by one.
+    """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("cache_metadata", "stream_ckpt_dequant", "checkpoint_name")
+
+    def __init__(
+        self,
+        cache_metadata: bool = False,
+        stream_ckpt_dequant: bool = True,
+        checkpoint_name: str | None = None,
+    ) -> None:
         super().__init__()
+        self.cache_metadata = cache_metadata
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+        self.checkpoint_name = checkpoint_name
+
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "mcore",
+    ) -> StateDict:
+        """Return the loaded state dict, common state included. Collective. async_strategy has no effect."""
+        return super().load(sharded_state_dict, checkpoint_dir)
 
 
 def register_default_torch_strategies() -> None:
     """Do nothing: our strategies are there without being registered."""
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+    """Return `"mcore"` and what an asynchronous save needs, by name, or only what `module` names.
+
+    They are megackpt's own for both strategies of Megatron-Core, `nvrx` and `mcore`: its writer processes
+    save, and nvidia-resiliency-ext is not needed.
+
+    Raises:
+        DeclarationError: there is no such strategy, or no such name.
+    """
+    if async_strategy not in ("nvrx", "mcore"):
+        raise DeclarationError(f"async_strategy={async_strategy!r} is not known. Give 'nvrx' or 'mcore'.")
+    known = {
+        "AsyncCallsQueue": AsyncCallsQueue,
+        "AsyncRequest": AsyncRequest,
+        "CachedMetadataFileSystemReader": CachedMetadataFileSystemReader,
+        "FileSystemWriterAsync": filesystem_async.FileSystemWriterAsync,
+        "_results_queue": filesystem_async._results_queue,
+        "get_write_results_queue": filesystem_async.get_write_results_queue,
+        "save_state_dict_async_finalize": save_state_dict_async_finalize,
+        "save_state_dict_async_plan": save_state_dict_async_plan,
+    }
+    if module is not None and module not in known:
+        raise DeclarationError(f"module={module!r} is not known. Give one of {', '.join(known)}.")
+    return "mcore", known if module is None else known[module]
 
 
 MCoreLoadPlanner = refused("MCoreLoadPlanner", **_PLUMBING)

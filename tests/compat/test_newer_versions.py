@@ -1,0 +1,355 @@
+"""What Megatron-Core from 0.17 on has added to dist_checkpointing, and what its training package calls."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from imports_table import IMPORT_VERSIONS, load_imports
+from torch.distributed.checkpoint.api import CheckpointException
+
+import megackpt
+from megackpt.compat.megatron import dist_checkpointing, process_options
+from megackpt.compat.megatron.dist_checkpointing import (
+    core,
+    gpt_checkpoint_interop,
+    mapping,
+    serialization,
+    validation,
+)
+from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils, fully_parallel, nvrx
+from megackpt.compat.megatron.dist_checkpointing.strategies import torch as torch_dist
+from megackpt.errors import DeclarationError, IntegrityError, MismatchError, NotACheckpointError
+from megackpt.testing.ranks import RankPool
+from tests.compat.small_state import small_state
+
+S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
+ROOT = Path(__file__).parents[2]
+MEGATRONS = [path for path in os.environ.get("MEGATRON_PATHS", "").split(os.pathsep) if path]
+"""Checkouts of Megatron-LM, or unpacked wheels from 0.17 on, to import `megatron.training` from."""
+IMPORTS_TRAINING = """
+from megackpt.compat import megatron
+megatron.install()
+import megatron.training
+from megatron.training import arguments, async_utils, checkpointing, training
+from megatron.core import dist_checkpointing
+assert dist_checkpointing.__name__.startswith("megackpt."), dist_checkpointing
+assert checkpointing.dist_checkpointing is dist_checkpointing
+"""
+
+
+def _python(program: str, *paths: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("path", MEGATRONS or ["installed"])
+def test_megatron_training_can_be_imported_under_install(path: str) -> None:
+    done = _python(IMPORTS_TRAINING, *([path] if MEGATRONS else []))
+    if "ModuleNotFoundError" in done.stderr and "dist_checkpointing" not in done.stderr.splitlines()[-1]:
+        pytest.skip(f"{done.stderr.splitlines()[-1]} (name checkouts in MEGATRON_PATHS)")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_name_that_megatron_imports_is_found_under_install() -> None:
+    names = sorted({name for version in IMPORT_VERSIONS for name in load_imports(version)})
+    lines = [
+        f"from megatron.core.dist_checkpointing.{m} import {n}".replace("checkpointing. ", "checkpointing ")
+        for m, _, n in (name.rpartition(".") for name in names)
+    ]
+    program = "from megackpt.compat import megatron; megatron.install()\n" + "\n".join(lines)
+    done = _python(program)
+    if "No module named 'megatron'" in done.stderr:
+        pytest.skip("Megatron-Core is not installed: pip install megatron-core==0.16.1")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_calls_by_position_mean_the_same_with_and_without_common_strategy(tmp_path: Path) -> None:
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    dist_checkpointing.save(small_state(), old, None, None, True, False, None, {"v": 1}, "nvrx", True)
+    dist_checkpointing.save(small_state(), new, None, True, False, None, {"v": 1}, "nvrx", True)
+    wanted = {**small_state(0.0), "new": S.from_rank_offsets("new", torch.zeros(1))}
+    for path in (old, new):
+        assert (Path(path) / "integrity.json").exists()
+        assert serialization.load_content_metadata(path) == {"v": 1}
+        for first in ((None,), ()):
+            _, missing, unexpected = dist_checkpointing.load(
+                wanted, path, None, *first, True, "return_all", True, None
+            )
+            assert (missing, unexpected) == (set(), {"new"})
+    assert list(inspect.signature(serialization.load).parameters)[3] == "common_strategy"
+
+
+def test_integrity_json_finds_a_changed_file_and_a_lost_one(tmp_path: Path) -> None:
+    path = tmp_path / "iter_1"
+    dist_checkpointing.save(small_state(), str(path), ("torch_dist", 1))
+    with pytest.raises(IntegrityError, match=r"has no integrity\.json"):
+        dist_checkpointing.load(small_state(), str(path), verify_integrity=True)
+    dist_checkpointing.save(small_state(), str(path), ("torch_dist", 1), verify_integrity=True)
+    assert dist_checkpointing.load(small_state(), str(path), verify_integrity=True)["step"] == 7
+    file = next(path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"1 of .* files differ .*its SHA-256 is"):
+        validation.verify_integrity_manifest(str(path))
+    file.unlink()
+    with pytest.raises(megackpt.CheckpointingException, match="cannot be read"):
+        dist_checkpointing.load(small_state(), str(path), verify_integrity=True)
+    (path / "integrity.json").write_text('{"algorithm": "crc", "files": {}}')
+    with pytest.raises(megackpt.FormatError, match="does not list files"):
+        validation.verify_integrity_manifest(str(path))
+
+
+def _verify_and_load(path: str) -> list[str]:
+    rank, errors = torch.distributed.get_rank(), []
+    part = S.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2))
+    request = dist_checkpointing.save({"w": part}, path, None, async_sharded_save=True, verify_integrity=True)
+    queue = async_utils.AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.close()
+    validation.verify_integrity_manifest(path)
+    pair = torch.distributed.new_group([0, 1])
+    if rank < 2:
+        alone = S.from_rank_offsets("w", torch.zeros(1), (0, rank, 4))
+        loaded = dist_checkpointing.load({"w": alone}, path, process_group=pair, verify_integrity=True)
+        assert loaded["w"].tolist() == [0.0]
+        local, everyone = validation.determine_global_metadata({"w": alone}, process_group=pair)
+        assert [entity.global_offset for one in everyone for entity in one] == [(0,), (1,)]
+        assert local[0].global_offset == (rank,)
+    torch.distributed.barrier()
+    if rank == 0:
+        for file in Path(path).rglob("*"):
+            if file.is_file() and file.name not in ("metadata.json", "integrity.json"):
+                file.unlink()
+    torch.distributed.barrier()
+    for call in (
+        lambda: validation.verify_integrity_manifest(path),
+        lambda: dist_checkpointing.load_plain_tensors(path if rank == 1 else path + "-not-there"),
+    ):
+        try:
+            call()
+        except megackpt.CheckpointError as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
+@pytest.mark.multiprocess
+def test_integrity_and_process_groups_over_ranks_and_errors_on_all(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    found = rank_pool.run(_verify_and_load, 2, str(tmp_path / "iter_1"))
+    assert found[0] == found[1], "an error of one rank is raised on all"
+    assert found[0][0] == "IntegrityError"
+    assert len(found[0]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_bare_dcp_directory_is_none_of_megatron_s_distributed_checkpoints(tmp_path: Path) -> None:
+    dcp = tmp_path / "dcp"
+    torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=dcp, no_dist=True)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(str(dcp))
+    assert core.maybe_load_config(dcp) is None
+    assert megackpt.check_is_distributed_checkpoint(dcp), "megackpt itself reads it"
+    with pytest.raises(NotACheckpointError, match=r"no metadata\.json"):
+        validation.verify_checkpoint(str(dcp))
+    store = megackpt.storage.open_store(dcp)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(store)
+    dist_checkpointing.save(small_state(), str(tmp_path / "c"), ("torch_dist", 1))
+    assert dist_checkpointing.check_is_distributed_checkpoint(tmp_path / "c")
+    validation.verify_checkpoint(str(tmp_path / "c"))
+    (tmp_path / "c" / "metadata.json").write_text("{}")
+    with pytest.raises(megackpt.FormatError, match="does not name a sharded_backend"):
+        dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path / "c"))
+
+
+def test_what_is_not_stored_or_does_not_fit_raises_torch_s_error_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "iter_1")
+    dist_checkpointing.save(small_state(), path)
+    unknown = {"new": S.from_rank_offsets("new", torch.zeros(1))}
+    for caught in (CheckpointException, megackpt.MissingKeyError, KeyError):
+        with pytest.raises(caught, match="new"):
+            dist_checkpointing.load(unknown, path)
+    with pytest.raises(CheckpointException) as found:
+        dist_checkpointing.load({"w": S.from_rank_offsets("w", torch.zeros(5, 3))}, path)
+    assert isinstance(found.value, MismatchError)
+    assert [type(error) for error, _ in found.value.failures.values()] == [MismatchError]
+    with pytest.raises(megackpt.MissingKeyError) as plain:
+        megackpt.load(unknown, path)
+    assert not isinstance(plain.value, CheckpointException), "only the face of Megatron-Core does so"
+
+
+def test_a_silent_cast_is_an_option_of_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "iter_1")
+    dist_checkpointing.save({"w": S.from_rank_offsets("w", torch.tensor([1.5, 2.5]))}, path)
+
+    def wanted() -> dict[str, Any]:
+        return {"w": S.from_rank_offsets("w", torch.zeros(2, dtype=torch.bfloat16))}
+
+    with pytest.raises(MismatchError, match="float32"):
+        dist_checkpointing.load(wanted(), path)
+    monkeypatch.setattr(process_options.OPTIONS, "silent_cast", True)
+    assert dist_checkpointing.load(wanted(), path)["w"].tolist() == [1.5, 2.5]
+    with pytest.raises(MismatchError, match="float32"):
+        megackpt.load(wanted(), path)
+    reader = fully_parallel.FullyParallelLoadStrategyWrapper(
+        torch_dist.TorchDistLoadShardedStrategy(cache_metadata=True)
+    )
+    assert dist_checkpointing.load(wanted(), path, reader)["w"].dtype == torch.bfloat16
+    assert reader.stream_ckpt_dequant
+
+
+def test_install_sets_the_option() -> None:
+    done = _python(
+        "from megackpt.compat import megatron; from megackpt.compat.megatron.process_options import OPTIONS\n"
+        "megatron.install(silent_cast=True); assert OPTIONS.silent_cast\n"
+        "megatron.install(); assert not OPTIONS.silent_cast\n"
+        "megatron.install(silent_cast='yes')"
+    )
+    assert "silent_cast is 'yes'" in done.stderr, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("strategy", ["nvrx", "mcore"])
+def test_an_asynchronous_save_by_the_classes_of_get_async_strategy(tmp_path: Path, strategy: str) -> None:
+    path = str(tmp_path / "iter_1")
+    name, modules = torch_dist.get_async_strategy(strategy)
+    assert name == "mcore"
+    assert torch_dist.get_async_strategy(strategy, "AsyncRequest")[1] is async_utils.AsyncRequest
+    modules["AsyncCallsQueue"].warmup_persistent_caller(0, cpu_priority=10, io_priority=3, mp_mode="spawn")
+    assert modules["get_write_results_queue"](mp_mode="fork") is modules["_results_queue"] is None
+    queue = modules["AsyncCallsQueue"](persistent=True)
+    writer = torch_dist.TorchDistSaveShardedStrategy(cpu_shm_mode=True)
+    assert (writer.backend, writer.version) == ("torch_dist", 1)
+    done: list[int] = []
+    request = dist_checkpointing.save(
+        small_state(), path, writer, async_sharded_save=True, async_strategy=strategy
+    )
+    assert request is not None
+    request.add_finalize_fn(lambda: done.append(1))
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert done == [1]
+    reader = modules["CachedMetadataFileSystemReader"](path)
+    assert "w" in reader.read_metadata().state_dict_metadata
+    assert reader.read_metadata() is modules["CachedMetadataFileSystemReader"](path).read_metadata()
+    modules["CachedMetadataFileSystemReader"].clear_metadata_cache()
+    whole = {"w": torch.zeros(2, 3)}
+    torch.distributed.checkpoint.load(whole, storage_reader=reader, no_dist=True)
+    assert whole["w"].tolist() == [[1.0] * 3] * 2
+    with pytest.raises(DeclarationError, match="async_strategy='pigeons' is not known"):
+        torch_dist.get_async_strategy("pigeons")
+
+
+def test_requests_and_priorities_by_newer_names() -> None:
+    assert nvrx.has_nvrx_async_support()
+    request = nvrx.make_nvrx_async_request(async_utils.AsyncRequest, print, (1,), [], preload_fn=None)
+    assert (request.async_fn_args, request.async_fn_kwargs) == ((1,), {})
+    assert not nvrx.is_nvrx_min_version("99.0.0")
+    assert gc.isenabled()
+    with async_utils._disable_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    done = _python(
+        "import os; from megackpt.compat.megatron.dist_checkpointing.strategies import async_utils\n"
+        "before = os.nice(0); async_utils._set_process_qos(before + 3, 3); assert os.nice(0) == before + 3\n"
+        "async_utils._set_process_qos(0, None); assert os.nice(0) == before + 3"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_hybrid_model_reads_the_checkpoint_of_a_gpt(tmp_path: Path) -> None:
+    path = str(tmp_path / "gpt")
+    weight = torch.arange(12.0).reshape(2, 2, 3)
+    stored: dict[str, Any] = {
+        "mlp": S.from_rank_offsets("decoder.layers.mlp.w", weight),
+        "attention": S.from_rank_offsets("decoder.layers.self_attention.w", -weight),
+        "norm": S.from_rank_offsets("decoder.final_layernorm.weight", torch.ones(3)),
+        **{
+            f"extra{i}": mapping.ShardedObject("decoder.layers.mlp._extra_state", i, (2,), (i,))
+            for i in (0, 1)
+        },
+    }
+    dist_checkpointing.save(stored, path, ("torch_dist", 1))
+    maps = gpt_checkpoint_interop.gpt_compatible_layer_maps("M*-|M*-")
+    assert maps.num_gpt_layers == 2
+    assert (dict(maps.attention_to_gpt), dict(maps.mlp_to_gpt)) == ({1: 0, 4: 1}, {2: 0, 5: 1})
+    halves = F(
+        "decoder.layers.5.mlp.w",
+        torch.zeros(2, 3),
+        lambda key, data, replica, flat: [
+            S.from_rank_offsets(key, data[i : i + 1], (0, i, 2), replica_id=replica) for i in range(2)
+        ],
+        torch.cat,
+    )
+    model: dict[str, Any] = {
+        "fresh": S.from_rank_offsets("decoder.layers.0.mixer.A", torch.full((2,), 5.0)),
+        "attention": S.from_rank_offsets("decoder.layers.4.self_attention.w", torch.zeros(2, 3)),
+        "mlp": S.from_rank_offsets("decoder.layers.2.mlp.w", torch.zeros(2, 3)),
+        "factory": halves,
+        "norm": S.from_rank_offsets("decoder.final_norm.weight", torch.zeros(3)),
+        "head": mapping.ShardedObject("output_layer._extra_state", "mine", (1,), (0,)),
+        "extra": mapping.ShardedObject("decoder.layers.5.mlp._extra_state", None, (1,), (0,)),
+    }
+    gpt_checkpoint_interop.retarget_sharded_state_dict_to_gpt_checkpoint(model, maps)
+    loaded = dist_checkpointing.load(model, path)
+    assert loaded["fresh"].tolist() == [5.0, 5.0]
+    assert torch.equal(loaded["attention"], -weight[1])
+    assert torch.equal(loaded["mlp"], weight[0])
+    assert torch.equal(loaded["factory"], weight[1])
+    assert loaded["norm"].tolist() == [1.0] * 3
+    assert (loaded["head"], loaded["extra"]) == ("mine", 1)
+
+
+def test_plain_names_of_a_hybrid_model_become_those_of_a_gpt() -> None:
+    maps = gpt_checkpoint_interop.gpt_compatible_layer_maps("M*-")
+    rename = gpt_checkpoint_interop.retarget_fsdp_state_dict_to_gpt_checkpoint
+    state = {
+        "module.decoder.layers.0.mixer.A": 0,
+        "module.decoder.layers.1.self_attention.w": 1,
+        "module.decoder.final_norm.weight": 2,
+        "state": [{"decoder.layers.2.mlp.w": {"exp_avg": 3}}],
+    }
+    assert rename(state, maps) == {
+        "module.decoder.layers.0.self_attention.w": 1,
+        "module.decoder.final_layernorm.weight": 2,
+        "state": [{"decoder.layers.0.mlp.w": {"exp_avg": 3}}],
+    }
+    keys = ["model.module.module.decoder.layers.0.self_attention.w"]
+    assert rename(state, maps, keys, "model") == {
+        "module.module.decoder.layers.0.self_attention.w": 1,
+        "state": [{"decoder.layers.0.mlp.w": {}}],
+    }
+    outside = {"x": S.from_rank_offsets("decoder.layers.9.mlp.w", torch.zeros(1))}
+    with pytest.raises(ValueError, match="layer 9, which the hybrid pattern does not have"):
+        gpt_checkpoint_interop.retarget_sharded_state_dict_to_gpt_checkpoint(outside, maps)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("*-/*", "several tokens"),
+        ("*-G", "'G'"),
+        ("*-*E", "both"),
+        ("M", "0 attention"),
+        ("**-", "2 attention"),
+    ],
+)
+def test_a_pattern_that_fits_no_gpt_is_an_error(pattern: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        gpt_checkpoint_interop.gpt_compatible_layer_maps(pattern)
+
+
+def test_modules_of_newer_versions_import_alone() -> None:
+    for name in ("strategies.nvrx", "gpt_checkpoint_interop", "strategies.cached_metadata_filesystem_reader"):
+        assert importlib.import_module(f"{dist_checkpointing.__name__}.{name}")
