@@ -22,7 +22,7 @@ from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
 from megackpt.formats.contents import Contents
-from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, SaveOptions
@@ -180,6 +180,7 @@ def label_to_spread(options: SaveOptions, spread_group: GivenGroup | None, *, ra
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
+    sharded_strategy: LoadChoice = ...,
     *,
     strict: ReturnsKeys,
     options: LoadOptions | None = ...,
@@ -192,6 +193,7 @@ def load(
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
+    sharded_strategy: LoadChoice = ...,
     *,
     strict: ReturnsState = ...,
     options: LoadOptions | None = ...,
@@ -203,6 +205,7 @@ def load(
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
+    sharded_strategy: LoadChoice = None,
     *,
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
@@ -222,6 +225,8 @@ def load(
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.
         checkpoint_dir: the directory of a committed checkpoint; its format is detected.
+        sharded_strategy: the format that it has to be in: a strategy, `(backend, version)` or a backend name;
+            None for whatever it is in.
         strict: what to do about keys that only one side has. Entities and plain tensors with an unexpected
             key (not in the checkpoint) that is no error are left out of the result.
         options: tunables, and rules for keys and arrays that differ.
@@ -236,6 +241,7 @@ def load(
 
     Raises:
         NotACheckpointError: nothing was committed there.
+        MismatchError: it is in another format than sharded_strategy.
         MissingKeyError: a key is asked for that the checkpoint lacks; the text has the most similar one.
         MismatchError: an array is stored with another dtype or global shape.
         IntegrityError: stored bytes are damaged, and nothing may or can take their place, see
@@ -245,7 +251,9 @@ def load(
 
     Source: Megatron-Core `dist_checkpointing.load`.
     """
-    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group)
+    loaded = _load(
+        sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group, sharded_strategy
+    )
     if StrictHandling.of(strict).returns_keys:
         return loaded.state, set(loaded.report.missing), set(loaded.report.unexpected)
     return loaded.state
@@ -254,6 +262,7 @@ def load(
 def load_with_report(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Location,
+    sharded_strategy: LoadChoice = None,
     *,
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
@@ -265,7 +274,9 @@ def load_with_report(
     Collective. The report is that of this rank; print it, or look into it. Missing keys are in it where the
     mode, or a rule, looks for them.
     """
-    loaded = _load(sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group)
+    loaded = _load(
+        sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group, sharded_strategy
+    )
     return loaded.state, loaded.report
 
 
@@ -276,13 +287,17 @@ def _load(
     group: Group | None,
     strict: StrictHandling | str,
     exchange_group: GivenGroup | None = None,
+    choice: LoadChoice = None,
 ) -> Loaded:
     options = _given_options(options, LoadOptions)
     group = _given_group(group, timeout_s=options.timeout_s)
     with ExitStack() as stack:
         # Opened in the first step that ranks take together: it may fail on some of them only.
         def opened() -> Store:
-            return stack.enter_context(_Opened(location))
+            store = stack.enter_context(_Opened(location))
+            if choice is not None:
+                check_format(choice, read_manifest(store), where=store.location)
+            return store
 
         return load_state(state, opened, group, options, strict, exchange_group=exchange_group)
 

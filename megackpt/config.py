@@ -51,7 +51,8 @@ class CheckpointConfig:
         dist_ckpt_assume_constant_structure: reuse the plan of the last save without comparing digests.
         dist_ckpt_parallel_dist_opt: the distributed optimizer's state is saved as it is sharded; False: it is
             gathered on the first data-parallel rank. Loads into any layout either way.
-        dist_ckpt_load_strictness: a `StrictHandling` or its value.
+        dist_ckpt_load_strictness: a `StrictHandling` or its value; None (`null` in a configuration file) is
+            the default mode.
         async_save: return from a save when the state is copied to host memory.
         async_when_busy: what a save does then while an earlier one is under way: `wait`, `queue` or `skip`.
         async_staging_bytes: host memory of a rank for copies of the state; None for as much as it needs.
@@ -78,7 +79,7 @@ class CheckpointConfig:
     dist_ckpt_torch_dist_multiproc: int = 2
     dist_ckpt_assume_constant_structure: bool = False
     dist_ckpt_parallel_dist_opt: bool = True
-    dist_ckpt_load_strictness: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
+    dist_ckpt_load_strictness: StrictHandling | str | None = StrictHandling.ASSUME_OK_UNEXPECTED
     async_save: bool = False
     async_when_busy: WhenBusy = "wait"
     async_staging_bytes: int | None = None
@@ -96,10 +97,7 @@ class CheckpointConfig:
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         check_text("dist_ckpt_format", self.dist_ckpt_format, otherwise=", as 'megackpt' or 'zarr:3'")
-        strictness = self.dist_ckpt_load_strictness
-        check_kind("dist_ckpt_load_strictness", strictness, (StrictHandling, str), give="a StrictHandling")
-        strictness = StrictHandling.of(strictness)
-        object.__setattr__(self, "dist_ckpt_load_strictness", strictness)
+        object.__setattr__(self, "dist_ckpt_load_strictness", _mode(self.dist_ckpt_load_strictness))
         if self.dist_ckpt_parallel_save_within_dp and not self.dist_ckpt_parallel_save:
             raise DeclarationError(
                 "dist_ckpt_parallel_save_within_dp says where to spread what dist_ckpt_parallel_save=False "
@@ -177,3 +175,11 @@ class CheckpointConfig:
             exchange=self.dist_ckpt_exchange_algo if self.dist_ckpt_parallel_load else "direct",  # type: ignore[arg-type]
             load_on_device=self.dist_ckpt_load_on_device,
         )
+
+
+def _mode(strictness: StrictHandling | str | None) -> StrictHandling:
+    """Return the mode that a strictness stands for; None for the default one."""
+    if strictness is None:
+        return StrictHandling.ASSUME_OK_UNEXPECTED
+    check_kind("dist_ckpt_load_strictness", strictness, (StrictHandling, str), give="a StrictHandling")
+    return StrictHandling.of(strictness)

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TypeAlias
 
-from megackpt.errors import DeclarationError, FormatError
+from megackpt.errors import DeclarationError, FormatError, MismatchError
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
 from megackpt.notices import notice
 from megackpt.storage import Store
@@ -25,6 +25,7 @@ DEFAULT_BACKEND = "megackpt"
 ENTRY_POINTS = "megackpt.strategies"
 
 SaveChoice: TypeAlias = "SaveStrategy | tuple[str, int] | str | None"
+LoadChoice: TypeAlias = "SaveStrategy | LoadStrategy | tuple[str, int] | str | None"
 Name: TypeAlias = tuple[str, int]
 
 _BUILT_IN: dict[Name, str] = {
@@ -70,6 +71,32 @@ def check_known(choice: str | Name) -> None:
     """
     if not any(choice in (name, name[0]) for name in _names()):
         raise DeclarationError(f"No strategy saves format {choice!r}. Known are {_list(_names())}.")
+
+
+def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Json, *, where: str) -> None:
+    """Check that a checkpoint is in the format that was asked for.
+
+    Raises:
+        DeclarationError: no such backend or version, or it is no strategy.
+        MismatchError: the manifest names another format.
+    """
+    if isinstance(choice, (str, tuple)):
+        check_known(choice)
+        wanted = choice
+    elif hasattr(choice, "backend") and hasattr(choice, "version"):
+        wanted = (choice.backend, choice.version)
+    else:
+        raise DeclarationError(
+            f"sharded_strategy is {choice!r}; give the name of a format, a pair as ('zarr', 3), a strategy "
+            f"of megackpt.formats, or None to take the format that the checkpoint is in."
+        )
+    stored = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
+    if wanted not in (stored, stored[0]):
+        raise MismatchError(
+            f"{where}: the checkpoint is in format {stored[0]!r} version {stored[1]!r}, but sharded_strategy "
+            f"asks for {wanted!r}. Leave sharded_strategy out, and the format is detected.",
+            path=where,
+        )
 
 
 def save_strategies() -> Iterator[SaveStrategy]:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from megackpt.errors import CoverageError
 from megackpt.mapping.xla import HostShards, XlaTensor, declare_xla, xla_tensor_of
 
-__all__ = ["XlaLoadPlanner", "XlaSavePlanner", "declare_xla"]
+__all__ = ["SPMDLoadPlanner", "SPMDSavePlanner", "XlaLoadPlanner", "XlaSavePlanner", "declare_xla"]
 
 
 class XlaSavePlanner(DefaultSavePlanner):
@@ -120,6 +120,11 @@ def _unwrapped(key: str, leaf: Any) -> Any:
         return leaf
     sharded = _Sharded(key, tensor)
     return tensor.global_tensor if sharded.is_replicated else sharded
+
+
+# The names that programs written for `torch_xla.experimental.distributed_checkpoint` use.
+SPMDSavePlanner = XlaSavePlanner
+SPMDLoadPlanner = XlaLoadPlanner
 
 
 class _Sharded:

@@ -88,6 +88,7 @@ class ShardedTensor(ShardedBase):
         *rank_offsets: RankOffset,
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
+        flattened_range: slice | None = None,
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
         """Declare a block of an evenly split array by the position of this rank along each split axis.
@@ -99,10 +100,20 @@ class ShardedTensor(ShardedBase):
         >>> t.global_shape, t.global_offset
         ((8, 3), (2, 0))
 
+        flattened_range is there for Megatron-Core's signature, where it is always None: 1-D data do not tell
+        the shape of the block that they are a range of, which `from_rank_offsets_flat` is given.
+
         Raises:
-            DeclarationError: an axis outside of the array or given twice, or an index outside of its
-                fragments.
+            DeclarationError: an axis outside of the array or given twice, an index outside of its fragments,
+                or a flattened_range.
         """
+        if flattened_range is not None:
+            raise refusal(
+                key,
+                f"flattened_range={flattened_range} says that data of shape {tuple(data.shape)} is a range "
+                f"of a flattened block, whose shape is not given. Call from_rank_offsets_flat(key, data, "
+                f"shape_of_the_block, *rank_offsets, flattened_range=...).",
+            )
         return cls._from_offsets(
             key,
             data,

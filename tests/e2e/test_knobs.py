@@ -107,6 +107,10 @@ def test_every_knob_is_a_flag_with_the_same_default() -> None:
     assert {f.name for f in fields(CheckpointConfig)} <= set(vars_of_help())
 
 
+def test_no_strictness_is_the_default_mode() -> None:
+    assert CheckpointConfig(dist_ckpt_load_strictness=None) == CheckpointConfig()
+
+
 def vars_of_help() -> list[str]:
     printed = subprocess.run(
         [sys.executable, str(PRETRAIN_GPT), "--help"], capture_output=True, text=True, check=True

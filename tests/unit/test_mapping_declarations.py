@@ -232,3 +232,10 @@ def test_a_replica_id_in_a_list_is_checked_again_since_lists_change() -> None:
     tensor.replica_id[1] = "dp"  # type: ignore[index]
     with pytest.raises(DeclarationError, match="must be an int or a tuple of ints"):
         tensor.holding(None)
+
+
+def test_a_flattened_range_without_the_shape_of_its_block_is_refused() -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2), flattened_range=None)
+    assert tensor.flattened_range is None
+    with pytest.raises(DeclarationError, match=r"'w': flattened_range=slice\(2, 5.*from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2), flattened_range=slice(2, 5))

@@ -7,11 +7,14 @@ import shutil
 from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 
 from megackpt import (
+    DeclarationError,
     LocalNonpersistentObject,
+    MismatchError,
     ShardedLayout,
     ShardedObject,
     ShardedTensor,
@@ -21,8 +24,10 @@ from megackpt import (
     load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
+    load_with_report,
     save,
 )
+from megackpt.formats.registry import save_strategy
 from megackpt.storage import LocalStore
 
 
@@ -232,3 +237,25 @@ def test_a_copied_checkpoint_loads_from_its_new_place(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "c", tmp_path / "d")
     shutil.rmtree(tmp_path / "c")
     assert load_plain_tensors(LocalStore(tmp_path / "d"))["w"].sum() == 2
+
+
+@pytest.mark.parametrize("saved_as", [("megackpt", 1), ("torch_dist", 1), ("zarr", 3)], ids=str)
+def test_a_load_may_name_the_format_that_it_wants(saved_as: tuple[str, int], tmp_path: Path) -> None:
+    state = {"w": whole("w", torch.arange(4.0))}
+    strategy = save_strategy(saved_as)
+    save(state, tmp_path, strategy)
+    for choice in (None, saved_as, saved_as[0], strategy):
+        target = {"w": whole("w", torch.zeros(4))}
+        assert torch.equal(load(target, tmp_path, choice)["w"], torch.arange(4.0))
+    others = {("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)} - {saved_as}
+    for other in others:
+        says = rf"in format '{saved_as[0]}' version {saved_as[1]}.*'{other[0]}'"
+        with pytest.raises(MismatchError, match=says):
+            load_with_report({"w": whole("w", torch.zeros(4))}, tmp_path, other)
+
+
+def test_a_load_refuses_what_is_no_format(tmp_path: Path) -> None:
+    save({"w": whole("w", torch.arange(4.0))}, tmp_path)
+    for wrong, says in [("tar", "'tar'"), (("zarr", 9), "9"), (3, "sharded_strategy is 3")]:
+        with pytest.raises(DeclarationError, match=says):
+            load({"w": whole("w", torch.zeros(4))}, tmp_path, wrong)

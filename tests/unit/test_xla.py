@@ -13,11 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import megackpt
 from megackpt.engine.load import open_checkpoint
 from megackpt.errors import CoverageError, DeclarationError, IntegrityError
-from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner, declare_xla
+from megackpt.integrations.xla import (
+    SPMDLoadPlanner,
+    SPMDSavePlanner,
+    XlaLoadPlanner,
+    XlaSavePlanner,
+    declare_xla,
+)
 from megackpt.storage import MemoryStore, Store, open_store
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor
@@ -122,6 +129,15 @@ def test_dcp_planners_keep_every_shard_where_a_host_holds_it_twice(tmp_path: Pat
     assert on_devices(target["w"]) == on_devices(SpmdLayout((1, 2), 1, (1, 0), 1).tensor(ARRAY, 0))
     assert target["w"].loads == 1
     assert (target["plain"].tolist(), target["step"]) == ([0, 1, 2], 7)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_dcp_planners_have_the_names_of_those_of_torch_xla(tmp_path: Path) -> None:
+    state = {"w": HALVES_TWICE.tensor(ARRAY, 0)}
+    target = {"w": HALVES_TWICE.tensor(torch.zeros(4, 5), 0)}
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=SPMDSavePlanner(), no_dist=True)
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path), planner=SPMDLoadPlanner(), no_dist=True)
+    assert on_devices(target["w"]) == on_devices(state["w"])
 
 
 def save_and_load_with_dcp(directory: Path) -> list[Any]:
