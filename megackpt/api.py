@@ -25,7 +25,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
-from megackpt.options import LoadOptions, SaveOptions
+from megackpt.options import LoadOptions, Policy, SaveOptions
 from megackpt.storage import Store, checked_path, checked_store, is_object_url, open_store
 from megackpt.validation import LoadReport, StrictHandling
 
@@ -155,6 +155,10 @@ def save_request(
         assume_constant_structure=options.assume_constant_structure,
         spread=options.spread,
         spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
+        # The vote compares all that would be sampled.
+        sample_replicas=options.sample_replicas
+        if options.compare_replicas is Policy.IGNORE
+        else Policy.IGNORE,
         alike=alike or {},
     )
 

@@ -108,6 +108,10 @@ class SaveOptions:
             docs/integrity.md for what it costs.
         compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
             hold different bits in it. IGNORE does not compare; otherwise every rank digests all it holds.
+        sample_replicas: what to do if ranks that declare the same chunk of a tensor hold different bits in
+            samples of it, 3 KiB of each chunk. ERROR finds a parameter that is cut and was not declared so.
+            Sampled is where a save plans anew, and takes no plan of an earlier one; IGNORE does not sample.
+            Where `compare_replicas` compares all bits, nothing is sampled.
         array_digests: store a digest of each array that does not depend on how it is sharded, by which
             `megackpt diff` proves arrays of two checkpoints equal without reading them. Only the native
             format has it, and it needs the extra `digests`. See docs/integrity.md for what it costs.
@@ -119,13 +123,15 @@ class SaveOptions:
     spread: Spread = "world"
     parity: int | None = None
     compare_replicas: Policy = Policy.IGNORE
+    sample_replicas: Policy = Policy.ERROR
     array_digests: bool = False
 
     def __post_init__(self) -> None:
         check_choice("spread", self.spread, get_args(Spread))
         if self.parity is not None:
             check_count("parity", self.parity, otherwise=": how many data files share a parity file; or None")
-        check_policy("compare_replicas", self.compare_replicas)
+        for name in ("compare_replicas", "sample_replicas"):
+            check_policy(name, getattr(self, name))
         check_seconds("timeout_s", self.timeout_s)
         check_count("piece_bytes", self.piece_bytes)
         for name in ("assume_constant_structure", "array_digests"):

@@ -52,6 +52,8 @@ def save_for_real(sizes: ModelSizes, layout: JobLayout, directory: Path) -> None
     """Save what all ranks would, with ranks as threads."""
 
     def save(group: Group) -> None:
-        megackpt.save(real_state(sizes, layout, group.rank), directory, group=group)
+        # Models that are built for themselves have replicas with values of their own.
+        options = megackpt.SaveOptions(sample_replicas=megackpt.Policy.IGNORE)
+        megackpt.save(real_state(sizes, layout, group.rank), directory, options=options, group=group)
 
     SimulatedWorld(layout.world).run(save)

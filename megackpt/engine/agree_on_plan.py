@@ -16,6 +16,7 @@ import numpy as np
 from megackpt.comm import Group, from_root, given_by_root, together, together_at_root
 from megackpt.engine.copies import with_mains_chosen
 from megackpt.engine.local_state import LocalState
+from megackpt.engine.samples import check_samples, samples_of
 from megackpt.errors import CoverageError
 from megackpt.formats.strategy import takes_own_rows
 from megackpt.geometry import Ints
@@ -46,6 +47,9 @@ from megackpt.validation import (
     check_coverage,
     check_replicated_equal,
 )
+
+_INTRODUCTION = np.dtype([("digest", "V16"), ("label", "<i8"), ("samples", "V16")])
+"""What a rank sends of itself before its declarations: digests of those that others may have alike."""
 
 Completes: TypeAlias = Callable[[Sequence[bytes]], SavePlan]
 """Makes the plan of all ranks from what they report; it can be sent to another process."""
@@ -118,17 +122,21 @@ def plan_together(local: LocalState, group: Group, unequal: Unequal) -> Agreed:
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
     """
-    lists, values = local.lists(), b""
+    lists, values, samples = local.lists(), b"", b""
 
     def introduce() -> bytes:
-        nonlocal values
-        values = _values(local, unequal)
-        return digest + local.spread_label.to_bytes(8, "little", signed=True)
+        nonlocal values, samples
+        values, samples = _values(local, unequal), samples_of(local)
+        label = local.spread_label.to_bytes(8, "little", signed=True)
+        return b"".join((digest, label, bytes.fromhex(digest_of(samples))))
 
     digest = bytes.fromhex(digest_of(lists.shared))
     said = together(group, introduce, doing="comparing declarations")
+    # What several ranks have alike is sent by the first of them.
     sends = next(rank for rank, other in enumerate(said) if other[:16] == digest) == group.rank
-    messages = group.gather(_joined([lists.alone, lists.shared if sends else b"", values]))
+    if any(other[24:] == said[group.rank][24:] for other in said[: group.rank]):
+        samples = b""
+    messages = group.gather(_joined([lists.alone, lists.shared if sends else b"", values, samples]))
     whole: list[SavePlan] = []
 
     def plan() -> list[bytes]:
@@ -188,7 +196,7 @@ def compare_values(local: LocalState, group: Group, unequal: Unequal) -> None:
 
 def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[bytes]) -> SavePlan:
     """Merge what all ranks declare, prove it right and plan. Rank 0."""
-    digests = np.frombuffer(b"".join(said), np.dtype([("digest", "V16"), ("label", "<i8")]))
+    digests = np.frombuffer(b"".join(said), _INTRODUCTION)
     _, first, kind = np.unique(digests["digest"], return_index=True, return_inverse=True)
     order = np.argsort(kind, kind="stable")
     sharers = np.split(order, np.cumsum(np.bincount(kind, minlength=len(first)))[:-1])
@@ -196,6 +204,9 @@ def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[by
     held, marks = merge_lists(alone, shared, sharers)
     held = with_mains_chosen(held, marks)
     _check_coverage(held)
+    _, first, of_rank = np.unique(digests["samples"], return_index=True, return_inverse=True)
+    distinct = [parts[rank][3] for rank in first.tolist()]
+    check_samples(distinct, of_rank.reshape(-1), held.declared.table, local.request.sample_replicas)
     if parts[0][2]:
         _check_values([json.loads(part[2]) for part in parts])
     return plan_holdings(held, spread=local.request.spread, labels=digests["label"].astype(np.int64))
@@ -232,8 +243,8 @@ def _joined(parts: Sequence[bytes]) -> bytes:
 
 
 def _split(message: bytes) -> list[bytes]:
-    lengths = [int.from_bytes(message[at : at + 8], "little") for at in (0, 8, 16)]
-    ends = [24 + sum(lengths[: i + 1]) for i in range(3)]
+    lengths = [int.from_bytes(message[at : at + 8], "little") for at in (0, 8, 16, 24)]
+    ends = [32 + sum(lengths[: i + 1]) for i in range(4)]
     return [message[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
 

@@ -27,7 +27,7 @@ from megackpt.mapping import ShardedStateDict, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, without_empty
 from megackpt.metadata import DeclaredChunks, Lists, lists_of
-from megackpt.options import Spread
+from megackpt.options import Policy, Spread
 from megackpt.planning import SavePlan
 from megackpt.storage import digest_of
 
@@ -47,6 +47,7 @@ class SaveRequest:
         spread: who may write a chunk that several ranks hold; see `SaveOptions`.
         spread_label: returns a number that is equal on the ranks of this one's `spread_group`; 0 where there
             is none. It may refuse, as choose may.
+        sample_replicas: what to do about replicas whose samples differ; see `SaveOptions`.
         alike: what else all ranks must have been given alike, by the names that a user knows; for JSON.
     """
 
@@ -59,6 +60,7 @@ class SaveRequest:
     assume_constant_structure: bool = False
     spread: Spread = "world"
     spread_label: Callable[[], int] = int
+    sample_replicas: Policy = Policy.IGNORE
     alike: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -219,6 +219,7 @@ def _settings(local: LocalState, options: SaveOptions) -> bytes:
         "SaveOptions.timeout_s": float(options.timeout_s),
         "SaveOptions.parity": options.parity,
         "SaveOptions.compare_replicas": options.compare_replicas.value,
+        "SaveOptions.sample_replicas": options.sample_replicas.value,
         "SaveOptions.array_digests": options.array_digests,
     }
     return json.dumps(local.settings() | meetings).encode()

@@ -22,7 +22,7 @@ class Divergence:
     """Copies of one chunk that differ.
 
     Attributes:
-        name: what stands for its key and box, 16 bytes.
+        name: what stands for its key and box, bytes.
         camps: the ranks that hold equal bits, most ranks first, then the lowest rank.
     """
 
@@ -44,8 +44,13 @@ class Divergence:
 
 
 def divergences(said: Sequence[npt.NDArray[np.void]]) -> list[Divergence]:
-    """Compare what ranks say, an array of CLAIM of each, `[chunks]`; return what differs, by name. Pure."""
-    claims = np.concatenate([np.zeros(0, CLAIM), *said])
+    """Compare what ranks say, an array of CLAIM of each, `[chunks]`; return what differs, by name. Pure.
+
+    Names and digests may be shorter than those of CLAIM, and are as long on all ranks.
+    """
+    if not said:
+        return []
+    claims = np.concatenate(said)
     rank = np.repeat(np.arange(len(said)), [len(of_rank) for of_rank in said])
     _, name = np.unique(claims["name"], return_inverse=True)
     _, digest = np.unique(claims["digest"], return_inverse=True)

@@ -100,6 +100,7 @@ def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str]
         seq_length=8,
         params_dtype=torch.bfloat16,
     )
+    torch.manual_seed(0)  # replicas are equal
     model = GPT(config, groups)
     optimizer = DistributedOptimizer(model.parameters(), lambda g: torch.optim.AdamW(g), groups)
     megackpt.save({}, directory)  # makes the process group, once

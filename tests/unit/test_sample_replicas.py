@@ -1,0 +1,149 @@
+"""Samples of replicas: a parameter that is cut, and not declared so, is found at the first save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megackpt import MismatchError, PlanCache, SaveOptions, ShardedTensor, save
+from megackpt.comm import Group
+from megackpt.engine.samples import _bits_of
+from megackpt.options import Policy
+from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+
+IGNORE, WARN = SaveOptions(sample_replicas=Policy.IGNORE), SaveOptions(sample_replicas=Policy.WARN)
+
+
+class Forgets(ShardedModule):
+    """Cuts `proj` over tp, as `gate`, and declares only the latter."""
+
+    tp_sharding = {"gate": 0}  # noqa: RUF012
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__(groups)
+        whole = torch.arange(4096.0).reshape(64, 64)
+        self.gate = nn.Parameter(whole.chunk(groups.tp.size)[groups.tp.rank])
+        self.proj = nn.Parameter(whole.chunk(groups.tp.size)[groups.tp.rank].clone())
+        self.norm = nn.Parameter(torch.ones(64))
+
+
+def save_module(options: SaveOptions | None = None) -> tuple[list[Any], MemoryStore]:
+    store = MemoryStore()
+
+    def save_rank(group: Group) -> None:
+        model = Forgets(ParallelGroups.offline(ParallelLayout(tp=2, dp=2), group.rank))
+        save(model.sharded_state_dict(prefix="model."), store, options=options, group=group)
+
+    return SimulatedWorld(4).outcomes(save_rank), store
+
+
+def test_a_parameter_that_tp_cuts_undeclared_is_named_with_its_ranks_and_the_remedy() -> None:
+    outcomes, store = save_module()
+    assert store.names() == []
+    for found in outcomes:
+        assert isinstance(found, MismatchError)
+        assert "'model.proj' [0:32, 0:64]: no majority: ranks 0, 2 | ranks 1, 3 hold" in str(found)
+        assert "tp_sharding = {'name': dim}" in str(found)
+        assert "norm" not in str(found)
+        assert found.key == "model.proj"
+    assert len({str(found) for found in outcomes}) == 1
+
+
+def test_it_can_be_a_warning_or_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    for options, says in ((WARN, True), (IGNORE, False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            outcomes, store = save_module(options)
+        assert outcomes == [None] * 4
+        assert "metadata.json" in store.names()
+        assert ("'model.proj' [0:32, 0:64]" in caplog.text) is says
+
+
+def held(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank)}
+
+
+def outcomes_of(make: Callable[[int], dict[str, Any]], **arguments: Any) -> list[Any]:
+    store = MemoryStore()
+    return SimulatedWorld(2).outcomes(lambda g: save(make(g.rank), store, group=g, **arguments))
+
+
+@pytest.mark.parametrize("place", [slice(0, 1), slice(4900, 5100), slice(9999, 10_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.float8_e5m2])
+def test_the_begin_the_middle_and_the_end_are_sampled(place: slice, dtype: torch.dtype) -> None:
+    def make(rank: int) -> dict[str, Any]:
+        data = torch.zeros(10_000)
+        data[place] = rank
+        return held(rank, data.to(dtype).view(100, 100))
+
+    for found in outcomes_of(make):
+        assert isinstance(found, MismatchError)
+        assert "'w' [0:100, 0:100]" in str(found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor(3.0),
+        lambda: torch.zeros(0, 4),
+        lambda: torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2),
+        lambda: torch.arange(90_000.0).reshape(300, 300).t(),
+        lambda: torch.zeros(1).expand(5000),
+        lambda: torch.ones(7, dtype=torch.complex64).conj(),
+        lambda: torch.tensor([float("nan"), -0.0]),
+        lambda: torch.zeros(1, 5, 1, dtype=torch.bool)[:, ::2],
+        lambda: torch.zeros(3, 1_000_000, dtype=torch.uint8)[:, ::3],
+    ],
+)
+def test_equal_replicas_of_any_kind_are_saved(make: Callable[[], torch.Tensor]) -> None:
+    assert outcomes_of(lambda rank: held(rank, make())) == [None, None]
+
+
+def test_the_sample_of_a_tensor_that_is_not_contiguous_is_that_of_its_values() -> None:
+    tensor = torch.arange(90_000.0).reshape(300, 300)
+    assert _bits_of([tensor.t()]) == _bits_of([tensor.t().contiguous()])
+    assert len(_bits_of([tensor])[0]) <= 3 * 1024
+    assert _bits_of([]) == []
+
+
+def test_what_is_not_the_same_chunk_may_differ() -> None:
+    def make(rank: int) -> dict[str, Any]:
+        part = torch.full((2,), float(rank))
+        flat = ShardedTensor.from_rank_offsets_flat(
+            "f", torch.full((3,), float(rank)), (6,), flattened_range=slice(3 * rank, 3 * rank + 3)
+        )
+        return {"x": ShardedTensor.from_rank_offsets("x", part, (0, rank, 2)), "f": flat}
+
+    assert outcomes_of(make) == [None, None]
+
+
+def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> None:
+    caches = [PlanCache(), PlanCache()]
+    store = MemoryStore()
+
+    def save_all(value: float, rows: int) -> list[Any]:
+        def save_rank(group: Group) -> None:
+            data = torch.full((rows,), value * group.rank)
+            save(held(group.rank, data), store, group=group, plans=caches[group.rank])
+
+        return SimulatedWorld(2).outcomes(save_rank)
+
+    assert save_all(0.0, 3) == [None, None]
+    assert save_all(1.0, 3) == [None, None]  # they have drifted apart: the vote's affair
+    assert all(isinstance(found, MismatchError) for found in save_all(1.0, 4))
+
+
+def test_ranks_that_do_not_all_sample_are_refused() -> None:
+    def save_rank(group: Group) -> None:
+        options = IGNORE if group.rank else SaveOptions()
+        save(held(group.rank, torch.ones(3)), MemoryStore(), options=options, group=group)
+
+    for found in SimulatedWorld(2).outcomes(save_rank):
+        assert "SaveOptions.sample_replicas is 'error' on rank 0 and 'ignore' on rank 1" in str(found)
