@@ -91,10 +91,8 @@ NOTES: dict[str, str] = {
     "strategies.base.get_default_strategy": "To load, any format gives the strategy that detects the format.",
     "strategies.common.TorchCommonLoadStrategy.check_backend_compatibility": _BACKEND,
     "strategies.common.TorchCommonSaveStrategy.can_handle_sharded_objects": _PROPERTY,
-    "strategies.common.TorchCommonSaveStrategy.save_common": "Raises UnsupportedError: `save` commits it "
-    "with the rest.",
-    "strategies.common.TorchCommonSaveStrategy.save_sharded_objects": (
-        "Raises UnsupportedError: `save` commits them with the rest."
+    "strategies.common.TorchCommonSaveStrategy.save_common": (
+        "Called beside a sharded strategy of a user's; our formats store common state by themselves."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
         "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. Every load makes its own plan, "
@@ -104,6 +102,9 @@ NOTES: dict[str, str] = {
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper": (
         "Chunks that several ranks hold are spread over those in the main replica's group, or over all ranks "
         "without a group. `do_cache_distribution` keeps plans."
+    ),
+    "strategies.fully_parallel.determine_main_replica_uniform_distribution": (
+        "`is_loading` of 0.8 is called `ignore_groups`, as in later versions."
     ),
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.async_save": (
         "A request for a whole checkpoint."

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from megackpt.compat.megatron.dist_checkpointing import mapping
-from megackpt.compat.megatron.dist_checkpointing.strategies import base
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 
@@ -36,8 +35,3 @@ def small_state(fill: float = 1.0) -> dict[str, Any]:
 def named(part: Any, number: int) -> Any:
     part.key = f"{part.key}.{number}"
     return part
-
-
-class Stranger(base.SaveShardedStrategy):
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Write somewhere."""

@@ -19,7 +19,8 @@ from megackpt.compat.megatron.dist_checkpointing import (
     validation,
 )
 from megackpt.testing.ranks import RankPool
-from tests.compat.small_state import Stranger, small_state
+from tests.compat.small_state import small_state
+from tests.compat.user_world import FilePerRank
 
 S, F = mapping.ShardedTensor, mapping.ShardedTensorFactory
 
@@ -106,7 +107,7 @@ def test_validation_helpers(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
         report(set(), {"u"})
     with pytest.raises(FileNotFoundError, match="is not a checkpoint"):
         validation.verify_checkpoint_and_load_strategy(str(tmp_path))
-    stranger = Stranger("x", 1)
+    stranger = FilePerRank()
     with pytest.raises(megackpt.CheckpointingException, match="can handle ShardedObjects"):
         validation.validate_sharded_objects_handling(stranger, stranger)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch.distributed as dist
 
 from megackpt import api
 from megackpt.comm import Group
 from megackpt.compat.megatron.deferred import DeferredSave
+from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -25,13 +26,13 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from megackpt.compat.megatron.enclosing import take_common
 from megackpt.compat.megatron.load_errors import also_of_torch
 from megackpt.compat.megatron.process_options import OPTIONS
-from megackpt.compat.megatron.refusal import refuse
 from megackpt.compat.megatron.settings import KnownSettings
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest
-from megackpt.errors import CommonStateError
+from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import KeyRule, LoadOptions, Policy, SaveOptions
@@ -40,6 +41,7 @@ from megackpt.validation import StrictHandling
 log = logging.getLogger(__name__)
 
 NATIVE = (DEFAULT_BACKEND, 1)
+_PACKAGE = "megackpt.compat.megatron."
 _PREPROCESS = "preprocess_common_before_consistancy_check"
 
 SaveArguments: TypeAlias = dict[str, Any]
@@ -144,34 +146,62 @@ def default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
 
 
 def save_choice(strategy: Any) -> SaveChoice:
-    """Return what `megackpt.save` takes for what Megatron-Core's `save` is given.
+    """Return what `megackpt.save` takes for a strategy that leaves the work to it: see `is_saved_by_us`.
 
     Raises:
-        UnsupportedError: a strategy of someone else's.
-        DeclarationError: no such format.
+        DeclarationError: no such format, or a setting is out of range.
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
     if strategy is None or hasattr(strategy, "write_chunks"):  # a strategy of our own core is taken as it is
         return strategy  # type: ignore[no-any-return]
-    if not hasattr(strategy, "choice"):
-        refuse_strangers(strategy, "megackpt.formats.strategy.SaveStrategy")
     choice: SaveChoice = strategy.choice
     return choice
 
 
-def check_load_strategy(strategy: Any) -> None:
-    """Check that a strategy given to `load` leaves the work to us.
+def is_saved_by_us(strategy: Any) -> bool:
+    """Say whether a strategy given to `save` stands for a format of ours, and does nothing by itself.
+
+    A subclass of one of ours that has a `save` or `async_save` of its own is a user's strategy.
 
     Raises:
-        UnsupportedError: a strategy of someone else's.
-        DeclarationError: no such format.
+        DeclarationError: it is no save strategy at all.
     """
-    if isinstance(strategy, (tuple, list)):
-        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *strategy)
-    inner = getattr(strategy, "base_strategy", strategy)
-    if inner is not None and not isinstance(inner, DetectingLoadStrategy):
-        refuse_strangers(inner, "megackpt.formats.strategy.LoadStrategy")
+    if strategy is None or hasattr(strategy, "write_chunks"):
+        return True
+    _check_has(strategy, "save", "a save strategy: derive it from SaveShardedStrategy")
+    return _is_of_ours(strategy, "choice", ("save", "async_save")) and is_saved_by_us(
+        getattr(strategy, "base_strategy", None)
+    )
+
+
+def is_loaded_by_us(strategy: Any) -> bool:
+    """Say whether a strategy given to `load` leaves the work to `megackpt.load`, see `is_saved_by_us`.
+
+    Raises:
+        DeclarationError: it is no load strategy at all.
+    """
+    if strategy is None:
+        return True
+    _check_has(strategy, "load", "a load strategy: derive it from LoadShardedStrategy")
+    is_ours = isinstance(strategy, DetectingLoadStrategy) or hasattr(type(strategy), "load_arguments")
+    return (
+        is_ours
+        and _is_of_ours(strategy, "load", ("load",))
+        and is_loaded_by_us(getattr(strategy, "base_strategy", None))
+    )
+
+
+def _check_has(strategy: Any, method: str, what: str) -> None:
+    if not callable(getattr(strategy, method, None)):
+        raise DeclarationError(f"{strategy!r} is not {what}, so that it has a method {method}().")
+
+
+def _is_of_ours(strategy: Any, attribute: str, methods: tuple[str, ...]) -> bool:
+    """Say whether the class has an attribute, and methods that all are defined in this package."""
+    cls = type(strategy)
+    defined_in = [getattr(getattr(cls, name, None), "__module__", "") for name in methods]
+    return hasattr(cls, attribute) and all(name.startswith(_PACKAGE) for name in defined_in)
 
 
 def save_by(
@@ -182,11 +212,12 @@ def save_by(
 ) -> None:
     """Save with `megackpt.save` as a strategy says: its format, and who writes what several ranks hold.
 
-    Collective.
+    Collective. Inside of a save by a user's strategy the common state of that is saved as well.
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
     choice = save_choice(strategy)
+    sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
     api.save(sharded_state_dict, checkpoint_dir, sharded_strategy=choice, **_all_of(strategy, arguments))
 
 
@@ -223,6 +254,7 @@ def request_by(
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)
     choice = save_choice(strategy)
     save_strategy(choice)
+    sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
     given = _all_of(strategy, arguments)
     options = given.pop("options", None) or SaveOptions()
 
@@ -238,6 +270,18 @@ def request_by(
         checkpoint_dir=os.fspath(checkpoint_dir),
     )
     return AsyncRequest(deferred, (), [])
+
+
+def _enclosed(
+    state: ShardedStateDict, checkpoint_dir: str | os.PathLike[str], arguments: SaveArguments
+) -> tuple[ShardedStateDict, SaveArguments]:
+    """Add the common state of a save around this one, which was compared between ranks there."""
+    common = take_common(checkpoint_dir)
+    if common is None:
+        return state, arguments
+    whole = dict_list_map_outplace(lambda leaf: leaf, common)
+    described = {"content_metadata": whole.pop("content_metadata", None), _PREPROCESS: _nothing_of}
+    return merge(whole, state), {**arguments, **described}
 
 
 def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
@@ -286,12 +330,3 @@ def load_by(
     if strict.returns_keys:
         return loaded, set(report.missing), set(report.unexpected)
     return loaded
-
-
-def refuse_strangers(strategy: object, protocol: str) -> NoReturn:
-    """Refuse a strategy that someone else wrote against Megatron-Core's base classes."""
-    refuse(
-        f"A strategy of another kind ({type(strategy).__name__})",
-        because="here a strategy only moves bytes, and the engine decides who writes and reads what.",
-        instead=f"Implement {protocol}.",
-    )

@@ -5,14 +5,17 @@ Source: Megatron-Core `dist_checkpointing.exchange_utils`, for the names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from megackpt.compat.megatron.dist_checkpointing.dict_utils import nested_values
 from megackpt.compat.megatron.refusal import refused
 from megackpt.errors import DeclarationError
-from megackpt.mapping import ShardedTensor
+from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 
 _PLANNED = {
     "because": "tensors are not exchanged by shards: who reads which bytes, and who needs what of "
@@ -76,6 +79,50 @@ def distribute_shards_to_ranks(
     return chosen
 
 
+def determine_main_replica_uniform_distribution(
+    sharded_state_dict: ShardedStateDict,
+    parallelization_group: dist.ProcessGroup | None = None,
+    ignore_groups: bool = False,
+) -> ShardDistribution | None:
+    """Choose one rank of a group for each tensor shard, so that bytes are even; None for a group of one.
+
+    Collective over the group, None for all ranks. Shards whose main replica is in another group are left
+    out, unless ignore_groups.
+
+    Source: Megatron-Core `determine_main_replica_uniform_distribution`. `megackpt.save` plans by itself, also
+    parts of shards; this is for strategies of a user's.
+    """
+    size = dist.get_world_size(parallelization_group) if dist.is_initialized() else 1
+    if size == 1:
+        return None
+    own = [x.without_data() for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, own, group=parallelization_group)
+    ranks: dict[Any, list[int]] = {}
+    shards: dict[Any, ShardedTensor] = {}
+    with_main: set[Any] = set()
+    for rank, tensors in enumerate(gathered):
+        for tensor in tensors:
+            shard = shard_id(tensor)
+            holders = ranks.setdefault(shard, [])
+            if rank not in holders:  # a rank may hold a shard twice, for example a tied weight
+                holders.append(rank)
+            shards.setdefault(shard, tensor)
+            if is_main_replica(tensor.replica_id):
+                with_main.add(shard)
+    here = set(ranks) if ignore_groups else with_main
+    ranks = {shard: holders for shard, holders in ranks.items() if shard in here}
+    sizes = {shard: math.prod(shards[shard].local_shape) * shards[shard].dtype.itemsize for shard in ranks}
+    chosen = distribute_shards_to_ranks(ranks, sizes, size, here - with_main)
+    return ShardDistribution(chosen, here, shards, ranks)
+
+
+def shard_id(tensor: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[int, int] | None]:
+    """Return what is equal for the same shard on several ranks: key, offset and flat range."""
+    flat = tensor.flattened_range
+    return (tensor.key, tuple(tensor.global_offset), None if flat is None else (flat.start, flat.stop))
+
+
 def is_float8tensor(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is one that Transformer Engine keeps in 8 bits, by its class; none is imported."""
     return any(
@@ -84,9 +131,6 @@ def is_float8tensor(tensor: torch.Tensor) -> bool:
     )
 
 
-determine_main_replica_uniform_distribution = refused(
-    "determine_main_replica_uniform_distribution", **_PLANNED
-)
 exchange_by_distribution = refused("exchange_by_distribution", **_PLANNED)
 exchange_loaded_objects_gather_object = refused("exchange_loaded_objects_gather_object", **_PLANNED)
 exchange_loaded_tensors_broadcast = refused("exchange_loaded_tensors_broadcast", **_PLANNED)

@@ -12,10 +12,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt import api
 from megackpt.comm import subgroup, together, world_group
+from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -23,27 +25,33 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
+    default_strategies,
     get_default_strategy,
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
+    CONTENT_METADATA,
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
+    add_content_metadata,
 )
 from megackpt.compat.megatron.dist_checkpointing.utils import _clean_metadata_for_serialization
 from megackpt.compat.megatron.dist_checkpointing.validation import (
     StrictHandling,
+    validate_sharded_objects_handling,
     verify_checkpoint_and_load_strategy,
 )
 from megackpt.compat.megatron.integrity import verify_integrity_manifest, write_on_rank_0
+from megackpt.compat.megatron.load_errors import also_of_torch
 from megackpt.compat.megatron.ours import (
-    check_load_strategy,
+    is_loaded_by_us,
+    is_saved_by_us,
     load_by,
-    refuse_strangers,
     request_by,
     save_as_rank_0,
 )
-from megackpt.errors import DeclarationError
+from megackpt.compat.megatron.user_strategies import load_with, request_with, save_with
+from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
 
@@ -68,8 +76,6 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 CkptShardedMetadata = dict[str, ShardedBase]
 logger = logging.getLogger(__name__)
-
-_CONTENT_METADATA = "content_metadata"
 
 
 def _in_both_orders(function: F) -> F:
@@ -97,34 +103,38 @@ def load(
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load with `megackpt.load`, which see. Collective.
 
-    The format is detected, whatever strategy of ours is given. validate_access_integrity has no effect:
-    every rank is given what it asks for, so no proof is needed that the ranks ask for everything once.
-    verify_integrity first compares every file with the SHA-256 in integrity.json, on rank 0. With
-    process_group only its ranks load.
+    The format is detected, whatever strategy of ours is given. A strategy of a user's, or one that is
+    registered for what metadata.json names, loads what it is for: it is handed the sharded state dict after
+    factories. validate_access_integrity has no effect: every rank is given what it asks for, so no proof is
+    needed that the ranks ask for everything once. verify_integrity first compares every file with the SHA-256
+    in integrity.json, on rank 0. With process_group only its ranks load.
 
     Raises:
-        UnsupportedError: a strategy of someone else's.
         IntegrityError: verify_integrity finds a file that differs, or no integrity.json.
         CheckpointError: as `megackpt.load`. A MissingKeyError or MismatchError is also a
             `torch.distributed.checkpoint.CheckpointException`, which Megatron-Core raises there.
     """
-    check_load_strategy(sharded_strategy)
-    _check_common(common_strategy, TorchCommonLoadStrategy, StrategyAction.LOAD_COMMON)
-    strictness = StrictHandling.of(strict)
+    sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
+    common = _chosen(StrategyAction.LOAD_COMMON, common_strategy, checkpoint_dir)
+    mode = StrictHandling.of(strict)
     group = None if process_group is None else subgroup(process_group, timeout_s=LoadOptions().timeout_s)
     if verify_integrity:
         verify_integrity_manifest(checkpoint_dir, group)
     loaded: StateDict | tuple[StateDict, set[str], set[str]]
-    loaded = load_by(sharded_strategy, sharded_state_dict, checkpoint_dir, strictness, group)
+    if not (is_loaded_by_us(sharded) and _is_common_of_ours(common)):
+        with also_of_torch():
+            loaded = load_with(sharded, common, sharded_state_dict, checkpoint_dir, mode, group)
+        return loaded
+    loaded = load_by(sharded, sharded_state_dict, checkpoint_dir, mode, group)
     state = loaded[0] if isinstance(loaded, tuple) else loaded
-    _describe(state, checkpoint_dir)
+    add_content_metadata(state, checkpoint_dir)
     return loaded
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     """Return the common state of a checkpoint, content metadata under its key. Local."""
-    state = api.load_common_state_dict(checkpoint_dir)
-    _describe(state, checkpoint_dir)
+    strategy = _chosen(StrategyAction.LOAD_COMMON, None, checkpoint_dir) or TorchCommonLoadStrategy()
+    state: StateDict = strategy.load_common(checkpoint_dir)
     return state
 
 
@@ -132,7 +142,9 @@ def load_tensors_metadata(
     checkpoint_dir: str, sharded_strategy: LoadShardedStrategy | None = None
 ) -> CkptShardedMetadata:
     """Return the global arrays without data, by key. Local."""
-    check_load_strategy(sharded_strategy)
+    sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
+    if not is_loaded_by_us(sharded):
+        return dict(sharded.load_tensors_metadata(Path(checkpoint_dir)))
     return dict(api.load_tensors_metadata(checkpoint_dir))
 
 
@@ -142,8 +154,15 @@ def load_sharded_metadata(
     common_strategy: LoadCommonStrategy | None = None,
 ) -> CkptShardedMetadata:
     """Return global arrays and objects without data. Local."""
-    check_load_strategy(sharded_strategy)
-    _check_common(common_strategy, TorchCommonLoadStrategy, StrategyAction.LOAD_COMMON)
+    sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
+    common = _chosen(StrategyAction.LOAD_COMMON, common_strategy, checkpoint_dir)
+    if not is_loaded_by_us(sharded):
+        found = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
+        if not sharded.can_handle_sharded_objects:
+            common = common or TorchCommonLoadStrategy()
+            validate_sharded_objects_handling(sharded, common)
+            found |= common.load_sharded_metadata(Path(checkpoint_dir))
+        return found
     return api.load_sharded_metadata(checkpoint_dir)
 
 
@@ -171,18 +190,21 @@ def load_content_metadata(
         DeclarationError: neither is given.
     """
     if preloaded_state_dict is not None:
-        return preloaded_state_dict.get(_CONTENT_METADATA)
+        return preloaded_state_dict.get(CONTENT_METADATA)
     if checkpoint_dir is None:
         raise DeclarationError("load_content_metadata needs checkpoint_dir or preloaded_state_dict.")
-    found: dict[str, Any] | None = api.load_content_metadata(checkpoint_dir)
-    return found
+    return load_common_state_dict(checkpoint_dir).get(CONTENT_METADATA)
 
 
 def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
     """Take every array and object whose key begins with key_prefix out of a checkpoint, atomically.
 
-    Local: one process calls it.
+    Local: one process calls it. A registered strategy of a user's does it in its own way.
     """
+    sharded = _chosen(StrategyAction.LOAD_SHARDED, None, checkpoint_dir)
+    if not is_loaded_by_us(sharded):
+        sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+        return
     api.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
@@ -212,26 +234,54 @@ def save(
     With verify_integrity rank 0 reads all files again after the commit, and writes their SHA-256 into
     integrity.json, which `load(verify_integrity=True)` and Megatron-Core from 0.17 on check.
 
+    A strategy of a user's is handed copies of what is sharded, after factories; see
+    docs/megatron-compat.md.
+
     Raises:
-        UnsupportedError: a strategy of someone else's.
+        UnsupportedError: a common strategy of a user's is given for a format of ours, which stores common
+            state by itself.
         CheckpointError: as `megackpt.save`.
     """
-    _check_common(common_strategy, TorchCommonSaveStrategy, StrategyAction.SAVE_COMMON)
+    chosen = _chosen(StrategyAction.SAVE_SHARDED, sharded_strategy)
+    common = _chosen(StrategyAction.SAVE_COMMON, common_strategy)
     described = _clean_metadata_for_serialization(content_metadata)
+    if not is_saved_by_us(chosen):
+        writes = request_with if async_sharded_save else save_with
+        request = writes(
+            chosen,
+            common or TorchCommonSaveStrategy("torch", 1),
+            sharded_state_dict,
+            checkpoint_dir,
+            validate=validate_access_integrity,
+            common_to_compare=preprocess_common_before_consistancy_check,
+            content_metadata=described,
+        )
+        return _with_integrity(request, checkpoint_dir) if verify_integrity else request
+    if not _is_common_of_ours(common):
+        raise UnsupportedError(
+            f"common_strategy={common} would not be used: a format of megackpt commits common state with the "
+            f"rest. Give it beside a sharded strategy of your own, or leave it out."
+        )
     arguments = {
         "validate_access_integrity": validate_access_integrity,
         "content_metadata": described,
         "preprocess_common_before_consistancy_check": preprocess_common_before_consistancy_check,
     }
+    request = None
     if async_sharded_save:
-        request = request_by(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
-        if verify_integrity:
-            request.add_finalize_fn(functools.partial(write_on_rank_0, checkpoint_dir))
-        return request
-    save_as_rank_0(sharded_strategy, sharded_state_dict, checkpoint_dir, **arguments)
-    if verify_integrity:
+        request = request_by(chosen, sharded_state_dict, checkpoint_dir, **arguments)
+    else:
+        save_as_rank_0(chosen, sharded_state_dict, checkpoint_dir, **arguments)
+    return _with_integrity(request, checkpoint_dir) if verify_integrity else request
+
+
+def _with_integrity(request: AsyncRequest | None, checkpoint_dir: str) -> AsyncRequest | None:
+    """Write integrity.json: at the end of a request, or now if there is none. Collective."""
+    if request is None:
         write_on_rank_0(checkpoint_dir)
-    return None
+    else:
+        request.add_finalize_fn(functools.partial(write_on_rank_0, checkpoint_dir))
+    return request
 
 
 def _legacy_common_state_exists(checkpoint_dir: str | os.PathLike[str]) -> bool:
@@ -267,15 +317,28 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | None = None) -> Load
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
 
 
-def _check_common(strategy: Any, ours: type, action: StrategyAction) -> None:
+def _chosen(action: StrategyAction, strategy: Any, checkpoint_dir: str | os.PathLike[str] = "") -> Any:
+    """Return the strategy for an action; for None the one that a program has registered, or else None. Local.
+
+    Megatron-Core saves as ("torch_dist", 1) without a strategy, and loads by what metadata.json names.
+    """
     if isinstance(strategy, (tuple, list)):
-        strategy = get_default_strategy(action, *strategy)
-    if strategy is not None and not isinstance(strategy, ours):
-        refuse_strangers(strategy, "megackpt.formats.strategy, whose strategies store common state too")
+        return get_default_strategy(action, *strategy)
+    registered = default_strategies[action.value]
+    if strategy is not None or not registered:
+        return strategy
+    if action is StrategyAction.SAVE_SHARDED:
+        return registered.get(("torch_dist", 1))
+    if action is StrategyAction.SAVE_COMMON:
+        return registered.get(("torch", 1))
+    config = maybe_load_config(os.fspath(checkpoint_dir))
+    if config is None:
+        return None
+    if action is StrategyAction.LOAD_SHARDED:
+        return registered.get((config.sharded_backend, config.sharded_backend_version))
+    return registered.get((config.common_backend, config.common_backend_version))
 
 
-def _describe(state: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Put the content metadata of a checkpoint where Megatron-Core stores it: into the state."""
-    described = api.load_content_metadata(checkpoint_dir)
-    if described is not None:
-        state.setdefault(_CONTENT_METADATA, described)
+def _is_common_of_ours(strategy: Any) -> bool:
+    """Say whether a common strategy is one of ours as it is, and not a subclass with methods of its own."""
+    return type(strategy) in (type(None), TorchCommonSaveStrategy, TorchCommonLoadStrategy)

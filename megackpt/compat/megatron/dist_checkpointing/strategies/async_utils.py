@@ -9,6 +9,7 @@ Source: Megatron-Core `dist_checkpointing.strategies.async_utils`, for names and
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import os
@@ -18,8 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megackpt.comm import Group, Numbers, compare, world_group
@@ -27,6 +30,7 @@ from megackpt.compat.megatron.deferred import DeferredSave
 from megackpt.compat.megatron.refusal import refused
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.errors import DeclarationError
+from megackpt.mapping import ShardedBase
 from megackpt.options import AsyncOptions
 
 logger = logging.getLogger(__name__)
@@ -91,8 +95,10 @@ class AsyncRequest(NamedTuple):
 class AsyncCallsQueue:
     """Requests that are under way, and what is to be done after them, in order.
 
-    Saves of ours go to a writer process beside each rank, which is started with the first and kept; any other
-    function is called in a thread, one after the other. persistent has no effect.
+    Saves of ours go to a writer process beside each rank, which is started with the first and kept, whatever
+    persistent says. Any other function is called in a thread, one after the other. Tensors in its arguments
+    are copied before, as a process of its own would not see them change; what a function reaches otherwise
+    is staged by preload_fn, or by whoever makes the request.
 
     Source: Megatron-Core `AsyncCallsQueue`.
     """
@@ -231,9 +237,11 @@ class AsyncCallsQueue:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="megackpt-async-call")
         args = list(request.async_fn_args)
         if request.preload_fn is not None:
+            args[1] = None
+        args, kwargs, work = _copied((args, request.async_fn_kwargs, request.async_fn or _nothing))
+        if request.preload_fn is not None:
             args[1] = request.preload_fn()
-        work = request.async_fn or _nothing
-        return self._threads.submit(work, *args, **request.async_fn_kwargs)
+        return self._threads.submit(work, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +284,27 @@ def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
             subprocess.run(command, check=True, capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("The priority of process %d was not lowered: %s", os.getpid(), error)
+
+
+def _copied(value: Any) -> Any:
+    """Return a value in which tensors are copies: in dicts, lists, tuples, entities and partial functions."""
+    match value:
+        case torch.Tensor():
+            return value.detach().clone()
+        case ShardedBase():
+            held = copy.copy(value)
+            held.data = _copied(held.data)
+            return held
+        case dict():
+            return {key: _copied(inner) for key, inner in value.items()}
+        case list():
+            return [_copied(inner) for inner in value]
+        case tuple():
+            parts = [_copied(inner) for inner in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        case partial():
+            return partial(_copied(value.func), *_copied(value.args), **_copied(value.keywords))
+    return value
 
 
 AsyncCaller = refused("AsyncCaller", **_WHY)

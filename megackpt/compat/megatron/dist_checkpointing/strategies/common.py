@@ -1,70 +1,111 @@
 """Common state by Megatron-Core's names. Source: Megatron-Core `dist_checkpointing.strategies.common`.
 
-Common state is part of our formats and read and written by `load` and `save`; there is no file of its own
-that could be written alone.
+In our formats common state is a part of the checkpoint, which `load` and `save` read and write. Beside a
+sharded strategy of a user's, these write and read the files that Megatron-Core does.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import closing
+from typing import Any
+
+import torch.distributed as dist
 
 from megackpt import api
+from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from megackpt.compat.megatron.refusal import refuse, refused
-from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.compat.megatron.refusal import refused
+from megackpt.errors import FormatError, NotACheckpointError
+from megackpt.formats.safe_pickle import load_value, save_value
+from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES
+from megackpt.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
+from megackpt.storage import open_store
 
 COMMON_STATE_FNAME = "common.pt"
-"""Where Megatron-Core keeps common state; our own formats do not use it."""
+"""Where Megatron-Core keeps common state."""
+CONTENT_METADATA = "content_metadata"
+"""Under which key content metadata stands in common state."""
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
-    """Stands for the common state of a checkpoint, in the format of the checkpoint."""
+    """Writes common state to common.pt and each object to a file of its own, as torch.save does.
+
+    `save` calls it beside a sharded strategy of a user's. Our formats store common state by themselves.
+    """
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Refuse: common state is committed with the rest.
+        """Write common.pt on rank 0; do nothing elsewhere. Local.
 
         Raises:
-            UnsupportedError: always.
+            UnserializableError: a value that `torch.load(weights_only=True)` would refuse.
         """
-        _refuse("save_common", "save")
+        if _rank() == 0:
+            _write(checkpoint_dir, COMMON_STATE_FNAME, save_value(common_state_dict, path="common state"))
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> None:
-        """Refuse: objects are committed with the rest.
+        """Write each object of which this rank has the main replica. Local.
 
         Raises:
-            UnsupportedError: always.
+            UnserializableError: as `save_common`.
         """
-        _refuse("save_sharded_objects", "save")
+        for entity in nested_values(sharded_objects_state_dict):
+            if is_main_replica(entity.replica_id):
+                data = save_value(entity.data, path=entity.unique_key)
+                _write(checkpoint_dir, f"{entity.unique_key}.pt", data)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: every format of ours stores objects."""
+        """True."""
         return True
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
-    """Reads the common state of a checkpoint of any format that can be read here."""
+    """Reads the common state of a checkpoint of any format that can be read here.
+
+    Where a sharded strategy of a user's has saved, it reads what `TorchCommonSaveStrategy` writes.
+    """
 
     def load_common(self, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
         """Return the common state. Local."""
-        return api.load_common_state_dict(checkpoint_dir)
+        if _is_read_here(checkpoint_dir):
+            state = api.load_common_state_dict(checkpoint_dir)
+            add_content_metadata(state, checkpoint_dir)
+            return state
+        common: StateDict = _read(checkpoint_dir, COMMON_STATE_FNAME)
+        return common
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> StateDict:
-        """Return the state dict with its objects loaded, common state included. Collective."""
-        loaded: StateDict = api.load(sharded_objects_state_dict, checkpoint_dir)
-        return loaded
+        """Return the state dict with its objects loaded. Collective where the format can be read here.
+
+        Common state is then in it too.
+        """
+        if _is_read_here(checkpoint_dir):
+            loaded: StateDict = api.load(sharded_objects_state_dict, checkpoint_dir)
+            return loaded
+
+        def read(entity: Any) -> Any:
+            is_object = isinstance(entity, ShardedObject)
+            return _read(checkpoint_dir, f"{entity.unique_key}.pt") if is_object else entity
+
+        values: StateDict = dict_list_map_inplace(read, sharded_objects_state_dict)
+        return values
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> ShardedStateDict:
-        """Return global arrays and objects without data. Local."""
-        return dict(api.load_sharded_metadata(checkpoint_dir))
+        """Return global arrays and objects without data; where another's strategy saved, objects. Local."""
+        if _is_read_here(checkpoint_dir):
+            return dict(api.load_sharded_metadata(checkpoint_dir))
+        with closing(open_store(checkpoint_dir)) as store:
+            files = [name.removesuffix(".pt") for name in store.names() if _is_object_file(name)]
+        return {name: ShardedObject.empty_from_unique_key(name) for name in files}
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: every format of ours stores objects."""
+        """True."""
         return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -90,9 +131,39 @@ def register_default_common_strategies() -> None:
     """Do nothing: our strategies are there without being registered."""
 
 
-def _refuse(name: str, instead: str) -> None:
-    refuse(
-        f"TorchCommonSaveStrategy.{name}",
-        because="a checkpoint is committed all at once, so no part of it is written alone.",
-        instead=f"Pass the whole state dict to {instead}().",
-    )
+def add_content_metadata(state: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Put the content metadata of a checkpoint where Megatron-Core stores it: into the state, in place."""
+    described = None if CONTENT_METADATA in state else api.load_content_metadata(checkpoint_dir)
+    if described is not None:
+        state[CONTENT_METADATA] = described
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _is_read_here(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Say whether a format of ours is there, and not the files of a user's strategy, whatever its name."""
+    try:
+        api.load_tensors_metadata(checkpoint_dir)
+    except (FormatError, NotACheckpointError):
+        with closing(open_store(checkpoint_dir)) as store:
+            if store.exists(COMMON_STATE_FNAME):
+                return False
+        raise
+    return True
+
+
+def _is_object_file(name: str) -> bool:
+    return name.endswith(".pt") and name.rpartition("/")[2].startswith("shard_")
+
+
+def _write(checkpoint_dir: str | os.PathLike[str], name: str, data: bytes) -> None:
+    with closing(open_store(checkpoint_dir)) as store:
+        store.replace(name, data)
+
+
+def _read(checkpoint_dir: str | os.PathLike[str], name: str) -> Any:
+    with closing(open_store(checkpoint_dir)) as store:
+        data = store.read(name, max_bytes=COMMON_MAX_BYTES)
+    return load_value(data, where=f"{os.fspath(checkpoint_dir)}/{name}")

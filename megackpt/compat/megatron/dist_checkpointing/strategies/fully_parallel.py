@@ -11,9 +11,14 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch.distributed as dist
+
+from megackpt.compat.megatron.dist_checkpointing.dict_utils import nested_values
 from megackpt.compat.megatron.dist_checkpointing.exchange_utils import (
     ShardDistribution,
+    determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,
+    shard_id,
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
@@ -24,18 +29,18 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
 from megackpt.compat.megatron.ours import (
     LoadArguments,
     SaveArguments,
-    check_load_strategy,
+    is_loaded_by_us,
+    is_saved_by_us,
     load_by,
     request_by,
     save_by,
     save_choice,
 )
-from megackpt.compat.megatron.refusal import refused
 from megackpt.compat.megatron.settings import KnownSettings
 from megackpt.engine.plan_cache import PlanCache
-from megackpt.errors import DeclarationError
+from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.registry import SaveChoice
-from megackpt.mapping import ShardedStateDict, StateDict
+from megackpt.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from megackpt.options import Exchange, LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
@@ -53,16 +58,13 @@ __all__ = [
     "distribute_shards_to_ranks",
 ]
 
-_PLANNED = {
-    "because": "who writes and reads what is planned by pure functions from the declarations of all ranks.",
-    "instead": "Use save() and load(); the plans are megackpt.planning.plan_save and plan_exchange.",
-}
-
 
 class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
     """Spreads chunks that several ranks hold over those of them that are in the main replica's group.
 
-    Without a group over all of them. Attributes may be set later, and count from the next save on.
+    Without a group over all of them. Attributes may be set later, and count from the next save on. Around a
+    strategy of a user's it hands on the tensors with the replica ids that spread them: 0 where a rank is to
+    write a shard, and 1 elsewhere.
 
     Attributes:
         base_strategy: the strategy that says in which format, and how.
@@ -87,12 +89,14 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         backend: str | None = None,
         version: int | None = None,
     ) -> None:
-        save_choice(strategy)
+        if is_saved_by_us(strategy):
+            save_choice(strategy)  # raises at once what is out of range
         super().__init__(backend or strategy.backend, version or strategy.version)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
         self._plans = PlanCache()
+        self._distribution: ShardDistribution | None = None
 
     @property
     def choice(self) -> SaveChoice:
@@ -101,7 +105,11 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save a whole checkpoint in the wrapped strategy's format. Collective."""
-        save_by(self, sharded_state_dict, checkpoint_dir)
+        if is_saved_by_us(self.base_strategy):
+            save_by(self, sharded_state_dict, checkpoint_dir)
+            return
+        self.apply_saving_parallelization(sharded_state_dict)
+        self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
     @property
     def save_arguments(self) -> SaveArguments:
@@ -121,11 +129,36 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
-        """Return a request that saves a whole checkpoint when it is scheduled or executed. Local."""
-        return request_by(self, sharded_state_dict, checkpoint_dir)
+        """Return a request that saves a whole checkpoint when it is scheduled or executed.
+
+        Local; collective around a strategy of a user's, whose request it is then.
+
+        Raises:
+            UnsupportedError: a strategy of a user's has no async_save.
+        """
+        if is_saved_by_us(self.base_strategy):
+            return request_by(self, sharded_state_dict, checkpoint_dir)
+        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+            raise UnsupportedError(
+                f"{self.base_strategy} has no async_save, so it cannot save asynchronously. Derive it from "
+                f"AsyncSaveShardedStrategy, or save without async_sharded_save."
+            )
+        self.apply_saving_parallelization(sharded_state_dict)
+        return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir)
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Do nothing: a plan says who writes a shard, and no entity is changed for it."""
+        """Set the replica ids of tensors, in place, so that each is written by one rank of the group.
+
+        Collective over the group. A save in a format of ours does not need it: its plan says who writes.
+        """
+        found = self._distribution if self.do_cache_distribution else None
+        if found is None:
+            group = self.parallelization_group
+            found = determine_main_replica_uniform_distribution(sharded_state_dict, group)
+        distribute_main_replicas_with_precomputed_distribution(
+            sharded_state_dict, self.parallelization_group, found
+        )
+        self._distribution = found
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -164,7 +197,11 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        check_load_strategy(strategy)
+        if not is_loaded_by_us(strategy):
+            raise UnsupportedError(
+                f"FullyParallelLoadStrategyWrapper cannot let ranks read for each other by "
+                f"{type(strategy).__name__}, which reads by itself. Give it to load() without the wrapper."
+            )
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -214,7 +251,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         return bool(getattr(self.base_strategy, "stream_ckpt_dequant", True))
 
     def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Do nothing: a plan says who reads what, and no entity is changed for it."""
+        """Do nothing: the plan of a load says who reads what, and no entity is changed for it."""
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """As the wrapped strategy. Local."""
@@ -239,9 +276,38 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
 
 
 SaveLoadDistribution = ShardDistribution  # its name before 0.9
-determine_main_replica_uniform_distribution = refused(
-    "determine_main_replica_uniform_distribution", **_PLANNED
-)
-distribute_main_replicas_with_precomputed_distribution = refused(
-    "distribute_main_replicas_with_precomputed_distribution", **_PLANNED
-)
+
+
+def distribute_main_replicas_with_precomputed_distribution(
+    sharded_state_dict: ShardedStateDict,
+    parallelization_group: ProcessGroup | None,
+    precomputed_distribution: ShardDistribution | None,
+) -> None:
+    """Set the replica id of each tensor, in place: 0 where this rank was chosen for it, 1 elsewhere. Local.
+
+    The group, None for all ranks, is that for which the distribution was made.
+
+    Raises:
+        DeclarationError: there is no distribution for a group of several ranks, or it lacks a shard whose
+            main replica is here.
+    """
+    if not dist.is_initialized() or dist.get_world_size(parallelization_group) == 1:
+        return
+    if precomputed_distribution is None:
+        raise DeclarationError("A distribution is needed for a group of several ranks, and None was given.")
+    rank = dist.get_rank(parallelization_group)
+    chosen = precomputed_distribution.main_rank_for_shard
+    has_main: set[Any] = set()
+    for tensor in nested_values(sharded_state_dict):
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        shard = shard_id(tensor)
+        if shard not in chosen and is_main_replica(tensor.replica_id):
+            raise DeclarationError(
+                f"{tensor.key!r} was not there when the distribution was made. Make it anew, or do not set "
+                f"do_cache_distribution where the structure changes.",
+                key=tensor.key,
+            )
+        is_chosen = chosen.get(shard) == rank and shard not in has_main
+        tensor.replica_id = 0 if is_chosen else 1
+        has_main.add(shard)
