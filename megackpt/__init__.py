@@ -1,57 +1,64 @@
 """Distributed checkpointing of Megatron-style training: save at one parallel layout, load at any other.
 
-The public names, and nothing else; each is described where it is defined.
+The public names, and nothing else; each is described where it is defined, and is imported when it is first
+used: the command line's help and the reader without torch need none of them.
 """
 
-from megackpt.api import (
-    check_is_distributed_checkpoint,
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    load_with_report,
-    remove_sharded_tensors,
-    save,
-)
-from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
-from megackpt.codec import register_codec
-from megackpt.config import CheckpointConfig
-from megackpt.engine.plan_cache import PlanCache
-from megackpt.errors import (
-    CheckpointError,
-    CheckpointingException,
-    CommonStateError,
-    CoverageError,
-    DeclarationError,
-    FormatError,
-    GeometryError,
-    IntegrityError,
-    MismatchError,
-    MissingKeyError,
-    NotACheckpointError,
-    OptimizerError,
-    RankFailedError,
-    StorageError,
-    UnknownClassError,
-    UnserializableError,
-    WriterFailedError,
-)
-from megackpt.mapping import (
-    Layout,
-    LocalNonpersistentObject,
-    PartPlacement,
-    PerRank,
-    Replicated,
-    ShardedBase,
-    ShardedLayout,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from megackpt.options import AsyncOptions, KeyRule, LoadOptions, Policy, SaveOptions
-from megackpt.validation import ArrayReport, LoadReport, StrictHandling
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megackpt.api import (
+        check_is_distributed_checkpoint,
+        load,
+        load_common_state_dict,
+        load_content_metadata,
+        load_plain_tensors,
+        load_sharded_metadata,
+        load_tensors_metadata,
+        load_with_report,
+        remove_sharded_tensors,
+        save,
+    )
+    from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
+    from megackpt.codec import register_codec
+    from megackpt.config import CheckpointConfig
+    from megackpt.engine.plan_cache import PlanCache
+    from megackpt.errors import (
+        CheckpointError,
+        CheckpointingException,
+        CommonStateError,
+        CoverageError,
+        DeclarationError,
+        FormatError,
+        GeometryError,
+        IntegrityError,
+        MismatchError,
+        MissingKeyError,
+        NotACheckpointError,
+        OptimizerError,
+        RankFailedError,
+        StorageError,
+        UnknownClassError,
+        UnserializableError,
+        WriterFailedError,
+    )
+    from megackpt.mapping import (
+        Layout,
+        LocalNonpersistentObject,
+        PartPlacement,
+        PerRank,
+        Replicated,
+        ShardedBase,
+        ShardedLayout,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+    from megackpt.options import AsyncOptions, KeyRule, LoadOptions, Policy, SaveOptions
+    from megackpt.validation import ArrayReport, LoadReport, StrictHandling
 
 __version__ = "0.1.0"
 
@@ -110,3 +117,90 @@ __all__ = [
     "remove_sharded_tensors",
     "save",
 ]
+
+_NAMES_OF = {
+    "megackpt.api": (
+        "check_is_distributed_checkpoint",
+        "load",
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_plain_tensors",
+        "load_sharded_metadata",
+        "load_tensors_metadata",
+        "load_with_report",
+        "remove_sharded_tensors",
+        "save",
+    ),
+    "megackpt.checkpointer": (
+        "Checkpointer",
+        "KeepBest",
+        "LocalTier",
+        "MemoryTier",
+        "SaveInterval",
+    ),
+    "megackpt.codec": ("register_codec",),
+    "megackpt.config": ("CheckpointConfig",),
+    "megackpt.engine.plan_cache": ("PlanCache",),
+    "megackpt.errors": (
+        "CheckpointError",
+        "CheckpointingException",
+        "CommonStateError",
+        "CoverageError",
+        "DeclarationError",
+        "FormatError",
+        "GeometryError",
+        "IntegrityError",
+        "MismatchError",
+        "MissingKeyError",
+        "NotACheckpointError",
+        "OptimizerError",
+        "RankFailedError",
+        "StorageError",
+        "UnknownClassError",
+        "UnserializableError",
+        "WriterFailedError",
+    ),
+    "megackpt.mapping": (
+        "Layout",
+        "LocalNonpersistentObject",
+        "PartPlacement",
+        "PerRank",
+        "Replicated",
+        "ShardedBase",
+        "ShardedLayout",
+        "ShardedObject",
+        "ShardedTensor",
+        "ShardedTensorFactory",
+    ),
+    "megackpt.options": (
+        "AsyncOptions",
+        "KeyRule",
+        "LoadOptions",
+        "Policy",
+        "SaveOptions",
+    ),
+    "megackpt.validation": ("ArrayReport", "LoadReport", "StrictHandling"),
+}
+"""Where each public name is defined: what type checkers see above."""
+
+_HOMES = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of the package, at its first use."""
+    if name in _HOMES:
+        found = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+    module = f"{__name__}.{name}"
+    if not name.startswith("_"):
+        try:
+            return import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:  # a module of ours lacks one of another package
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,17 +6,18 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from megackpt.bench import PEERS, BenchSettings, Report, goals_of, run_bench
-from megackpt.bench.chart import draw
-from megackpt.bench.settings import CASES, DTYPES
-from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_times
+from megackpt.bench.settings import CASES, DTYPES, PEERS, BenchSettings
 from megackpt.cli.frame import FAILED_CHECK, is_root
 from megackpt.cli.places import LocalPath, check_output
-from megackpt.simulation.chart import check_chart
+
+if TYPE_CHECKING:
+    from megackpt.bench.report import Report
+
 
 _PIPED_WIDTH = 160  # columns of a table that goes to a file
 _BUSY = 0.5  # load average per CPU
@@ -39,7 +40,7 @@ class _Size(click.ParamType[int]):
         return int(float(found["number"]) * _UNITS[found["unit"].upper()])
 
 
-@click.command(name="bench", short_help="Measure saving and loading in a directory.")
+@click.command(name="bench")
 @click.option(
     "--dir",
     "directory",
@@ -96,6 +97,11 @@ def command(
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
     """
+    from megackpt.bench.chart import draw
+    from megackpt.bench.goals import goals_of
+    from megackpt.bench.world import run_bench
+    from megackpt.simulation.chart import check_chart
+
     settings = BenchSettings(
         directory=directory,
         ranks=ranks,
@@ -131,6 +137,9 @@ def _names(listed: str) -> tuple[str, ...]:
 
 
 def _show(report: Report, console: Console) -> None:
+    from megackpt.bench.goals import goals_of
+    from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_times
+
     console.print(table_of_times(report))
     console.print(
         "of raw: share of the faster raw I/O of that case. X takes: how many times as long X takes (below "

@@ -10,16 +10,12 @@ from rich.filesize import decimal
 from megackpt.cli.frame import EXIT_CODES, is_root, json_option, say, unsafe_pickle_option
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
-from megackpt.cli.ranks import taking_part
-from megackpt.engine.convert import convert_checkpoint
 from megackpt.formats.registry import save_strategy
 from megackpt.options import ConvertOptions
 from megackpt.storage import open_store
 
 
-@click.command(
-    name="convert", short_help="Write a checkpoint once more, in another format.", epilog=EXIT_CODES
-)
+@click.command(name="convert", epilog=EXIT_CODES)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option(
@@ -53,6 +49,9 @@ def command(
 
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
     """
+    from megackpt.cli.ranks import taking_part
+    from megackpt.engine.convert import convert_checkpoint
+
     options = ConvertOptions(
         verify=not no_verify,
         overwrite=overwrite,

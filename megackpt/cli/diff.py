@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Group
@@ -15,11 +16,13 @@ from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, s
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import limited_table, natural, show
-from megackpt.engine.integrity.difference import ArrayDifference, Difference, find_difference
 from megackpt.options import DiffOptions
 
+if TYPE_CHECKING:
+    from megackpt.engine.integrity.difference import ArrayDifference, Difference
 
-@click.command(name="diff", short_help="Compare two checkpoints, bit by bit.", epilog=EXIT_CODES)
+
+@click.command(name="diff", epilog=EXIT_CODES)
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
@@ -59,6 +62,8 @@ def command(
     of which both checkpoints have a digest of the whole, saved with array_digests, are not read if these are
     equal. JSON has all rows, by key.
     """
+    from megackpt.engine.integrity.difference import find_difference
+
     options = DiffOptions(
         keys=keys,
         common=not no_common,

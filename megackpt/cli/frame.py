@@ -1,7 +1,8 @@
 """What all commands have in common: where they are found, exit codes, errors, JSON.
 
 A command is a file of this folder with a click command named `command`, and one line in COMMANDS. It is
-imported when it is called, says its result through `say`, and raises errors of megackpt as they come.
+imported when it is called, says its result through `say`, and raises errors of megackpt as they come. What
+needs torch it imports when it runs, so that its help does not wait for torch.
 
 Exit codes: 0, it is done; 1, a check has failed: data are damaged, incomplete or different; 2, it could not
 be done with what was given; 3, there is no checkpoint, or none that can be read here. An error of megackpt is
@@ -29,18 +30,18 @@ from megackpt.errors import (
 )
 
 COMMANDS = {
-    "bench": "megackpt.cli.bench",
-    "convert": "megackpt.cli.convert",
-    "diff": "megackpt.cli.diff",
-    "gc": "megackpt.cli.gc",
-    "inspect": "megackpt.cli.inspect",
-    "ls": "megackpt.cli.ls",
-    "pin": "megackpt.cli.pin",
-    "plan": "megackpt.cli.plan",
-    "repair": "megackpt.cli.repair",
-    "verify": "megackpt.cli.verify",
+    "bench": "Measure saving and loading in a directory.",
+    "convert": "Write a checkpoint once more, in another format.",
+    "diff": "Compare two checkpoints, bit by bit.",
+    "gc": "Remove incomplete steps and steps not kept.",
+    "inspect": "Show what a checkpoint holds.",
+    "ls": "List the steps of a run.",
+    "pin": "Keep a step, whatever a run's retention says.",
+    "plan": "Plan saves and loads of a job of any size, without running it.",
+    "repair": "Mend a damaged checkpoint.",
+    "verify": "Look for damage in a checkpoint.",
 }
-"""Modules of the commands, by their names."""
+"""What each command does, by its name, which is that of its module in this folder."""
 
 FAILED_CHECK = 1
 BAD_INPUT = 2
@@ -70,8 +71,13 @@ class _Commands(click.Group):
         """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = importlib.import_module(COMMANDS[cmd_name]).command
+        found: click.Command = importlib.import_module(f"megackpt.cli.{cmd_name}").command
         return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the commands do, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)

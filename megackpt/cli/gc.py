@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import click
 
 from megackpt.arguments import MOST_SECONDS, check_number
-from megackpt.checkpointer import KeepBest
-from megackpt.checkpointer.housekeeping import Housekeeping, Removals
-from megackpt.checkpointer.metrics import read_metrics
-from megackpt.checkpointer.retention import RetentionPolicy
-from megackpt.checkpointer.step_list import scan
 from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, json_option, say
 from megackpt.cli.places import check_root
 from megackpt.cli.tables import show, table_of
-from megackpt.engine.steps import step_places
 from megackpt.errors import DeclarationError, NotACheckpointError
+
+if TYPE_CHECKING:
+    from megackpt.checkpointer import KeepBest
+    from megackpt.checkpointer.housekeeping import Removals
 
 _RUNNING = (
     "A job may be saving there right now: leftovers that are newer than the newest commit are left alone, "
@@ -24,13 +23,15 @@ _RUNNING = (
 )
 
 
-class _Best(click.ParamType[KeepBest]):
+class _Best(click.ParamType["KeepBest"]):
     """METRIC, METRIC:N or METRIC:N:max."""
 
     name = "metric"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> KeepBest:
         """Return the policy."""
+        from megackpt.checkpointer.retention import KeepBest
+
         if isinstance(value, KeepBest):
             return value
         metric, *rest = str(value).split(":")
@@ -40,7 +41,7 @@ class _Best(click.ParamType[KeepBest]):
         return KeepBest(metric=metric, n=int(n), mode="min" if mode == "min" else "max")
 
 
-@click.command(name="gc", short_help="Remove torn leftovers and steps not kept.", epilog=EXIT_CODES)
+@click.command(name="gc", epilog=EXIT_CODES)
 @click.argument("root", metavar="ROOT")
 @click.option("--keep-last", type=click.IntRange(1), metavar="N", help="The newest N steps stay.")
 @click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Steps that K divides stay.")
@@ -82,6 +83,12 @@ def command(
     reading its chunks. What incomplete saves left goes only if a newer step is committed, or with
     --incomplete-newest, and if nothing was written to it lately.
     """
+    from megackpt.checkpointer.housekeeping import Housekeeping
+    from megackpt.checkpointer.metrics import read_metrics
+    from megackpt.checkpointer.retention import RetentionPolicy
+    from megackpt.checkpointer.step_list import scan
+    from megackpt.engine.steps import step_places
+
     policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if policy.keeps_all != keep_all:
         raise click.UsageError(

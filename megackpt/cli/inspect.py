@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Group
@@ -13,11 +14,13 @@ from rich.filesize import decimal
 from megackpt.cli.frame import EXIT_CODES, json_option, say, unsafe_pickle_option
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.tables import limited_table, show, table_of
-from megackpt.engine.inspect import Inspected, inspect_checkpoint
 from megackpt.metadata import OBJECT
 
+if TYPE_CHECKING:
+    from megackpt.engine.inspect import Inspected
 
-@click.command(name="inspect", short_help="Show what a checkpoint holds.", epilog=EXIT_CODES)
+
+@click.command(name="inspect", epilog=EXIT_CODES)
 @click.argument("path", metavar="PATH")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
 @click.option(
@@ -33,6 +36,8 @@ def command(
     Its commit, arrays and objects with dtype, shape, chunks and bytes, files, bytes by rank, common state.
     JSON has all rows.
     """
+    from megackpt.engine.inspect import inspect_checkpoint
+
     with contextlib.closing(checkpoint_store(path)) as store:
         found = inspect_checkpoint(store, keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if as_json:

@@ -9,20 +9,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
 
-from megackpt.checkpointer.metrics import read_metrics
-from megackpt.checkpointer.pins import read_pins
-from megackpt.checkpointer.step_list import scan
 from megackpt.cli.frame import EXIT_CODES, json_option, say
 from megackpt.cli.places import check_root
 from megackpt.cli.tables import show, table_of
-from megackpt.engine.manifest import read_manifest
-from megackpt.engine.steps import StepFile, StepPlaces, step_name, step_places
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
+
+if TYPE_CHECKING:
+    from megackpt.engine.steps import StepFile, StepPlaces
 
 _AT_ONCE = 16  # steps that are looked at
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -56,7 +55,7 @@ class Step:
     metrics: dict[str, float | str]
 
 
-@click.command(name="ls", short_help="List the steps of a run.", epilog=EXIT_CODES)
+@click.command(name="ls", epilog=EXIT_CODES)
 @click.argument("root", metavar="ROOT")
 @json_option
 def command(root: str, *, as_json: bool) -> None:
@@ -84,6 +83,10 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
     Raises:
         NotACheckpointError: it is no directory, or is itself a checkpoint.
     """
+    from megackpt.checkpointer.pins import read_pins
+    from megackpt.checkpointer.step_list import scan
+    from megackpt.engine.steps import step_places
+
     check_root(str(root))
     places = step_places(root, objects=None)
     if places.root.exists(MANIFEST):
@@ -108,6 +111,10 @@ def _step(
     places: StepPlaces, step: int, *, is_committed: bool, latest: bool, pins: frozenset[int]
 ) -> Step | None:
     """Describe a step; None if it is gone meanwhile."""
+    from megackpt.checkpointer.metrics import read_metrics
+    from megackpt.engine.manifest import read_manifest
+    from megackpt.engine.steps import step_name
+
     state, backend, world_size = ("committed" if is_committed else "torn"), None, None
     files = places.files(step_name(step))
     if files is None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import click
 
-from megackpt.checkpointer.run import Run
 from megackpt.cli.frame import EXIT_CODES, json_option, say
 from megackpt.cli.places import check_root
 
 
-@click.command(name="pin", short_help="Keep a step, whatever a run's retention says.", epilog=EXIT_CODES)
+@click.command(name="pin", epilog=EXIT_CODES)
 @click.argument("root", metavar="ROOT")
 @click.argument("step", metavar="[STEP]", type=click.IntRange(0), required=False)
 @click.option("--remove", is_flag=True, help="Let STEP be removed again.")
@@ -24,6 +23,8 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
         raise click.UsageError("Give a STEP to pin or unpin, or --list; not both.")
     if only_list and remove:
         raise click.UsageError("--remove needs a STEP, and changes something, which --list does not.")
+    from megackpt.checkpointer.run import Run
+
     check_root(root)
     run = Run(root)
     was_pinned = step in run.pins()

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from megackpt.checkpointer.run import Run
 from megackpt.cli.frame import is_root
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
@@ -57,6 +56,8 @@ def _latest_step(path: str) -> str | None:
     with contextlib.closing(open_store(path)) as store:
         if store.exists(MANIFEST):
             return None
+    from megackpt.checkpointer.run import Run
+
     run = Run(path)
     steps = run.steps()
     return run.location(steps[-1]) if steps else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 from rich.console import Console
@@ -13,28 +14,15 @@ from megackpt.cli.places import LocalPath, check_output
 from megackpt.cli.progress import RankBar
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
-from megackpt.simulation import (
-    PRESETS,
-    Cluster,
-    JobLayout,
-    Model,
-    PlanReport,
-    Stored,
-    build_model,
-    check_layout,
-    estimate,
-    open_stored,
-    read_sizes,
-    simulate_load,
-    simulate_save,
-)
-from megackpt.simulation.chart import check_chart, draw
-from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
+
+if TYPE_CHECKING:
+    from megackpt.simulation import JobLayout, Model
+    from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 
 _PIPED_WIDTH = 120  # columns of a table that goes to a file
 
 
-@click.command(name="plan", short_help="Plan saves and loads of a job of any size, without running it.")
+@click.command(name="plan")
 @click.argument("subject", metavar="MODEL|CHECKPOINT", type=LocalPath())
 @click.option("--from", "source", help="Layout of the job that saves, as tp8,pp16,dp128 (ep, world).")
 @click.option("--to", "target", help="Layout of the job that loads; left out: that of --from.")
@@ -78,6 +66,9 @@ def command(
 
     megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
     """
+    from megackpt.simulation import Cluster, JobLayout, PlanReport, estimate
+    from megackpt.simulation.chart import check_chart, draw
+
     cluster = Cluster(
         ranks_per_node=ranks_per_node,
         write=write_gbps,
@@ -109,7 +100,7 @@ def command(
         draw(name, save, load, Path(chart))
 
 
-_Planned = tuple[str, int | None, SaveOutcome, LoadOutcome | None]
+_Planned: TypeAlias = "tuple[str, int | None, SaveOutcome, LoadOutcome | None]"
 
 
 def _of_model(
@@ -120,6 +111,8 @@ def _of_model(
     *,
     states: tuple[str, ...] | None,
 ) -> _Planned:
+    from megackpt.simulation import Stored, check_layout, simulate_load, simulate_save
+
     if source is None:
         raise DeclarationError(
             "--from is missing: give the layout of the job that saves, as --from tp8,pp16,dp128."
@@ -141,6 +134,8 @@ def _of_model(
 def _of_checkpoint(
     path: Path, source: JobLayout | None, target: JobLayout | None, ranks_planned: int | None
 ) -> _Planned:
+    from megackpt.simulation import open_stored, simulate_load
+
     if source is not None:
         raise DeclarationError(
             f"--from {source} is given for {path}, which is a checkpoint and has been saved. Leave it out; "
@@ -158,6 +153,8 @@ def _of_checkpoint(
 
 
 def _model(subject: str) -> tuple[str, Model]:
+    from megackpt.simulation import PRESETS, build_model, read_sizes
+
     if subject in PRESETS:
         return subject, build_model(PRESETS[subject])
     path = Path(subject)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
@@ -12,12 +13,14 @@ from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, s
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import show, table_of
-from megackpt.engine.integrity.repair import Repaired, repair_checkpoint
-from megackpt.engine.integrity.repair_search import RepairedFile
 from megackpt.options import RepairOptions
 
+if TYPE_CHECKING:
+    from megackpt.engine.integrity.repair import Repaired
+    from megackpt.engine.integrity.repair_search import RepairedFile
 
-@click.command(name="repair", short_help="Mend a damaged checkpoint.", epilog=EXIT_CODES)
+
+@click.command(name="repair", epilog=EXIT_CODES)
 @click.argument("path", metavar="PATH")
 @click.option(
     "--from", "copies", metavar="OTHER", multiple=True, help="A copy of the same save; may be given again."
@@ -46,6 +49,8 @@ def command(
 
     Exit code 0: the checkpoint is whole, or with --dry-run can be made whole; 1: damage stays.
     """
+    from megackpt.engine.integrity.repair import repair_checkpoint
+
     if not is_root():
         return 0  # under torchrun one process repairs
     options = RepairOptions(

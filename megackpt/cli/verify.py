@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
@@ -12,12 +13,14 @@ from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, s
 from megackpt.cli.places import checkpoint_store
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import show, table_of
-from megackpt.engine.integrity.verify import Verified, verify_checkpoint
-from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
 
+if TYPE_CHECKING:
+    from megackpt.engine.integrity.verify import Verified
+    from megackpt.formats.damage import Damage
 
-@click.command(name="verify", short_help="Look for damage in a checkpoint.", epilog=EXIT_CODES)
+
+@click.command(name="verify", epilog=EXIT_CODES)
 @click.argument("path", metavar="PATH")
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
 @click.option("--threads", default=4, show_default=True, type=click.IntRange(1), help="Reads at once.")
@@ -33,6 +36,8 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     damage is listed: file, bytes, key, chunk. Arrays that were saved with array_digests are compared as a
     whole, too.
     """
+    from megackpt.engine.integrity.verify import verify_checkpoint
+
     options = VerifyOptions(deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
     with contextlib.closing(checkpoint_store(path)) as store, Bars(is_root=is_root()) as bars:
         found = verify_checkpoint(store, options, bars)

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.bench import Figure, Report, Row, counters, goals_of, names
+from megackpt.bench import counters, names
 from megackpt.bench.cases.digests import _no_digests
+from megackpt.bench.goals import goals_of
 from megackpt.bench.raw import RawFiles
+from megackpt.bench.report import Figure, Report, Row
 from megackpt.bench.state import (
     GridLayout,
     as_bytes,

@@ -1,0 +1,61 @@
+"""Help does not wait for torch: it says what a command does, and imports nothing that it does not need."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megackpt
+from megackpt.cli import main
+from megackpt.cli.frame import COMMANDS
+
+ROOT = Path(megackpt.__file__).parent
+HEAVY = ("torch", "matplotlib", "tensorstore", "obstore")
+
+
+def modules_after(program: str) -> set[str]:
+    """Return which heavy modules a fresh interpreter has imported at the end of a program."""
+    said = subprocess.run(
+        [sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(HEAVY) & set(said.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    assert modules_after(f"from megackpt.cli import main\nassert main({arguments!r}) == 0") == set()
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, what in COMMANDS.items():
+        assert f"  {name} " in out
+        assert what.split(",")[0] in out
+    files = {path.stem for path in (ROOT / "cli").glob("*.py") if "@click.command(name=" in path.read_text()}
+    assert files == set(COMMANDS)
+
+
+def test_the_package_imports_its_names_at_their_first_use() -> None:
+    assert modules_after("import megackpt") == set()
+    assert "torch" in modules_after("import megackpt; megackpt.save")
+    assert "torch" in modules_after("from megackpt import *")
+    assert "Checkpointer" in dir(megackpt)
+    assert megackpt.errors.CheckpointError is megackpt.CheckpointError
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        megackpt.nothing  # noqa: B018
+
+
+def test_names_come_from_where_type_checkers_see_them() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == megackpt._HOMES
+    assert sorted(seen) == sorted(megackpt.__all__)
