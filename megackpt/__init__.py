@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         save,
     )
     from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
-    from megackpt.codec import register_codec
+    from megackpt.codec import ForeignMember, ForeignObject, register_codec
     from megackpt.config import CheckpointConfig
     from megackpt.engine.plan_cache import PlanCache
     from megackpt.errors import (
@@ -72,6 +72,8 @@ __all__ = [
     "CommonStateError",
     "CoverageError",
     "DeclarationError",
+    "ForeignMember",
+    "ForeignObject",
     "FormatError",
     "GeometryError",
     "IntegrityError",
@@ -138,7 +140,7 @@ _NAMES_OF = {
         "MemoryTier",
         "SaveInterval",
     ),
-    "megackpt.codec": ("register_codec",),
+    "megackpt.codec": ("ForeignMember", "ForeignObject", "register_codec"),
     "megackpt.config": ("CheckpointConfig",),
     "megackpt.engine.plan_cache": ("PlanCache",),
     "megackpt.errors": (

@@ -8,11 +8,16 @@ from megackpt.codec.blob import pack, unpack
 from megackpt.codec.decoder import decode
 from megackpt.codec.digests import leaf_digests, leaves
 from megackpt.codec.encoder import encode
+from megackpt.codec.foreign import ForeignMember, ForeignName, ForeignObject, carrying_unknown
 from megackpt.codec.registering import register_codec
 from megackpt.codec.tree import Encoded, dump_tree, load_tree
 
 __all__ = [
     "Encoded",
+    "ForeignMember",
+    "ForeignName",
+    "ForeignObject",
+    "carrying_unknown",
     "decode",
     "dump_tree",
     "encode",

@@ -25,8 +25,21 @@ Plain = str | int | float | bool | None
 _PLAIN_CLASSES = (str, int, float, bool, type(None))
 
 
+class HoldsForeignError(TypeError):
+    """A value that is to be pickled holds a stand-in, which needs a pickler that knows it."""
+
+
+class _Unpicklable:
+    """What pickle does not take: as an instance of its own class it would come back as something else."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HoldsForeignError(repr(self))
+
+
 @dataclass(frozen=True, slots=True)
-class ForeignMember:
+class ForeignMember(_Unpicklable):
     """Stands for a member of an enumeration that is not imported, or no longer has the member.
 
     Two are equal if all attributes are. A save writes it back as the member that it stands for.
@@ -49,7 +62,7 @@ class ForeignMember:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignName:
+class ForeignName(_Unpicklable):
     """Stands for a class or a function that a pickle refers to by its name.
 
     Attributes:
@@ -62,7 +75,7 @@ class ForeignName:
 
 
 @dataclass(slots=True, eq=False)
-class ForeignObject:
+class ForeignObject(_Unpicklable):
     """Stands for an object of a class that a pickle names and that is not on the list of harmless ones.
 
     `convert` and `diff` carry such objects along. A save writes one back as it was.
@@ -83,17 +96,9 @@ class ForeignObject:
     state: Any = None
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled as an instance of this class: it would come back as something else."""
-        raise HoldsForeignError(f"{self.module}.{self.qualname}")
-
-
-class HoldsForeignError(TypeError):
-    """A value that is to be pickled holds a stand-in, which needs a pickler that knows it."""
-
 
 @dataclass(frozen=True, slots=True)
-class ForeignRegistered:
+class ForeignRegistered(_Unpicklable):
     """Stands for a value of a codec that is not registered in this process; see `carrying_unknown`.
 
     Attributes:

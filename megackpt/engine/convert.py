@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec import leaf_digests
+from megackpt.codec import carrying_unknown, leaf_digests
 from megackpt.comm import Group, together
 from megackpt.engine import manifest
 from megackpt.engine.array_digests import with_array_digests
@@ -94,6 +94,7 @@ class _Opened:
     others: frozenset[str] | None
 
 
+@carrying_unknown()
 def convert_checkpoint(
     source: Store,
     target: Store,
@@ -104,7 +105,8 @@ def convert_checkpoint(
 ) -> Converted:
     """Write a checkpoint of any known format once more, in that of a strategy. Collective over the group.
 
-    The group may have any size; it has nothing to do with the ranks that saved the source.
+    The group may have any size; it has nothing to do with the ranks that saved the source. Values of classes
+    that this process does not know are carried along as stand-ins.
 
     Raises:
         IntegrityError: the source is damaged, or the new checkpoint, read again, differs; nothing is

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from megackpt.codec import carrying_unknown
 from megackpt.engine.leaves import leaves_of
 from megackpt.engine.load import read_common
 from megackpt.engine.manifest import read_manifest
@@ -178,7 +179,8 @@ def _files(chunks: Chunks, strategy: KnowsFiles | None) -> list[StoredFile]:
 def _common(contents: Contents, where: str) -> tuple[dict[str, str], dict[str, str], str]:
     """Return common state and content metadata as text, and why they could not be read."""
     try:
-        common, content = read_common(contents, where=where)
+        with carrying_unknown():  # shown as far as they are known
+            common, content = read_common(contents, where=where)
         return leaves_of(common) if common else {}, {} if content is None else leaves_of(content), ""
     except CheckpointError as error:
         return {}, {}, " ".join(str(error).split())

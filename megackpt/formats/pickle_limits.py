@@ -1,4 +1,4 @@
-"""What a pickle, and the zip file around it, may claim, checked before anything is made of them.
+"""What a pickle, and the zip file around it, may claim and do, checked before anything is made of them.
 
 Owns bounds of memory, depth and repetition; an unpickler believes every length, and Python's own hashes and
 comparisons follow nested tuples without a bound. Which classes a pickle may name is `safe_pickle`'s.
@@ -10,6 +10,7 @@ import io
 import pickle
 import pickletools
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
 _MOST_DEPTH = 500  # values of real checkpoints are nested a few dozen deep
 _MOST_WEIGHT = 1 << 24  # values in one value, each as often as it stands there, beyond a few for each byte
@@ -23,12 +24,20 @@ _ON_TOP = frozenset(b"eu\x90")  # put what lies above the mark into what lies be
 _PUTS = frozenset(b"pqr")
 _GETS = frozenset(b"ghj")
 _POPS_TWO = frozenset(b"Rb\x81a")  # the second of them stays, with the first in it
-_POP, _POP_MARK, _DUP, _SETITEM = b"012s"
-_MEMOIZE, _NEWOBJ_EX, _STACK_GLOBAL = 0x94, 0x92, 0x93
+_POP, _POP_MARK, _DUP, _SETITEM, _REDUCE, _BUILD, _GLOBAL = b"012sRbc"
+_MEMOIZE, _NEWOBJ, _NEWOBJ_EX, _STACK_GLOBAL = 0x94, 0x81, 0x92, 0x93
 
 
-def check_opcodes(data: bytes) -> None:
-    """Refuse a pickle that would take memory beyond its own size, or stack or time beyond all measure.
+def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str, str]]:
+    """Return modules and names in a pickle; refuse one that would change what it has not made.
+
+    Refused is also one that claims too much.
+
+    BUILD, which sets attributes, is allowed on an instance that the pickle itself has made, never on what it
+    has got by a name: a class, a function, a member of an enumeration. calls_make_new says whether the result
+    of a call counts as such an instance.
+
+    Too much is memory beyond its own size, or stack or time beyond all measure.
 
     Numbers of the memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and
     lengths are believed before the bytes are there. Tuples in tuples, 100,000 deep or each twice in the next,
@@ -40,7 +49,8 @@ def check_opcodes(data: bytes) -> None:
     Source: the opcodes of Python's pickletools.
     """
     position, end = 0, len(data)
-    values = _Values(most=4 * end + _MOST_WEIGHT)
+    named: set[tuple[str, str]] = set()
+    values = _Values(most=4 * end + _MOST_WEIGHT, calls_make_new=calls_make_new)
     # Most opcodes push something plain; to call a function for each would double the time.
     arguments, plain, stack = _ARGUMENTS, _PUSH_PLAIN, values.stack
     while position < end:
@@ -50,7 +60,7 @@ def check_opcodes(data: bytes) -> None:
         if kind is None:
             raise pickle.UnpicklingError(f"unknown opcode {code}")
         if code == 46:  # "."
-            return
+            return named
         begin = position
         if kind >= 0:
             position += kind
@@ -63,6 +73,8 @@ def check_opcodes(data: bytes) -> None:
         if code in plain:
             stack.append(_PLAIN)
             continue
+        if code == _GLOBAL:
+            named.add(_name(data[begin:position]))
         if code in _NUMBERED:
             number = _number(code, data[begin:position])
             if number > end:
@@ -78,7 +90,7 @@ _NUMBERED = _PUTS | _GETS
 _PUSH_PLAIN = frozenset(
     ord(o.code)
     for o in pickletools.opcodes
-    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghj"
+    if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc"
 )
 _COUNT_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -86,6 +98,14 @@ _COUNT_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
+
+
+def _name(argument: bytes) -> tuple[str, str]:
+    """Return module and name of a GLOBAL, as Python 3 calls them."""
+    module, name = argument.decode("utf-8", "replace").split("\n")[:2]
+    if (module, name) in NAME_MAPPING:
+        return NAME_MAPPING[module, name]
+    return IMPORT_MAPPING.get(module, module), name
 
 
 def _number(code: int, argument: bytes) -> int:
@@ -99,18 +119,19 @@ def _number(code: int, argument: bytes) -> int:
 
 
 class _Values:
-    """How deep and heavy the values on an unpickler's stack would be.
+    """How deep and heavy the values on an unpickler's stack would be, and whether the pickle has made them.
 
     A container that grows after the memo took it counts there as it was: it cannot be hashed, so only
     the values that are made whole at once matter.
     """
 
-    def __init__(self, *, most: int) -> None:
+    def __init__(self, *, most: int, calls_make_new: bool) -> None:
         self.number = 0  # the argument of the opcode, of those that read or write the memo
         self._most = most
-        self.stack: list[tuple[int, int]] = []  # depth and weight of each
+        self._making = {_NEWOBJ, _NEWOBJ_EX, *([_REDUCE] if calls_make_new else [])}
+        self.stack: list[_Value] = []
         self._marks: list[int] = []
-        self._memo: dict[int, tuple[int, int]] = {}
+        self._memo: dict[int, _Value] = {}
 
     def take(self, code: int) -> None:
         """Do what an opcode does."""
@@ -128,29 +149,48 @@ class _Values:
             self._push(stack[len(stack) - count :] if count else [], count)
         elif code in _TO_MARK:
             at = self._marks.pop() if self._marks else 0
-            held = stack[at:]
+            held, is_new = stack[at:], False
             if code in _ON_TOP and at:
-                held, at = stack[at - 1 :], at - 1
-            self._push(held, len(stack) - at)
+                held, at, is_new = stack[at - 1 :], at - 1, stack[at - 1][2]
+            self._push(held, len(stack) - at, is_new)
+        elif code == _GLOBAL:
+            stack.append(_PLAIN)
         elif code == _MEMOIZE:
             self._memo[len(self._memo)] = stack[-1] if stack else _PLAIN
         elif code in _POPS_TWO:
-            self._push(stack[-2:], 2)
+            self._push(stack[-2:], 2, self._is_new(code, 2))
         elif code in (_SETITEM, _NEWOBJ_EX):
-            self._push(stack[-3:], 3)
+            self._push(stack[-3:], 3, self._is_new(code, 3))
         elif code == _STACK_GLOBAL:
             self._push([], 2)
         elif code == _POP:
-            del stack[-1:]
+            # Directly behind a mark, it takes that away.
+            if self._marks and self._marks[-1] == len(stack):
+                self._marks.pop()
+            else:
+                del stack[-1:]
         elif code == _POP_MARK:
             del stack[self._marks.pop() if self._marks else 0 :]
         elif code == _DUP:
             stack.append(stack[-1] if stack else _PLAIN)
 
-    def _push(self, parts: list[tuple[int, int]], count: int) -> None:
+    def _is_new(self, code: int, count: int) -> bool:
+        """Say whether the pickle has made what an opcode leaves of the last so many values.
+
+        Raises:
+            pickle.UnpicklingError: it would set attributes of something else.
+        """
+        if code in _CALLS:
+            return code in self._making
+        target = self.stack[-count] if len(self.stack) >= count else _PLAIN
+        if code == _BUILD and not target[2]:
+            raise pickle.UnpicklingError("it sets attributes (BUILD) of something that it has not made")
+        return target[2]
+
+    def _push(self, parts: list[_Value], count: int, is_new: bool = False) -> None:
         """Put a value on the stack that is made of the parts, in place of the last so many."""
         depth = weight = 1
-        for inner, heavy in parts:
+        for inner, heavy, _ in parts:
             depth = max(depth, inner + 1)
             weight += heavy
         if depth > _MOST_DEPTH:
@@ -159,14 +199,18 @@ class _Values:
             raise pickle.UnpicklingError("values are repeated in each other without measure")
         if count:
             del self.stack[-count:]
-        self.stack.append((depth, weight))
+        self.stack.append((depth, weight, is_new))
 
 
-_PLAIN = (0, 1)
+_Value = tuple[int, int, bool]  # depth, weight, and whether it is an instance that the pickle has made
+_PLAIN: _Value = (0, 1, False)
+_CALLS = frozenset((_REDUCE, _NEWOBJ, _NEWOBJ_EX))
 
 
-def check_archive(data: bytes | memoryview) -> None:
-    """Refuse what torch.save never writes: records that are compressed, repeated, or nested beyond measure.
+def check_archive(data: bytes | memoryview) -> set[tuple[str, str]]:
+    """Return modules and names in what torch.save has written; refuse what it never writes.
+
+    That is records that are compressed, repeated, or nested beyond measure.
 
     What is no zip file, but a pickle of old versions of torch, is checked by its opcodes alone.
 
@@ -174,7 +218,8 @@ def check_archive(data: bytes | memoryview) -> None:
         pickle.UnpicklingError: it is such a file.
     """
     if bytes(data[:4]) != _ZIP:
-        return
+        return set()
+    named: set[tuple[str, str]] = set()
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             records = archive.infolist()
@@ -186,6 +231,7 @@ def check_archive(data: bytes | memoryview) -> None:
                 raise pickle.UnpicklingError("a record of the zip file stands twice in it")
             for record in records:
                 if record.filename.endswith("/data.pkl"):
-                    check_opcodes(archive.read(record))
+                    named |= check_opcodes(archive.read(record))
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
         raise pickle.UnpicklingError(f"no whole zip file ({error})") from error
+    return named

@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from megackpt.codec.foreign import ForeignName, ForeignObject
+from megackpt.formats.unknown_classes import Members, Unknown, UnknownMembers
+
 _CODE = re.compile(r"[biufcSUMm]\d{0,9}")
 _MAX_NBYTES = 2**63 - 1
 _MAX_DIMS = 32  # numpy 1.x
@@ -170,9 +173,12 @@ def stand_ins() -> Iterator[None]:
         _here.is_loading, _here.has_stand_ins = before
 
 
-def plain_values(value: Any) -> Any:
-    """Return what was loaded with numpy's own arrays and dtypes in it. Inside of `stand_ins`."""
-    return _Replacing().replaced(value) if _here.has_stand_ins else value
+def plain_values(value: Any, *, has_unknown: bool) -> Any:
+    """Return what was loaded with numpy's own arrays and dtypes in it, and unknown classes by name.
+
+    Inside of `stand_ins`. has_unknown says whether there may be any.
+    """
+    return _Replacing().replaced(value) if _here.has_stand_ins or has_unknown else value
 
 
 class _Replacing:
@@ -193,6 +199,16 @@ class _Replacing:
             return value.value
         if kind is StandInArray:
             return np.array(value, order="K")
+        if isinstance(value, Unknown):
+            return self._foreign(value)
+        if isinstance(value, type) and issubclass(value, Unknown):
+            return value.of
+        if kind is Members:
+            return (
+                value.cls if value.is_allowed else ForeignName(value.cls.__module__, value.cls.__qualname__)
+            )
+        if kind is UnknownMembers:
+            return value.of
         if kind in (tuple, frozenset):
             items = [self.replaced(item) for item in value]
             return value if _are_same(items, value) else kind(items)
@@ -208,6 +224,15 @@ class _Replacing:
         if isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
             self._replace_items(vars(value))
         return value
+
+    def _foreign(self, value: Unknown) -> ForeignObject:
+        parts = vars(value)
+        made = ForeignObject(value.of.module, value.of.qualname, (), parts["is_called"])
+        self._done[id(value)] = value, made  # it may be in itself
+        made.args = self.replaced(parts["args"])
+        made.state = self.replaced(parts["state"])
+        made.items = self.replaced(parts["items"])
+        return made
 
     def _replace_items(self, table: dict[Any, Any]) -> None:
         pairs = [(self.replaced(key), self.replaced(item)) for key, item in table.items()]

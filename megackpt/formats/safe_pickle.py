@@ -8,25 +8,42 @@ need it.
 from __future__ import annotations
 
 import argparse
+import enum
 import io
 import logging
 import pathlib
 import pickle
 import re
-import signal
-import sys
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from megackpt.codec.foreign import (
+    ForeignMember,
+    ForeignName,
+    ForeignObject,
+    HoldsForeignError,
+    carrying_unknown,
+    is_dotted,
+)
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_limits import check_archive
 from megackpt.formats.safe_numpy import STAND_INS, RefusedValueError, no_bytes, plain_values, stand_ins
+from megackpt.formats.unknown_classes import (
+    MOST_UNKNOWN,
+    CarryingUnpickler,
+    Members,
+    RefusedClassError,
+    Unknown,
+    member_by_getattr,
+    stand_in_of,
+)
 from megackpt.notices import notice
 
 log = logging.getLogger(__name__)
@@ -36,15 +53,6 @@ ADVICE = (
     "it run any code."
 )
 """What the text of a refusal ends in."""
-
-# Source: Megatron-Core, megatron/core/safe_globals.py; enumerations and dataclasses.
-_IN_COMMON_STATE = {
-    "megatron.core.enums": ("ModelType",),
-    "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
-    "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
-    "megatron.core.transformer.enums": ("AttnBackend", "CudaGraphScope"),
-}
-
 
 # What makes dtypes and arrays; numpy.dtypes has a class for each dtype.
 _DISPLACED = (*STAND_INS, "numpy.dtypes.")
@@ -77,11 +85,10 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
     try:
         if allow_unsafe:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        check_archive(data)
         return _load_safely(data)
     except CheckpointError:
         raise
-    except RefusedValueError as error:
+    except (RefusedValueError, RefusedClassError) as error:
         raise FormatError(f"{where}: it holds {error}, so it is refused. {ADVICE}", path=where) from error
     except Exception as error:
         refused = _refused_by_torch(data, error)
@@ -104,8 +111,14 @@ def save_value(value: Any, *, path: str) -> bytes:
         UnserializableError: it does not, or the value cannot be pickled.
     """
     out = io.BytesIO()
+    carrying: AbstractContextManager[None] = nullcontext()
     try:
-        torch.save(value, out)
+        try:
+            torch.save(value, out)
+        except HoldsForeignError:
+            # Stand-ins from a conversion: they are written as what they stand for.
+            out, carrying = io.BytesIO(), carrying_unknown()
+            torch.save(value, out, pickle_module=_FOREIGN)
     except Exception as error:
         raise UnserializableError(
             f"{path}: a {type(value).__name__} cannot be pickled ({type(error).__name__}: {error}). This "
@@ -114,8 +127,9 @@ def save_value(value: Any, *, path: str) -> bytes:
         ) from error
     data = out.getvalue()
     try:
-        _load_safely(data)
-    except RefusedValueError as error:
+        with carrying:
+            _load_safely(data)
+    except (RefusedValueError, RefusedClassError) as error:
         raise UnserializableError(
             f"{path}: the value holds {error}. Save plain arrays, or lists, in its place.", path=path
         ) from error
@@ -140,8 +154,65 @@ def warn_of_unsafe_pickle(where: str) -> None:
 
 
 def _load_safely(data: bytes | memoryview) -> Any:
-    with _harmless_classes(), stand_ins():
-        return plain_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    named = check_archive(data)
+    with _harmless_classes(named) as found, stand_ins():
+        # An unknown class may be a subclass of dict, and torch's own unpickler refuses to fill those.
+        unpickler: Any = _CARRYING if _has_unknown(found) else None
+        value = torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=unpickler is None, pickle_module=unpickler
+        )
+        return plain_values(value, has_unknown=bool(found))
+
+
+_Pickler: Any = pickle._Pickler  # of Python itself: that in C looks up each name that it writes
+
+
+class _ForeignPickler(_Pickler):  # type: ignore[misc]
+    """Pickles stand-ins as what they stand for, of which only the names need be known."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+
+    def save_foreign_object(self, value: ForeignObject) -> None:
+        """Write how the object is made."""
+        self._write_name(value.module, value.qualname)
+        self.save(tuple(value.args))
+        self.write(pickle.REDUCE if value.is_called else pickle.NEWOBJ)
+        self.memoize(value)
+        self._batch_setitems(value.items)
+        if value.state is not None:
+            self.save(value.state)
+            self.write(pickle.BUILD)
+
+    def save_foreign_name(self, value: ForeignName) -> None:
+        """Write the name."""
+        self._write_name(value.module, value.qualname)
+        self.memoize(value)
+
+    def save_foreign_member(self, value: ForeignMember) -> None:
+        """Write the call of the class with the value."""
+        if value.value is None:
+            raise pickle.PicklingError(f"the value of {value!r} is not known")
+        self._write_name(value.module, value.qualname)
+        self.save((value.value,))
+        self.write(pickle.REDUCE)
+        self.memoize(value)
+
+    def _write_name(self, module: str, name: str) -> None:
+        if not is_dotted(module) or not is_dotted(name):
+            raise pickle.PicklingError(f"{module}.{name} is no name of a class")
+        self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+
+    dispatch[ForeignObject] = save_foreign_object
+    dispatch[ForeignName] = save_foreign_name
+    dispatch[ForeignMember] = save_foreign_member
+
+
+_FOREIGN = types.SimpleNamespace(__name__=__name__, Pickler=_ForeignPickler)
+_CARRYING = types.SimpleNamespace(__name__=__name__, Unpickler=CarryingUnpickler)
+
+
+def _has_unknown(found: Iterable[Any]) -> bool:
+    return any(isinstance(one, type) and issubclass(one, Unknown) for one in found)
 
 
 @cache
@@ -149,55 +220,101 @@ def _harmless() -> tuple[Any, ...]:
     """Classes, and functions by the names that pickles give them, that hold data and do nothing else."""
     path = type(pathlib.Path())
     paths = [(path, f"{module}.{path.__name__}") for module in ("pathlib", "pathlib._local")]
-    plain = [argparse.Namespace, types.SimpleNamespace, io.BytesIO, signal.Signals]
+    plain: list[Any] = [argparse.Namespace, types.SimpleNamespace, io.BytesIO]
     # Not defaultdict or deque: torch's unpickler cannot fill them.
     builtin = [frozenset, slice, complex]
-    return (*paths, *plain, *builtin, (no_bytes, "builtins.bytes"))
-
-
-def _of_megatron() -> list[Any]:
-    """Classes that common state of Megatron-LM holds: its own where it has been imported, else inert ones."""
-    return [
-        (getattr(sys.modules.get(module), name, inert(module, name)), f"{module}.{name}")
-        for module, names in _IN_COMMON_STATE.items()
-        for name in names
-    ]
+    return (*paths, *plain, *builtin, (no_bytes, "builtins.bytes"), (member_by_getattr, "builtins.getattr"))
 
 
 _lock = threading.Lock()
 _users = 0
 _added: list[Any] = []
 _displaced: list[Any] = []
+_of_pickles: Counter[Any] = Counter()  # what stands for names of the pickles that are being read, as often
 
 
 @contextmanager
-def _harmless_classes() -> Iterator[None]:
+def _harmless_classes(named: Iterable[tuple[str, str]] = ()) -> Iterator[list[Any]]:
     """Let torch know the harmless classes for a while, in all threads: its list is global.
 
-    What was on the list before stays on it; torch.serialization.safe_globals would take it off. Only classes
-    and functions of numpy that the user has allowed give way to stand-ins meanwhile, under names that no
-    pickle can hold: other threads must still be able to fill their instances.
+    Yields what stands for those of the names that torch does not know and that are not refused. What was on
+    the list before stays on it; torch.serialization.safe_globals would take it off. Only what is of numpy and
+    allowed by the user gives way to stand-ins meanwhile, under names that no pickle can hold: other threads
+    must still be able to fill their instances. Enumerations give way to what serves other threads as well.
     """
     global _users
     with _lock:
         if _users == 0:
-            known = set(torch.serialization.get_safe_globals())
-            _displaced[:] = [c for c in known if _name_of(c).startswith(_DISPLACED)]
-            hidden = [(c[0] if isinstance(c, tuple) else c, f"\n{_name_of(c)}") for c in _displaced]
-            named = [(stand_in, name) for name, stand_in in STAND_INS.items()]
-            harmless = (*_harmless(), *_of_megatron(), *named, *hidden)
-            _added[:] = [c for c in harmless if c not in known]
-            torch._weights_only_unpickler._remove_safe_globals(_displaced)
-            torch.serialization.add_safe_globals(_added)
+            _enter()
         _users += 1
+    found: list[tuple[Any, str]] = []
     try:
-        yield
+        with _lock:
+            found, members = _found(named)
+            torch.serialization.add_safe_globals([one for one in found if one not in _of_pickles])
+            _of_pickles.update(found)
+        yield [*members, *(one for one, _ in found)]
     finally:
         with _lock:
+            _of_pickles.subtract(found)
+            over = [one for one in found if not _of_pickles[one]]
+            _remove(over)
+            for one in over:
+                del _of_pickles[one]
             _users -= 1
             if _users == 0:
-                torch._weights_only_unpickler._remove_safe_globals(_added)
+                _remove(_added)
                 torch.serialization.add_safe_globals(_displaced)
+
+
+def _enter() -> None:
+    known = set(torch.serialization.get_safe_globals())
+    of_numpy = [c for c in known if _name_of(c).startswith(_DISPLACED)]
+    enums = [c for c in known if _is_enum(_object_of(c))]
+    _displaced[:] = [*of_numpy, *enums]
+    hidden = [(_object_of(c), f"\n{_name_of(c)}") for c in of_numpy]
+    members = [(Members(_object_of(c), is_allowed=True), _name_of(c)) for c in enums]
+    named = [(stand_in, name) for name, stand_in in STAND_INS.items()]
+    harmless = (*_harmless(), *members, *named, *hidden)
+    _added[:] = [c for c in harmless if c not in known]
+    _remove(_displaced)
+    torch.serialization.add_safe_globals(_added)
+
+
+def _found(named: Iterable[tuple[str, str]]) -> tuple[list[tuple[Any, str]], list[Members]]:
+    """Return what stands for names that torch does not know, and enumerations that it does know.
+
+    Raises:
+        RefusedClassError: unknown classes are carried along, and there are too many.
+    """
+    known = torch._weights_only_unpickler._get_allowed_globals()
+    users = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
+    found: list[tuple[Any, str]] = []
+    members: list[Members] = []
+    for module, name in named:
+        full = f"{module}.{name}"
+        if full in known or (full in users and (users[full], full) not in _of_pickles):
+            members += [users[full]] if isinstance(users.get(full), Members) else []
+            continue
+        stand_in = stand_in_of(module, name)
+        if stand_in is not None:
+            found.append((stand_in, full))
+    if sum(_has_unknown([one]) for one, _ in found) > MOST_UNKNOWN:
+        raise RefusedClassError(f"more than {MOST_UNKNOWN} unknown classes")
+    return found, members
+
+
+def _remove(allowed: list[Any]) -> None:
+    torch._weights_only_unpickler._remove_safe_globals(allowed)
+
+
+def _is_enum(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, enum.Enum)
+
+
+def _object_of(allowed: Any) -> Any:
+    """Return a class or function of torch's list."""
+    return allowed[0] if isinstance(allowed, tuple) else allowed
 
 
 def _name_of(allowed: Any) -> str:

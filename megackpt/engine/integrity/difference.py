@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec import leaf_digests
+from megackpt.codec import carrying_unknown, leaf_digests
 from megackpt.engine.compare import Pair, pairs_of
 from megackpt.engine.integrity.elements import Differing, differing_elements
 from megackpt.engine.leaves import leaves_of
@@ -106,11 +106,13 @@ class Difference:
         return not any(found)
 
 
+@carrying_unknown()
 def find_difference(first: Store, second: Store, options: DiffOptions, progress: Progress) -> Difference:
     """Compare two checkpoints bit by bit. Local; nothing is changed.
 
     An array of which both have a digest of the whole, the same, is equal, and is read only with
     `options.read_all`.
+    Values of classes that this process does not know are compared as stand-ins: by their names and contents.
     -0.0 differs from 0.0, and so do two NaNs with different bits; how they are cut, which ranks wrote them
     and in which format does not count.
 

@@ -8,6 +8,7 @@ torch.save; see `formats.safe_pickle`.
 from __future__ import annotations
 
 import collections
+import enum
 import io
 import pathlib
 import pickle
@@ -22,6 +23,7 @@ import torch.distributed.checkpoint.planner as dcp_planner
 from megackpt.errors import FormatError
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import ADVICE, inert
+from megackpt.formats.unknown_classes import Members
 
 _OF_TORCH: dict[Any, tuple[str, ...]] = {
     dcp_metadata: (
@@ -71,7 +73,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Return a class of the format, or an inert one; refuse any other."""
         for known, names in _OF_TORCH.items():
             if module == known.__name__ and name in names and hasattr(known, name):
-                return getattr(known, name)
+                found = getattr(known, name)
+                # A member by its value, and nothing else: as the class, it could be given other attributes.
+                is_enum = isinstance(found, type) and issubclass(found, enum.Enum)
+                return Members(found, is_allowed=True) if is_enum else found
         if name in _OF_MEGATRON.get(module, ()):
             return inert(module, name)
         plain = _PLAIN.get((module.removesuffix("._local"), name))
@@ -91,7 +96,7 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
         FormatError: it names a class that has no place in one, or is no pickle.
     """
     try:
-        check_opcodes(data)
+        check_opcodes(data, calls_make_new=allow_unsafe)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
     except _RefusedError as error:
         raise FormatError(

@@ -1,0 +1,308 @@
+"""What a conversion or a comparison does not understand it carries along; a load refuses it; nothing runs."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import functools
+import io
+import signal
+import sys
+import threading
+import types
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt.codec import ForeignMember, ForeignName, ForeignObject, carrying_unknown, leaf_digests
+from megackpt.comm import SingleProcess
+from megackpt.engine.convert import convert_checkpoint
+from megackpt.engine.inspect import inspect_checkpoint
+from megackpt.engine.integrity.difference import find_difference
+from megackpt.engine.progress import Unseen
+from megackpt.errors import FormatError, UnknownClassError
+from megackpt.formats.registry import save_strategy
+from megackpt.formats.safe_pickle import load_value, save_value
+from megackpt.options import ConvertOptions, DiffOptions
+from megackpt.storage import open_store
+
+LIBRARY = """
+import collections, enum, typing
+
+class Config:
+    def __init__(self, lr):
+        self.lr = lr
+
+class Table(dict):
+    pass
+
+class Call(typing.NamedTuple):
+    name: str
+    sequence: int
+
+class Mode(enum.Enum):
+    ON = 1
+
+class Made:
+    def __reduce__(self):
+        return make, (3,)
+
+def make(n):
+    return Made()
+"""
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A module that the test can take away: then its classes are unknown."""
+    module = types.ModuleType("someones_library")
+    exec(compile(LIBRARY, "someones_library", "exec"), vars(module))
+    sys.modules["someones_library"] = module
+    yield module
+    sys.modules.pop("someones_library", None)
+
+
+def _state(library: Any) -> dict[str, Any]:
+    config = library.Config(0.5)
+    config.table = library.Table(a=torch.ones(2), b=[library.Mode.ON])
+    args = argparse.Namespace(
+        config=config,
+        mode=library.Mode.ON,
+        activation=library.make,
+        partial=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        call=library.Call("loss", 3),
+        made=library.Made(),
+        signal=signal.SIGTERM,
+        counts=collections.Counter(a=1),
+    )
+    return {"args": args, "iteration": 7}
+
+
+def _write_torch_dist(directory: Path, library: Any) -> None:
+    """A checkpoint of torch_dist whose common.pt holds objects of the library, as Megatron-Core writes it."""
+    weight = megackpt.ShardedTensor.from_rank_offsets("weight", torch.arange(6.0))
+    megackpt.save({"weight": weight, "iteration": 7}, str(directory), "torch_dist")
+    for path in [*directory.glob("megackpt-*"), *directory.glob("common-*")]:
+        path.unlink()  # what Megatron-Core does not write
+    (directory / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
+    torch.save(_state(library), directory / "common.pt")
+    del sys.modules["someones_library"]
+
+
+def _convert(source: Path, target: Path, to: str) -> None:
+    stores = (open_store(str(source)), open_store(str(target)))
+    convert_checkpoint(*stores, save_strategy(to), SingleProcess(), ConvertOptions(), Unseen())
+
+
+def _common(directory: Path) -> Any:
+    with carrying_unknown():
+        return megackpt.load_common_state_dict(str(directory))
+
+
+def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: Any) -> None:
+    expected = _state(library)
+    _write_torch_dist(tmp_path / "source", library)
+    before = _common(tmp_path / "source")
+    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    _convert(tmp_path / "native", tmp_path / "back", "torch_dist")
+    _convert(tmp_path / "back", tmp_path / "again", "megackpt")
+    for name in ("native", "back", "again"):
+        assert leaf_digests(_common(tmp_path / name)) == leaf_digests(before), name
+        stores = [open_store(str(tmp_path / place)) for place in ("source", name)]
+        assert find_difference(*stores, DiffOptions(), Unseen()).is_none
+    # Where the library is there again, what torch_dist holds are its objects.
+    sys.modules["someones_library"] = library
+    found = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
+    assert type(found.config) is library.Config
+    assert type(found.config.table) is library.Table
+    assert torch.equal(found.config.table.pop("a"), torch.ones(2))
+    assert found.config.table == {"b": [library.Mode.ON]}
+    for name in ("mode", "activation", "call", "signal", "counts"):
+        assert getattr(found, name) == getattr(expected["args"], name)
+    assert type(found.made) is library.Made
+    assert found.partial.func is torch.nn.functional.gelu
+    assert found.partial.keywords == {"approximate": "tanh"}
+
+
+def test_stand_ins_say_what_they_stand_for(tmp_path: Path, library: Any) -> None:
+    _write_torch_dist(tmp_path / "source", library)
+    _convert(tmp_path / "source", tmp_path / "native", "megackpt")
+    args = megackpt.load({}, str(tmp_path / "native"))[
+        "args"
+    ]  # of the native format there is nothing to refuse
+    assert isinstance(args.config, ForeignObject)
+    assert (args.config.module, args.config.qualname) == ("someones_library", "Config")
+    assert args.config.state["lr"] == 0.5
+    table = args.config.state["table"]
+    assert [key for key, _ in table.items] == ["a", "b"]
+    assert args.activation == ForeignName("someones_library", "make")
+    assert args.call.args == ("loss", 3)
+    assert args.made.is_called
+    assert args.signal is signal.SIGTERM
+    assert args.counts == {"a": 1}
+    mode = ForeignObject("someones_library", "Mode", (1,), is_called=True)
+    assert leaf_digests(args.mode) == leaf_digests(mode)
+    sys.modules["someones_library"] = library
+    assert megackpt.load({}, str(tmp_path / "native"))["args"].mode is library.Mode.ON
+
+
+def test_a_load_refuses_what_it_was_asked_for(tmp_path: Path, library: Any) -> None:
+    _write_torch_dist(tmp_path / "source", library)
+    with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
+        megackpt.load_common_state_dict(str(tmp_path / "source"))
+    found = inspect_checkpoint(open_store(str(tmp_path / "source")))
+    assert "ForeignObject" in found.common["args.config"]
+
+
+def test_a_comparison_sees_what_differs_in_unknown_objects(tmp_path: Path, library: Any) -> None:
+    _write_torch_dist(tmp_path / "first", library)
+    sys.modules["someones_library"] = library
+    library.Config.__init__.__defaults__ = (0.25,)
+    _write_torch_dist(tmp_path / "second", library)
+    sys.modules["someones_library"] = library
+    state = _state(library)
+    state["args"].config.lr = 0.25
+    torch.save(state, tmp_path / "second" / "common.pt")
+    del sys.modules["someones_library"]
+    stores = [open_store(str(tmp_path / name)) for name in ("first", "second")]
+    (difference,) = find_difference(*stores, DiffOptions(), Unseen()).values
+    assert difference.place == "common state: args.config"
+    assert "0.5" in str(difference.first)
+    assert "0.25" in str(difference.second)
+
+
+def test_a_codec_that_is_not_registered_is_carried_along(tmp_path: Path) -> None:
+    from megackpt.codec.registry import REGISTRY
+
+    class Schedule:
+        def __init__(self, warmup: int) -> None:
+            self.warmup = warmup
+
+    megackpt.register_codec(Schedule, "carried.Schedule", lambda value: value.warmup, Schedule)
+    objects = megackpt.ShardedObject("state", Schedule(3), (1,), (0,))
+    megackpt.save({"schedule": Schedule(5), "o": objects}, str(tmp_path / "source"))
+    codec = REGISTRY._by_name.pop("carried.Schedule")
+    try:
+        with pytest.raises(UnknownClassError, match="not registered"):
+            megackpt.load({}, str(tmp_path / "source"))
+        _convert(tmp_path / "source", tmp_path / "target", "megackpt")
+        stores = [open_store(str(tmp_path / name)) for name in ("source", "target")]
+        assert find_difference(*stores, DiffOptions(), Unseen()).is_none
+    finally:
+        REGISTRY._by_name["carried.Schedule"] = codec
+    assert megackpt.load({}, str(tmp_path / "target"))["schedule"].warmup == 5
+
+
+def _zipped(pickled: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", b"3\n")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name", ["os\nsystem", "posix\nsystem", "sys\nexit", "a b\nc", "a\nb c", "nt\nsystem"], ids=repr
+)
+def test_some_names_are_never_carried_along(name: str) -> None:
+    with carrying_unknown(), pytest.raises((UnknownClassError, FormatError)):
+        load_value(_zipped(b"\x80\x02c" + name.encode() + b"\nX\x01\x00\x00\x00a\x85R."), where="w")
+
+
+def test_nothing_that_a_carried_name_says_is_run(tmp_path: Path) -> None:
+    path = str(tmp_path / "made").encode()
+    text = b"X" + len(path).to_bytes(4, "little") + path
+    for name in (b"shutil\nrmtree", b"pathlib\nPath.mkdir", b"builtins\neval", b"subprocess\ncheck_output"):
+        with carrying_unknown():
+            found = load_value(_zipped(b"\x80\x02c" + name + b"\n" + text + b"\x85R."), where="w")
+        assert isinstance(found, ForeignObject)
+    assert not (tmp_path / "made").exists()
+
+
+def test_too_many_unknown_names_are_refused() -> None:
+    names = b"".join(b"clib\nC%d\n0" % n for n in range(201))
+    allowed = set(torch.serialization.get_safe_globals())
+    with carrying_unknown(), pytest.raises(FormatError, match="more than 200 unknown classes"):
+        load_value(_zipped(b"\x80\x02" + names + b"N."), where="w")
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+def test_threads_that_carry_and_do_not_keep_to_themselves(library: Any) -> None:
+    data = io.BytesIO()
+    torch.save([_state(library), signal.SIGINT], data)
+    del sys.modules["someones_library"]
+    before = set(torch.serialization.get_safe_globals())
+    faults: list[object] = []
+
+    def carry() -> None:
+        for _ in range(30):
+            with carrying_unknown():
+                if not isinstance(load_value(data.getvalue(), where="w")[0]["args"].config, ForeignObject):
+                    faults.append("carry")
+
+    def refuse() -> None:
+        for _ in range(30):
+            try:
+                load_value(data.getvalue(), where="w")
+            except FormatError:
+                continue
+            faults.append("refuse")
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - shown by the test
+            faults.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in (carry, refuse, carry, refuse)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+class Local(enum.Enum):
+    ONE = 1
+
+
+class LocalFlags(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+MEMBERS = [Local.ONE, LocalFlags.A, LocalFlags.A | LocalFlags.B, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=repr)
+def test_members_of_imported_enumerations_are_harmless(member: enum.Enum) -> None:
+    assert load_value(save_value({"m": [member]}, path="m"), where="w")["m"][0] is member
+
+
+def test_members_of_other_pythons_are_understood() -> None:
+    by_name = _zipped(b"\x80\x02csignal\nSIGTERM\n.")  # Python 3.10
+    assert load_value(by_name, where="w") is signal.SIGTERM
+    here = f"c{__name__}\nLocal\n".encode()
+    by_getattr = _zipped(b"\x80\x02cbuiltins\ngetattr\n" + here + b"X\x03\x00\x00\x00ONE\x86R.")  # 3.11.0
+    assert load_value(by_getattr, where="w") is Local.ONE
+    with pytest.raises(FormatError, match="no member of an enumeration"):
+        load_value(
+            _zipped(b"\x80\x02cbuiltins\ngetattr\nX\x01\x00\x00\x00aX\x05\x00\x00\x00upper\x86R."), where="w"
+        )
+
+
+def test_a_value_that_no_member_has_is_refused() -> None:
+    data = _zipped(f"\x80\x02c{__name__}\nLocal\nK\x09\x85R.".encode("latin1"))
+    with pytest.raises(FormatError, match=r"9 as a value of .*Local, which has no such member"):
+        load_value(data, where="w")
+    with carrying_unknown():
+        assert load_value(data, where="w") == ForeignMember(__name__, "Local", None, 9)
