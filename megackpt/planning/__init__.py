@@ -2,8 +2,9 @@
 
 from megackpt.planning.assign import assign_writers
 from megackpt.planning.blocks import BlockCopy, Blocks
+from megackpt.planning.copies import Copies
 from megackpt.planning.exchange import ExchangePlan, plan_exchange
-from megackpt.planning.load_plan import Copies, plan_load
+from megackpt.planning.load_plan import plan_load
 from megackpt.planning.nodes import Nodes
 from megackpt.planning.own_rows import pack_rows, unpack_rows
 from megackpt.planning.parity import parity_groups, parity_writer

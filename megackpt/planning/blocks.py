@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megackpt.geometry import Ints
 from megackpt.metadata.chunk_table import Rows
-from megackpt.planning.load_plan import Copies
+from megackpt.planning.copies import Copies
 
 
 @dataclass(frozen=True, slots=True)

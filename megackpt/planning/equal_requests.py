@@ -14,7 +14,7 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import ChunkTable, DeclaredChunks, merge_declarations
-from megackpt.planning.load_plan import Copies
+from megackpt.planning.copies import Copies
 
 
 def equal_requests(requested: Sequence[DeclaredChunks]) -> list[list[int]]:

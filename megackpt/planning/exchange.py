@@ -18,8 +18,10 @@ import numpy.typing as npt
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.options import Exchange
+from megackpt.planning.completeness import exceed_arrays
+from megackpt.planning.copies import Copies
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
-from megackpt.planning.load_plan import Copies, overlapping_chunks, padded_to, plan_load
+from megackpt.planning.load_plan import overlapping_chunks, padded_to, plan_load
 from megackpt.planning.readers import Readers, choose_readers
 from megackpt.planning.rounds import Loads, schedule_rounds
 
@@ -163,9 +165,11 @@ def plan_exchange(
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
     dims = max(merged.table.dims, stored.dims)
     found = np.unique(overlapping_chunks(padded_to(merged.table, dims), padded_to(stored, dims))[1])
+    numbered = replace(merged, slot=np.arange(len(merged), dtype=np.int64))
+    if exceed_arrays(stored.take(found)):  # chunks overlap: cut only those that something is copied from
+        found = np.unique(plan_load(numbered, stored, where=where).stored)
     bounds = _bounds(merged, stored.nbytes[found], mode, buffer_bytes, size)
     table, chunk, start = _cut(stored, found, width, bounds.unit_bytes, block_bytes)
-    numbered = replace(merged, slot=np.arange(len(merged), dtype=np.int64))
     copies = plan_load(numbered, table, where=where)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
     copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)

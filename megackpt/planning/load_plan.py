@@ -8,65 +8,37 @@ copy needs on either side.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import FormatError, truncated_list
 from megackpt.geometry import Ints, rectangles_of, strides_of
+from megackpt.geometry.tiling import Rectangles
 from megackpt.metadata import ChunkTable, DeclaredChunks, place_bases
 from megackpt.metadata.chunk_table import widen
 from megackpt.planning.bounding import with_bounding_boxes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """Strided block copies, one a row; all numbers in elements.
-
-    Attributes:
-        stored: row of the stored chunk, `[m]`.
-        slot: the requester's entity, `[m]`.
-        shape: extents of the block, `[m, dims]`.
-        source_first: its first element in the stored chunk, `[m]`.
-        source_stride: strides there, `[m, dims]`.
-        target_start: first element relative to the requested box, `[m, dims]`.
-        target_first: first element in the requested chunk if that is contiguous, `[m]`.
-        target_stride: strides there, `[m, dims]`.
-    """
-
-    stored: Ints
-    slot: Ints
-    shape: Ints
-    source_first: Ints
-    source_stride: Ints
-    target_start: Ints
-    target_first: Ints
-    target_stride: Ints
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    def take(self, rows: Ints) -> Copies:
-        """Return the chosen copies."""
-        return Copies(*(getattr(self, name)[rows] for name in Copies.__slots__))
+from megackpt.planning.completeness import Filled, Needed, distinct_chunks, with_one_source
+from megackpt.planning.copies import Copies
 
 
 def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> Copies:
-    """Plan one rank's load: fill every element of every requested chunk.
+    """Plan one rank's load: fill every element of every requested chunk, each from one stored chunk.
 
     requested holds one rank's declarations, all of whose keys are among the stored arrays; stored is sorted
-    as in an index.
+    as in an index. Where stored chunks overlap, the last of them is copied from.
 
     Raises:
         FormatError: the checkpoint lacks elements of an array that may not be resized.
     """
     dims = max(requested.table.dims, stored.dims)
     want, have = padded_to(requested.table, dims), padded_to(stored, dims)
-    asked, found = overlapping_chunks(want, have)
-    copies = _intersect(want, have, asked, found, requested.slot)
-    _check_complete(requested, _stored_numel(requested, want, have), copies, where)
-    return copies
+    asked, found = distinct_chunks(have, *overlapping_chunks(want, have), where=where)
+    copies = _intersect(want, have, asked, found)
+    needed = _needed(requested, want, have)
+    filled = _filled(want, have, asked, found, copies)
+    copies = with_one_source(copies, filled, needed, want, have, where=where)
+    return replace(copies, slot=requested.slot[copies.slot])
 
 
 def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
@@ -117,9 +89,13 @@ class Places:
         number = {spec.key: i for i, spec in enumerate(have.arrays)}
         return cls(number, extent, reach, bases, bound, place)
 
+    def arrays_of(self, want: ChunkTable) -> Ints:
+        """Return the number of the stored array of each wanted row, `[n]`."""
+        return np.array([self.number[spec.key] for spec in want.arrays], np.int64)[want.array]
+
     def reached(self, want: ChunkTable) -> tuple[Ints, Ints]:
         """Return for each wanted row which stored ones may meet it, going by dim 0: a range of rows."""
-        array = np.array([self.number[spec.key] for spec in want.arrays], np.int64)[want.array]
+        array = self.arrays_of(want)
         first = self.bases[array]
         beyond = np.minimum(self.extent, self.bound)[array] + 1  # of all rows of the array, and of no other
         lowest = np.clip(want.start[:, 0] - self.reach[array] + 1, 0, beyond)
@@ -134,7 +110,11 @@ def overlapping_chunks(want: ChunkTable, have: ChunkTable, places: Places | None
     The boxes around their flat ranges meet; of equal ones also the ranges in them. Stored rows are sorted by
     array and first start; places are theirs, for who asks more than once.
     """
-    asked, found = _ranges(*(places or Places.of(have)).reached(want))
+    places = places or Places.of(have)
+    asked, found = _ranges(*places.reached(want))
+    same = have.array[found] == places.arrays_of(want)[asked]  # a damaged index may not be sorted
+    if not same.all():
+        asked, found = asked[same], found[same]
     for d in range(want.dims):
         a, b = want.start[asked, d], have.start[found, d]
         meets = (a < b + have.shape[found, d]) & (b < a + want.shape[asked, d])
@@ -176,8 +156,8 @@ def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
     return row, np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts - low, counts)
 
 
-def _intersect(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints, slot: Ints) -> Copies:
-    """Cut both chunks of every pair into rectangles and intersect those."""
+def _intersect(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints) -> Copies:
+    """Cut both chunks of every pair into rectangles and intersect those; slots are wanted rows."""
     pair_a, start_a, stop_a = _rectangles(want, asked)
     pair_b, start_b, stop_b = _rectangles(have, found)
     first_b = np.searchsorted(pair_b, np.arange(len(asked) + 1))
@@ -191,7 +171,7 @@ def _intersect(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints, slo
     target_start = start - want.start[asked]
     return Copies(
         stored=found,
-        slot=slot[asked],
+        slot=asked,
         shape=shape,
         source_first=((start - have.start[found]) * source_stride).sum(axis=1) - have.flat_start[found],
         source_stride=source_stride,
@@ -208,33 +188,40 @@ def _rectangles(table: ChunkTable, rows: Ints) -> tuple[Ints, Ints, Ints]:
     return cut.row, start, start + cut.shape
 
 
-def _stored_numel(requested: DeclaredChunks, want: ChunkTable, have: ChunkTable) -> Ints:
-    """How many elements of each wanted chunk the stored array has: all, unless it may be resized."""
-    numel = want.flat_stop - want.flat_start
-    rows = np.flatnonzero(requested.resizable)
-    if rows.size:
-        number = {spec.key: i for i, spec in enumerate(have.arrays)}
-        array = np.array([number[want.arrays[a].key] for a in want.array[rows].tolist()], np.int64)
-        row, start, stop = _rectangles(want, rows)
-        inside = np.minimum(stop, have.padded_global_shape()[array][row]) - start
-        counts = np.maximum(inside, 0).prod(axis=1)
-        numel[rows] = np.bincount(row, counts.astype(np.float64), minlength=len(rows)).astype(np.int64)
-    return numel
+def _filled(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints, copies: Copies) -> Filled:
+    """Return what copies fill, as few rectangles: those of flat ranges that follow one another are joined.
 
-
-def _check_complete(requested: DeclaredChunks, expected: Ints, copies: Copies, where: str) -> None:
-    table = requested.table
-    slots = int(requested.slot.max(initial=-1)) + 1
-    filled = np.bincount(copies.slot, copies.shape.prod(axis=1).astype(np.float64), minlength=slots).astype(
-        np.int64
+    A sharded optimizer stores many such ranges of one box, of which each alone is several rectangles.
+    """
+    follows = np.zeros(len(found), np.bool_)
+    rows = np.flatnonzero((have.flat_start[found] > 0) & (np.diff(asked, prepend=-1) == 0))
+    at, before = found[rows], found[rows - 1]
+    follows[rows] = (
+        (have.flat_start[at] == have.flat_stop[before])
+        & (have.start[at] == have.start[before]).all(axis=1)
+        & (have.shape[at] == have.shape[before]).all(axis=1)
     )
-    short = filled[requested.slot] < expected
-    if short.any():
-        rows = np.flatnonzero(short).tolist()
-        lines = [f"{table.arrays[int(table.array[r])].key!r}: {table.describe(r)}" for r in rows]
-        raise FormatError(
-            f"{where} has no data for some elements of these chunks:\n{truncated_list(lines)}\n"
-            f"The checkpoint is incomplete; load another one.",
-            key=table.arrays[int(table.array[rows[0]])].key,
-            path=where,
-        )
+    if follows.any():
+        first = np.flatnonzero(~follows)
+        last = np.append(first[1:], len(found)) - 1
+        joined = replace(have.take(found[first]), flat_stop=have.flat_stop[found[last]])
+        copies = _intersect(want, joined, asked[first], np.arange(len(first)))
+    start = copies.target_start
+    return Filled(copies.stored, Rectangles(copies.slot, start, start + copies.shape))
+
+
+def _needed(requested: DeclaredChunks, want: ChunkTable, have: ChunkTable) -> Needed:
+    """Return what is to be filled of each wanted chunk: what the stored array has, if it may be resized."""
+    row, start, stop = _rectangles(want, np.arange(len(want)))
+    clipped = np.flatnonzero(requested.resizable[row])
+    if clipped.size:
+        number = {spec.key: i for i, spec in enumerate(have.arrays)}
+        stored = np.array([number[spec.key] for spec in want.arrays], np.int64)
+        limit = have.padded_global_shape()[stored]
+        stop[clipped] = np.minimum(stop[clipped], limit[want.array[row[clipped]]])
+        inside = (stop > start).all(axis=1)
+        row, start, stop = row[inside], start[inside], stop[inside]
+    numel = np.zeros(len(want), np.int64)
+    np.add.at(numel, row, (stop - start).prod(axis=1))
+    begin = want.start[row]
+    return Needed(want.shape, numel, Rectangles(row, start - begin, stop - begin))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
 from megackpt.planning.blocks import BlockCopy, Blocks
-from megackpt.planning.load_plan import Copies
+from megackpt.planning.copies import Copies
 
 READ_BYTES = 15 * DIGEST_BLOCK_BYTES
 """Upper bound of one read. A whole number of blocks that fits into the buffers of a store."""

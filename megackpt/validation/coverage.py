@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from megackpt.errors import CoverageError, rank_list, truncated_list
 from megackpt.geometry import Ints, rectangles_of
+from megackpt.geometry.tiling import Mask, Rectangles, Regions, uncovered_regions
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.validation.objects import object_fault
-from megackpt.validation.tiling import Mask, Rectangles, Regions, uncovered_regions
 
 SHOWN = 10
 """Faults of one kind that the error describes; the others are counted."""

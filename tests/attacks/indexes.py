@@ -71,6 +71,13 @@ def _overlap(columns: Columns) -> None:
     assert nbytes[0] == nbytes[1]
 
 
+def _overlap_in_the_array(columns: Columns) -> None:
+    """The second chunk claims the place of the first: as many elements as the array has, and a gap."""
+    start = columns["start"].astype(np.int64)
+    start[1] = start[0]
+    columns["start"] = start
+
+
 def _text(columns: Columns, name: str, values: list[bytes]) -> None:
     columns[f"{name}.utf8"] = np.frombuffer(b"".join(values), np.uint8)
     columns[f"{name}.ends"] = np.cumsum([len(v) for v in values]).astype(np.int64)
@@ -126,6 +133,7 @@ CHANGES: dict[str, Callable[[Columns], None]] = {
     "wrong_array_digests": _digests(1, 2, 0),
     "object_of_a_terabyte": _object_of_a_terabyte,
     "overlap": _overlap,
+    "overlap_in_the_array": _overlap_in_the_array,
     "vast_array": _vast_array,
     "vast_chunk": _vast_chunk,
     "float_rows": _set("start", lambda c: c.astype(np.float64)),

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt import CoverageError, ShardedObject
-from megackpt.geometry import Box
+from megackpt.geometry import Box, tiling
+from megackpt.geometry.tiling import Rectangles, uncovered_regions
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import merge_declarations
 from megackpt.testing.layouts import arrays, boxes, held_chunks
-from megackpt.validation import check_coverage, tiling
-from megackpt.validation.tiling import Rectangles, uncovered_regions
+from megackpt.validation import check_coverage
 from tests.effort import sample_of
 
 

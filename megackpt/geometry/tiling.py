@@ -13,6 +13,7 @@ one comparison; and where it fails, the corners left over are all it takes to fi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints
+from megackpt.geometry.flat import Ints
 
 Mask = npt.NDArray[np.bool_]
 
@@ -67,23 +68,56 @@ class Regions:
     count: Ints
 
 
-def uncovered_regions(pieces: Rectangles, whole: Ints) -> list[Regions]:
+def uncovered_regions(pieces: Rectangles, whole: Ints, expected: Rectangles | None = None) -> list[Regions]:
     """Return where arrays are not covered exactly once, sorted by array; empty if there is no such place.
 
     whole is the shape of each array, `[arrays, dims]`; an array without elements is covered by nothing.
+    expected holds what is to be covered, which no rectangle of pieces leaves: disjoint rectangles; None for
+    all elements of all arrays.
 
     >>> halves = Rectangles(np.array([0, 0]), np.array([[0], [4]]), np.array([[3], [8]]))
     >>> (found,) = uncovered_regions(halves, np.array([[8]]))
     >>> found.start.tolist(), found.stop.tolist(), found.count.tolist()
     ([[3]], [[4]], [0])
     """
-    split = _split_dims(pieces, whole)
     found: list[Regions] = []
+    for array, place, weight, split in _left_over_parts(pieces, whole, expected):
+        bounds = np.append(np.flatnonzero(np.diff(array, prepend=-1)), len(array)).tolist()
+        found += [
+            _regions_of(int(array[a]), place[a:b], weight[a:b], whole, split) for a, b in pairwise(bounds)
+        ]
+    return found
+
+
+def uncovered_arrays(pieces: Rectangles, whole: Ints, expected: Rectangles) -> Ints:
+    """Return the numbers of arrays of which what is expected is not covered exactly once, ascending.
+
+    As `uncovered_regions`, without finding where.
+    """
+    arrays = [np.unique(part[0]) for part in _left_over_parts(pieces, whole, expected)]
+    return np.concatenate([np.zeros(0, np.int64), *arrays])
+
+
+def _left_over_parts(
+    pieces: Rectangles, whole: Ints, expected: Rectangles | None
+) -> Iterator[tuple[Ints, Ints, Ints, Mask]]:
+    """Yield the corners that do not cancel, in order, as (array, place, weight, split dims of all arrays)."""
+    if expected is None:
+        present = np.flatnonzero((whole > 0).all(axis=1))
+        expected = Rectangles(present, np.zeros_like(whole[present]), whole[present])
+    split = _split_dims(pieces, whole) | _split_dims(expected, whole)
     parts = _parts(np.where(split, whole + 1, 1))
     for part in parts:
-        mine = pieces if len(parts) == 1 else pieces.take(np.flatnonzero(np.isin(pieces.array, part)))
-        found += _regions_of_part(mine, whole, split, part)
-    return found
+        of = (pieces, expected)
+        if len(parts) > 1:
+            of = (_of_arrays(pieces, part), _of_arrays(expected, part))
+        array, place, weight = _left_over_of_part(*of, whole, split, part)
+        if len(array):
+            yield array, place, weight, split
+
+
+def _of_arrays(rectangles: Rectangles, arrays: Ints) -> Rectangles:
+    return rectangles.take(np.flatnonzero(np.isin(rectangles.array, arrays)))
 
 
 def _split_dims(pieces: Rectangles, whole: Ints) -> Mask:
@@ -98,6 +132,8 @@ def _split_dims(pieces: Rectangles, whole: Ints) -> Mask:
 
 def _parts(radix: Ints) -> list[Ints]:
     """Group arrays, in order, so that the corners of each group can be numbered below ADDRESSES."""
+    if radix.prod(axis=1, dtype=float).sum() < ADDRESSES / 2:  # far enough below for what floats round off
+        return [np.arange(len(radix))]
     sizes = [math.prod(row) for row in radix.tolist()]  # Python's integers: no overflow goes unseen
     parts: list[list[int]] = [[]]
     room = ADDRESSES
@@ -110,26 +146,27 @@ def _parts(radix: Ints) -> list[Ints]:
     return [np.array(part, np.int64) for part in parts]
 
 
-def _regions_of_part(pieces: Rectangles, whole: Ints, split: Mask, part: Ints) -> list[Regions]:
+def _left_over_of_part(
+    pieces: Rectangles, expected: Rectangles, whole: Ints, split: Mask, part: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Return the corners of some arrays that do not cancel: array, place and weight."""
     radix = np.where(split[part], whole[part] + 1, 1)
     stride, base = np.zeros_like(whole), np.zeros(len(whole), np.int64)
     sizes, stride[part] = _strides(radix)
     base[part] = np.cumsum(sizes) - sizes
-    present = part[(whole[part] > 0).all(axis=1)]
-    wholes = Rectangles(present, np.zeros_like(whole[present]), whole[present])
     plus, minus = _corners(pieces, split, stride, base)
-    whole_plus, whole_minus = _corners(wholes, split, stride, base)
-    plus, minus = np.concatenate((plus, whole_minus)), np.concatenate((minus, whole_plus))
+    expected_plus, expected_minus = _corners(expected, split, stride, base)
+    plus, minus = np.concatenate((plus, expected_minus)), np.concatenate((minus, expected_plus))
     plus.sort()
     minus.sort()
     differs = plus != minus
     if not differs.any():
-        return []
+        none = np.zeros(0, np.int64)
+        return none, np.zeros((0, whole.shape[1]), np.int64), none
     corner, weight = _left_over(plus[differs], minus[differs])
     array = part[np.searchsorted(base[part], corner, side="right") - 1]
     place = (corner - base[array])[:, None] // stride[array] % np.where(split[array], whole[array] + 1, 1)
-    bounds = np.append(np.flatnonzero(np.diff(array, prepend=-1)), len(array)).tolist()
-    return [_regions_of(int(array[a]), place[a:b], weight[a:b], whole, split) for a, b in pairwise(bounds)]
+    return array, place, weight
 
 
 def _strides(radix: Ints) -> tuple[Ints, Ints]:
@@ -195,7 +232,7 @@ def _regions_of(
         for axis in range(len(dims)):
             np.cumsum(excess, axis=axis, out=excess)
         cells = np.argwhere(excess)
-        lows, highs, count = _joined(cells, excess[tuple(cells.T)] + 1)
+        lows, highs, count = joined_cells(cells, excess[tuple(cells.T)] + 1)
     start, stop = (
         np.zeros((len(lows), whole.shape[1]), np.int64),
         np.repeat(whole[array][None], len(lows), axis=0),
@@ -206,8 +243,8 @@ def _regions_of(
     return Regions(array, start[order], stop[order], count[order])
 
 
-def _joined(cells: Ints, count: Ints) -> tuple[Ints, Ints, Ints]:
-    """Join neighbouring cells of equal count into boxes, along the last axis first."""
+def joined_cells(cells: Ints, count: Ints) -> tuple[Ints, Ints, Ints]:
+    """Join neighbouring cells of equal count into boxes, along the last axis first: low, high and count."""
     low, high = cells, cells + 1
     for axis in range(cells.shape[1] - 1, -1, -1):
         others = [d for d in range(cells.shape[1]) if d != axis]
