@@ -123,7 +123,9 @@ def _bits_of(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a flat uint8 tensor for each place; the later ones are empty where the first has everything."""
     fits = tensor.numel() * tensor.element_size() <= _PLACE_BYTES
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    # Torch calls any strides of a single element contiguous, but does not view them as bytes.
+    is_run = tensor.is_contiguous() and tensor.numel() > 1
+    if is_run and not tensor.is_conj() and not tensor.is_neg():
         flat, width = tensor.view(-1).view(torch.uint8), tensor.element_size()
         if fits:
             return [flat, *[flat[:0]] * (len(_PLACES) - 1)]

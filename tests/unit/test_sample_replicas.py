@@ -96,6 +96,8 @@ def test_the_begin_the_middle_and_the_end_are_sampled(place: slice, dtype: torch
         lambda: torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2),
         lambda: torch.arange(90_000.0).reshape(300, 300).t(),
         lambda: torch.zeros(1).expand(5000),
+        lambda: torch.zeros(6)[::2][:1],
+        lambda: torch.zeros(2, 6)[:1, ::2][:, :1],
         lambda: torch.ones(7, dtype=torch.complex64).conj(),
         lambda: torch.tensor([float("nan"), -0.0]),
         lambda: torch.zeros(1, 5, 1, dtype=torch.bool)[:, ::2],
