@@ -25,6 +25,7 @@ from megackpt.comm.group import Parcel
 _SECRET_BYTES = 16
 _HELLO_BYTES = _SECRET_BYTES + 4  # of the process that is called, and the rank that calls
 _MOST_WAITING = 1024  # connections that were not taken up
+_LOOPBACK, _LOOPBACK_6 = "127.0.0.1", "::1"
 
 
 class LostPeerError(Exception):
@@ -88,8 +89,10 @@ class Links:
     ) -> None:
         self._rank, self._find = rank, find
         self._while_waiting, self._look_every_s = while_waiting, look_every_s
-        self._listener, family = _listen()
+        self._listener = listen(only_here=is_loopback(host))
         port = self._listener.getsockname()[1]
+        is_any = self._listener.family == socket.AF_INET6 and not is_loopback(host)  # IPv4 reaches it, too
+        family = 0 if is_any else int(self._listener.family)
         self.address = LinkAddress(host, port, family, secrets.token_bytes(_SECRET_BYTES))
         self._callers: dict[socket.socket, bytearray] = {}  # who has not said all of its hello
         self._from: dict[int, socket.socket] = {}
@@ -232,18 +235,31 @@ def _receiver(way: socket.socket) -> Callable[[memoryview], int]:
     return receive
 
 
-def _listen() -> tuple[socket.socket, int]:
-    """Listen on all addresses of this host; return of which family those are, 0 for any."""
+def listen(*, only_here: bool) -> socket.socket:
+    """Listen on a free port: of the loopback address, or of all addresses of this host."""
+    if only_here:
+        try:
+            listener = socket.create_server((_LOOPBACK, 0), backlog=_MOST_WAITING)
+        except OSError:  # a host without IPv4
+            listener = socket.create_server((_LOOPBACK_6, 0), family=socket.AF_INET6, backlog=_MOST_WAITING)
+    else:
+        listener = _listen_everywhere()
+    listener.setblocking(False)
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether an address is one that `listen` takes for this host alone."""
+    return host in (_LOOPBACK, _LOOPBACK_6)
+
+
+def _listen_everywhere() -> socket.socket:
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            listener = socket.create_server(
+            return socket.create_server(
                 ("", 0), family=socket.AF_INET6, backlog=_MOST_WAITING, dualstack_ipv6=True
             )
-            listener.setblocking(False)
-            return listener, 0
-    listener = socket.create_server(("", 0), backlog=_MOST_WAITING)
-    listener.setblocking(False)
-    return listener, int(socket.AF_INET)
+    return socket.create_server(("", 0), backlog=_MOST_WAITING)
 
 
 def _begin_to_connect(to: LinkAddress) -> socket.socket:

@@ -19,7 +19,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from megackpt.comm.agreement import given_by_root
 from megackpt.comm.group import Group, describe_ranks, encode_error, error_class, together
+from megackpt.comm.links import is_loopback, listen
+from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 
 T = TypeVar("T")
@@ -29,6 +32,8 @@ PART_BYTES = 4 << 20
 
 LOOK_EVERY_S = 1.0
 """How often a rank that waits for a message looks whether another has given the meeting up."""
+
+_CONNECTING_S = 0.5
 
 LEAVE_S = 5.0
 """How long rank 0 waits for the others to have read its last words."""
@@ -51,8 +56,8 @@ class StoreHost:
     The server runs in threads of its own that need no interpreter lock.
     """
 
-    def __init__(self, store: Any, address: StoreAddress) -> None:
-        self._store = store  # a dist.Store
+    def __init__(self, store: StoreClient, address: StoreAddress) -> None:
+        self._store: StoreClient | None = store
         self.address = address
 
     def abort(self, prefix: str, error: bytes) -> bytes:
@@ -61,50 +66,60 @@ class StoreHost:
         Return the error with which they fail: the first that a rank has given, from which others follow.
         """
         with contextlib.suppress(RuntimeError):
-            return _first_error(self._store, prefix, error)
+            return _first_error(self._client, prefix, error)
         return error
 
     def is_aborted(self, prefix: str) -> bool:
         """Say whether a rank that meets under a prefix has given up."""
         with contextlib.suppress(RuntimeError):
-            return bool(self._store.check([_abort_key(prefix)]))
+            return self._client.check([_abort_key(prefix)])
         return False
 
     def leave(self, prefix: str) -> None:
         """Say for a process that died that it will come to no other meeting under a prefix."""
         with contextlib.suppress(RuntimeError):
-            self._store.add(_left_key(prefix), 1)
+            self._client.add(_left_key(prefix), 1)
 
     def key_count(self) -> int:
         """Return how many keys the store holds."""
-        return int(self._store.num_keys())
+        return self._client.num_keys()
 
     def close(self) -> None:
         """Let go of the server or the connection."""
-        self._store = None
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    @property
+    def _client(self) -> StoreClient:
+        if self._store is None:
+            raise RuntimeError("the store is closed")
+        return self._store
 
 
 def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> StoreHost:
     """Serve a store on rank 0, and connect to it. Collective over the group.
 
-    host is the name or address under which others reach rank 0; None to find it: `localhost` if all ranks
-    have one host name, else MASTER_ADDR if it is set, else rank 0's full name.
+    host is the name or address under which others reach rank 0; None to find it. Where all ranks have one
+    host name, the store is served on the loopback address alone; elsewhere on all addresses, and others find
+    it at MASTER_ADDR if that is set, else at rank 0's full name.
 
     Raises:
         RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
     """
-    served: list[Any] = []
+    served: list[StoreClient] = []
+    names = together(group, lambda: socket.gethostname().encode(), doing="naming the hosts of the writers")
 
-    def serve() -> bytes:
-        said: dict[str, Any] = {"name": socket.gethostname()}
-        if group.rank == 0:
-            served.append(_open_store("localhost", 0, is_server=True, timeout_s=timeout_s))
-            said |= {"port": served[0].port, "host": os.environ.get("MASTER_ADDR") or socket.getfqdn()}
-        return json.dumps(said).encode()
+    def serve() -> list[bytes]:
+        is_one_host = host is None and len(set(names)) == 1
+        listener = listen(only_here=is_one_host)
+        at, port = listener.getsockname()[:2]
+        if not is_one_host:
+            at = host or os.environ.get("MASTER_ADDR") or socket.getfqdn()
+        served.append(_open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s))
+        return [json.dumps([at, port]).encode()] * group.size
 
-    said = [json.loads(text) for text in together(group, serve, doing="serving the store of the writers")]
-    is_one_host = len({one["name"] for one in said}) == 1
-    address = StoreAddress(host or ("localhost" if is_one_host else said[0]["host"]), said[0]["port"])
+    address = StoreAddress(*json.loads(given_by_root(group, serve, doing="serving the store of the writers")))
 
     def connect() -> bytes:
         if group.rank:
@@ -115,14 +130,17 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
     return StoreHost(served[0], address)
 
 
-def connect_store(address: StoreAddress, *, timeout_s: float) -> Any:
-    """Return a client of a store, a dist.Store. Local.
+def connect_store(address: StoreAddress, *, timeout_s: float) -> StoreClient:
+    """Return a client of a store. Local.
+
+    It has half of timeout_s to connect, and every call of it has a third: a store that is silent for so long
+    is lost, and a rank that waits for others after that still does so for less than twice timeout_s in all.
 
     Raises:
         RankFailedError: it cannot be reached.
     """
     try:
-        return _open_store(address.host, address.port, is_server=False, timeout_s=timeout_s)
+        return _open_store(address, timeout_s=timeout_s)
     except RuntimeError as error:
         raise RankFailedError(
             f"The store of rank 0 at {address.host}:{address.port} cannot be reached: {error}. Look at the "
@@ -131,14 +149,26 @@ def connect_store(address: StoreAddress, *, timeout_s: float) -> Any:
         ) from error
 
 
-def _open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> Any:
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        is_master=is_server,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        multi_tenant=False,
+def _open_store(
+    address: StoreAddress, *, timeout_s: float, listener: socket.socket | None = None
+) -> StoreClient:
+    """Return a client of a store; with a listener, which the store takes over, also its server."""
+    connect_s = timeout_s / 2
+
+    def connect() -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address.host if listener is None or is_loopback(address.host) else "localhost",
+            address.port,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=connect_s),
+            multi_tenant=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+
+    # More than a TCPStore has itself, which says what is wrong where it can.
+    return StoreClient(
+        connect, port=address.port, connect_s=connect_s + _CONNECTING_S, answer_s=timeout_s / 3
     )
 
 
@@ -146,8 +176,8 @@ class StoreGroup:
     """Ranks that meet under one prefix of a store, each meeting once, with a deadline. See `Group`.
 
     Rank 0 collects and tells; what was said is removed from the store as soon as all have read it. Made anew
-    for each piece of work, with a prefix of its own that all ranks know. store is a dist.Store. while_waiting
-    is called about every LOOK_EVERY_S as long as this rank waits for others.
+    for each piece of work, with a prefix of its own that all ranks know. while_waiting is called about every
+    LOOK_EVERY_S as long as this rank waits for others.
 
     Raises:
         CheckpointError: from every method: the error with which another rank has given up (see
@@ -157,7 +187,7 @@ class StoreGroup:
 
     def __init__(
         self,
-        store: Any,
+        store: StoreClient,
         *,
         prefix: str,
         rank: int,
@@ -322,6 +352,13 @@ class StoreGroup:
             raise self._store_is_gone(error) from error
 
     def _store_is_gone(self, error: RuntimeError) -> WriterFailedError:
+        if isinstance(error, StoreTimeoutError):
+            return WriterFailedError(
+                f"Rank 0, which hosts the store through which writer processes meet, did not answer within "
+                f"{error.waited_s:g} s (seen by rank {self.rank}). That process is stopped or stuck, or its "
+                f"node is: look at its log. Raise timeout_s if it was only slow.",
+                rank=0,
+            )
         text = str(error).strip().splitlines()
         return WriterFailedError(
             f"The store through which writer processes meet is gone (seen by rank {self.rank}: "
@@ -341,12 +378,12 @@ def decode_error(data: bytes) -> CheckpointError:
     return kind(fields["text"], key=fields["key"], rank=fields.get("rank"), path=fields["path"])
 
 
-def _first_error(store: Any, prefix: str, error: bytes) -> bytes:
+def _first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:
     """Leave an error for the ranks that meet under a prefix, unless there is one; return which is there.
 
     One request to the store's server, so that two ranks that give up at once do so with one error.
     """
-    return bytes(store.compare_set(_abort_key(prefix), "", error.decode()))
+    return store.compare_set(_abort_key(prefix), "", error.decode())
 
 
 def _abort_key(prefix: str) -> str:

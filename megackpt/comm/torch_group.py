@@ -29,6 +29,8 @@ from megackpt.comm.group import (
     describe_ranks,
     step_in,
 )
+from megackpt.comm.roll_call import ROLL_CALL_S, call_roll, lost_rendezvous, rendezvous_port, rendezvous_rank
+from megackpt.comm.store_client import CallThread
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
@@ -43,8 +45,7 @@ _MOST_ENCLOSED_BYTES = 2048  # by each rank, of what a meeting gathers: the rest
 _STEP_BYTES = 200
 _SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
 
-ROLL_CALL_S = 3.0
-"""How long survivors of a broken collective wait for each other's names before they say who is missing."""
+_ENDING_S = 2.0  # longer than the deadline: torch says itself what is wrong where it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,55 @@ class TorchGroup:
     def __init__(self, *, ranks: Sequence[int] | None = None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        self._store, self._group = _connect(self._ranks, timeout_s)
+        self.rank = self._ranks.index(dist.get_rank())
+        self.size = len(self._ranks)
+        self._name, self._group = self._connected()
         self._meetings = 0  # how often all have waited for each other
         self._opening_work: Any = None  # dist.Work of the meeting that was begun last
         self._has_returned = True  # as far as it was waited for
         self._process = os.getpid()
-        self.rank = self._ranks.index(dist.get_rank())
-        self.size = len(self._ranks)
         # Rank 0 is sent so many by all, in every meeting: to begin with all meetings have to be alike.
         self._enclosed_bytes = max(8, min(_MOST_ENCLOSED_BYTES, _SMALL_BYTES // self.size))
+
+    def _connected(self) -> tuple[str, Any]:
+        """Return a new gloo process group of the ranks, and the name under which they met in its store.
+
+        Not by `dist.new_group`: with use_local_synchronization=True it takes the name, under which ranks find
+        each other, from the number of groups that this process is a member of. Under pipeline parallelism
+        that number differs between ranks, so they would wait for each other under different names. Our name
+        is made of the ranks, and of how many groups of just these ranks there were.
+        """
+        counts = _CONNECTED.setdefault(dist.group.WORLD, Counter())
+        members = tuple(self._ranks)
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+        name = f"megackpt/{digest}/{counts[members]}"
+
+        def connect() -> Any:
+            store = dist.PrefixStore(name, _c10d._get_default_store())  # type: ignore[attr-defined]
+            timeout = timedelta(seconds=self._timeout_s)
+            return _c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
+
+        # The store has no deadline if the process that serves it is stopped; gloo has one.
+        most_s = self._timeout_s + _ENDING_S
+        try:
+            group = CallThread(rendezvous_port()).call(connect, timeout_s=most_s)
+        except TimeoutError:
+            raise RankFailedError(
+                f"The ranks could not be connected within {most_s:g} s (seen by rank {dist.get_rank()}): "
+                f"{lost_rendezvous()}",
+                rank=rendezvous_rank(),
+            ) from None
+        except RuntimeError as error:  # what the rendezvous store and gloo raise
+            tolerance = int(self._timeout_s) + 6
+            first, who, hint = self._absent(f"{name}/unmet", int(time.time()), tolerance=tolerance)
+            raise RankFailedError(
+                f"The ranks could not be connected: no answer from {who} (seen by rank {dist.get_rank()}): "
+                f"{error}. Look at the logs of the others, and call with an equal timeout_s and equal groups "
+                f"on all of them.{hint}",
+                rank=first,
+            ) from error
+        counts[members] += 1  # not before: a rank that failed has to find the others at its next try
+        return name, group
 
     @property
     def timeout_s(self) -> float:
@@ -299,8 +340,8 @@ class TorchGroup:
             raise
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
             waited_s = time.monotonic() - began
-            missing = self._missing()
-            who = f"rank(s) {describe_ranks(missing)}" if missing else "a rank that has answered since"
+            # Some get further than others before they notice, but none past the meeting behind the next one.
+            first, who, hint = self._absent(f"{self._name}/lost", self._meetings, tolerance=2)
             if waited_s < 0.95 * self._timeout_s:
                 text = (
                     f"No answer from {who} (seen by rank {self.rank}): the connection broke after "
@@ -312,59 +353,24 @@ class TorchGroup:
                     f"No answer from {who} within {self._timeout_s:g} s (seen by rank {self.rank}). That "
                     f"process died or is stuck: look at its log. Raise timeout_s if it was only slow."
                 )
-            raise RankFailedError(text, rank=missing[0] if missing else None) from error
+            raise RankFailedError(text + hint, rank=first) from error
 
-    def _missing(self) -> list[int]:
-        """Ranks of torch.distributed that do not report to the rendezvous store that they lost it too."""
-        try:
-            self._store.set(f"lost/{self.rank}", str(self._meetings))
-            deadline = time.monotonic() + ROLL_CALL_S
-            absent = [r for r in range(self.size) if r != self.rank]
-            while absent and time.monotonic() < deadline:
-                absent = [r for r in absent if not self._has_reported(r)]
-                time.sleep(0.05)
-        except RuntimeError:  # the store went down with its host rank: nobody can be asked
-            return []
-        return [self._ranks[r] for r in absent]
-
-    def _has_reported(self, rank: int) -> bool:
-        """Say whether a rank has lost what this one has.
-
-        Some get further than others before they notice, but none past the meeting behind the next one.
-        """
-        key = f"lost/{rank}"
-        return self._store.check([key]) and abs(int(self._store.get(key)) - self._meetings) <= 2
-
-
-def _connect(ranks: Sequence[int], timeout_s: float) -> tuple[Any, Any]:
-    """Return a store of the ranks' own, and the gloo process group that they met in there.
-
-    Not by `dist.new_group`: with use_local_synchronization=True it takes the name, under which ranks find
-    each other, from the number of groups that this process is a member of. Under pipeline parallelism that
-    number differs between ranks, so they would wait for each other under different names. Our name is made
-    of the ranks, and of how many groups of just these ranks there were.
-
-    Collective over the ranks.
-
-    Raises:
-        RankFailedError: they could not be connected in time.
-    """
-    counts = _CONNECTED.setdefault(dist.group.WORLD, Counter())
-    members = tuple(ranks)
-    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    try:
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"megackpt/{digest}/{counts[members]}", _c10d._get_default_store()
+    def _absent(self, name: str, mark: int, *, tolerance: int) -> tuple[int | None, str, str]:
+        """Ask which ranks are missing: return the first of them, text that names all, and a further hint."""
+        absent = call_roll(
+            name,
+            rank=self.rank,
+            size=self.size,
+            mark=mark,
+            tolerance=tolerance,
+            timeout_s=min(ROLL_CALL_S, self._timeout_s),
         )
-        rank, timeout = members.index(dist.get_rank()), timedelta(seconds=timeout_s)
-        group = _c10d.ProcessGroupGloo(store, rank, len(members), timeout=timeout)
-    except RuntimeError as error:  # what the rendezvous store and gloo raise
-        raise RankFailedError(
-            f"The ranks could not be connected (seen by rank {dist.get_rank()}): {error}. Look at the "
-            f"logs of the others, and call with an equal timeout_s and equal groups on all of them."
-        ) from error
-    counts[members] += 1  # not before: a rank that failed has to find the others at its next try
-    return store, group
+        if absent is None:
+            return rendezvous_rank(), "a rank", f" {lost_rendezvous()}"
+        missing = [self._ranks[r] for r in absent]
+        if not missing:
+            return None, "a rank that has answered since", ""
+        return missing[0], f"rank(s) {describe_ranks(missing)}", ""
 
 
 def _headed(data: bytes) -> bytes:

@@ -319,3 +319,32 @@ def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
             monkeypatch.setattr(async_save, "fill", fill if SLOW[case] else slow_fill)
             checkpointer.save(step, state, sharded_strategy=SLOW[case])
     assert checkpointer.steps() == tuple(range(len(cases)))
+
+
+def listening(port: int) -> set[str]:
+    """Return the addresses on which a process of this host listens at a port, as the system writes them."""
+    rows = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        if (table := Path(f"/proc/net/{kind}")).exists()
+        for line in table.read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
+
+
+def look_where_the_store_listens(root: Path) -> set[str]:
+    with Checkpointer(root, async_save=True, save_options=OPTIONS) as checkpointer:
+        checkpointer.save(1, {"w": part(1.0)})
+        store = saver_of(checkpointer).store
+        assert store is not None
+        found = listening(store.address.port)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system's table is read")
+def test_the_store_of_a_job_on_one_host_listens_on_the_loopback_address_alone(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    loopback = ({"0100007F"}, {"00000000000000000000000001000000"})
+    assert all(found in loopback for found in rank_pool.run(look_where_the_store_listens, 2, tmp_path))

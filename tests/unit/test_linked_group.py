@@ -43,7 +43,7 @@ def on_ranks(
 
     def one(rank: int) -> Any:
         group = LinkedGroup(
-            connect_store(address, timeout_s=5),
+            connect_store(address, timeout_s=30),
             address=address,
             prefix="job",
             rank=rank,

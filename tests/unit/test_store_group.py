@@ -42,7 +42,7 @@ def on_ranks(server: Any, act: Callable[[StoreGroup], Any], *, timeout_s: float 
     address = StoreAddress("localhost", server.port)
 
     def one(rank: int) -> Any:
-        client = connect_store(address, timeout_s=5)
+        client = connect_store(address, timeout_s=30)
         try:
             return act(StoreGroup(client, prefix="job", rank=rank, size=RANKS, timeout_s=timeout_s))
         except Exception as error:  # noqa: BLE001 - looked at by the test
@@ -118,7 +118,7 @@ def test_those_who_wait_hear_that_a_rank_has_given_up(server: Any) -> None:
 
 def test_a_store_that_goes_away_is_an_error_that_says_so() -> None:
     held = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
-    client = connect_store(StoreAddress("localhost", held[0].port), timeout_s=5)
+    client = connect_store(StoreAddress("localhost", held[0].port), timeout_s=30)
     group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)
     threading.Timer(0.3, held.clear).start()
     with pytest.raises(RankFailedError, match="Rank 0 hosts it") as found:
@@ -136,7 +136,7 @@ def test_of_several_that_give_up_at_once_the_first_is_heard_by_all(server: Any) 
     together_now = threading.Barrier(RANKS)
 
     def give_up(group: StoreGroup) -> list[bytes]:
-        host = StoreHost(connect_store(address, timeout_s=5), address)
+        host = StoreHost(connect_store(address, timeout_s=30), address)
         mine = encode_error(RankFailedError("gone", rank=group.rank))
         said = []
         for number in range(200):

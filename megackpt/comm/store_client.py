@@ -1,0 +1,175 @@
+"""Calls that may block for ever, made so that the caller does not.
+
+torch's TCPStore knows no deadline: every call of it, `wait` and the constructor included, blocks in the
+socket as long as the process that serves the store is stopped. So a thread makes the calls, and the caller
+waits for the thread with a deadline. The calls are in C++ and release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+_Reply: TypeAlias = "queue.SimpleQueue[tuple[Any, Exception | None]]"
+_Request: TypeAlias = "tuple[Callable[[], Any], _Reply]"
+
+
+class StoreTimeoutError(RuntimeError):
+    """A store did not answer before the deadline.
+
+    Attributes:
+        waited_s: how long it had, in seconds.
+    """
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(f"no answer within {waited_s:g} s")
+        self.waited_s = waited_s
+
+
+class CallThread:
+    """A thread that makes calls for others, one after the other.
+
+    After a call that missed its deadline the thread may never return, so every later call fails at once.
+    store_port is that of the TCPStore which the calls use, None for no such store: when the interpreter ends,
+    the connections to it of a thread that is stuck are broken.
+    """
+
+    def __init__(self, store_port: int | None) -> None:
+        self._store_port = store_port
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._is_stuck = False
+        self._thread = threading.Thread(
+            target=_make_calls, args=(self._requests,), name="megackpt-calls", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._requests.put, None)
+
+    def call(self, act: Callable[[], T], *, timeout_s: float) -> T:
+        """Return what act returns, or raise what it raises. Any thread may call this.
+
+        Raises:
+            TimeoutError: act did not return within timeout_s, or an earlier call did not in its time.
+        """
+        if self._is_stuck:
+            raise TimeoutError
+        reply: _Reply = queue.SimpleQueue()
+        self._requests.put((act, reply))
+        try:
+            value, error = reply.get(timeout=timeout_s)
+        except queue.Empty:
+            self._is_stuck = True
+            self._requests.put(None)
+            _STUCK.append((self._thread, self._store_port))
+            raise TimeoutError from None
+        if error is not None:
+            raise error
+        returned: T = value
+        return returned
+
+
+class StoreClient:
+    """A store of torch.distributed, each of whose calls ends before a deadline.
+
+    connect returns the store, a `dist.Store`, which is served at port; None for one that is not a TCPStore.
+    It has connect_s to do so, and every call has answer_s, in seconds. Any thread may use the client.
+
+    Raises:
+        StoreTimeoutError: from every method, if the store did not answer in time, now or before. A store that
+            is silent once counts as lost.
+        RuntimeError: what the store raises.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Any], *, port: int | None, connect_s: float, answer_s: float
+    ) -> None:
+        self._answer_s = connect_s
+        self._thread = CallThread(port)
+        self._store = self._call(connect)
+        self._answer_s = answer_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is there; see `check` and `wait`."""
+        return bytes(self._call(lambda: self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it."""
+        return int(self._call(lambda: self._store.add(key, amount)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Say whether all keys are there."""
+        return bool(self._call(lambda: self._store.check(list(keys))))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Store a value in place of the expected one, "" for none; return the value that is there then."""
+        return bytes(self._call(lambda: self._store.compare_set(key, expected, desired)))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; say whether it was there."""
+        return bool(self._call(lambda: self._store.delete_key(key)))
+
+    def num_keys(self) -> int:
+        """Return how many keys the store holds."""
+        return int(self._call(lambda: self._store.num_keys()))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Return when all keys are there.
+
+        Raises:
+            dist.DistStoreError: they were not there within timeout.
+        """
+        self._call(lambda: self._store.wait(list(keys), timeout), beyond_s=timeout.total_seconds())
+
+    def close(self) -> None:
+        """Let go of the connection, and of the server if it is here."""
+        self._store = None
+
+    def _call(self, act: Callable[[], T], *, beyond_s: float = 0.0) -> T:
+        try:
+            return self._thread.call(act, timeout_s=self._answer_s + beyond_s)
+        except TimeoutError:
+            raise StoreTimeoutError(self._answer_s) from None
+
+
+def _make_calls(requests: queue.SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        act, reply = request
+        try:
+            answer: tuple[Any, Exception | None] = act(), None
+        except Exception as error:  # noqa: BLE001 - raised again where the call was asked for
+            answer = None, error
+        reply.put(answer)
+        del request, act, reply, answer  # a store must not live on here while the thread waits for work
+
+
+def _hang_up() -> None:
+    """Let threads that are stuck return while the interpreter is there.
+
+    One that came back from C++ while the interpreter ends would end the process with SIGABRT ("terminate
+    called without an active exception").
+    """
+    with contextlib.suppress(OSError):  # no such directory
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.getpeername()[1] in {port for _, port in _STUCK}:
+                    connection.shutdown(socket.SHUT_RDWR)
+    for thread, _ in _STUCK:
+        thread.join(_END_S)
+
+
+_END_S = 1.0
+_STUCK: list[tuple[threading.Thread, int | None]] = []
+atexit.register(_hang_up)
