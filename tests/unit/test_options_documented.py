@@ -40,6 +40,6 @@ def test_every_argument_of_a_checkpointer_is_on_its_page() -> None:
 def test_every_flag_and_every_knob_is_named_in_the_documents(name: str) -> None:
     names = [field.name for field in fields(CheckpointConfig)]
     if name in COMMANDS:
-        command: click.Command = importlib.import_module(COMMANDS[name]).command
+        command: click.Command = importlib.import_module(f"megackpt.cli.{name}").command
         names = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
     assert undocumented(names, "\n".join(each.read_text() for each in DOCS.glob("*.md"))) == []
