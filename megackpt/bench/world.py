@@ -28,6 +28,7 @@ from megackpt.bench.peers import settle_threads
 from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
+from megackpt.comm import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 
 _TIMEOUT = timedelta(minutes=30)
@@ -78,7 +79,8 @@ def _spawn(settings: BenchSettings) -> Report:
     """Measure in processes of our own."""
     with _directory_below(settings) as root:
         try:
-            spawn(_rank, (settings, str(root)), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
+            with without_current_directory():
+                spawn(_rank, (settings, str(root)), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailedError(f"A rank of the benchmark failed: {error}") from error
         return Report.from_json(json.loads((root / "report.json").read_text()))

@@ -22,6 +22,7 @@ from megackpt.comm.group import (
 )
 from megackpt.comm.known_groups import world_group
 from megackpt.comm.linked_group import LinkedGroup
+from megackpt.comm.starting import without_current_directory
 from megackpt.comm.store_group import (
     StoreAddress,
     StoreGroup,
@@ -71,5 +72,6 @@ __all__ = [
     "subgroup_members",
     "together",
     "together_at_root",
+    "without_current_directory",
     "world_group",
 ]

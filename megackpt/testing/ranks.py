@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megackpt.comm import without_current_directory
+
 JOB_TIMEOUT_S = 120.0
 
 
@@ -140,7 +142,8 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
+        with without_current_directory():
+            process.start()
     finally:
         os.environ.pop("OMP_NUM_THREADS")
         if saved is not None:
@@ -152,6 +155,9 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
 def _serve(connection: Connection) -> None:
     import torch
 
+    os.environ.pop(
+        "PYTHONSAFEPATH", None
+    )  # it was for the start of this process, not for those that it starts
     torch.set_num_threads(1)
     while True:
         try:

@@ -1,9 +1,8 @@
 """A writer process: writes and commits what its rank has staged, one save after the other.
 
-Owns that process, `python -m megackpt.engine.background.main SETTINGS`, and the messages to and from its
-rank; what it does for a save is in `jobs`. It lives as long as the training process that started it, and no
-longer: else it could commit when a restarted job already writes. It uses no CUDA, and runs nothing of the
-user's script.
+Owns that process, which `start` starts, and the messages to and from its rank; what it does for a save is in
+`jobs`. It lives as long as the training process that started it, and no longer: else it could commit when a
+restarted job already writes. It uses no CUDA, and runs nothing of the user's script.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import platform
 import queue
@@ -263,7 +261,3 @@ def _stand_back(nice: int, ionice: str | None) -> None:
 def _imported(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,15 +1,38 @@
-"""Starting a writer process: a new interpreter, with what it inherits and what it must not see."""
+"""Starting a writer process: a new interpreter, with what it inherits and what it must not see.
+
+It imports nothing from the current directory that the standard library or an installed package has, too: runs
+are started in directories that others can write to.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import site
 import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+
+# In isolated mode Python itself takes no module from the current directory, nor from where PYTHONPATH says.
+# This package is the one that the parent has, wherever that lies; all else is found by its search path.
+_BOOTSTRAP = """
+import json, site, sys
+from importlib.util import module_from_spec, spec_from_file_location
+settings = json.loads(sys.argv[1])
+if settings["user_site"]:
+    site.addsitedir(settings["user_site"])
+sys.path[:] = settings["search"]
+places = [settings["package"]]
+spec = spec_from_file_location("megackpt", places[0] + "/__init__.py", submodule_search_locations=places)
+sys.modules["megackpt"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["megackpt"])
+from megackpt.engine.background.main import main
+main(settings)
+"""
 
 
 def start_writer(
@@ -23,12 +46,41 @@ def start_writer(
             "arena": arena,
             "parent": os.getpid(),
             **dict(zip(("nice", "ionice", "hook"), kind, strict=True)),
+            "package": str(Path(__file__).absolute().parents[2]),
+            "search": search_path(),
+            "user_site": site.getusersitepackages() if site.ENABLE_USER_SITE else None,
         }
-        search = os.pathsep.join(path for path in sys.path if path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "megackpt.engine.background.main", json.dumps(settings)],
+            [sys.executable, *_options(), "-c", _BOOTSTRAP, json.dumps(settings)],
             pass_fds=(theirs.fileno(), arena),
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **_QUIET, "PYTHONPATH": search},
+            env={**os.environ, **_QUIET},
         )
     return process, Connection(ours.detach())
+
+
+def search_path() -> list[str]:
+    """Return where this process looks for modules, with the current directory behind everything else.
+
+    Modules of the user that lie there are found, but never in place of others.
+    """
+    try:
+        here = os.path.realpath(os.getcwd())
+    except FileNotFoundError:  # it has been removed
+        return [path for path in sys.path if os.path.isabs(path)]
+    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+    others = [path for path in paths if os.path.realpath(path) != here]
+    return [*others, here] if len(others) < len(paths) else others
+
+
+def _options() -> list[str]:
+    """Return the interpreter's options: isolated, and otherwise as in this process."""
+    options = ["-I", *(["-B"] if sys.flags.dont_write_bytecode else []), *["-O"] * sys.flags.optimize]
+    options += [f"-W{option}" for option in sys.warnoptions]
+    given = {"utf8": str(sys.flags.utf8_mode), **sys._xoptions}
+    if sys.pycache_prefix is not None:
+        given["pycache_prefix"] = sys.pycache_prefix
+    return [
+        *options,
+        *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()),
+    ]
