@@ -6,8 +6,8 @@ model, so that which stage holds a layer leaves no trace there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast, overload
 
 from torch import Tensor, nn
 
@@ -19,8 +19,9 @@ from megackpt.parallel.mixin import Metadata, ShardedModule, sharded_state_dict
 class LayerStack(ShardedModule):
     """Layers `owned` of a stack of `total`, applied in order. As collective as its layers.
 
-    `build(i)` makes global layer i. In the state dict names count the layers of this stage (`0.weight`); in
-    the checkpoint there is one key per tensor (`weight`) with a leading axis of `total` layers.
+    `build(i)` makes global layer i. Length, iteration and indices are those of the layers of this stage. In
+    the state dict names count the layers of this stage (`0.weight`); in the checkpoint there is one key per
+    tensor (`weight`) with a leading axis of `total` layers.
 
     Args:
         build: makes the layer with a global index.
@@ -37,6 +38,24 @@ class LayerStack(ShardedModule):
         self.total = total
         for local, index in enumerate(owned):
             self.add_module(str(local), build(index))
+
+    def __len__(self) -> int:
+        """Return how many layers this stage holds."""
+        return len(self.owned)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the layers of this stage, in order."""
+        return self.children()
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Module]: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+        """Return a layer of this stage by its local index: layer `owned[index]` of the model; or a slice."""
+        return list(self)[index]
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layers of this stage to `x`."""

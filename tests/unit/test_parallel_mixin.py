@@ -194,3 +194,16 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
     layer = RowCutLinear(ONE, 3, 4, tp_sharding={"weight": TpSharding(dim=0, parts={"a": 1, "b": 2})})
     with pytest.raises(DeclarationError, match=r"'m\.weight'.*'a': 1, 'b': 2"):
         layer.sharded_state_dict("m.")
+
+
+def test_a_stack_is_a_sequence_of_the_layers_of_its_stage() -> None:
+    stack = LayerStack(lambda index: nn.Linear(1, index + 1), range(2, 5), 6, ONE)
+    assert len(stack) == 3
+    assert [layer.out_features for layer in stack] == [3, 4, 5]
+    assert (stack[0], stack[-1]) == (stack.get_submodule("0"), stack.get_submodule("2"))
+    assert stack[1:] == list(stack)[1:]
+    with pytest.raises(IndexError):
+        stack[3]
+    for index, layer in zip(stack.owned, stack, strict=True):
+        assert layer.out_features == index + 1
+    assert list(LayerStack(nn.Identity, range(0), 6, ONE)) == []
