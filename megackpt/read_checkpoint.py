@@ -1,11 +1,12 @@
 """Read a megackpt checkpoint with nothing but the standard library and numpy.
 
-The proof that docs/format.md is all there is.
+The proof that docs/format.md is all there is: no torch, no other file of megackpt.
 
-python docs/read_checkpoint.py CHECKPOINT [KEY]      lists the arrays and the common state, or prints one
-array
+    python -m megackpt.read_checkpoint CHECKPOINT [KEY]     lists arrays and common state, or prints an array
 
-Not checked here: digests (they are xxh3-64 per 256 KiB block, see docs/format.md).
+    Checkpoint("ckpt/iter_0000100").array("decoder.weight", np.s_[:10, 5])     reads a slice
+
+bfloat16 is decoded as float32. Digests (xxh3-64 per 256 KiB block, see docs/format.md) are not checked.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+Array = npt.NDArray[Any]
 NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
 NUMPY |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
-# Dtypes that numpy lacks come back as unsigned integers that hold their bits.
+# Dtypes that numpy lacks are read as unsigned integers that hold their bits; of these bfloat16 is decoded.
 RAW_BITS = {"bfloat16": "u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
 RAW_BITS |= {"float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1", "float8_e8m0fnu": "u1"}
 
 
-def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def read_safetensors(data: bytes) -> tuple[dict[str, Array], dict[str, str]]:
     """Return the tensors of a safetensors file, and its metadata."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -37,11 +41,24 @@ def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     return tensors, metadata
 
 
-def strings(columns: dict[str, np.ndarray], name: str) -> list[str]:
+def strings(columns: dict[str, Array], name: str) -> list[str]:
     """Return a list of strings, stored as UTF-8 and the end of each."""
     ends = columns[f"{name}.ends"].tolist()
     text = columns[f"{name}.utf8"].tobytes()
     return [text[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+
+
+def bounds(index: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int], tuple[Any, ...]]:
+    """Return where a slice starts and ends along each dim, and what drops the dims that an integer takes."""
+    parts = index if isinstance(index, tuple) else (index,)
+    at = parts.index(...) if ... in parts else len(parts)
+    rest = [slice(None)] * (len(shape) - len(parts) + (... in parts))
+    taken = [range(n)[part] for n, part in zip(shape, (*parts[:at], *rest, *parts[at + 1 :]), strict=True)]
+    if any(isinstance(r, range) and r.step != 1 for r in taken):
+        raise IndexError(f"{index!r}: slices have steps of 1. Take every other element of what is returned.")
+    whole = [r if isinstance(r, range) else range(r, r + 1) for r in taken]
+    drop = tuple(slice(None) if isinstance(r, range) else 0 for r in taken)
+    return [r.start for r in whole], [r.start + len(r) for r in whole], drop
 
 
 class Checkpoint:
@@ -54,7 +71,7 @@ class Checkpoint:
         if found != ("megackpt", 1):
             raise SystemExit(f"{directory} has format {found}; this program reads ('megackpt', 1).")
         self.common = json.loads((self.directory / manifest["common"]["file"]).read_text())
-        self.common_tensors = {}
+        self.common_tensors: dict[str, Array] = {}
         if "common_tensors" in manifest:
             blob = (self.directory / manifest["common_tensors"]["file"]).read_bytes()
             self.common_tensors = read_safetensors(blob)[0]
@@ -70,33 +87,46 @@ class Checkpoint:
         """Return the keys of all arrays and arrays of objects."""
         return list(self.number)
 
-    def array(self, key: str) -> np.ndarray:
-        """Return a global array, put together from its chunks."""
+    def array(self, key: str, index: Any = ..., *, raw: bool = False) -> Array:
+        """Return a global array, or a slice of it, put together from its chunks.
+
+        raw leaves bfloat16 as the integers that hold its bits.
+        """
         number = self.number[key]
         shape, name = self.shapes[number], self.dtypes[number]
-        whole = np.zeros(shape, np.dtype(RAW_BITS.get(name, name)))
+        low, high, drop = bounds(index, shape)
+        found = np.zeros([b - a for a, b in zip(low, high, strict=True)], np.dtype(RAW_BITS.get(name, name)))
         for row in np.flatnonzero(self.index["array"] == number):
             start = self.index["start"][row, : len(shape)]
             box = self.index["shape"][row, : len(shape)]
-            data = np.frombuffer(self._bytes(row), whole.dtype)
+            begin, end = np.maximum(start, low), np.minimum(start + box, high)
+            if (begin >= end).any():
+                continue
             first, last = int(self.index["flat_start"][row]), int(self.index["flat_stop"][row])
+            data = np.frombuffer(self._bytes(row), found.dtype)
             if (first, last) == (0, int(box.prod())):
-                whole[tuple(slice(a, a + n) for a, n in zip(start, box, strict=True))] = data.reshape(box)
+                source = tuple(slice(a, b) for a, b in zip(begin - start, end - start, strict=True))
+                target = tuple(slice(a, b) for a, b in zip(begin - low, end - low, strict=True))
+                found[target] = data.reshape(box)[source]
             else:  # a flat range of the box: the row-major positions first..last
-                inside = np.unravel_index(np.arange(first, last), box)
-                whole[tuple(i + a for i, a in zip(inside, start, strict=True))] = data
-        return whole
+                inside = np.stack(np.unravel_index(np.arange(first, last), box)) + (start - low)[:, None]
+                is_asked = ((inside >= 0) & (inside < np.subtract(high, low)[:, None])).all(axis=0)
+                found[tuple(inside[:, is_asked])] = data[is_asked]
+        if name == "bfloat16" and not raw:
+            found = np.asarray(np.left_shift(found.astype("u4"), 16)).view("f4")
+        return np.asarray(found[drop])
 
-    def objects(self, key: str) -> dict[tuple[int, ...], tuple[object, dict[str, np.ndarray]]]:
+    def objects(self, key: str) -> dict[tuple[int, ...], tuple[Any, dict[str, Array]]]:
         """Return an array of objects as {position: (JSON tree, tensors that the tree refers to)}."""
-        number, found = self.number[key], {}
+        number = self.number[key]
+        found: dict[tuple[int, ...], tuple[Any, dict[str, Array]]] = {}
         for row in np.flatnonzero(self.index["array"] == number):
             tensors, metadata = read_safetensors(self._bytes(row))
             position = tuple(self.index["start"][row, : len(self.shapes[number])].tolist())
             found[position] = (json.loads(metadata["tree"]), tensors)
         return found
 
-    def _bytes(self, row: int) -> bytes:
+    def _bytes(self, row: Any) -> bytes:
         with open(self.directory / self.files[int(self.index["file"][row])], "rb") as file:
             file.seek(int(self.index["offset_bytes"][row]))
             return file.read(int(self.index["nbytes"][row]))

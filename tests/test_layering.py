@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "notices": set(),
+    "read_checkpoint": set(),
     "arguments": {"errors"},
     "options": {"arguments", "errors"},
     "geometry": {"errors"},

@@ -1,0 +1,1 @@
+../megackpt/read_checkpoint.py
