@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import api_table
 import pytest
@@ -22,6 +25,8 @@ from api_table import (
 from imports_table import IMPORT_VERSIONS, imports_of, load_imports
 
 from megackpt.compat.megatron.dist_checkpointing import serialization
+from megackpt.compat.megatron.refusal import is_refused
+from megackpt.errors import UnsupportedError
 
 HOW = "run python tests/compat/api_table.py page"
 
@@ -55,13 +60,92 @@ def test_the_page_has_a_row_for_every_name_of_every_version() -> None:
             assert f"`{'.'.join(name.split('.')[-2:])}`" in page or f"`{name.split('.')[-1]}`" in page, name
 
 
-def test_what_is_offered_with_a_signature_is_the_function_that_a_program_imports() -> None:
-    """The page's "same" is about what one gets by name, not about a source that is nowhere used."""
-    for name, fact in load_facts("0.16.1").items():
-        if fact["kind"] != "function" or judge(name, fact).status != "same":
+def _all_rows() -> list[tuple[str, str, str]]:
+    """Return every name once, with its kind and what the page calls it, of the newest version that has it."""
+    rows = {
+        name: (name, fact["kind"], judge(name, fact).status)
+        for version in VERSIONS
+        for name, fact in load_facts(version).items()
+    }
+    return sorted(rows.values())
+
+
+def _used(name: str, kind: str) -> BaseException | None:
+    """Use a name as a program would, with None for all arguments; return what that raised."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        if kind in ("method", "property"):
+            cls = api_table.find_ours(module)
+            if is_refused(cls):
+                return _raised(lambda: getattr(cls, attribute))
+            bare = types.SimpleNamespace() if inspect.isabstract(cls) else cls.__new__(cls)
+            found = inspect.getattr_static(cls, attribute)
+            if isinstance(found, property):
+                return _raised(lambda: found.__get__(bare))
+            call = found.__get__(None, cls) if isinstance(found, classmethod | staticmethod) else found
+            first = () if isinstance(found, classmethod | staticmethod) else (bare,)
+        else:
+            call, first = api_table.find_ours(name), ()
+            if not callable(call):
+                return None
+            if is_refused(call):
+                return _raised(call)
+    except TypeError as error:  # a class whose instances are made in another way
+        return error
+    try:
+        parameters = list(inspect.signature(call).parameters.values())[len(first) :]
+    except ValueError:
+        parameters = []
+    needed = [None for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD,)]
+    return _raised(lambda: call(*first, *needed))
+
+
+def _raised(use: Callable[[], Any]) -> BaseException | None:
+    try:
+        use()
+    except BaseException as error:  # noqa: BLE001 - only its class is of interest
+        return error
+    return None
+
+
+def test_everything_that_the_page_calls_refused_says_so_when_it_is_used() -> None:
+    refused = [(name, kind) for name, kind, status in _all_rows() if status == "refused"]
+    assert len(refused) > 60
+    for name, kind in refused:
+        error = _used(name, kind)
+        assert isinstance(error, UnsupportedError), f"{name}: {error!r}"
+        assert "is not offered by megackpt: " in str(error), name
+        assert "  " not in str(error), f"{name}: {error}"
+
+
+def test_nothing_else_refuses() -> None:
+    for name, kind, status in _all_rows():
+        if status in ("same", "wider", "differs"):
+            error = _used(name, kind)
+            assert not isinstance(error, UnsupportedError), f"the page calls {name} {status}: {error}"
+
+
+def test_what_the_page_calls_not_offered_is_not_there() -> None:
+    for name, _, status in _all_rows():
+        assert status in ("same", "wider", "differs", "refused", "renamed", "not offered")
+        if status in ("renamed", "not offered"):
+            assert api_table.find_ours(name) is None, name
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_the_page_calls_the_same_takes_the_same_arguments(version: str) -> None:
+    """By what Python says of the object that a program gets, not by the source that it was read from."""
+    compared = 0
+    for name, fact in load_facts(version).items():
+        if "signature" not in fact or judge(name, fact).status != "same":
             continue
-        found = inspect.signature(api_table.find_ours(name))
-        assert list(found.parameters) == [p.name for p in parse_signature(fact["signature"])], name
+        found = api_table.find_ours(name)
+        found = getattr(found, "__func__", found)
+        theirs = [p.name for p in parse_signature(fact["signature"])]
+        ours = [p for p in inspect.signature(found).parameters if p not in ("self", "cls")]
+        assert ours == theirs, name
+        compared += 1
+    assert compared > 50
 
 
 def test_notes_are_about_names_that_exist() -> None:
