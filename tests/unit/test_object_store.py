@@ -39,6 +39,8 @@ def new_url() -> str:
 
 
 class TestObjectStore(StoreConformance):
+    checks_wording = True
+
     has_directories = False
 
     @pytest.fixture

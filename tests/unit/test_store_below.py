@@ -10,6 +10,8 @@ from megackpt.testing.store_suite import StoreConformance
 
 
 class TestStoreBelow(StoreConformance):
+    checks_wording = True
+
     @pytest.fixture
     def store(self) -> StoreBelow:
         whole = MemoryStore()

@@ -7,10 +7,11 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megackpt.errors import StorageError
+from megackpt.errors import CheckpointError, StorageError
 from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, open_store, sinks
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.store_suite import StoreConformance, read_range
@@ -21,12 +22,16 @@ BUFFERED = FileOptions(direct=False)
 
 
 class TestLocalStoreDirect(StoreConformance):
+    checks_wording = True
+
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return LocalStore(tmp_path / "ckpt", files=SMALL, open_files=3)
 
 
 class TestLocalStoreBuffered(StoreConformance):
+    checks_wording = True
+
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
         monkeypatch.setattr(sinks, "_FLUSH_EVERY_BYTES", 1 << 20)
@@ -34,6 +39,8 @@ class TestLocalStoreBuffered(StoreConformance):
 
 
 class TestLocalStoreInSharedMemory(StoreConformance):
+    checks_wording = True
+
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megackpt-test-") as root:
@@ -41,12 +48,53 @@ class TestLocalStoreInSharedMemory(StoreConformance):
 
 
 class TestMemoryStore(StoreConformance):
+    checks_wording = True
+
     @pytest.fixture
     def store(self) -> Store:
         return MemoryStore("memory:test")
 
 
+class Reworded:
+    """A store, or a writer of one, whose errors have the types and fields of ours, and other texts."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return self._reworded(found) if callable(found) else found
+
+    def __enter__(self) -> Reworded:
+        self._reworded(self._inner.__enter__)()
+        return self
+
+    def __exit__(self, *raised: object) -> Any:
+        return self._reworded(self._inner.__exit__)(*raised)
+
+    def _reworded(self, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                found = method(*args, **kwargs)
+            except CheckpointError as error:
+                error.args = ("nope",)
+                raise
+            except ValueError:
+                raise ValueError("nope") from None
+            return Reworded(found) if method.__name__ == "open_writer" else found
+
+        return call
+
+
+class TestStoreWithWordsOfItsOwn(StoreConformance):
+    @pytest.fixture
+    def store(self) -> Store:
+        return Reworded(MemoryStore())  # type: ignore[return-value]
+
+
 class TestFaultyStoreWithoutFaults(StoreConformance):
+    checks_wording = True
+
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return FaultyStore(LocalStore(tmp_path))
