@@ -16,8 +16,10 @@ import torch
 from megackpt.arguments import check_kind
 from megackpt.comm import GivenGroup, Group, SingleProcess, check_group, subgroup_label, world_group
 from megackpt.engine.claims import check_claims
+from megackpt.engine.common_arrays import references_in
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
+from megackpt.engine.opening import read_common_and_references
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
@@ -155,6 +157,8 @@ def save_request(
         assume_constant_structure=options.assume_constant_structure,
         spread=options.spread,
         spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
+        plain_tensors=options.plain_tensors,
+        rank0_values=options.rank0_values,
         # The vote compares all that would be sampled.
         sample_replicas=options.sample_replicas
         if options.compare_replicas is Policy.IGNORE
@@ -317,8 +321,13 @@ def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: boo
     """
     with _Opened(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
-        common: StateDict = read_common(contents, where=store.location)[0]
+        common: StateDict = read_common_and_references(contents, where=store.location)[0]
+    if not references_in(common):
         return common
+    options = LoadOptions(allow_unsafe_pickle=allow_unsafe_pickle)
+    nothing: ShardedStateDict = {}  # a load of nothing gives common state, with the tensors in their places
+    strict = StrictHandling.ASSUME_OK_UNEXPECTED
+    return _load(nothing, checkpoint_dir, options, SingleProcess(), strict).state
 
 
 def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> Any:

@@ -22,6 +22,7 @@ from megackpt.arguments import (
 from megackpt.errors import DeclarationError
 
 Spread: TypeAlias = Literal["world", "group", "none"]
+PlainTensors: TypeAlias = Literal["common", "arrays"]
 """Over whom a save spreads a chunk that several ranks hold."""
 
 Exchange: TypeAlias = Literal[
@@ -103,6 +104,12 @@ class SaveOptions:
             write about as many bytes; `group`: any of those in the `spread_group` of its main replica;
             `none`: its main replica. Without `validate_access_integrity` ranks do not know what others hold,
             and main replicas write whatever stands here.
+        plain_tensors: how tensors of common state are stored, such as those of the `state_dict()` of a module
+            without sharding. `common`: by rank 0, in one file with the rest of it. `arrays`: as global arrays
+            under their paths, written by all ranks; only the native format has it. See docs/plain-modules.md.
+        rank0_values: globs of paths of common state, joined with dots, that may differ between ranks: rank
+            0's values are stored, those of others are not compared. For buffers that each rank updates by
+            itself: `("model.*.running_*",)` of a BatchNorm.
         parity: of at most how many data files one parity file is written, from which any one of them that is
             lost or damaged is computed; None for no parity. Only the native format has it. See
             docs/integrity.md for what it costs.
@@ -121,6 +128,8 @@ class SaveOptions:
     piece_bytes: int = 4 * 1024 * 1024
     assume_constant_structure: bool = False
     spread: Spread = "world"
+    plain_tensors: PlainTensors = "common"
+    rank0_values: tuple[str, ...] = ()
     parity: int | None = None
     compare_replicas: Policy = Policy.IGNORE
     sample_replicas: Policy = Policy.ERROR
@@ -130,6 +139,8 @@ class SaveOptions:
         check_choice("spread", self.spread, get_args(Spread))
         if self.parity is not None:
             check_count("parity", self.parity, otherwise=": how many data files share a parity file; or None")
+        check_choice("plain_tensors", self.plain_tensors, get_args(PlainTensors))
+        check_texts("rank0_values", self.rank0_values, example="('model.*.running_*',)")
         for name in ("compare_replicas", "sample_replicas"):
             check_policy(name, getattr(self, name))
         check_seconds("timeout_s", self.timeout_s)

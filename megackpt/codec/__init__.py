@@ -9,10 +9,12 @@ from megackpt.codec.decoder import decode
 from megackpt.codec.digests import leaf_digests, leaves
 from megackpt.codec.encoder import encode
 from megackpt.codec.foreign import ForeignMember, ForeignName, ForeignObject, carrying_unknown
+from megackpt.codec.reference import ArrayReference
 from megackpt.codec.registering import register_codec
 from megackpt.codec.tree import Encoded, dump_tree, load_tree
 
 __all__ = [
+    "ArrayReference",
     "Encoded",
     "ForeignMember",
     "ForeignName",

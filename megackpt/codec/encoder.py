@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megackpt.codec import arrays, containers, foreign, scalars, standard
+from megackpt.codec import arrays, containers, foreign, reference, scalars, standard
 from megackpt.codec.advice import name_of, why_not
 from megackpt.codec.kinds import Kind, Step, base64_of
 from megackpt.codec.paths import format_path
@@ -28,6 +28,7 @@ from megackpt.errors import CheckpointError, UnserializableError
 
 KINDS: tuple[Kind, ...] = (
     *scalars.KINDS, *containers.KINDS, *arrays.KINDS, *standard.KINDS, *foreign.KINDS,
+    *reference.KINDS,
 )  # fmt: skip
 KIND_OF_CLASS: Mapping[type, Kind] = {cls: kind for kind in KINDS for cls in kind.classes}
 # The classes of JSON that have no kind of their own.

@@ -200,6 +200,9 @@ def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[by
     _, first, kind = np.unique(digests["digest"], return_index=True, return_inverse=True)
     order = np.argsort(kind, kind="stable")
     sharers = np.split(order, np.cumsum(np.bincount(kind, minlength=len(first)))[:-1])
+    values = [json.loads(part[2]) for part in parts] if parts[0][2] else []
+    if values and "common" in values[0]:  # tensors of common state are declared, too: this error says more
+        check_common_equal([of_rank["common"] for of_rank in values])
     alone, shared = [part[0] for part in parts], [parts[rank][1] for rank in first.tolist()]
     held, marks = merge_lists(alone, shared, sharers)
     held = with_mains_chosen(held, marks)
@@ -207,8 +210,8 @@ def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[by
     _, first, of_rank = np.unique(digests["samples"], return_index=True, return_inverse=True)
     distinct = [parts[rank][3] for rank in first.tolist()]
     check_samples(distinct, of_rank.reshape(-1), held.declared.table, local.request.sample_replicas)
-    if parts[0][2]:
-        _check_values([json.loads(part[2]) for part in parts])
+    if values:
+        _check_values(values)
     return plan_holdings(held, spread=local.request.spread, labels=digests["label"].astype(np.int64))
 
 

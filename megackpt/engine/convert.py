@@ -23,12 +23,13 @@ from megackpt.engine.array_digests import with_array_digests
 from megackpt.engine.chunk_bytes import Buffers
 from megackpt.engine.compare import compare_chunks
 from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.opening import read_common_and_references
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.write import Planned, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
 from megackpt.formats.contents import Chunks, Contents, Part
-from megackpt.formats.strategy import MANIFEST, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, SaveStrategy, refers_to_arrays
 from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, DeclaredChunks
 from megackpt.options import ConvertOptions
@@ -173,7 +174,7 @@ def _open(job: _Job) -> _Opened:
     common: tuple[Any, Any] = (None, None)
     if job.group.rank == 0:
         _refuse_place(job)
-        common = read_common(contents, where=job.source.location)
+        common = _common_of(job, contents, job.source.location)
         # What is refused is refused before anything is written.
         job.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
     blobs = {}
@@ -189,6 +190,15 @@ def _open(job: _Job) -> _Opened:
     earlier = manifest.earlier_in(job.target, job.strategy)
     others = None if manifest.is_committed(job.target) else frozenset(job.target.names())
     return _Opened(contents, chunks, plan, copy.start, blobs, common, earlier, others)
+
+
+def _common_of(job: _Job, contents: Contents, where: str) -> tuple[Any, Any]:
+    """Return common state and content metadata, with references to arrays if the new format can hold them.
+
+    In others the arrays stay arrays under their keys, which are their places, and a load fills them so.
+    """
+    reads = read_common_and_references if refers_to_arrays(job.strategy) else read_common
+    return reads(contents, where=where)
 
 
 def _declared(plan: SavePlan) -> DeclaredChunks:
@@ -278,9 +288,7 @@ def _verify(job: _Job, local: _Opened, planned: Planned) -> None:
         _compare_objects(local, written, job.target.location)
         job.progress.advance(sum(map(len, local.blobs.values())))
         if job.group.rank == 0:
-            _compare_common(
-                local.common, read_common(written, where=job.target.location), job.target.location
-            )
+            _compare_common(local.common, _common_of(job, written, job.target.location), job.target.location)
         return b""
 
     together(job.group, compare, doing="verifying the new checkpoint")

@@ -9,27 +9,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
 
 from megackpt.codec import leaf_digests
+from megackpt.codec.paths import format_path
+from megackpt.engine.common_arrays import arrays_in, mapped, with_references
 from megackpt.engine.copies import digests_of_copies, with_one_main_each
 from megackpt.engine.device_copies import follow, parts_in_buffers, pieces_of, rows_to_host
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.plan_cache import KeptPlan, PlanCache
 from megackpt.engine.tensor_bytes import check_source
-from megackpt.errors import DeclarationError
-from megackpt.formats.strategy import SaveStrategy, takes_own_rows
+from megackpt.errors import DeclarationError, UnsupportedError
+from megackpt.formats.strategy import SaveStrategy, refers_to_arrays, takes_own_rows
 from megackpt.geometry import Ints, strides_of
-from megackpt.mapping import ShardedStateDict, is_main_replica
+from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe
-from megackpt.mapping.tree import ABSENT, without_empty
-from megackpt.metadata import DeclaredChunks, Lists, lists_of
-from megackpt.options import Policy, Spread
+from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
+from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, Lists, lists_of
+from megackpt.options import PlainTensors, Policy, Spread
 from megackpt.planning import SavePlan
-from megackpt.storage import digest_of
+from megackpt.storage import digest_of, digest_of_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class SaveRequest:
         spread: who may write a chunk that several ranks hold; see `SaveOptions`.
         spread_label: returns a number that is equal on the ranks of this one's `spread_group`; 0 where there
             is none. It may refuse, as choose may.
+        plain_tensors: how tensors of common state are stored; see `SaveOptions`.
+        rank0_values: globs of paths of common state that may differ between ranks; see `SaveOptions`.
         sample_replicas: what to do about replicas whose samples differ; see `SaveOptions`.
         alike: what else all ranks must have been given alike, by the names that a user knows; for JSON.
     """
@@ -60,6 +65,8 @@ class SaveRequest:
     assume_constant_structure: bool = False
     spread: Spread = "world"
     spread_label: Callable[[], int] = int
+    plain_tensors: PlainTensors = "common"
+    rank0_values: tuple[str, ...] = ()
     sample_replicas: Policy = Policy.IGNORE
     alike: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,6 +86,9 @@ class LocalState:
         spread_label: see `SaveRequest`.
         rank: number of this rank.
         ranks: how many there are.
+        common: the common state that is stored, with references to its arrays.
+        arrays: tensors of common state that are stored as arrays, by their places; as far as this rank
+            declares them they are among the expanded ones.
     """
 
     request: SaveRequest
@@ -91,6 +101,8 @@ class LocalState:
     spread_label: int
     rank: int
     ranks: int
+    common: Any
+    arrays: Mapping[Steps, ShardedTensor]
 
     def settings(self) -> dict[str, Any]:
         """What all ranks must be given alike, by the names that a user knows."""
@@ -104,10 +116,25 @@ class LocalState:
 
     def common_leaves(self) -> bytes:
         """Digests of the leaves of this rank's common state that are compared, as sorted JSON."""
-        prune = self.request.common_to_compare or (lambda common: common)
+        prune, common, arrays = self.request.common_to_compare, self.common, self.arrays
+        if prune is not None:
+            common, arrays = self.expanded.common, {}
+        if self.request.rank0_values:
+            common = mapped(lambda steps, leaf: ABSENT if self._is_rank0s(steps) else leaf, common)
+            arrays = {steps: array for steps, array in arrays.items() if not self._is_rank0s(steps)}
+        if prune is not None:
+            common = prune({} if common is ABSENT else common)
         # A container that is empty on one rank may hold sharded entities of another.
-        compared = without_empty(prune(self.expanded.common))
-        return leaves({} if compared is ABSENT else compared)
+        compared = without_empty(common)
+        found = leaf_digests({} if compared is ABSENT else compared)
+        for steps, array in arrays.items():
+            assert array.data is not None  # a tensor of the state dict
+            pieces = pieces_of(array.data, piece_bytes=DIGEST_BLOCK_BYTES)
+            found[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_pieces(pieces)}"
+        return json.dumps(found, sort_keys=True).encode()
+
+    def _is_rank0s(self, steps: Steps) -> bool:
+        return is_rank0s(steps, self.request.rank0_values)
 
     def values(self) -> dict[str, dict[str, str]]:
         """Digests of what ranks may hold copies of: replicated values by key, chunks of DTensors by name."""
@@ -226,10 +253,19 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
             f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
             key=empty[0],
         )
+    taken = {entity.key for entity in expanded.entities}
+    arrays = arrays_in(expanded.common, taken) if request.plain_tensors == "arrays" else {}
+    if request.plain_tensors == "arrays" and not refers_to_arrays(strategy):
+        raise UnsupportedError(
+            f"Format {strategy.backend} version {strategy.version} holds tensors of common state in common "
+            f"state only. Save in the native format, or without SaveOptions(plain_tensors='arrays')."
+        )
+    common = with_references(expanded.common, arrays)
+    expanded = replace(expanded, tensors=(*expanded.tensors, *_declared(request, arrays, rank=rank)))
     for tensor in expanded.tensors:
         check_source(tensor)
     if rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
-        strategy.check_common({"state_dict": expanded.common, "content_metadata": request.content_metadata})
+        strategy.check_common({"state_dict": common, "content_metadata": request.content_metadata})
     blobs = [
         strategy.encode_object(o.data, path=o.key)
         if is_main_replica(o.replica_id) or o.key in expanded.replicated
@@ -245,7 +281,41 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
         declared = describe(expanded.entities, rank=rank, object_nbytes=sizes)
     else:
         declared = _with_object_sizes(earlier.chunks, sizes)
-    return LocalState(request, strategy, expanded, tuple(blobs), declared, said, earlier, label, rank, ranks)
+    return LocalState(
+        request=request,
+        strategy=strategy,
+        expanded=expanded,
+        blobs=tuple(blobs),
+        declared=declared,
+        said=said,
+        earlier=earlier,
+        spread_label=label,
+        rank=rank,
+        ranks=ranks,
+        common=common,
+        arrays=arrays,
+    )
+
+
+def _declared(
+    request: SaveRequest, arrays: Mapping[Steps, ShardedTensor], *, rank: int
+) -> list[ShardedTensor]:
+    """Return those of the arrays of common state that a rank declares: rank 0 all of them.
+
+    Others declare, and may write, what is proved to be equal.
+    """
+    if rank and (not request.validate or request.common_to_compare is not None):
+        return []
+    return [
+        replace(array, replica_id=rank)
+        for steps, array in arrays.items()
+        if rank == 0 or not is_rank0s(steps, request.rank0_values)
+    ]
+
+
+def is_rank0s(steps: Steps, globs: Sequence[str]) -> bool:
+    """Say whether a place of common state is one at which rank 0's value counts, whatever others have."""
+    return any(fnmatchcase(dotted(steps), glob) for glob in globs)
 
 
 def _said(expanded: Expanded, sizes: Sequence[int]) -> tuple[Any, ...]:

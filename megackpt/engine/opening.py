@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megackpt.engine.common_arrays import with_tensors
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import FormatError, truncated_list
 from megackpt.formats.contents import Contents
@@ -28,7 +29,17 @@ def open_checkpoint(store: Store, *, allow_unsafe_pickle: bool = False) -> Conte
 
 
 def read_common(contents: Contents, *, where: str) -> tuple[Any, Any]:
-    """Return the common state dict and the content metadata of a checkpoint.
+    """Return the common state dict and the content metadata of a checkpoint, without what is in arrays.
+
+    Raises:
+        FormatError: the common state is not what a save writes.
+    """
+    common, content = read_common_and_references(contents, where=where)
+    return with_tensors(common, {}), content
+
+
+def read_common_and_references(contents: Contents, *, where: str) -> tuple[Any, Any]:
+    """Return the same with a `ArrayReference` in the place of each tensor that is stored as an array.
 
     Raises:
         FormatError: the common state is not what a save writes.

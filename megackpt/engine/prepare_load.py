@@ -17,20 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from megackpt.codec import ArrayReference
 from megackpt.comm import Group
+from megackpt.engine.claims import check_claims
+from megackpt.engine.common_arrays import mapped, references_in, with_tensors
 from megackpt.engine.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.expand import Expanded, expand
 from megackpt.engine.integrity.fallback import Fallback
-from megackpt.engine.opening import read_common, refuse_unreadable
+from megackpt.engine.opening import read_common_and_references, refuse_unreadable
 from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.renamed_contents import renamed
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import MismatchError, MissingKeyError
-from megackpt.formats.contents import Chunks
-from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, StateDict
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.mapping.plain import filled_in_place, match_common, plain_tensors
-from megackpt.mapping.tree import Steps, add_step, dotted, empty_containers, iter_leaves
+from megackpt.mapping.plain import can_take, filled_in_place, match_common, plain_tensors
+from megackpt.mapping.tree import ABSENT, Steps, add_step, dotted, empty_containers, iter_leaves, same_name
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.notices import notice
 from megackpt.options import LoadOptions
@@ -39,6 +42,7 @@ from megackpt.validation import (
     LoadReport,
     PhaseTimes,
     Rules,
+    rename_keys,
     report_arrays,
     settle_differences,
     settle_resharded,
@@ -64,11 +68,14 @@ class PreparedLoad:
         self.where = where
         self.rules = rules
         self.fallback = fallback
-        self.contents = renamed(fallback.open(), options.rename)
-        self.common = read_common(self.contents, where=where)[0]
+        stored = fallback.open()
+        self.contents = renamed(stored, options.rename)
+        common = read_common_and_references(self.contents, where=where)[0]
+        self.common, references = _referring(common, stored, options.rename)
         plain = plain_tensors(state)
         places = _places(self.common) if plain else frozenset()
         matched = _matched(plain, self.common, self.contents.arrays) if plain else {}
+        _refuse_same_names(plain, matched, references)
         objects = {key for key, spec in self.contents.arrays.items() if spec.dtype == OBJECT}
         self.expanded: Expanded = expand(
             state,
@@ -78,7 +85,14 @@ class PreparedLoad:
             common=places | matched.keys(),
             in_host_memory=not options.load_on_device,
         )
-        self.asked = sorted({e.key for e in self.expanded.entities})
+        entities = {e.key for e in self.expanded.entities}
+        given = {leaf: plain[steps] for steps, leaf in matched.items()}
+        whole = {
+            place: _whole(self.contents.arrays[key], given.get(place), options)
+            for place, key in references.items()
+            if place in given or key not in entities
+        }
+        self.asked = sorted(entities | {tensor.key for tensor in whole.values()})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
         arrays = self.contents.arrays
@@ -103,6 +117,10 @@ class PreparedLoad:
         self.empty = sorted(_by_container(self._may_load, empty, set(self.asked)))
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
+        self.whole = {place: t for place, t in whole.items() if t.key not in left_out}
+        self.kept = {place: t for place, t in given.items() if place in whole and place not in self.whole}
+        self._check_claims(tensor.key for place, tensor in self.whole.items() if place not in given)
+        self.tensors += self.whole.values()
         for tensor in self.tensors:
             tensor.init_data()
             check_target(tensor, on_meta=_LOAD_ON_META)
@@ -126,6 +144,16 @@ class PreparedLoad:
             unexpected=self.unexpected,
             excluded=frozenset(excluded),
         )
+
+    def _check_claims(self, keys: Iterable[str]) -> None:
+        """Refuse arrays that no file could fill, before memory is taken for them.
+
+        Raises:
+            FormatError: there are such.
+        """
+        taken, store = sorted(set(keys)), self.fallback.only_store
+        if taken and store is not None:
+            check_claims(store, self.contents.chunks(taken), taken)
 
     def unasked_below(self, names: Set[str], asked: Set[str]) -> dict[str, list[str]]:
         """Return the stored keys below these names that are not among those asked for, by name."""
@@ -171,8 +199,53 @@ class PreparedLoad:
             where = f"{self.where}: object {entity.unique_key!r}"
             entity.data = self.contents.decode_object(data, where)
         common = filled_in_place(self.common, self.plain)
+        common = with_tensors(common, self.kept | {place: t.data for place, t in self.whole.items()})
         loaded: StateDict = self.expanded.finish(common, self.unexpected)
         return loaded
+
+
+def _referring(common: Any, stored: Contents, rename: Mapping[str, str]) -> tuple[Any, dict[Steps, str]]:
+    """Return common state without references to arrays that are gone, or have another name; and the others.
+
+    Arrays are gone where `remove_sharded_tensors` has removed them.
+    """
+    names = rename_keys(stored.arrays, rename)
+    references = {
+        place: key
+        for place, key in references_in(common).items()
+        if names.get(key) == key and stored.arrays[key].dtype != OBJECT
+    }
+
+    def kept(steps: Steps, leaf: Any) -> Any:
+        return leaf if steps in references or not isinstance(leaf, ArrayReference) else ABSENT
+
+    remaining = mapped(kept, common)
+    return {} if remaining is ABSENT else remaining, references
+
+
+def _refuse_same_names(
+    plain: Iterable[Steps], matched: Mapping[Steps, Steps], references: Mapping[Steps, str]
+) -> None:
+    """Check that an array that common state refers to is not asked for by its name at another place as well.
+
+    Raises:
+        DeclarationError: it is.
+    """
+    asked = {references[leaf]: steps for steps, leaf in matched.items() if leaf in references}
+    for steps in plain if asked else ():
+        if steps not in matched and (name := dotted(steps)) in asked:
+            raise same_name(name, [steps, asked[name]])
+
+
+def _whole(spec: ArraySpec, given: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
+    """Declare all of an array: in the given tensor, where that can be filled in place, or in a new one."""
+    shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+    is_filled = (
+        given is not None
+        and _is_filled(spec.key, given, replace(options, exclude=()))
+        and can_take(given, torch.empty(shape, dtype=dtype, device="meta"))
+    )
+    return ShardedTensor(spec.key, given if is_filled else None, dtype, shape, shape, (0,) * len(shape))
 
 
 @dataclass(frozen=True, slots=True)

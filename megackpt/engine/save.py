@@ -142,7 +142,7 @@ def plan_state(
         attempt=attempt,
         plan=plan,
         pieces=RowPieces(local, plan, piece_bytes=options.piece_bytes),
-        common={"state_dict": local.expanded.common, "content_metadata": request.content_metadata},
+        common={"state_dict": local.common, "content_metadata": request.content_metadata},
         earlier=earlier[0],
         report=agreed.report,
         complete=agreed.complete,
@@ -217,6 +217,8 @@ def _settings(local: LocalState, options: SaveOptions) -> bytes:
     """What all ranks must be given alike, as JSON."""
     meetings = {
         "SaveOptions.timeout_s": float(options.timeout_s),
+        "SaveOptions.plain_tensors": options.plain_tensors,
+        "SaveOptions.rank0_values": list(options.rank0_values),
         "SaveOptions.parity": options.parity,
         "SaveOptions.compare_replicas": options.compare_replicas.value,
         "SaveOptions.sample_replicas": options.sample_replicas.value,

@@ -231,6 +231,20 @@ def writes_in_order(strategy: SaveStrategy) -> bool:
     return isinstance(strategy, WritesInOrder) and strategy.writes_in_order
 
 
+@runtime_checkable
+class RefersToArrays(Protocol):
+    """What a `SaveStrategy` also has whose common state may refer to arrays, by `codec.ArrayReference`."""
+
+    @property
+    def refers_to_arrays(self) -> bool:
+        """Whether tensors of common state are stored as arrays."""
+
+
+def refers_to_arrays(strategy: SaveStrategy) -> bool:
+    """Say whether a format stores tensors of common state as arrays."""
+    return isinstance(strategy, RefersToArrays) and strategy.refers_to_arrays
+
+
 class LoadStrategy(Protocol):
     """Opens checkpoints of one format."""
 

@@ -148,7 +148,7 @@ def filled_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
 
     def filled(steps: Steps, leaf: Any) -> Any:
         target = targets.get(steps)
-        if target is None or not is_plain_tensor(leaf) or not _can_take(target, leaf):
+        if target is None or not is_plain_tensor(leaf) or not can_take(target, leaf):
             return leaf
         with torch.no_grad():
             target.detach().copy_(leaf)
@@ -157,7 +157,8 @@ def filled_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
     return map_leaves(filled, stored, (), step=add_step) if targets else stored
 
 
-def _can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
+def can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Say whether a tensor can be filled in place with values of this shape and dtype."""
     shares_memory = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
     return (
         target.shape == value.shape

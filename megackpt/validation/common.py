@@ -36,7 +36,9 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
         f"Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored. It "
         f"differs from rank 0's at:\n{truncated_list(lines)}\n"
         f"Wrap what belongs to one rank in a ShardedObject (stored for each) or a "
-        f"LocalNonpersistentObject (not stored), or remove it.",
+        f"LocalNonpersistentObject (not stored), or remove it. Where rank 0's value is to be stored whatever "
+        f"others have, as of the buffers of a BatchNorm, save with SaveOptions(rank0_values=(...)), globs of "
+        f"paths.",
         path=min(path for path, _ in found),
         rank=min(min(ranks) for ranks in found.values()),
     )

@@ -91,6 +91,11 @@ class Fallback:
         self._opened.close()
 
     @property
+    def only_store(self) -> Store | None:
+        """Where all bytes come from; None if what is damaged may come from elsewhere."""
+        return None if self._is_allowed else self._store
+
+    @property
     def mended(self) -> tuple[Mended, ...]:
         """What was taken from elsewhere so far."""
         with self._lock:

@@ -44,6 +44,7 @@ class NativeSaveStrategy:
     writes_in_place = False
     takes_own_rows = True
     writes_in_order = True
+    refers_to_arrays = True
 
     _covered: Covered | None = None  # says of which arrays digests are stored, if they are
 

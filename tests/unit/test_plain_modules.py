@@ -1,0 +1,279 @@
+"""Tensors of common state as arrays: written by all ranks, compared, and loaded to their places."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megackpt
+from megackpt import (
+    CommonStateError,
+    FormatError,
+    LoadOptions,
+    PerRank,
+    PlanCache,
+    SaveOptions,
+    ShardedTensor,
+    StrictHandling,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    remove_sharded_tensors,
+    save,
+)
+from megackpt.cli import main
+from megackpt.comm import Group
+from megackpt.errors import UnsupportedError
+from megackpt.storage import MemoryStore
+from megackpt.testing.world import SimulatedWorld
+
+ARRAYS = SaveOptions(plain_tensors="arrays")
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 20)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("options", [ARRAYS, SaveOptions()])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_module_and_its_optimizer_come_back(tmp_path: Path, options: SaveOptions, ranks: int) -> None:
+    saved = state_of(*trained())
+    SimulatedWorld(ranks).run(lambda group: save(saved, tmp_path / "c", options=options, group=group))
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
+    optimizer = torch.optim.Adam(model.parameters())
+    loaded = load(state_of(model, optimizer), tmp_path / "c", strict="raise_all")
+    assert loaded["model"]["0.weight"].data_ptr() == model.state_dict()["0.weight"].data_ptr()  # in place
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert same(state_of(model, optimizer), saved)
+    for whole in (load({}, tmp_path / "c", strict="raise_all"), load_common_state_dict(tmp_path / "c")):
+        assert same(whole, saved)
+        assert type(whole["model"]) is OrderedDict
+
+
+def test_arrays_are_written_by_all_ranks_and_small_scalars_stay(tmp_path: Path) -> None:
+    saved = {"model": {f"w{i}": torch.arange(25_000.0) for i in range(8)} | {"n": torch.tensor(7)}}
+    SimulatedWorld(4).run(lambda group: save(saved, tmp_path / "c", options=ARRAYS, group=group))
+    assert set(load_plain_tensors(tmp_path / "c")) == {f"model.w{i}" for i in range(8)}
+    sizes = [file.stat().st_size for file in sorted((tmp_path / "c" / "data").iterdir())]
+    assert len(sizes) == 4
+    assert max(sizes) < 800_000 / 3
+    (common,) = (tmp_path / "c").glob("common-*.json")
+    stored = json.loads(common.read_text())["state_dict"]["model"]
+    assert stored["w7"] == {"$array": "model.w7"}
+    assert stored["n"] == {"$tensor": 0}
+
+
+def test_what_does_not_fit_the_request_is_returned_as_it_was_saved(tmp_path: Path) -> None:
+    save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "c", options=ARRAYS)
+    half, meta = torch.zeros(4, dtype=torch.float16), torch.zeros(4, device="meta")
+    loaded = load({"a": half, "b": meta}, tmp_path / "c")
+    assert loaded["a"].dtype == loaded["b"].dtype == torch.float32
+    assert loaded["a"].tolist() == loaded["b"].tolist() == [1.0] * 4
+    assert not half.any()
+
+
+def bn(rank: int) -> dict[str, Any]:
+    return {"model": OrderedDict({"w": torch.ones(3), "bn.running_mean": torch.full((2,), float(rank))})}
+
+
+@pytest.mark.parametrize("plain_tensors", ["arrays", "common"])
+def test_buffers_that_differ_are_named_and_rank_0s_can_be_taken(tmp_path: Path, plain_tensors: Any) -> None:
+    options = SaveOptions(plain_tensors=plain_tensors)
+    for found in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=options, group=g)):
+        assert isinstance(found, CommonStateError)
+        assert "SaveOptions(rank0_values=(...))" in str(found)
+        if plain_tensors == "arrays":
+            assert "\"model['bn.running_mean']\" on rank(s) 1, 2" in str(found)
+            assert "'w'" not in str(found)
+    options = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.*.running_*",))
+    SimulatedWorld(3).run(lambda g: save(bn(g.rank), tmp_path, options=options, group=g))
+    assert load({}, tmp_path)["model"]["bn.running_mean"].tolist() == [0.0, 0.0]
+    wrong = SaveOptions(plain_tensors=plain_tensors, rank0_values=("model.other.*",))
+    for found in SimulatedWorld(3).outcomes(lambda g: save(bn(g.rank), tmp_path, options=wrong, group=g)):
+        assert isinstance(found, CommonStateError)  # only what the globs name may differ
+
+
+def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
+    def state(group: Group) -> dict[str, Any]:
+        mean = torch.full((2,), float(group.rank))
+        return {"model": {"w": torch.ones(3), "mean": PerRank("model.mean", mean)}}
+
+    SimulatedWorld(2).run(lambda group: save(state(group), tmp_path, options=ARRAYS, group=group))
+    for rank, loaded in enumerate(
+        SimulatedWorld(2).run(lambda group: load(state(group), tmp_path, group=group))
+    ):
+        assert loaded["model"]["mean"].tolist() == [rank, rank]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda rank: {"x": 1} if rank else {"x": 1, "w": torch.ones(3)},
+        lambda rank: {"w": torch.ones(3 + rank)},
+    ],
+)
+def test_tensors_that_some_ranks_lack_or_have_otherwise_are_named(tmp_path: Path, state: Any) -> None:
+    for found in SimulatedWorld(2).outcomes(lambda g: save(state(g.rank), tmp_path, options=ARRAYS, group=g)):
+        assert isinstance(found, CommonStateError)
+        assert "'w' on rank(s) 1" in str(found)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"validate_access_integrity": False}, {"preprocess_common_before_consistancy_check": lambda common: {}}],
+)
+def test_where_nothing_is_compared_rank_0s_are_stored(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    def save_rank(group: Group) -> None:
+        save(
+            {"w": torch.full((5000,), float(group.rank))}, tmp_path, options=ARRAYS, group=group, **arguments
+        )
+
+    SimulatedWorld(3).run(save_rank)
+    assert not load({}, tmp_path)["w"].any()
+
+
+def test_names_that_are_taken_stay_common_state(tmp_path: Path) -> None:
+    saved = {
+        "a.b": torch.ones(2),
+        "a": {"b": torch.zeros(2), "c": torch.ones(3), "e": torch.ones(1, requires_grad=False).expand(3)},
+        "x": ShardedTensor.from_rank_offsets("a.c", torch.zeros(4)),
+        (1, 2): torch.ones(2),
+        "\ud800": torch.ones(2),
+        "tuple": (torch.ones(2),),
+        "d": torch.ones(2),
+    }
+    del saved["\ud800"]  # no format holds such text
+    save(saved, tmp_path, options=ARRAYS)
+    assert set(load_plain_tensors(tmp_path)) == {"a.c", "d"}
+    loaded = load({"x": ShardedTensor.from_rank_offsets("a.c", torch.ones(4))}, tmp_path)
+    assert loaded["a"]["c"].tolist() == [1.0] * 3
+    assert loaded["x"].tolist() == [0.0] * 4
+    assert loaded["a.b"].tolist() == [1.0] * 2
+    assert loaded[1, 2].tolist() == loaded["tuple"][0].tolist() == [1.0] * 2
+
+
+def test_entities_and_flat_requests_load_from_them(tmp_path: Path) -> None:
+    save(
+        {"model": {"w": torch.arange(6.0)}, "list": [torch.ones(2), 5, torch.zeros(2)]},
+        tmp_path,
+        options=ARRAYS,
+    )
+
+    def half(group: Group) -> Any:
+        part = ShardedTensor.from_rank_offsets("model.w", torch.zeros(3), (0, group.rank, 2))
+        return load({"model": {"w": part}}, tmp_path, group=group)
+
+    for rank, loaded in enumerate(SimulatedWorld(2).run(half)):
+        assert loaded["model"]["w"].tolist() == [3.0 * rank + i for i in range(3)]
+        assert [str(v) for v in loaded["list"]] == ["tensor([1., 1.])", "5", "tensor([0., 0.])"]
+    flat = torch.zeros(6)
+    loaded = load({"model.w": flat}, tmp_path)
+    assert loaded["model.w"] is flat
+    assert flat.tolist() == list(range(6))
+    renamed = torch.zeros(6)
+    options = LoadOptions(rename={"model.*": "student.*"})
+    loaded = load({"student": {"w": renamed}}, tmp_path, options=options)
+    assert renamed.tolist() == list(range(6))
+    assert "model" not in loaded
+
+
+def test_what_is_excluded_or_removed_is_left_out(tmp_path: Path) -> None:
+    save({"model": {"w": torch.ones(3), "v": torch.ones(3)}, "step": 1}, tmp_path, options=ARRAYS)
+    kept = torch.full((3,), 9.0)
+    loaded = load({"model": {"w": kept}}, tmp_path, options=LoadOptions(exclude=("model.*",)))
+    assert loaded["model"] == {"w": kept}
+    assert kept.tolist() == [9.0] * 3
+    remove_sharded_tensors(tmp_path, "model.v")
+    assert list(load({}, tmp_path)["model"]) == ["w"]
+    _, _, unexpected = load({"model": {"v": kept}}, tmp_path, strict=StrictHandling.RETURN_ALL)
+    assert unexpected == {"model.v"}
+
+
+def test_saves_take_kept_plans_and_store_new_values(tmp_path: Path) -> None:
+    plans = [PlanCache(), PlanCache()]
+    for value in (1.0, 2.0, 3.0):
+        state = {"w": torch.full((1000,), value), "step": int(value)}
+        SimulatedWorld(2).run(
+            lambda g, s=state: save(s, tmp_path, options=ARRAYS, group=g, plans=plans[g.rank])  # type: ignore[misc]
+        )
+        assert load({}, tmp_path)["w"].unique().tolist() == [value]
+    assert len(plans[0].names) == 1
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "broadcast", "two_stage"])
+def test_ranks_read_for_each_other(tmp_path: Path, exchange: Any) -> None:
+    saved = {"w": torch.arange(5000.0), "v": torch.arange(3)}
+    save(saved, tmp_path, options=ARRAYS)
+    options = LoadOptions(exchange=exchange)
+    for loaded in SimulatedWorld(3).run(
+        lambda g: load({"v": torch.zeros(3)}, tmp_path, options=options, group=g)
+    ):
+        assert same(loaded, saved)
+
+
+def test_other_formats_refuse_it() -> None:
+    for backend in ("torch_dist", "zarr"):
+        with pytest.raises(UnsupportedError, match="Save in the native format, or without SaveOptions"):
+            save({"w": torch.ones(2)}, MemoryStore(), backend, options=ARRAYS)
+
+
+def test_ranks_give_the_option_alike() -> None:
+    def save_rank(group: Group) -> None:
+        save(
+            {"w": torch.ones(2)}, MemoryStore(), options=ARRAYS if group.rank else SaveOptions(), group=group
+        )
+
+    for found in SimulatedWorld(2).outcomes(save_rank):
+        assert "SaveOptions.plain_tensors is 'common' on rank 0 and 'arrays' on rank 1" in str(found)
+
+
+def test_an_array_that_no_file_could_fill_takes_no_memory(tmp_path: Path) -> None:
+    save({"w": torch.ones(5000)}, tmp_path, options=ARRAYS)
+    (data,) = (tmp_path / "data").iterdir()
+    data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(FormatError, match=r"'w' \[0:5000\]: .* It was cut short"):
+        load({}, tmp_path)
+
+
+def test_a_reader_that_does_not_know_references_finds_the_arrays(tmp_path: Path) -> None:
+    save({"w": torch.ones(5), "step": 4}, tmp_path, options=ARRAYS)
+    assert list(megackpt.load_sharded_metadata(tmp_path)) == ["w"]
+
+
+def test_conversion_keeps_them_arrays(tmp_path: Path) -> None:
+    saved = {"model": OrderedDict({"w": torch.arange(5.0), "n": torch.tensor(7)}), "step": 4}
+    save(saved, tmp_path / "c", options=ARRAYS)
+    for backend in ("megackpt", "torch_dist", "zarr"):
+        arguments = [str(tmp_path / "c"), str(tmp_path / backend), "--to", backend]
+        assert main(["convert", *arguments]) == 0
+        asked = {"model": {"w": torch.zeros(5)}}
+        assert load(asked, tmp_path / backend)["model"]["w"].tolist() == list(range(5))
+        assert asked["model"]["w"].tolist() == list(range(5))
+        assert set(load_plain_tensors(tmp_path / backend)) == {"model.w"}
+    assert same(load({}, tmp_path / "megackpt"), saved)
