@@ -34,7 +34,6 @@ ABSENT: dict[str, str] = {
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.exchange_loaded_tensors_gather_rounds": (
         "The engine exchanges: `exchange_algo` says how."
     ),
-    "strategies.two_stage.timers": "`LoadReport.times`, or `times` of the strategy.",
 }
 
 _PROPERTY = "A property, as in its base class; there the decorator is missing."
@@ -110,19 +109,17 @@ NOTES: dict[str, str] = {
         "A request for a whole checkpoint."
     ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy": (
-        "Loads any format, objects too; `times` has the times of the last load."
-    ),
-    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.check_backend_compatibility": _BACKEND,
-    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.check_version_compatibility": _BACKEND,
-    "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.deduplicate_chunks": (
-        "Raises UnsupportedError."
+        "Loads any format, objects too, by an exchange plan; `times` has the times of the last load. Where a "
+        "subclass replaces steps, `load` takes the steps, one chunk after the other."
     ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.load_tensor_from_storage": (
-        "Raises UnsupportedError."
+        "Opens the checkpoint anew for each chunk."
     ),
     "strategies.two_stage.TwoStageDataParallelLoadShardedStrategy.summarize_load_times": (
-        "Logs least, mean and most over all ranks."
+        "Logs the phases over all ranks, and the most and mean of all `timers`, also of those that only some "
+        "ranks have: there it could hang."
     ),
+    "strategies.resharding.is_nd_flattened_tensor": "True of one-dimensional arrays too, as in 0.12.",
     "exchange_utils.ShardDistribution": "Plain data; `all_ranks_for_shard` may be left out, as in 0.8.",
     "strategies.torch.TorchDistLoadShardedStrategy": "Detects the format, and reads those that megackpt "
     "reads.",

@@ -80,11 +80,6 @@ def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
     refused: list[tuple[str, Any]] = [
         ("Use AsyncCallsQueue", lambda: async_utils.TemporalAsyncCaller()),
         ("tensorstore takes", lambda: zarr.flatten_range(None, None)),
-        ("Use load()", lambda: two_stage.timed()),
-        (
-            "Use load()",
-            lambda: two_stage.TwoStageDataParallelLoadShardedStrategy(None).deduplicate_chunks([]),
-        ),
         ("LoadOptions\\(exchange", lambda: exchange_utils.exchange_by_distribution({}, {}, None)),
         ("save\\(\\) writes it", lambda: core.save_config(core.CheckpointingConfig("megackpt"), path)),
         ("never handed there", lambda: torch_dist.MCoreSavePlanner.create_local_plan),

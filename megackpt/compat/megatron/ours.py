@@ -188,8 +188,14 @@ def is_loaded_by_us(strategy: Any) -> bool:
     return (
         is_ours
         and _is_of_ours(strategy, "load", ("load",))
+        and not has_own_steps(strategy)
         and is_loaded_by_us(getattr(strategy, "base_strategy", None))
     )
+
+
+def has_own_steps(strategy: Any) -> bool:
+    """Say whether a subclass has replaced steps of a load, which `megackpt.load` would not take."""
+    return not _is_of_ours(strategy, "load", getattr(type(strategy), "STEPS", ()))
 
 
 def _check_has(strategy: Any, method: str, what: str) -> None:
