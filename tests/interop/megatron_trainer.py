@@ -1,0 +1,254 @@
+"""Megatron-Core's model and distributed optimizer in training, with Megatron-LM's calls to checkpointing.
+
+The wheels of Megatron-Core up to 0.16 do not hold `megatron.training`. This makes the same calls as its
+`training/checkpointing.py`, in the same order and with the same arguments, on two CPU ranks, as
+torch.distributed.run starts them:
+
+    megatron_trainer.py RUNS.json LOSSES.json [--megackpt]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+SAMPLES, ITERATIONS, SAVE_AT = 4, 6, 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of training, from the start or from a checkpoint, for six iterations in all.
+
+    Attributes:
+        tp: size of tensor parallelism; the rest of the two ranks is data parallelism.
+        load: checkpoint to begin from; empty for none.
+        save: where to save after the third iteration; empty for nowhere.
+        is_async: save by a queue, while training goes on.
+    """
+
+    tp: int = 1
+    load: str = ""
+    save: str = ""
+    is_async: bool = False
+
+
+def losses_of(runs: list[Run], folder: Path, *, megackpt: bool) -> list[dict[str, str]]:
+    """Return the losses of each run by iteration, every bit of them, from two new processes.
+
+    Raises:
+        RuntimeError: they did not end well.
+    """
+    folder.mkdir()
+    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(HERE / "megatron_trainer.py"), str(folder / "runs.json"), str(folder / "losses.json")]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command + ["--megackpt"] * megackpt,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"training ended with {done.returncode}:\n{(done.stdout + done.stderr)[-5000:]}")
+    losses: list[dict[str, str]] = json.loads((folder / "losses.json").read_text())
+    return losses
+
+
+class Trainer:
+    """One rank's model and optimizer at the layout of a run."""
+
+    def __init__(self, run: Run) -> None:
+        from jobs import Job
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+        from megatron_peer import build_model, build_optimizer
+
+        self.run = run
+        job = Job("write", "distopt", "", tp=run.tp, optimizer_format="fully_reshardable")
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(run.tp)
+        initialize_rng_tracker(inference_rng_tracker=True)  # forks nothing: there is no dropout
+        torch.manual_seed(3)
+        self.model = build_model(job).wrapped
+        self.optimizer = build_optimizer(job, Namespace(wrapped=self.model))
+        self.iteration = 0
+        self.context: dict[str, Any] = {}
+        if not run.load:
+            self._same_weights_on_all_replicas()
+
+    def _same_weights_on_all_replicas(self) -> None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group()
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter.data, parallel_state.get_data_parallel_src_rank(), group=group)
+        self.optimizer.reload_model_params()
+
+    def train(self) -> dict[str, str]:
+        """Train; return the losses by iteration."""
+        losses: dict[str, str] = {}
+        queue = self._new_queue()
+        if self.run.load:
+            self.load(self.run.load)
+        while self.iteration < ITERATIONS:
+            self.iteration += 1
+            losses[str(self.iteration)] = self._step().hex()
+            queue.maybe_finalize_async_calls(blocking=False)
+            if self.run.save and self.iteration == SAVE_AT:
+                request = self.save(self.run.save)
+                if request is not None:
+                    queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        dist.barrier()
+        return losses
+
+    def _new_queue(self) -> Any:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        return AsyncCallsQueue()
+
+    def _step(self) -> float:
+        from megatron.core import parallel_state
+        from megatron_peer import SEQUENCE, VOCAB
+
+        group = parallel_state.get_data_parallel_group()
+        seeded = torch.Generator().manual_seed(self.iteration % SAVE_AT)
+        everything = torch.randint(0, VOCAB, (SAMPLES, SEQUENCE + 1), generator=seeded)
+        mine = everything.chunk(group.size())[group.rank()]
+        positions = torch.arange(SEQUENCE).expand(len(mine), SEQUENCE)
+        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.model(mine[:, :-1], positions, mask, labels=mine[:, 1:]).float().mean()
+        loss.backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=group)
+        return float(mean / group.size())
+
+    def save(self, path: str) -> Any:
+        """Save as Megatron-LM's save_checkpoint does; return the request of an asynchronous save."""
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+            FullyParallelSaveStrategyWrapper,
+        )
+        from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
+
+        metadata = self._metadata()
+        state = self._state(metadata, is_loading=False)
+        if dist.get_rank() == 0:
+            os.makedirs(path)
+        dist.barrier()
+        strategy = get_default_save_sharded_strategy("torch_dist")
+        strategy.use_cached_ckpt_structure = True
+        cached = getattr(self.context.get("load_strategy"), "cached_global_metadata", None)
+        if cached is not None:
+            strategy.cached_global_metadata = cached
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return dist_checkpointing.save(
+            state,
+            path,
+            FullyParallelSaveStrategyWrapper(strategy, group, True),
+            async_sharded_save=self.run.is_async,
+            validate_access_integrity=True,
+            preprocess_common_before_consistancy_check=_what_is_compared,
+            content_metadata=_clean_metadata_for_serialization(metadata),
+        )
+
+    def load(self, path: str) -> None:
+        """Load as Megatron-LM's load_checkpoint does: common state first, which says what to ask for."""
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+            FullyParallelLoadStrategyWrapper,
+        )
+        from megatron.core.transformer.enums import AttnBackend
+
+        if not dist_checkpointing.check_is_distributed_checkpoint(path):
+            raise RuntimeError(f"{path} is no distributed checkpoint")
+        common = dist_checkpointing.load_common_state_dict(path)
+        if common["args"].attention_backend is not AttnBackend.unfused:
+            raise RuntimeError(f"args.attention_backend is {common['args'].attention_backend!r}")
+        described = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+        request = self._state({**self._metadata(), **described}, is_loading=True)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(path), group)
+        self.context["load_strategy"] = strategy
+        loaded = dist_checkpointing.load(request, path, strategy, strict="assume_ok_unexpected")
+        self.model.module.load_state_dict(loaded["model"], strict=True)
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.iteration = loaded["iteration"]
+
+    def _metadata(self) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        return {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+
+    def _state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """Return the sharded state dict that Megatron-LM's generate_state_dict makes."""
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.transformer.enums import AttnBackend
+
+        tp, rank = self.run.tp, parallel_state.get_tensor_model_parallel_rank()
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        model = self.model.module.sharded_state_dict(metadata=metadata)
+        state: dict[str, Any] = {
+            "args": Namespace(attention_backend=AttnBackend.unfused, exit_signal=signal.SIGTERM, rank=0),
+            "checkpoint_version": 3.0,
+            "iteration": self.iteration,
+            "num_floating_point_operations_so_far": 10.0 * self.iteration,
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
+        }
+        if not is_loading or tp == 1:  # another layout has other generators, and Megatron-LM leaves them out
+            generators = [{"random": torch.get_rng_state()}]
+            state["rng_state"] = ShardedObject(
+                "rng_state", generators, (1, tp), (0, rank), replica_id=replica
+            )
+        return state
+
+
+def _what_is_compared(common: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in common.items() if key != "args"}
+
+
+def main() -> None:
+    """Do all runs; rank 0 writes the losses."""
+    runs_file, losses_file, *flags = sys.argv[1:]
+    from megatron_peer import start
+
+    start(flags)
+    dist.init_process_group("gloo")
+    losses = [Trainer(Run(**run)).train() for run in json.loads(Path(runs_file).read_text())]
+    if dist.get_rank() == 0:
+        Path(losses_file).write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
