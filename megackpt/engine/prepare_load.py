@@ -33,7 +33,16 @@ from megackpt.formats.contents import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
 from megackpt.mapping.plain import can_take, filled_in_place, match_common, plain_tensors
-from megackpt.mapping.tree import ABSENT, Steps, add_step, dotted, empty_containers, iter_leaves, same_name
+from megackpt.mapping.tree import (
+    ABSENT,
+    Steps,
+    add_step,
+    by_container,
+    dotted,
+    empty_containers,
+    iter_leaves,
+    same_name,
+)
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.notices import notice
 from megackpt.options import LoadOptions
@@ -114,7 +123,7 @@ class PreparedLoad:
         }
         self._may_load = [k for k in arrays if not any(fnmatchcase(k, glob) for glob in options.exclude)]
         empty = {dotted(steps) for steps in empty_containers(state)} - {""}
-        self.empty = sorted(_by_container(self._may_load, empty, set(self.asked)))
+        self.empty = sorted(by_container(self._may_load, empty, set(self.asked)))
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
         self.whole = {place: t for place, t in whole.items() if t.key not in left_out}
@@ -157,11 +166,11 @@ class PreparedLoad:
 
     def unasked_below(self, names: Set[str], asked: Set[str]) -> dict[str, list[str]]:
         """Return the stored keys below these names that are not among those asked for, by name."""
-        return _by_container(self._may_load, names, asked)
+        return by_container(self._may_load, names, asked)
 
     def asked_below(self, names: Set[str]) -> list[str]:
         """Return the keys below these names that this rank asks for."""
-        return [key for keys in _by_container(self.asked, names).values() for key in keys]
+        return [key for keys in by_container(self.asked, names).values() for key in keys]
 
     def make_room(self, exchange: ExchangeRanks) -> None:
         """Take memory for the objects that an exchange brings, before it begins: others wait in it.
@@ -275,18 +284,6 @@ def _matched(plain: Iterable[Steps], common: Any, arrays: Mapping[str, ArraySpec
         return {}
     known = {key for key, spec in arrays.items() if spec.dtype != OBJECT}
     return match_common(plain, (steps for steps, _ in iter_leaves(common, (), step=add_step)), known)
-
-
-def _by_container(keys: Iterable[str], names: Set[str], but: Container[str] = ()) -> dict[str, list[str]]:
-    """Return the keys below each of these names, which are paths joined with dots, without some of them."""
-    found: dict[str, list[str]] = {}
-    for key in keys if names else ():
-        name = key.rpartition(".")[0]
-        while name and name not in names:
-            name = name.rpartition(".")[0]
-        if name and key not in but:
-            found.setdefault(name, []).append(key)
-    return found
 
 
 def _plain_only(expanded: Expanded, plain: Iterable[str]) -> set[str]:

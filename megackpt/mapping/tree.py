@@ -6,7 +6,7 @@ and stand in every error that concerns a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -67,6 +67,18 @@ def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
                 yield from empty_containers(child, (*steps, key))
             else:
                 yield (*steps, key)
+
+
+def by_container(keys: Iterable[str], names: Set[str], but: Container[str] = ()) -> dict[str, list[str]]:
+    """Return the keys below each of these names, which are paths joined with dots, without some of them."""
+    found: dict[str, list[str]] = {}
+    for key in keys if names else ():
+        name = key.rpartition(".")[0]
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        if name and key not in but:
+            found.setdefault(name, []).append(key)
+    return found
 
 
 def map_leaves(

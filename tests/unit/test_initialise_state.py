@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megackpt import (
@@ -24,6 +26,12 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
+from megackpt.integrations.dcp import (
+    MegackptLoadPlanner,
+    MegackptSavePlanner,
+    MegackptStorageReader,
+    MegackptStorageWriter,
+)
 from megackpt.optim import initialise_state
 from megackpt.testing.world import SimulatedWorld
 
@@ -213,3 +221,30 @@ def test_what_another_rank_asks_for_is_not_lost(tmp_path: Path) -> None:
     for outcome in SimulatedWorld(3).outcomes(part):
         assert isinstance(outcome, MissingKeyError)
         assert "'optimizer.state': 1 keys, 'optimizer.state.0.exp_avg' for one" in str(outcome)
+
+
+def test_dcp_with_our_planner_refuses_it_too(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_step(model, optimizer, 0)
+
+    def load_into(fresh: torch.optim.Optimizer, *, allow_partial_load: bool = False) -> dict[str, Any]:
+        state = {"optimizer": fresh.state_dict()}
+        planner = MegackptLoadPlanner(allow_partial_load=allow_partial_load)
+        dcp.load(state, storage_reader=MegackptStorageReader(tmp_path), planner=planner)
+        return state
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP says that there is one process only
+        dcp.save(
+            {"optimizer": optimizer.state_dict()},
+            storage_writer=MegackptStorageWriter(tmp_path),
+            planner=MegackptSavePlanner(),
+        )
+        fresh = torch.optim.SGD(model_of().parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(dcp.api.CheckpointException, match=r"4 keys below 'optimizer\.state'.*initialise"):
+            load_into(fresh)
+        assert load_into(fresh, allow_partial_load=True)["optimizer"]["state"] == {}
+        initialise_state(fresh)
+        fresh.load_state_dict(load_into(fresh)["optimizer"])
+    assert bits(fresh.state_dict()) == bits(optimizer.state_dict())

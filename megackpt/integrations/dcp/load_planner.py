@@ -32,6 +32,7 @@ from megackpt.integrations.dcp.names import flatten, replace_leaves, update
 from megackpt.integrations.dcp.place import place_in
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor
+from megackpt.mapping.tree import by_container, dotted, empty_containers
 from megackpt.notices import notice
 
 log = logging.getLogger(__name__)
@@ -91,10 +92,21 @@ class MegackptLoadPlanner(LoadPlanner):
             items += self._read_of_value(entity.unique_key, entity)
         for name in self._values:
             items += self._read_of_value(name, None)
-        return LoadPlan(items)
+        empty = {dotted(steps) for steps in empty_containers(self._state_dict)} - {""}
+        return LoadPlan(items, planner_data=sorted(by_container(self._stored, empty)))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are. DCP calls it on the coordinator."""
+        """Return the plans as they are. DCP calls it on the coordinator.
+
+        Raises:
+            MissingKeyError: an empty dict or list of the request has stored keys below it that no rank reads.
+        """
+        if not self._allow_partial_load:
+            empty = {name for plan in global_plan for name in plan.planner_data or ()}
+            asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+            lost = by_container(self._stored, empty, asked)
+            if lost:
+                raise _nothing_asked(*min(lost.items()))
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -204,6 +216,17 @@ class MegackptLoadPlanner(LoadPlanner):
         """Write everything into the state dict, in place: nobody tells a planner that a load has ended."""
         common = replace_leaves(self._expanded.common, self._loaded)
         update(self._state_dict, self._expanded.finish(common, self._missing))
+
+
+def _nothing_asked(name: str, keys: list[str]) -> MissingKeyError:
+    return MissingKeyError(
+        f"The checkpoint holds {len(keys)} keys below {name!r}, {keys[0]!r} for one, where the state dict "
+        f"has an empty dict or list, so none of them would be loaded. If it is the state of an optimizer "
+        f"that has not taken a step yet, call megackpt.optim.initialise_state(optimizer) before "
+        f"optimizer.state_dict(). To load without them, leave the empty container out of the state dict, or "
+        f"make the planner with allow_partial_load=True.",
+        key=keys[0],
+    )
 
 
 def _check_alike(tensor: ShardedTensor, found: Any) -> None:
