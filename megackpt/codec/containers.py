@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
+from megackpt.codec.hashes import refuse_collisions
 from megackpt.codec.kinds import Kind, Reading, Writing, fields_of, integer_of, list_of, text_of
 from megackpt.codec.tree import Json
 
@@ -46,6 +47,7 @@ def _encode_set(value: set[Any] | frozenset[Any], writing: Writing) -> Json:
 
 def _decode_set(tree: Json, reading: Reading) -> set[Any]:
     elements = reading.elements(tree)
+    refuse_collisions(elements)
     built = set(elements)
     if len(built) != len(elements):
         raise ValueError("an element is repeated")

@@ -17,6 +17,7 @@ import torch
 from megackpt.codec import arrays
 from megackpt.codec.encoder import KINDS
 from megackpt.codec.foreign import ForeignRegistered, carries_unknown
+from megackpt.codec.hashes import refuse_collisions
 from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, text_of
 from megackpt.codec.paths import format_path
 from megackpt.codec.registry import REGISTRY
@@ -73,6 +74,7 @@ class _Decoder:
             key_tree, item = list_of(pair, length=2)
             key = self.child(position, key_tree)
             pairs.append((key, self.child(key, item)))
+        refuse_collisions([key for key, _ in pairs])
         if len(dict(pairs)) != len(pairs):
             raise ValueError("a key is repeated")
         return pairs

@@ -57,7 +57,7 @@ def load_tree(text: str, *, where: str) -> Json:
     try:
         tree: Json = json.loads(
             text,
-            object_pairs_hook=_object,
+            object_pairs_hook=object_of,
             parse_int=_integer,
             parse_float=_finite_float,
             parse_constant=_refuse_constant,
@@ -69,12 +69,20 @@ def load_tree(text: str, *, where: str) -> Json:
     return tree
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; for `json.loads`.
+
+    Raises:
+        ValueError: a key is repeated: readers differ about which of them counts.
+    """
     built = dict(pairs)
-    if len(built) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} is repeated in one object")
+    if len(built) == len(pairs):
+        return built
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise ValueError(f"the key {key!r:.80} is repeated in one object")
+        seen.add(key)
     return built
 
 

@@ -6,8 +6,8 @@ Owns reading one that may be damaged: bounded, an object, and an error that name
 from __future__ import annotations
 
 import json
-from typing import Any
 
+from megackpt.codec.tree import object_of
 from megackpt.errors import FormatError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
 from megackpt.storage import Store
@@ -20,22 +20,12 @@ def parse_document(data: bytes, *, where: str) -> Json:
         FormatError: it is not a JSON object, or a key stands twice in one.
     """
     try:
-        document = json.loads(data, object_pairs_hook=_object)
+        document = json.loads(data, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: not JSON ({error}). The file is damaged.", path=where) from error
     if not isinstance(document, dict):
         raise FormatError(f"{where}: not a JSON object. The file is damaged.", path=where)
     return document
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Json:
-    """Refuse a key that stands twice: readers differ about which of them counts."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r:.80} is repeated in one object")
-    return found
 
 
 def read_document(store: Store, name: str) -> Json:

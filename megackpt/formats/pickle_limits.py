@@ -12,6 +12,8 @@ import pickletools
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
+from megackpt.codec.hashes import NumberHashes
+
 _MOST_DEPTH = 500  # values of real checkpoints are nested a few dozen deep
 _MOST_WEIGHT = 1 << 24  # values in one value, each as often as it stands there, beyond a few for each byte
 _ZIP = b"PK\3\4"
@@ -50,6 +52,7 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
     """
     position, end = 0, len(data)
     named: set[tuple[str, str]] = set()
+    numbers = NumberHashes()
     values = _Values(most=4 * end + _MOST_WEIGHT, calls_make_new=calls_make_new)
     # Most opcodes push something plain; to call a function for each would double the time.
     arguments, plain, stack = _ARGUMENTS, _PUSH_PLAIN, values.stack
@@ -70,6 +73,9 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
         else:
             width = _COUNT_BYTES[kind]
             position += width + int.from_bytes(data[position : position + width], "little")
+        is_long = code in _INTEGERS and position - begin > 8
+        if is_long and numbers.collide(_integer(code, data[begin:position])):
+            raise pickle.UnpicklingError("integers have the same hash, as if to make this slow")
         if code in plain:
             stack.append(_PLAIN)
             continue
@@ -92,12 +98,24 @@ _PUSH_PLAIN = frozenset(
     for o in pickletools.opcodes
     if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc"
 )
+_INTEGERS = frozenset(b"IL\x8a\x8b")
+_MOST_DIGITS = 4300  # as Python itself
 _COUNT_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
+
+
+def _integer(code: int, argument: bytes) -> int:
+    """Return an integer as it stands behind an opcode."""
+    if code in b"IL":
+        digits = argument.strip().rstrip(b"L").lstrip(b"+-")
+        if not digits.isdigit() or len(digits) > _MOST_DIGITS:
+            raise pickle.UnpicklingError("an integer of a pickle is malformed, or too long")
+        return int(digits)
+    return int.from_bytes(argument[_COUNT_BYTES[_ARGUMENTS[code]] :], "little", signed=True)
 
 
 def _name(argument: bytes) -> tuple[str, str]:
