@@ -161,10 +161,14 @@ def _hang_up() -> None:
     One that came back from C++ while the interpreter ends would end the process with SIGABRT ("terminate
     called without an active exception").
     """
+    ports = {port for _, port in _STUCK}
+    if not ports:
+        return
     with contextlib.suppress(OSError):  # no such directory
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                if connection.getpeername()[1] in {port for _, port in _STUCK}:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and connection.getpeername()[1] in ports:
                     connection.shutdown(socket.SHUT_RDWR)
     for thread, _ in _STUCK:
         thread.join(_END_S)

@@ -259,3 +259,55 @@ def test_a_process_that_is_stopped_at_any_moment_is_named_within_twice_the_deadl
         for pool in pools:
             pool.close()
     assert wrong == []
+
+
+_RANK = """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from megackpt import Checkpointer, CheckpointError, ShardedTensor
+
+root, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+patience = timedelta(seconds=60)
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+part = ShardedTensor.from_rank_offsets("w", torch.ones(1000), (0, rank, 2))
+checkpointer = Checkpointer(root, async_save=True, timeout_s=60)
+checkpointer.save(1, {"w": part})
+checkpointer.wait()
+checkpointer = Checkpointer(root, async_save=True, timeout_s=6)
+checkpointer.save(2, {"w": part})
+dist.barrier()
+if rank == 0:
+    print("stopped", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+checkpointer.save(3, {"w": part})
+"""
+
+
+def test_the_interpreter_of_a_rank_ends_although_another_is_stopped(tmp_path: Path) -> None:
+    with launcher() as (_, port):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RANK, str(tmp_path / "root"), str(rank), str(port)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in (0, 1)
+        ]
+        try:
+            assert ranks[0].stdout is not None
+            assert ranks[0].stdout.readline() == "stopped\n"
+            began = time.monotonic()
+            _, said = ranks[1].communicate(timeout=60)
+            print(f"ended after {time.monotonic() - began:.1f} s")
+        finally:
+            for process in ranks:
+                process.kill()
+            ranks[0].communicate()
+    assert ranks[1].returncode == 1, said
+    assert re.search(r"(RankFailed|WriterFailed)Error: .*([Rr]ank 0|rank\(s\) 0)", said), said
+    assert "terminate called" not in said
+    assert "Exception ignored" not in said

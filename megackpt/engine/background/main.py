@@ -136,7 +136,7 @@ class Writer:
             except Exception as raised:  # noqa: BLE001 - handed over to the rank, which raises it
                 traceback.print_exc()
                 error = encode_error(failure_of(job, raised, rank=self._join.rank))
-            if not job.keeps:
+            if not job.keeps or self._stream.is_cancelled(job.number):
                 self._stream.consume(job.start + layout.stop)
             self._send(Ended(job.number, error))
 

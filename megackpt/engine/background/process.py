@@ -15,7 +15,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from megackpt.comm import StoreHost, decode_error, encode_error
@@ -84,20 +83,23 @@ class WriterProcess:
         self._consumed = 0
         self._capacity = 0
         self._under_way: list[Work] = []
-        self._untold: deque[Work] = deque()  # of which the process has not heard yet
         self._rank = 0
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
         self._is_stuck = False
-        self._outbox: queue.SimpleQueue[ToWriter | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[ToWriter | Work | None] = queue.SimpleQueue()
         self._process, self._connection = start_writer(kind, arena.descriptor)
-        threads = {"listen": self._listen, "send": self._speak}
-        self._threads = [
-            threading.Thread(target=run, name=f"megackpt-{name}", daemon=True)
-            for name, run in threads.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            threads = {"listen": self._listen, "send": self._speak}
+            self._threads = [
+                threading.Thread(target=run, name=f"megackpt-{name}", daemon=True)
+                for name, run in threads.items()
+            ]
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # Ctrl-C: nobody will know of the process
+            self._process.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -133,8 +135,8 @@ class WriterProcess:
         """
         self.arena.resize(nbytes)
         if self._capacity != self.arena.nbytes:
+            self._send(UseArena(self.arena.nbytes))  # first: it may be sent twice, but not be left out
             self._capacity = self.arena.nbytes
-            self._send(UseArena(self._capacity))
 
     def use_plan(self, plan: SavePlan, complete: Completes | None) -> int:
         """Return the number of a plan; it is sent if it is not one of those that were used last."""
@@ -159,14 +161,15 @@ class WriterProcess:
 
         The process hears of it with the first bytes of it that are there: until then it, and through the
         first meeting of writers those of other ranks, would only take processor time from the copy.
+
+        Whatever is raised from here on until the job is staged, `cancel_unstaged` has to be called.
         """
         job = make(next(self._numbers), self._position)
-        self._position += nbytes
-        work = Work(job, self._position, follow, failed)
+        work = Work(job, self._position + nbytes, follow, failed)
         with self._news:
             self._under_way.append(work)
             is_lost = self._is_lost
-        self._untold.append(work)
+        self._position = work.stop
         if is_lost:
             self._fail_all()
         return work
@@ -177,14 +180,23 @@ class WriterProcess:
         self.join(rank=0, size=1, host=None, timeout_s=0.0)
         self.resize(0)
 
-    def cancel(self, work: Work, error: BaseException) -> None:
-        """Let a job fail, on all ranks: what it writes cannot be staged."""
+    def cancel_unstaged(self, error: BaseException) -> list[Work]:
+        """Let the jobs fail, on all ranks, of which not all could be staged; return them."""
+        cancelled = [work for work in self._under_way if not work.is_staged]
+        for work in cancelled:
+            self._position = max(self._position, work.stop)
+            self._tell_jobs()
+            self._send(Cancelled(work.job.number, self.abort(work.job.attempt, error)))
+            self._send(Staged(work.stop))
+            work.is_staged = True
+        return cancelled
+
+    def abort(self, attempt: str, error: BaseException) -> bytes:
+        """Let a save fail on the other ranks, as its state is not copied here; return what they are sent."""
         data = encode_error(common_error({self._rank: encode_error(error)}, "copying its state"))
-        self._tell_jobs()
-        self._send(Cancelled(work.job.number, data))
-        self._send(Staged(work.stop))
         if self._host is not None:
-            self._host.abort(meetings_of(work.job.attempt), data)
+            self._host.abort(meetings_of(attempt), data)
+        return data
 
     def room_from(self, position: int) -> int:
         """Return up to where the stream may be written; see `Ring`."""
@@ -267,10 +279,9 @@ class WriterProcess:
         self._outbox.put(message)
 
     def _tell_jobs(self) -> None:
-        while self._untold:
-            work = self._untold.popleft()
-            self._send(work.job)
-            work.is_told = True
+        for work in list(self._under_way):
+            if not work.is_told:
+                self._outbox.put(work)  # perhaps again, if this was interrupted
 
     def _forget_plans(self, most: int) -> None:
         while len(self._plans) > most:
@@ -278,6 +289,11 @@ class WriterProcess:
 
     def _speak(self) -> None:
         while (message := self._outbox.get()) is not None:
+            if isinstance(message, Work):
+                if message.is_told:
+                    continue
+                message.is_told = True
+                message = message.job
             with contextlib.suppress(OSError):  # it has ended, which the other thread finds
                 self._connection.send(message)
 
@@ -357,14 +373,21 @@ class WriterProcess:
         """Let all jobs fail, here and on other ranks, because the process has ended."""
         with self._news:
             lost = list(self._under_way)
-            for work in lost:
-                error: CheckpointError = self._lost(work)
-                if self._host is not None:
-                    first = self._host.abort(meetings_of(work.job.attempt), encode_error(error))
-                    error = decode_error(first)
-                    self._host.leave(meetings_of(work.job.attempt))
-                self._end(work, error)
+        errors = [self._lost_on_all_ranks(work) for work in lost]  # others wait for the lock only shortly
+        with self._news:
+            for work, error in zip(lost, errors, strict=True):
+                if not work.is_over:
+                    self._end(work, error)
             self._news.notify_all()
+
+    def _lost_on_all_ranks(self, work: Work) -> CheckpointError:
+        """Let a job fail on other ranks; return the error with which all fail."""
+        error = self._lost(work)
+        if self._host is None:
+            return error
+        first = self._host.abort(meetings_of(work.job.attempt), encode_error(error))
+        self._host.leave(meetings_of(work.job.attempt))
+        return decode_error(first)
 
     def _lost(self, work: Work) -> WriterFailedError:
         look = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."

@@ -143,7 +143,11 @@ class AsyncSaver:
                 else:
                     ready.append((one, prepared))
         finally:
-            self._stage([self._begin(part) for part in self._parts(ready)], beginning.ahead)
+            try:
+                self._stage([self._begin(part) for part in self._parts(ready)], beginning.ahead)
+            except BaseException as error:  # Ctrl-C, too: else writers would wait for the rest for ever
+                self._cancel(ready, error)
+                raise
         return len(ready)
 
     def wait_staged(self) -> None:
@@ -293,24 +297,36 @@ class AsyncSaver:
 
     def _fill(self, parts: Sequence[_Part], ahead: Ahead | None = None) -> None:
         writer = self._session.writer
-        for number, part in enumerate(parts):
+        for part in parts:
             span = Span(start=part.works[0].job.start, layout=part.ready.layout)
             if ahead is not None and ahead.is_of(writer, part.ready.planned, span.start):
                 writer.tell_staged(span.stop)
-                continue
-            try:
-                fill(writer.arena.memory, span, part.ready.rows, part.ready.planned.pieces, writer)
-            except StreamClosedError:  # the saves have failed, which is raised at the next call
-                return
-            except BaseException as error:  # Ctrl-C, too: else the writer would wait for the rest for ever
-                for rest in parts[number:]:
-                    for work in rest.works:
-                        writer.cancel(work, error)
-                raise
+            else:
+                try:
+                    fill(writer.arena.memory, span, part.ready.rows, part.ready.planned.pieces, writer)
+                except StreamClosedError:  # the saves have failed, which is raised at the next call
+                    return
+            for work in part.works:
+                work.is_staged = True
 
     def _fill_behind(self, parts: Sequence[_Part]) -> None:
-        with contextlib.suppress(Exception):  # the jobs were cancelled, and tell the error
+        try:
             self._fill(parts)
+        except BaseException as error:  # noqa: BLE001 - raised at the next call
+            self._session.writer.cancel_unstaged(error)
+
+    def _cancel(self, ready: Sequence[tuple[Destination, Prepared]], error: BaseException) -> None:
+        """Let the saves fail that this rank or others have begun, unless a thread copies their state."""
+        staging = self._session.staging
+        if staging is not None and staging.ident is not None:
+            return
+        writer = self._session.writer
+        cancelled = writer.cancel_unstaged(error)
+        self._session.works += [work for work in cancelled if work not in self._session.works]
+        begun = {work.job.attempt for work in self._session.works}
+        for _, prepared in ready:
+            if prepared.planned.attempt not in begun:
+                writer.abort(prepared.planned.attempt, error)
 
     def _await_ready(self) -> Numbers:
         self._session.running().wait_ready()

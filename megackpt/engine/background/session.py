@@ -66,9 +66,10 @@ class WriterSession:
         if self.writer.is_lost:
             nbytes = self.writer.arena.nbytes
             self.writer.close()
-            self.writer = take_writer(self.options, hook=self.hook)
-            if self.joined is not None:  # first: one for which there is no memory would write as if alone
-                self._join(*self.joined)
+            writer = take_writer(self.options, hook=self.hook)
+            if self.joined is not None:  # first: one that is not told of others would write as if alone
+                self._tell(writer, *self.joined)
+            self.writer = writer
             self.writer.resize(nbytes)
         return self.writer
 
@@ -78,13 +79,14 @@ class WriterSession:
         Raises:
             RankFailedError: a rank cannot reach it.
         """
-        old, self.host = self.host, None
+        old, self.host, self.joined = self.host, None, None
         if old is not None:
             old.close()
         if group.size > 1:
             self.host = host_store(group, timeout_s=timeout_s, host=self.options.coordinator_host)
         self.timeout_s = timeout_s
-        self._join(group.rank, group.size)
+        self._tell(self.writer, group.rank, group.size)
+        self.joined = (group.rank, group.size)
 
     def make_room(self, ready: Prepared) -> None:
         """See to it that a save can be staged.
@@ -101,7 +103,7 @@ class WriterSession:
         if bound is None:
             if needed > self.running().arena.nbytes:
                 self.writer.wait_until(0)
-                self.running().resize(needed)
+            self.running().resize(max(needed, self.writer.arena.nbytes))
             return
         self.running().resize(bound)  # if it could not be made beside, it says why now
         if not ready.in_order and needed > self.writer.arena.nbytes:
@@ -118,9 +120,11 @@ class WriterSession:
 
     def wait_staged(self) -> None:
         """Return when nothing is being copied. Local."""
-        staging, self.staging = self.staging, None
-        if staging is not None:
-            staging.join()
+        if (
+            self.staging is not None and self.staging.ident is not None
+        ):  # one that was not started copies nothing
+            self.staging.join()
+        self.staging = None
 
     def failure(self) -> CheckpointError | None:
         """Return the error of the first save that has failed; those of others that have ended are logged."""
@@ -135,8 +139,7 @@ class WriterSession:
 
     def end(self, *, keeps_writer: bool) -> None:
         """Wait for what is under way, and let go of everything."""
-        if self.staging is not None:
-            self.staging.join()
+        self.wait_staged()
         if self.warming is not None:
             self.warming.join()
         self.writer.wait_until(0)
@@ -147,10 +150,9 @@ class WriterSession:
         if self.host is not None:
             self.host.close()
 
-    def _join(self, rank: int, size: int) -> None:
-        """Tell the process which rank it writes for."""
-        self.joined = (rank, size)
-        self.writer.join(rank=rank, size=size, host=self.host, timeout_s=self.timeout_s)
+    def _tell(self, writer: WriterProcess, rank: int, size: int) -> None:
+        """Tell a process which rank it writes for."""
+        writer.join(rank=rank, size=size, host=self.host, timeout_s=self.timeout_s)
 
 
 def end_forgotten(session: WriterSession) -> None:

@@ -40,6 +40,10 @@ class Stream:
             self._cancelled[job] = error
             self._news.notify_all()
 
+    def is_cancelled(self, job: int) -> bool:
+        """Say whether the part of a job will never be there."""
+        return job in self._cancelled
+
     def wait(self, position: int, *, job: int) -> None:
         """Return when the stream is there up to a position.
 

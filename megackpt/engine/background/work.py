@@ -28,7 +28,8 @@ class Work:
         stop: one past the last position of the stream that belongs to it.
         follow: what is done here when it is committed.
         failed: what is done here when it has failed; what that deals with is no error.
-        is_told: whether the process has heard of it.
+        is_told: whether the process was sent it.
+        is_staged: whether all that it writes was staged, or never will be.
         is_followed: whether `follow` is under way.
         is_over: whether it has ended.
         error: why it failed; None if it did not.
@@ -39,6 +40,7 @@ class Work:
     follow: Follow
     failed: Failed
     is_told: bool = False
+    is_staged: bool = False
     is_followed: bool = False
     is_over: bool = False
     error: CheckpointError | None = None
