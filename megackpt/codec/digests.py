@@ -91,7 +91,7 @@ def _branch_of(value: object) -> tuple[str, list[tuple[Step, Any]]] | None:
 
 
 def _digest(value: object, path: str, steps: list[Step], context: str) -> str:
-    encoder = Encoder(path, steps=steps, sort_items=_sorted_by_key)
+    encoder = Encoder(path, steps=steps, sort_items=_sorted_by_key, members_by_value=True)
     tree = encoder.encode(value)
     # The context tells {"a": 1} from a namespace with a = 1, whose leaves have the same paths.
     digest = hashlib.blake2b(f"{context}\n{dump_tree(tree)}\n".encode(), digest_size=_DIGEST_BYTES)

@@ -59,7 +59,7 @@ class Encoder:
     """One walk through one value.
 
     path and steps lead to the value, for errors. sort_items, if given, replaces the order of mappings
-    without one.
+    without one. members_by_value encodes members of enumerations as a pickle has them, which knows no names.
 
     Attributes:
         tensors: the tensors so far.
@@ -71,11 +71,13 @@ class Encoder:
         *,
         steps: Iterable[Step] = (),
         sort_items: Callable[[list[tuple[Json, Any]]], list[tuple[Json, Any]]] = list,
+        members_by_value: bool = False,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         self._path = path
         self._steps: list[Step] = list(steps)
         self._sort_items = sort_items
+        self._members_by_value = members_by_value
         self._open: set[int] = set()  # ids of the values that are being encoded: one inside the other
         self._hashing = 0  # how many keys and set elements we are inside
 
@@ -162,6 +164,8 @@ class Encoder:
             return [self.child(index, item) for index, item in enumerate(value)]
         if type(value) is dict:
             return self.mapping(value)
+        if self._members_by_value:
+            value = foreign.as_pickled(value)
         kind = KIND_OF_CLASS.get(type(value))
         if kind is not None:
             return {kind.tag: kind.encode(value, self)}

@@ -290,6 +290,21 @@ def member_meant(value: ForeignObject) -> enum.Enum | None:
     return None if cls is None else member_of_value(cls, value.args[0])
 
 
+def as_pickled(value: object) -> object:
+    """Return a member with a plain value as what a pickle of it is read as elsewhere; anything else as it is.
+
+    Where the class is not imported, a pickle does not say which member has the value.
+    """
+    if isinstance(value, ForeignMember):
+        module, qualname, plain = value.module, value.qualname, value.value
+    elif isinstance(value, enum.Enum):
+        module, qualname = type(value).__module__, type(value).__qualname__
+        plain = member_fields(value)[1]
+    else:
+        return value
+    return value if plain is None else ForeignObject(module, qualname, (plain,), is_called=True)
+
+
 def _dotted(tree: Json) -> str:
     name = text_of(tree)
     if not is_dotted(name):

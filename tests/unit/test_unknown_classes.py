@@ -306,3 +306,20 @@ def test_a_value_that_no_member_has_is_refused() -> None:
         load_value(data, where="w")
     with carrying_unknown():
         assert load_value(data, where="w") == ForeignMember(__name__, "Local", None, 9)
+
+
+def test_members_that_were_saved_by_name_can_be_converted_where_they_are_unknown(
+    tmp_path: Path, library: Any
+) -> None:
+    megackpt.save({"mode": library.Mode.ON, "modes": ({library.Mode.ON: 1},)}, str(tmp_path / "native"))
+    del sys.modules["someones_library"]
+    assert megackpt.load({}, str(tmp_path / "native"))["mode"] == ForeignMember(
+        "someones_library", "Mode", "ON", 1
+    )
+    _convert(tmp_path / "native", tmp_path / "torch_dist", "torch_dist")
+    _convert(tmp_path / "torch_dist", tmp_path / "again", "megackpt")
+    stores = [open_store(str(tmp_path / name)) for name in ("native", "again")]
+    assert find_difference(*stores, DiffOptions(), Unseen()).is_none
+    sys.modules["someones_library"] = library
+    assert megackpt.load({}, str(tmp_path / "again"))["mode"] is library.Mode.ON
+    assert torch.load(tmp_path / "torch_dist" / "common.pt", weights_only=False)["mode"] is library.Mode.ON
