@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -29,10 +31,17 @@ from megackpt import (
     remove_sharded_tensors,
     save,
 )
-from megackpt.comm import Group
+from megackpt.comm import Group, SingleProcess
+from megackpt.engine.convert import convert_checkpoint
+from megackpt.engine.integrity.verify import verify_checkpoint
+from megackpt.engine.progress import Unseen
+from megackpt.formats.damage import Damage
+from megackpt.formats.registry import save_strategy
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
+from megackpt.formats.torch_dist.values import MOST_VALUES
 from megackpt.metadata import DTYPES
-from megackpt.storage import MemoryStore
+from megackpt.options import ConvertOptions, VerifyOptions
+from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 
@@ -138,7 +147,9 @@ def test_stock_dcp_finds_all_there_is_without_being_told(saved: Path, tmp_path: 
         no_dist=True,
     )
     objects = {f"rng/shard_{rank}_2": [{"rank": rank}] for rank in range(2)}  # in lists, as Megatron's
-    assert set(found) == {*expected(), *objects}
+    values = {"step": 7, "schedule": {"lr": 0.5, "betas": (0.9, 0.99)}}
+    assert set(found) == {*expected(), *objects, *values}
+    assert {key: found[key] for key in values} == values
     for key, array in expected().items():
         assert same_bits(found[key], array), key
     assert {key: found[key] for key in objects} == objects
@@ -235,8 +246,8 @@ def test_arrays_are_removed_for_us_and_for_dcp(tmp_path: Path) -> None:
         dcp.state_dict_loader._load_state_dict(
             found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
         )
-        assert set(found) == left
-        assert len(list((tmp_path / "c").glob("*.distcp"))) == len(left)
+        assert set(found) == {*left, "step"}  # common state stays
+        assert len(list((tmp_path / "c").glob("__*.distcp"))) == len(left)
         assert load_common_state_dict(tmp_path / "c") == {"step": 3}
         assert len(list((tmp_path / "c").glob("megackpt-*"))) == 2
 
@@ -349,3 +360,113 @@ def test_what_a_death_inside_of_a_replacement_leaves_is_removed_by_the_next_save
     save(values(2.0), tmp_path / "c", "torch_dist")
     hidden = {f.name for f in (tmp_path / "c").iterdir() if f.name.startswith(".")}
     assert hidden == {".metadata", ".common.pt.note"}
+
+
+def verified(directory: Path) -> tuple[Damage, ...]:
+    return verify_checkpoint(LocalStore(directory), VerifyOptions(), Unseen()).damages
+
+
+def test_stock_dcp_loads_values_that_are_no_tensors(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": []}]
+    plain: dict[str, Any] = {
+        "step": 7,
+        "args": Namespace(tp=2, name="run"),
+        "none": None,
+        "optimizer": {"param_groups": groups, "empty": {}},
+        "w": 3,  # also the key of an array, which comes first
+    }
+    state = {**plain, "array": ShardedTensor.from_rank_offsets("w", torch.arange(3.0))}
+    state["rng"] = ShardedObject("rng", [1, 2], (1,), (0,))
+    save(state, tmp_path / "c", "torch_dist")
+    wanted: dict[str, Any] = {
+        "step": 0,
+        "args": None,
+        "none": 1,
+        "optimizer": {"param_groups": [{"lr": 0.0, "params": [9]}, {"lr": 0.0, "params": [9]}]},
+        "w": torch.zeros(3),
+        "rng": None,
+    }
+    dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert wanted["step"] == 7
+    assert wanted["args"] == plain["args"]
+    assert wanted["none"] is None
+    assert wanted["optimizer"] == {"param_groups": groups}
+    assert wanted["rng"] == [1, 2]
+    assert torch.equal(wanted["w"], torch.arange(3.0))
+
+
+def test_values_that_dcp_saved_are_read_by_dcp_after_two_conversions(tmp_path: Path) -> None:
+    state = {"step": 7, "args": Namespace(tp=2), "nested": {"lr": [0.1, 0.2]}, "w": torch.arange(3.0)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for source, target, backend in (("dcp", "native", "megackpt"), ("native", "again", "torch_dist")):
+        convert_checkpoint(
+            LocalStore(tmp_path / source),
+            LocalStore(tmp_path / target),
+            save_strategy(backend),
+            SingleProcess(),
+            ConvertOptions(),
+            Unseen(),
+        )
+    wanted = {"step": 0, "args": None, "nested": {"lr": None}, "w": torch.zeros(3)}
+    dcp.load(wanted, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert torch.equal(wanted.pop("w"), torch.arange(3.0))
+    assert wanted == {"step": 7, "args": Namespace(tp=2), "nested": {"lr": [0.1, 0.2]}}
+
+
+def test_copies_for_dcp_are_no_arrays_of_ours_and_stay_with_their_common_state(tmp_path: Path) -> None:
+    state = {
+        "opt": {"lr": 0.5},
+        "w": ShardedTensor.from_rank_offsets("opt.w", torch.zeros(3)),
+        "rng": ShardedObject("opt.rng", 1, (1,), (0,)),
+    }
+    save(state, tmp_path / "c", "torch_dist")
+    assert verified(tmp_path / "c") == ()
+    remove_sharded_tensors(tmp_path / "c", "opt")
+    assert verified(tmp_path / "c") == ()
+    wanted = {"opt": {"lr": 0.0}}
+    dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert wanted == {"opt": {"lr": 0.5}}
+    for name in [f.name for f in (tmp_path / "c").iterdir() if f.name.startswith("megackpt-")]:
+        (tmp_path / "c" / name).unlink()
+    assert load_sharded_metadata(tmp_path / "c") == {}
+    assert load_common_state_dict(tmp_path / "c") == {"opt": {"lr": 0.5}}
+
+
+def test_state_of_very_many_values_has_no_copies(tmp_path: Path) -> None:
+    save({"many": {str(i): i for i in range(MOST_VALUES + 1)}}, tmp_path / "c", "torch_dist")
+    assert not list((tmp_path / "c").glob("values-*"))
+    save({"few": 1}, tmp_path / "d", TorchDistSaveStrategy(values_for_dcp=False))
+    assert not list((tmp_path / "d").glob("values-*"))
+
+
+def test_a_changed_copy_is_found(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path / "c", "torch_dist")
+    (file,) = (tmp_path / "c").glob("values-*")
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    (damage,) = verified(tmp_path / "c")
+    assert damage.file == file.name
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_megatron_loads_it_strictly_where_no_values_are_listed(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("megatron.core.dist_checkpointing")
+
+    def wanted() -> dict[str, Any]:
+        return {"w": theirs.ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
+
+    state = {"step": 7, "w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0))}
+    save(state, tmp_path / "both", "torch_dist")
+    save(state, tmp_path / "megatron", TorchDistSaveStrategy(values_for_dcp=False))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for name, strict in [("both", "assume_ok_unexpected"), ("megatron", "raise_all")]:
+            loaded = theirs.load(wanted(), str(tmp_path / name), strict=strict)
+            assert loaded["step"] == 7
+            assert torch.equal(loaded["w"], torch.arange(3.0))
+        with pytest.raises(ValueError, match="unpack"):  # as the documents say
+            theirs.load(wanted(), str(tmp_path / "both"), strict="raise_all")
+    finally:
+        dist.destroy_process_group()

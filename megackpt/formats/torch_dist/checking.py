@@ -49,7 +49,12 @@ def _check_fixed_names(store: Store, note: Json, holder: str) -> Iterator[Damage
     if store.exists(MANIFEST) and read_manifest_file(store) != MANIFEST_CONTENT:
         yield Damage(file=MANIFEST, what="it has other entries than a save of this format writes")
     named, _ = entry_of(store, note, "common", holder=holder)
-    for name in (named["file"], names.COMMON):
+    expected = [(named["file"], named), (names.COMMON, named)]
+    for entry in names.VALUES_ENTRIES:
+        if entry in note:
+            copies, _ = entry_of(store, note, entry, holder=holder)
+            expected.append((copies["file"], copies))
+    for name, named in expected:
         if not store.exists(name):
             yield Damage(file=name, what="it is missing")
             continue

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megackpt.errors import FormatError
+from megackpt.formats.torch_dist import names
 from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, itemsizes, pad_shapes
 from megackpt.metadata.chunk_table import MAX_NUMEL
 from megackpt.notices import notice
@@ -154,6 +155,8 @@ class Described:
                 continue
             if not isinstance(entry, BytesStorageMetadata):
                 raise self._damaged(name, f"it is a {type(entry).__name__}, neither a tensor nor an object")
+            if self._is_copy(name):
+                continue
             match = _UNIQUE_KEY.fullmatch(name)
             placed = _place(match["offset"], match["shape"]) if match else None
             if match and placed:
@@ -163,7 +166,7 @@ class Described:
         found: dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]] = {}
         for key, members in sharded.items():
             shape = _common_shape(list(members.values()))
-            if shape is None or key in self._entries:
+            if shape is None or (key in self._entries and not self._is_copy(key)):
                 # Shapes that contradict each other, or a tensor of the same name: each stands for itself.
                 for name in members:
                     found[name] = ((1,), {(0,): (name, True)})
@@ -172,6 +175,11 @@ class Described:
         for name in plain:
             found[name] = ((1,), {(0,): (name, False)})
         return found
+
+    def _is_copy(self, name: str) -> bool:
+        """Say whether an entry is a copy for DCP, of what stands in common.pt or among the objects."""
+        info = self._storage.get(MetadataIndex(name))
+        return names.is_values_file(str(getattr(info, "relative_path", None)))
 
     def _tensor_spec(self, key: str) -> ArraySpec | None:
         entry = self._entries[key]

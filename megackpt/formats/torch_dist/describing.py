@@ -5,7 +5,7 @@ Owns the translation of our chunks into DCP's classes; `described` has the other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megackpt.errors import DeclarationError
+from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.described import Extents, key_of
+from megackpt.formats.torch_dist.values import Value
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 
 
@@ -45,8 +47,10 @@ class Written:
     length: list[int]
 
 
-def metadata_of(written: Written, *, attempt: str) -> Metadata:
+def metadata_of(written: Written, values: Iterable[Value] = (), *, attempt: str) -> Metadata:
     """Return what DCP must know of a checkpoint whose rows are whole boxes.
+
+    values are listed under keys that no array has.
 
     Raises:
         DeclarationError: two chunks of an array begin at one place, or two keys are the same to DCP.
@@ -84,7 +88,15 @@ def metadata_of(written: Written, *, attempt: str) -> Metadata:
         storage[index] = _StorageInfo(
             written.files[written.file[row]], written.offset_bytes[row], written.length[row]
         )
-    found = Metadata(entries, planner_data={}, storage_data=storage)
+    paths: dict[str, Any] = {}
+    for value in values:
+        if value.key in entries:
+            continue
+        entries[value.key] = BytesStorageMetadata()
+        storage[MetadataIndex(value.key)] = _StorageInfo(value.file, value.offset_bytes, value.length)
+        if value.path is not None:
+            paths[value.key] = value.path
+    found = Metadata(entries, planner_data=paths, storage_data=storage)
     found.storage_meta = StorageMeta(save_id=attempt)
     found.version = "1.0.0"
     return found
@@ -95,12 +107,23 @@ def _properties(dtype: str) -> TensorProperties:
 
 
 def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:
-    """Return the same metadata without the arrays whose keys begin with key_prefix."""
+    """Return the same metadata without the arrays whose keys begin with key_prefix.
+
+    Copies of common state stay, as that does.
+    """
+    copies = {
+        index.fqn
+        for index, info in metadata.storage_data.items()
+        if names.is_values_file(str(getattr(info, "relative_path", None)), kind="state")
+    }
 
     def kept(table: Any) -> dict[Any, Any]:
         named: Mapping[Any, Any] = table if isinstance(table, dict) else {}
+        listed = {k: str(getattr(k, "fqn", k)) for k in named}
         return {
-            k: v for k, v in named.items() if not key_of(str(getattr(k, "fqn", k))).startswith(key_prefix)
+            k: v
+            for k, v in named.items()
+            if listed[k] in copies or not key_of(listed[k]).startswith(key_prefix)
         }
 
     found = Metadata(

@@ -13,6 +13,8 @@ VERSION = 1
 
 METADATA = ".metadata"
 COMMON = "common.pt"
+VALUES_ENTRIES = ("values", "value_objects")
+"""Entries of a note that name files of copies for DCP."""
 
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
 _OURS = re.compile(
@@ -20,6 +22,7 @@ _OURS = re.compile(
     rf"|megackpt-{_ATTEMPT.replace('attempt', 'note')}(?:-[0-9a-f]{{32}}\.json|(?:-\d{{5,}})?\.safetensors)"
     rf"|common-{_ATTEMPT.replace('attempt', 'common')}\.pt"
     rf"|metadata-{_ATTEMPT.replace('attempt', 'metadata')}\.pickle"
+    rf"|values-{_ATTEMPT.replace('attempt', 'values')}-(?:state|objects)\.distcp"
 )
 
 
@@ -64,6 +67,17 @@ def common_file(attempt: str) -> str:
 def staged_metadata_file(attempt: str) -> str:
     """Name under which `.metadata` waits for its publication."""
     return f"metadata-{attempt}.pickle"
+
+
+def values_file(attempt: str, kind: str) -> str:
+    """Name of an attempt's copies of values for DCP: of common state (`state`), or of `objects`."""
+    return f"values-{attempt}-{kind}.distcp"
+
+
+def is_values_file(name: str, *, kind: str = "") -> bool:
+    """Say whether a file holds such copies, of one kind or of any."""
+    match = _OURS.fullmatch(name)
+    return match is not None and match["values"] is not None and name.endswith(f"{kind}.distcp")
 
 
 def is_attempts_common(name: str) -> bool:

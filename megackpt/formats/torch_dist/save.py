@@ -37,6 +37,7 @@ from megackpt.formats.torch_dist.notes import (
     read_metadata,
 )
 from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.formats.torch_dist.values import write_objects, write_state, written_values
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
@@ -60,6 +61,10 @@ class TorchDistSaveStrategy:
     whose key begins with separation_hint go to files of their own, for which half of the threads are used:
     removing them later removes whole files.
 
+    With values_for_dcp the values of common state, and objects of shape (1,), are written a second time, each
+    under its own name, so that stock `dcp.load` finds them. Megatron-Core then refuses to load in its strict
+    modes (`raise_all`, `log_all` and the like), as it knows no such names: set it to False for these.
+
     Raises:
         DeclarationError: thread_count is below 1, or below 2 with a separation_hint.
 
@@ -71,7 +76,13 @@ class TorchDistSaveStrategy:
     writes_in_place = False
     takes_own_rows = True
 
-    def __init__(self, *, thread_count: int = 2, separation_hint: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        thread_count: int = 2,
+        separation_hint: str | None = None,
+        values_for_dcp: bool = True,
+    ) -> None:
         least = 1 if separation_hint is None else 2
         if type(thread_count) is not int or thread_count < least:
             why = "" if separation_hint is None else f": separation_hint={separation_hint!r} needs two files"
@@ -84,6 +95,7 @@ class TorchDistSaveStrategy:
             )
         self.thread_count = thread_count
         self.separation_hint = separation_hint
+        self.values_for_dcp = values_for_dcp
 
     @property
     def writes_in_order(self) -> bool:
@@ -145,15 +157,22 @@ class TorchDistSaveStrategy:
             length["item"].tolist(),
             length["nbytes"].tolist(),
         )
-        data = pickle.dumps(metadata_of(written, attempt=attempt), protocol=PICKLE_PROTOCOL)
-        return {
+        said: Json = {}
+        if self.values_for_dcp:
+            said = write_objects(store, attempt=attempt, stored=stored, lengths=written.length)
+        values = written_values(store, attempt=attempt)
+        data = pickle.dumps(metadata_of(written, values, attempt=attempt), protocol=PICKLE_PROTOCOL)
+        return said | {
             "index": write_index(store, names.index_file(attempt), compact(stored)),
             "metadata": write_small(store, names.staged_metadata_file(attempt), data),
         }
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
-        """Write this attempt's copy of common.pt."""
-        return {
+        """Write this attempt's copy of common.pt, and its values as DCP stores them."""
+        said: Json = {}
+        if self.values_for_dcp:
+            said = write_state(store, attempt=attempt, state=common["state_dict"])
+        return said | {
             "common": write_small(store, names.common_file(attempt), _encoded_common(common)),
             CONTENT_METADATA: common["content_metadata"] is not None,
         }
@@ -217,6 +236,8 @@ class TorchDistSaveStrategy:
             attempt = said["attempt"]
             index = without_arrays(read_index(store, said, holder=name), key_prefix=key_prefix)
             file = names.index_file(attempt, revision=names.revision_of(old) + 1)
+            gone = [e for e in names.VALUES_ENTRIES if e in said and said[e]["file"] in stale]
+            said = {key: value for key, value in said.items() if key not in gone}
             said = said | {"index": write_index(store, file, index)}
             _write_note(store, attempt, digest_of(new), said)
             # Where nothing was removed, the new note has the name of the old one.
@@ -226,8 +247,9 @@ class TorchDistSaveStrategy:
         return dict(MANIFEST_CONTENT), stale
 
     def files_of(self, manifest: Json) -> list[str]:
-        """Return the index, `.metadata` before its publication, and this attempt's common state."""
-        return [manifest[entry]["file"] for entry in ("index", "metadata", "common") if entry in manifest]
+        """Return the index, `.metadata` before its publication, this attempt's common state, and copies."""
+        entries = ("index", "metadata", "common", *names.VALUES_ENTRIES)
+        return [manifest[entry]["file"] for entry in entries if entry in manifest]
 
     def fixed_names(self, store: Store) -> list[str]:
         """Return `.metadata` if a note of ours belongs to it, and common.pt if it is the copy of ours."""

@@ -86,7 +86,11 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
                 f"{type(self).__name__} saves format ('torch_dist', 1), and not "
                 f"{(self.backend, self.version)!r}. Use get_default_save_sharded_strategy for another."
             )
-        return TorchDistSaveStrategy(thread_count=self.thread_count, separation_hint=self.separation_hint)
+        return TorchDistSaveStrategy(
+            thread_count=self.thread_count,
+            separation_hint=self.separation_hint,
+            values_for_dcp=False,  # Megatron-Core reads it
+        )
 
     def async_save(
         self,
