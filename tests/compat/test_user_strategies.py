@@ -104,6 +104,9 @@ def save_and_load(root: Path) -> None:
     try:
         check(root, 3.0)
         assert set(dist_checkpointing.load_tensors_metadata(str(root))) == {"w", "same", "fused.0", "fused.1"}
+        plain = dist_checkpointing.load_plain_tensors(str(root))
+        assert torch.equal(plain["w"], 3 * torch.arange(16.0).reshape(4, 4))
+        assert set(plain) == {"w", "same", "fused.0", "fused.1"}
         dist_checkpointing.save(state(4.0), str(root))
         assert said(root)["sharded_backend"] == "file_per_rank"
         check(root, 4.0)
@@ -321,6 +324,32 @@ def test_a_user_s_strategy_is_handed_what_is_sharded(
     rank_pool: RankPool, tmp_path: Path, on_ranks: Any
 ) -> None:
     rank_pool.run(on_ranks, 2, tmp_path)
+
+
+def test_no_method_of_a_subclass_is_passed_over(tmp_path: Path) -> None:
+    class Naming(torch_dist.TorchDistLoadShardedStrategy):
+        def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+            return {"mine": checkpoint_dir}
+
+    class Spreading(fully_parallel.FullyParallelSaveStrategyWrapper):
+        def apply_saving_parallelization(self, sharded_state_dict: Any) -> None:
+            """Do something of its own."""
+
+    class Reading(fully_parallel.FullyParallelLoadStrategyWrapper):
+        def apply_loading_parallelization(self, sharded_state_dict: Any) -> None:
+            """Do something of its own."""
+
+    path, ours = str(tmp_path / "c"), torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1)
+    dist_checkpointing.save(small_state(), path, ours)
+    assert set(dist_checkpointing.load_tensors_metadata(path, Naming())) == {"mine"}
+    found = serialization.load_sharded_metadata(path, Naming())
+    assert {entity.key for entity in found.values()} == {"w", "fused.0", "fused.1", "extra"}
+    with pytest.raises(
+        UnsupportedError, match=r"Spreading\.apply_saving_parallelization would not be called"
+    ):
+        dist_checkpointing.save(small_state(), path, Spreading(ours))
+    with pytest.raises(UnsupportedError, match=r"Reading\.apply_loading_parallelization would not be called"):
+        dist_checkpointing.load(small_state(), path, Reading(Naming()))
 
 
 def test_what_is_no_strategy_is_refused(tmp_path: Path) -> None:

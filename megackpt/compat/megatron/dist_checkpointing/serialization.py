@@ -143,7 +143,7 @@ def load_tensors_metadata(
 ) -> CkptShardedMetadata:
     """Return the global arrays without data, by key. Local."""
     sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
-    if not is_loaded_by_us(sharded):
+    if sharded is not None:
         return dict(sharded.load_tensors_metadata(Path(checkpoint_dir)))
     return dict(api.load_tensors_metadata(checkpoint_dir))
 
@@ -156,7 +156,7 @@ def load_sharded_metadata(
     """Return global arrays and objects without data. Local."""
     sharded = _chosen(StrategyAction.LOAD_SHARDED, sharded_strategy, checkpoint_dir)
     common = _chosen(StrategyAction.LOAD_COMMON, common_strategy, checkpoint_dir)
-    if not is_loaded_by_us(sharded):
+    if sharded is not None:
         found = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
         if not sharded.can_handle_sharded_objects:
             common = common or TorchCommonLoadStrategy()
@@ -172,6 +172,11 @@ def load_plain_tensors(checkpoint_dir: str) -> StateDict:
     `megackpt.load_plain_tensors` does the same for one process alone.
     """
     tensors: StateDict = {}
+    sharded = _chosen(StrategyAction.LOAD_SHARDED, None, checkpoint_dir)
+    if not is_loaded_by_us(sharded):
+        asked = load_tensors_metadata(checkpoint_dir, sharded)
+        loaded: Any = load(dict(asked), checkpoint_dir, sharded)
+        return {key: loaded[key] for key in asked}
 
     def read() -> bytes:
         tensors.update(api.load_plain_tensors(checkpoint_dir))

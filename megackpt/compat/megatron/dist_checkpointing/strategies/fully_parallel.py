@@ -100,7 +100,13 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
 
     @property
     def choice(self) -> SaveChoice:
-        """What `megackpt.save` takes as its strategy: the wrapped one's."""
+        """What `megackpt.save` takes as its strategy: the wrapped one's.
+
+        Raises:
+            UnsupportedError: a subclass has an `apply_saving_parallelization`, which would not be called.
+        """
+        ours = FullyParallelSaveStrategyWrapper.apply_saving_parallelization
+        _check_is_ours(self, "apply_saving_parallelization", ours)
         return save_choice(self.base_strategy)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -238,7 +244,13 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
 
     @property
     def load_arguments(self) -> LoadArguments:
-        """What of `megackpt.load`'s arguments this strategy stands for."""
+        """What of `megackpt.load`'s arguments this strategy stands for.
+
+        Raises:
+            UnsupportedError: a subclass has an `apply_loading_parallelization`, which would not be called.
+        """
+        ours = FullyParallelLoadStrategyWrapper.apply_loading_parallelization
+        _check_is_ours(self, "apply_loading_parallelization", ours)
         options = getattr(self.base_strategy, "load_arguments", {}).get("options", LoadOptions())
         return {
             "options": replace(options, exchange=self._exchange_algo),
@@ -273,6 +285,19 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
     def can_handle_sharded_objects(self) -> bool:
         """As the wrapped strategy."""
         return self.base_strategy.can_handle_sharded_objects
+
+
+def _check_is_ours(wrapper: Any, name: str, ours: Any) -> None:
+    """Check that a subclass has not replaced a method that a plan of the engine makes needless.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    if getattr(type(wrapper), name) is not ours:
+        raise UnsupportedError(
+            f"{type(wrapper).__name__}.{name} would not be called: a plan of all ranks says who writes and "
+            f"reads what. Leave it out, or wrap a strategy of your own."
+        )
 
 
 SaveLoadDistribution = ShardDistribution  # its name before 0.9
