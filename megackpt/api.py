@@ -28,7 +28,7 @@ from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, save
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, Policy, SaveOptions
-from megackpt.storage import Store, checked_path, checked_store, is_object_url, open_store
+from megackpt.storage import Store, checked_path, checked_store, is_url, open_store
 from megackpt.validation import LoadReport, StrictHandling
 
 ReturnsKeys: TypeAlias = Literal[
@@ -463,7 +463,7 @@ def _place_of(location: Location) -> str | None:
     if not isinstance(location, (str, os.PathLike)):
         return None
     text = checked_path(location)
-    return text if is_object_url(text) else os.path.abspath(text)
+    return text if is_url(text) else os.path.abspath(text)
 
 
 def _given_options(options: Options | None, kind: type[Options]) -> Options:

@@ -15,6 +15,7 @@ from megackpt import (
 )
 from megackpt.comm import SingleProcess
 from megackpt.engine.background.saver import AsyncSaver
+from megackpt.storage import Store
 
 OPTIONS = SaveOptions(timeout_s=20)
 
@@ -30,7 +31,7 @@ def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
     return found
 
 
-def alone(root: Path, **options: Any) -> Checkpointer:
+def alone(root: Path | Store, **options: Any) -> Checkpointer:
     return Checkpointer(root, async_save=True, group=SingleProcess(), **options)
 
 

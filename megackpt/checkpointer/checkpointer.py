@@ -33,7 +33,7 @@ from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import GivenGroup, Group, world_group
-from megackpt.engine.background.prepared import for_a_writer
+from megackpt.engine.background.prepared import for_a_writer, pickled_for_a_writer
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest
 from megackpt.engine.settings import compare_settings
@@ -60,8 +60,8 @@ class Checkpointer(Run):
 
     With async_save, `save` returns as soon as the state is copied to host memory, and a process beside each
     rank writes and commits it, to the root and into tiers; the next `save`, `wait`, `poll` or `close` raises
-    its error. That process is started with the Checkpointer; `async_options` are its tunables. The root is
-    then a path or an URL.
+    its error. That process is started with the Checkpointer; `async_options` are its tunables. A `Store` as
+    the root is sent there: it has to be picklable, and its copy has to reach the same files.
 
     spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
     them. timeout_s is the deadline of saves and loads, instead of the one in save_options and load_options.
@@ -148,11 +148,8 @@ class Checkpointer(Run):
             self._load_options = replace(self._load_options, timeout_s=timeout_s)
         trusted = self._load_options.allow_unsafe_pickle
         super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
-        if async_save and not isinstance(root, (str, os.PathLike)):
-            raise DeclarationError(
-                f"{self.root}: asynchronous saves are written by another process, which cannot be given a "
-                f"{type(root).__name__}. Give a path or an URL, or save synchronously."
-            )
+        given = root if async_save and not isinstance(root, (str, os.PathLike)) else None
+        store = None if given is None else pickled_for_a_writer(given)
         self._group = group
         self._spread_group = spread_group
         self._plans = PlanCache()
@@ -184,6 +181,7 @@ class Checkpointer(Run):
                 tier_set,
                 async_options or AsyncOptions(),
                 objects=objects,
+                store=store,
                 hook=self._writer_hook,
             )
         self._intervals = Intervals(every=every, tiers=tiers)

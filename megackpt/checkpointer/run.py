@@ -19,7 +19,7 @@ from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.engine.steps import step_name, step_places
 from megackpt.errors import NotACheckpointError, UnsupportedError
-from megackpt.storage import ObjectOptions, Store, is_object_url
+from megackpt.storage import ObjectOptions, Store, is_url
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Run:
         check_flag("allow_unsafe_pickle", allow_unsafe_pickle)
         self._trusted = allow_unsafe_pickle
         where = self._places.location
-        is_path = isinstance(root, (str, os.PathLike)) and not is_object_url(where)
+        is_path = isinstance(root, (str, os.PathLike)) and not is_url(os.fspath(root))
         self.root: Path | str = Path(where) if is_path else where
 
     def location(self, step: int) -> str:

@@ -20,6 +20,7 @@ from megackpt.engine.background.prepared import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.save import SaveRequest
 from megackpt.engine.steps import step_name
+from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
 from megackpt.storage import ObjectOptions
@@ -28,7 +29,8 @@ from megackpt.storage import ObjectOptions
 class SavingBehind:
     """Saves into tiers and a root by a process beside each rank.
 
-    saving is what is done for any save into the root. hook is for tests: what stands between writer
+    saving is what is done for any save into the root; store is the root, pickled, if it is neither a path nor
+    an URL. hook is for tests: what stands between writer
     processes and their stores.
     """
 
@@ -39,12 +41,14 @@ class SavingBehind:
         options: AsyncOptions,
         *,
         objects: ObjectOptions | None,
+        store: bytes | None = None,
         hook: str | None = None,
     ) -> None:
         self._saving, self._failures = saving, saving.failures
         self._tiers = tiers
         self._options = options
         self._objects = objects
+        self._store = store
         self._hook = hook
         self._rank = 0
         self._step: int | None = None  # the one that was begun last
@@ -138,6 +142,8 @@ class SavingBehind:
 
         def follow(damages: Sequence[Damage] | None) -> None:
             saving.warn_of_newer(step, group)
+            if self._store is not None:
+                _check_visible(saving, step)
             saving.housekeeping.committed(step, damages)
 
         def failed(_: Exception) -> bool:
@@ -146,7 +152,9 @@ class SavingBehind:
 
         return Destination(
             request=request,
-            place=Place(root=saving.places.location, name=step_name(step), objects=self._objects),
+            place=Place(
+                root=saving.places.location, name=step_name(step), objects=self._objects, store=self._store
+            ),
             label=f"step {step}",
             follow=follow,
             failed=failed,
@@ -162,3 +170,19 @@ class SavingBehind:
     def _waiting(self) -> Around:
         """Return a block in which the error of the save that was begun last may be raised."""
         return self._failures.around(f"Saving step {self._step}", rank=self._rank)
+
+
+def _check_visible(saving: RootSaving, step: int) -> None:
+    """Refuse a store whose copy in another process does not write what this process reads.
+
+    Raises:
+        StorageError: the step was committed there, and is not here.
+    """
+    if not saving.places.committed([step_name(step)]):
+        where = saving.places.location
+        raise StorageError(
+            f"{where}: the writer process has committed step {step} by its copy of this store, and this "
+            f"process does not see it. A store for asynchronous saves must reach the same files after it was "
+            f"pickled; one that keeps files in the memory of a process does not.",
+            path=where,
+        )

@@ -14,7 +14,7 @@ import click
 from megackpt.cli.frame import is_root
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import Store, expanded_path, is_object_url, open_store
+from megackpt.storage import Store, expanded_path, is_url, open_store
 
 
 class LocalPath(click.Path):
@@ -71,7 +71,7 @@ def check_root(root: str) -> None:
         StorageError: it is an URL that no store serves.
     """
     open_store(root)
-    if not is_object_url(root) and not Path(expanded_path(root)).is_dir():
+    if not is_url(root) and not Path(expanded_path(root)).is_dir():
         raise NotACheckpointError(
             f"{root} is no directory. Name the one that a Checkpointer saves to.", path=root
         )

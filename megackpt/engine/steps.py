@@ -31,6 +31,8 @@ from megackpt.storage import (
     checked_store,
     is_in_memory,
     is_object_url,
+    is_url,
+    open_store,
 )
 from megackpt.storage.beside import is_beside
 from megackpt.storage.refusal import refusals
@@ -132,6 +134,8 @@ def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions 
     text = checked_path(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
+    if is_url(text):
+        return StorePlaces(open_store(text), location=text)
     return LocalPlaces.at(text)
 
 
@@ -247,13 +251,14 @@ class LocalPlaces:
 class StorePlaces:
     """Names that begin alike in any store. See `StepPlaces`. Looking lists all that is in the store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, location: str | None = None) -> None:
         self._store = store
+        self._location = location
 
     @property
     def location(self) -> str:
-        """What the store is called."""
-        return self._store.location
+        """The URL that led to the store, or what the store is called."""
+        return self._location or self._store.location
 
     @property
     def root(self) -> Store:

@@ -20,7 +20,7 @@ from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
 from megackpt.storage.object_library import ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
-from megackpt.storage.opening import checked_path, checked_store, open_store
+from megackpt.storage.opening import checked_path, checked_store, is_url, open_store
 from megackpt.storage.patched import Patch, PatchedStore
 from megackpt.storage.paths import absolute_path, expanded_path
 from megackpt.storage.residency import is_in_memory
@@ -56,6 +56,7 @@ __all__ = [
     "is_allowed_name",
     "is_in_memory",
     "is_object_url",
+    "is_url",
     "lend",
     "open_store",
 ]

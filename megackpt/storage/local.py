@@ -11,6 +11,8 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 from megackpt.storage.beneath import Beneath, flush_directory
 from megackpt.storage.beside import name_beside
@@ -43,6 +45,7 @@ class LocalStore:
         self._root = absolute_path(root)  # the process may change its directory later
         self._files = Beneath(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
+        self._open_files = open_files
         common = self._options.buffer_bytes == COMMON_POOL.buffer_bytes
         self._pool = COMMON_POOL if common else BufferPool(self._options.buffer_bytes, limit=_OWN_BUFFERS)
         self._reading = FileReader(
@@ -54,6 +57,10 @@ class LocalStore:
         self._unsynced: set[str] = set()  # directories below root ("" is root) whose entries changed
         self._unsynced_above: set[str] = set()  # paths of directories in which `create` made one
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of: the process that writes asynchronous saves opens files of its own."""
+        return partial(type(self), files=self._options, open_files=self._open_files), (self._root,)
 
     @property
     def location(self) -> str:

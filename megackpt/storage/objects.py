@@ -52,6 +52,10 @@ class ObjectStore:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of: the process that writes asynchronous saves opens its own client."""
+        return partial(type(self), options=self._options), (self._url,)
+
     @property
     def location(self) -> str:
         """The URL, without a slash at its end."""

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from megackpt.errors import DeclarationError, StorageError
+from megackpt.errors import CheckpointError, DeclarationError, StorageError
 from megackpt.storage.local import LocalStore
-from megackpt.storage.object_library import ObjectOptions, is_object_url
+from megackpt.storage.object_library import SCHEMES, ObjectOptions, is_object_url
 from megackpt.storage.objects import ObjectStore
 from megackpt.storage.paths import expanded_path
 from megackpt.storage.store import Store
+
+ENTRY_POINTS = "megackpt.stores"
+"""Entry points of other packages: by the scheme of its URLs, a function that returns the store of an URL."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _JOINED = re.compile(r"(s3|gs|az):/[^/]")
@@ -34,11 +39,18 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
     '/ckpt/iter_0000100'
     """
     text = checked_path(path)
-    return ObjectStore(text, options=objects) if is_object_url(text) else LocalStore(text)
+    if is_object_url(text):
+        return ObjectStore(text, options=objects)
+    return _store_of_package(text) if is_url(text) else LocalStore(text)
+
+
+def is_url(text: str) -> bool:
+    """Say whether a location is an URL, and no path. Local, pure."""
+    return _URL.match(text) is not None
 
 
 def checked_path(path: object) -> str:
-    """Return a path, or the URL of an object store, as text; `~` becomes the home directory. Local.
+    """Return a path, or the URL of a store, as text; `~` becomes the home directory. Local.
 
     Raises:
         StorageError: it is an URL of a kind that no store serves, or empty.
@@ -50,22 +62,44 @@ def checked_path(path: object) -> str:
         raise StorageError(
             "'': an empty path names no checkpoint directory. Give its path, or '.' for this one."
         )
-    if is_object_url(text):
+    url = _URL.match(text)
+    if url and (is_object_url(text) or url["scheme"] in _packages()):
         return text
     if not isinstance(path, str) and _JOINED.match(text):
         raise StorageError(
             f"{text}: a pathlib.Path makes one slash of the two in an URL. Give the URL as a string.",
             path=text,
         )
-    url = _URL.match(text)
     if url:
+        known = ", ".join(f"{scheme}://" for scheme in ("s3", *sorted(_packages())))
         raise StorageError(
-            f"{text}: there is no store for {url['scheme']}:// locations, but for s3://. Mount it as "
-            "a directory and give that path (a local path is given without a scheme), or pass an object with "
-            "the methods of megackpt.storage.Store.",
+            f"{text}: there is no store for {url['scheme']}:// locations, but for {known}. Mount it as "
+            "a directory and give that path (a local path is given without a scheme), pass an object with "
+            "the methods of megackpt.storage.Store, or install a package with a store for them (entry point "
+            f"group {ENTRY_POINTS}).",
             path=text,
         )
     return expanded_path(text)
+
+
+@cache
+def _packages() -> dict[str, EntryPoint]:
+    """Entry points of stores by their schemes; those of object stores are ours."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in SCHEMES}
+
+
+def _store_of_package(url: str) -> Store:
+    point = _packages()[url.partition("://")[0]]
+    try:
+        return checked_store(point.load()(url))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StorageError(
+            f"{url}: the store for {point.name}:// of another package ({point.value}) cannot be opened: "
+            f"{type(error).__name__}: {error}. Repair or update that package.",
+            path=url,
+        ) from error
 
 
 def checked_store(place: object) -> Store:

@@ -22,15 +22,17 @@ from megackpt import (
     IntegrityError,
     ShardedObject,
     ShardedTensor,
+    StorageError,
     load,
     register_codec,
 )
 from megackpt.comm import Group
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
-from megackpt.storage import MemoryStore
+from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
 from tests.async_saves import OPTIONS, alone, made, ones, part, saver_of
+from tests.user_stores import KeepsNothing, NamedStore
 from tests.writer_faults import (
     GatedStrategy,
 )
@@ -249,8 +251,32 @@ def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
 
 
 def test_a_store_that_another_process_cannot_be_given_is_refused() -> None:
-    with pytest.raises(DeclarationError, match=r"cannot be given a MemoryStore. Give a path or an URL"):
+    with pytest.raises(DeclarationError, match=r"MemoryStore cannot be sent to the process .*pickle"):
         Checkpointer(MemoryStore(), async_save=True)
+
+    class Local(LocalStore):
+        pass
+
+    with pytest.raises(DeclarationError, match=r"Local is defined in the script itself, or in a function"):
+        Checkpointer(Local("here"), async_save=True)
+
+
+@pytest.mark.parametrize("kind", ["named", "LocalStore"])
+def test_a_store_of_a_user_is_saved_to_asynchronously(tmp_path: Path, kind: str) -> None:
+    store = NamedStore(tmp_path, "mine") if kind == "named" else LocalStore(tmp_path)
+    with alone(store, keep_last=2) as checkpointer:
+        for step in (1, 2, 3):
+            assert checkpointer.save(step, ones(), metrics={"loss": 1.0})
+        loaded = checkpointer.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))})
+    assert torch.equal(loaded["w"], torch.ones(4))
+    assert checkpointer.steps() == Checkpointer(tmp_path).steps() == (2, 3)
+
+
+def test_a_store_whose_copy_writes_elsewhere_is_found_out(tmp_path: Path) -> None:
+    checkpointer = alone(KeepsNothing(tmp_path / "here"))
+    checkpointer.save(1, ones())
+    with pytest.raises(StorageError, match=r"committed step 1 by its copy of this store, and this process"):
+        checkpointer.close()
 
 
 SCRIPT = """

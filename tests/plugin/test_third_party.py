@@ -44,6 +44,12 @@ def test_the_installed_package_passes_the_conformance_suite(installed: Path) -> 
     assert "failed" not in result.stdout
 
 
+def test_urls_of_an_installed_store_are_served(installed: Path) -> None:
+    result = run_suite(installed, "check_shelf.py")
+    assert result.returncode == 0, result.stdout
+    assert "failed" not in result.stdout
+
+
 def test_broken_strategies_fail_it_and_the_report_says_how(installed: Path) -> None:
     result = run_suite(installed, "check_broken.py", "-rf", "-k", "any_range or fails_anywhere")
     assert result.returncode == 1

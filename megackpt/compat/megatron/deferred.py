@@ -18,7 +18,7 @@ from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.save import SaveRequest
 from megackpt.errors import CommonStateError
 from megackpt.options import SaveOptions
-from megackpt.storage import absolute_path, is_object_url
+from megackpt.storage import absolute_path, is_url
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class DeferredSave:
 
     def _begin(self, saver: AsyncSaver, group: Group, *, may_differ: bool) -> None:
         there = self.checkpoint_dir.rstrip("/")
-        if not is_object_url(there):
+        if not is_url(there):
             there = absolute_path(there)  # the process that writes has the working directory of its start
         root, name = os.path.split(there)
         destination = Destination(

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from megackpt.mapping import StateDict
-from megackpt.storage import is_object_url
+from megackpt.storage import is_url
 
 
 @dataclass
@@ -58,4 +58,4 @@ def take_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict | None:
 
 def _absolute(place: str | os.PathLike[str]) -> str:
     text = os.fspath(place)
-    return text.rstrip("/") if is_object_url(text) else os.path.abspath(text)
+    return text.rstrip("/") if is_url(text) else os.path.abspath(text)

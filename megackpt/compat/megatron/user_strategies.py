@@ -49,7 +49,7 @@ from megackpt.mapping.describe import describe
 from megackpt.mapping.foreign import adopt
 from megackpt.mapping.tree import leaf_types
 from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
-from megackpt.storage import is_object_url, open_store
+from megackpt.storage import is_url, open_store
 from megackpt.validation import Rules, StrictHandling, check_coverage, settle_missing, settle_unexpected
 from megackpt.validation.common import check_common_equal
 
@@ -415,4 +415,4 @@ def _present(factories: Any, loaded: Any) -> Any:
 def _place(checkpoint_dir: str | os.PathLike[str]) -> Path | str:
     """Return the directory as strategies of Megatron-Core are given it."""
     text = os.fspath(checkpoint_dir)
-    return text if is_object_url(text) else Path(text)
+    return text if is_url(text) else Path(text)

@@ -7,6 +7,7 @@ only place where objects are pickled: never into, or out of, a checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
 from megackpt.comm import StoreAddress
@@ -23,15 +24,20 @@ from megackpt.storage import ObjectOptions, Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A checkpoint below a root: its name there, and options if the root is in an object store."""
+    """A checkpoint below a root: its name there, and options if the root is in an object store.
+
+    store is the root itself, pickled, where a user gave one instead of a path or an URL.
+    """
 
     root: str
     name: str
     objects: ObjectOptions | None = None
+    store: bytes | None = None
 
     def open(self) -> Store:
         """Return its store."""
-        return step_places(self.root, objects=self.objects).open(self.name)
+        root = self.root if self.store is None else ForkingPickler.loads(self.store)  # of our own parent
+        return step_places(root, objects=self.objects).open(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,17 +95,26 @@ def sendable(strategy: SaveStrategy) -> SaveStrategy:
     Raises:
         DeclarationError: it cannot.
     """
-    kind = type(strategy)
+    pickled_for_a_writer(strategy)
+    return strategy
+
+
+def pickled_for_a_writer(given: object) -> bytes:
+    """Return a strategy or a store of a user as the process that writes asynchronous saves is sent it.
+
+    Raises:
+        DeclarationError: that process cannot be given it.
+    """
+    kind = type(given)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise DeclarationError(
             f"{kind.__qualname__} is defined in the script itself, or in a function, where the process that "
             f"writes asynchronous saves cannot import it. Define it in a module."
         )
     try:
-        ForkingPickler.dumps(strategy)
+        return bytes(ForkingPickler.dumps(given))
     except Exception as error:
         raise DeclarationError(
             f"{kind.__qualname__} cannot be sent to the process that writes asynchronous saves: {error}. "
             f"Give it attributes that can be pickled, or save synchronously."
         ) from error
-    return strategy

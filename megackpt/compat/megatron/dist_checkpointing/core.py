@@ -10,7 +10,7 @@ from megackpt.compat.megatron.refusal import refuse
 from megackpt.engine.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import Store, is_object_url, open_store
+from megackpt.storage import Store, is_url, open_store
 
 __all__ = [
     "CONFIG_FNAME",
@@ -66,7 +66,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | Store) -> Checkpo
     if not isinstance(checkpoint_dir, (str, os.PathLike)):
         return _config_in(checkpoint_dir)
     place = os.fspath(checkpoint_dir)
-    if not is_object_url(place) and not Path(place).is_dir():
+    if not is_url(place) and not Path(place).is_dir():
         return None
     store = open_store(place)
     try:

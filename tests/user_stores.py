@@ -1,0 +1,30 @@
+"""Stores as a user might write them, in a module that the writer process can import."""
+
+from __future__ import annotations
+
+import os
+
+from megackpt.storage import LocalStore
+
+
+class NamedStore(LocalStore):
+    """A directory under a name, which a pickle carries."""
+
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
+        super().__init__(directory)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[NamedStore], tuple[str, str]]:
+        return NamedStore, (super().location, self.name)
+
+    @property
+    def location(self) -> str:
+        """What messages call it."""
+        return f"named:{self.name}"
+
+
+class KeepsNothing(LocalStore):
+    """A store whose copy in another process writes where nobody looks, as one in memory would."""
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
+        return LocalStore, (f"{self.location}-elsewhere",)
