@@ -27,12 +27,13 @@ from megackpt.engine.integrity.fallback import Fallback
 from megackpt.engine.opening import read_common_and_references, refuse_unreadable
 from megackpt.engine.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.renamed_contents import renamed
+from megackpt.engine.shared_targets import SharedTargets
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.mapping.plain import can_take, filled_in_place, match_common, plain_tensors
+from megackpt.mapping.plain import can_take, filled_in_place, is_plain_tensor, match_common, plain_tensors
 from megackpt.mapping.tree import (
     ABSENT,
     Steps,
@@ -133,6 +134,9 @@ class PreparedLoad:
         for tensor in self.tensors:
             tensor.init_data()
             check_target(tensor, on_meta=_LOAD_ON_META)
+        by_value = {dotted(leaf): t for leaf, t in self.plain.items() if leaf not in references}
+        self.shared = SharedTargets(self.tensors, by_value)
+        self.tensors = self.shared.tensors
         self.objects = [o for o in self.expanded.objects if o.key not in left_out]
         requested = describe([*self.tensors, *self.objects], rank=group.rank)
         resized = settle_differences(requested, arrays, rules, where=where)
@@ -196,10 +200,12 @@ class PreparedLoad:
             wanted = Wanted(self.requested, self.tensors, self.blobs)
             times = load_by_exchange(self.contents, wanted, exchange, options, where=self.where)
             self.object_bytes = [blob.numpy().tobytes() for blob in self.blobs]
+            self.shared.put()
             return times
         began = time.perf_counter()
         read_tensors(self.chunks, self.copies, self.tensors, options)
         self.object_bytes = [read_chunk(self.chunks, row) for row in self.object_rows]
+        self.shared.put()
         return PhaseTimes(read=time.perf_counter() - began)
 
     def finish(self) -> StateDict:
@@ -209,8 +215,20 @@ class PreparedLoad:
             entity.data = self.contents.decode_object(data, where)
         common = filled_in_place(self.common, self.plain)
         common = with_tensors(common, self.kept | {place: t.data for place, t in self.whole.items()})
+        self.shared.check(self.where, self._shared_values())
         loaded: StateDict = self.expanded.finish(common, self.unexpected)
         return loaded
+
+    def _shared_values(self) -> dict[str, torch.Tensor]:
+        """Return what common state has for the plain tensors that share memory with other targets."""
+        wanted = {leaf for leaf in self.plain if self.shared.shares(dotted(leaf))}
+        if not wanted:
+            return {}
+        return {
+            dotted(steps): leaf
+            for steps, leaf in iter_leaves(self.common, (), step=add_step)
+            if steps in wanted and is_plain_tensor(leaf) and can_take(self.plain[steps], leaf)
+        }
 
 
 def _referring(common: Any, stored: Contents, rename: Mapping[str, str]) -> tuple[Any, dict[Steps, str]]:

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.read import read_chunk, read_tensors
+from megackpt.engine.shared_targets import SharedTargets
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Contents
@@ -152,12 +153,15 @@ class MegackptStorageReader(StorageReader):
     ) -> None:
         targets = [planner.resolve_tensor(item) for item in items]
         tensors = [_target(item, target, contents) for item, target in zip(items, targets, strict=True)]
+        shared = SharedTargets(tensors)
         requested = describe(tensors, rank=0)
         rules = Rules(self._options.rules, StrictHandling.ASSUME_OK_UNEXPECTED)
         settle_differences(requested, contents.arrays, rules, where=store.location)
         chunks = contents.chunks_for([requested.table])
         copies = plan_load(requested, chunks.table, where=store.location)
-        read_tensors(chunks, copies, tensors, self._options)
+        read_tensors(chunks, copies, shared.tensors, self._options)
+        shared.put()
+        shared.check(store.location)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 

@@ -1,0 +1,153 @@
+"""Targets of a load that share memory: a tied weight under two keys, a buffer and a view of it.
+
+What the checkpoint has for each of them is read into memory of its own, and put into the targets when all is
+read. A target that then holds something else than its key has was overwritten by another one: that is an
+error which names both. So a tied weight loads, and two keys never leave a mixture in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.errors import MismatchError
+from megackpt.mapping import ShardedTensor
+
+_MAX_WORK = 10_000
+"""Steps that numpy may take to tell whether two strided views meet. Where these are not enough, they are
+treated as views that do, which costs memory for a copy and nothing else."""
+
+
+class SharedTargets:
+    """The targets of one rank, of which some may share memory.
+
+    others are tensors that are filled when all of these are, by what they are called.
+
+    Attributes:
+        tensors: where to read to: the given ones, or copies of those that share memory, with data of their
+            own.
+    """
+
+    def __init__(self, tensors: Sequence[ShardedTensor], others: Mapping[str, torch.Tensor] | None = None):
+        self._names = [*(t.key for t in tensors), *(others or {})]
+        self._targets = [*(t.data for t in tensors if t.data is not None), *(others or {}).values()]
+        assert len(self._names) == len(self._targets)  # the load has allocated what had no data
+        self._partner = sharing(self._targets)
+        self._values: dict[int, torch.Tensor] = {}
+        self.tensors = list(tensors)
+        for i in self._partner:
+            if i < len(tensors):
+                self._values[i] = torch.empty_like(self._targets[i].detach(), requires_grad=False)
+                self.tensors[i] = replace(tensors[i], data=self._values[i])
+
+    def put(self) -> None:
+        """Copy what was read into the targets that share memory."""
+        with torch.no_grad():
+            for i, value in self._values.items():
+                self._targets[i].detach().copy_(value)
+
+    def shares(self, name: str) -> bool:
+        """Say whether one of the others shares memory with any target."""
+        return any(self._names[i] == name for i in self._partner)
+
+    def check(self, where: str, values: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Make sure that every target holds what its key has; values are those of the others.
+
+        Raises:
+            MismatchError: one does not; another one that shares its memory has other values.
+        """
+        for i, partner in self._partner.items():
+            value = self._values.get(i)
+            if value is None:
+                value = (values or {}).get(self._names[i])
+            if value is not None and not _same_bits(self._targets[i], value):
+                first, second = sorted((self._names[i], self._names[partner]))
+                raise MismatchError(
+                    f"{where}: {first!r} and {second!r} were loaded into the same memory, and the "
+                    f"checkpoint has different values for it. Load each key into a tensor of its own "
+                    f"(clone()), or ask for one of them only.",
+                    key=first,
+                    path=where,
+                )
+
+
+def sharing(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return which tensors have an element in memory that another one has, too, and one such other each."""
+    spans = [_span(tensor) for tensor in tensors]
+    devices = {device: i for i, device in enumerate(sorted({device for device, _, _ in spans}))}
+    device = np.array([devices[device] for device, _, _ in spans], np.int64)
+    low, high = (np.array([span[i] for span in spans], np.uint64) for i in (1, 2))
+    found: dict[int, int] = {}
+    for number in devices.values():
+        rows = np.flatnonzero((device == number) & (high > low))
+        rows = rows[np.argsort(low[rows], kind="stable")]
+        reach = np.maximum.accumulate(high[rows])  # how far all up to each go
+        begins_anew = np.append(True, low[rows][1:] >= reach[:-1]) if len(rows) else np.zeros(0, np.bool_)
+        for group in np.split(rows, np.flatnonzero(begins_anew)[1:]):
+            if len(group) > 1:
+                _find_in(group.tolist(), tensors, low, high, found)
+    return found
+
+
+def _find_in(
+    group: Sequence[int], tensors: Sequence[torch.Tensor], low: Any, high: Any, found: dict[int, int]
+) -> None:
+    """Look at the pairs of tensors whose spans meet; group is sorted by where they begin."""
+    for at, i in enumerate(group):
+        for j in group[at + 1 :]:
+            if low[j] >= high[i]:
+                break
+            if (i not in found or j not in found) and _meet(tensors[i], tensors[j]):
+                found.setdefault(i, j)
+                found.setdefault(j, i)
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return the device of a tensor, its first byte and one past its last."""
+    if not tensor.numel() or tensor.is_meta:
+        return "", 0, 0
+    try:
+        low = tensor.data_ptr()
+    except RuntimeError:  # of a library whose tensors have no address: nothing is known of their memory
+        return "", 0, 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), low, low + (reach + 1) * tensor.element_size()
+
+
+def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Say whether two tensors whose spans meet have an element in common."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    views = _Addressed(first).array(), _Addressed(second).array()
+    try:
+        return np.shares_memory(*views, max_work=_MAX_WORK)  # type: ignore[arg-type]  # takes any number
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addressed:
+    """The addresses of a tensor's elements for numpy, which does not look at what is there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        width = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": f"|V{width}",
+            "data": (tensor.data_ptr(), True),
+            "strides": tuple(step * width for step in tensor.stride()),
+        }
+
+    def array(self) -> Any:  # of a dtype without a name
+        """Return them as an array."""
+        return np.asarray(self)
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Compare the bytes of two tensors: NaNs are equal to themselves then."""
+    octets = [t.detach().to(first.device).contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
+    return torch.equal(*octets)
