@@ -11,8 +11,17 @@ RENAMED: dict[str, str] = {
     "strategies.zarr.torch_to_numpy_dtype_dict": "`megackpt.metadata.DTYPES`.",
 }
 
+_STAGES = (
+    "A step inside of the writer there. `get_save_function_and_args` gives the one function that writes."
+)
+
 # Names that are not here, and why.
 ABSENT: dict[str, str] = {
+    "strategies.filesystem_async.FileSystemWriterAsync.preload_tensors": _STAGES,
+    "strategies.filesystem_async.FileSystemWriterAsync.prepare_decentralized_global_plan": _STAGES,
+    "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data": _STAGES,
+    "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc": _STAGES,
+    "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multithread": _STAGES,
     "strategies.torch.HAVE_NVRX": (
         "Says whether an import worked; `strategies.nvrx.is_nvrx_min_version` asks for the installed version."
     ),
@@ -98,6 +107,14 @@ NOTES: dict[str, str] = {
         "whatever `do_cache_distribution` says."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility": _BACKEND,
+    "strategies.filesystem_async.FileSystemWriterAsync": (
+        "torch's own writer in stages, for `torch_dcp` and `fsdp_dtensor`; `separation_hint` and `use_msc` "
+        "have no effect."
+    ),
+    "strategies.state_dict_saver.save_state_dict_async_plan": (
+        "Returns what `save_state_dict_async_finalize` is given, as nvidia-resiliency-ext does; "
+        "Megatron-Core's own returns its plans too. Plans are not kept."
+    ),
     "strategies.fully_parallel.FullyParallelSaveStrategyWrapper": (
         "Chunks that several ranks hold are spread over those in the main replica's group, or over all ranks "
         "without a group. `do_cache_distribution` keeps plans."

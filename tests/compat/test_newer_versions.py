@@ -353,3 +353,51 @@ def test_a_pattern_that_fits_no_gpt_is_an_error(pattern: str, why: str) -> None:
 def test_modules_of_newer_versions_import_alone() -> None:
     for name in ("strategies.nvrx", "gpt_checkpoint_interop", "strategies.cached_metadata_filesystem_reader"):
         assert importlib.import_module(f"{dist_checkpointing.__name__}.{name}")
+
+
+def _save_dcp_later(path: str, breaks: bool) -> str:
+    rank = torch.distributed.get_rank()
+    _, modules = torch_dist.get_async_strategy("nvrx")
+    state = {"mine": {f"w{rank}": torch.full((3,), float(rank))}, "step": 7}
+    writer = modules["FileSystemWriterAsync"](path, thread_count=2, use_msc=False)
+    planned = modules["save_state_dict_async_plan"](state, writer, None, 0, planner=None, enable_cache=True)
+    function, preload, arguments = writer.get_save_function_and_args()
+    request = nvrx.make_nvrx_async_request(
+        modules["AsyncRequest"],
+        function,
+        arguments,
+        [lambda: modules["save_state_dict_async_finalize"](*planned)],
+        preload_fn=preload,
+    )
+    state["mine"][f"w{rank}"].zero_()
+    if breaks and rank == 1:
+        for number in range(2):
+            Path(path, f"__1_{number}.distcp").mkdir()
+    queue = modules["AsyncCallsQueue"]()
+    queue.schedule_async_request(request)
+    try:
+        queue.close()
+    except CheckpointException as error:
+        return f"ranks {sorted(error.failures)}"
+    return "saved"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_s_own_format_is_saved_in_stages_as_megatron_does_for_fsdp(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "iter_1"
+    assert rank_pool.run(_save_dcp_later, 2, str(path), False) == ["saved", "saved"]
+    assert not dist_checkpointing.check_is_distributed_checkpoint(str(path))
+    whole = {"mine": {"w0": torch.ones(3), "w1": torch.zeros(3)}, "step": 0}
+    torch.distributed.checkpoint.load(whole, checkpoint_id=path, no_dist=True)
+    assert [tensor.tolist() for tensor in whole["mine"].values()] == [[0.0] * 3, [1.0] * 3]
+    assert whole["step"] == 7
+    broken = tmp_path / "iter_2"
+    broken.mkdir()
+    assert rank_pool.run(_save_dcp_later, 2, str(broken), True) == ["ranks [1]"] * 2
+    assert not (broken / ".metadata").exists()
+    writer = torch_dist.get_async_strategy("mcore", "FileSystemWriterAsync")[1](tmp_path / "x")
+    with pytest.raises(DeclarationError, match="Nothing was written"):
+        writer.retrieve_write_results()
