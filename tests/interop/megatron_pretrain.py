@@ -55,12 +55,22 @@ def pretrain(checkout: str, *arguments: str, megackpt: bool, ranks: int = 2) -> 
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(HERE / "megatron_pretrain.py"), *(["--megackpt"] if megackpt else [])]
-    command += [str(Path(checkout) / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
+    command += [str(Path(checkout) / "pretrain_gpt.py"), *_known(checkout), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     log = done.stdout + done.stderr
     if done.returncode:
-        raise RuntimeError(f"pretrain_gpt.py ended with {done.returncode}:\n{log[-4000:]}")
+        of_ranks = log.split("/torch/distributed/elastic/", 1)[0]  # what its launcher adds says nothing of it
+        raise RuntimeError(f"pretrain_gpt.py ended with {done.returncode}:\n{of_ranks[-4000:]}")
     return {int(number): (loss, norm) for number, loss, norm in LINE.findall(log)}
+
+
+def _known(checkout: str) -> list[str]:
+    """Return the arguments without the switches that this version does not have."""
+    texts = [path.read_text() for path in (Path(checkout) / "megatron" / "training").rglob("*.py")]
+    optional = "--dist-ckpt-optim-fully-reshardable"
+    names = (optional, optional.removeprefix("--").replace("-", "_"))
+    known = any(name in text for text in texts for name in names)
+    return [argument for argument in ARGUMENTS if known or argument != optional]
 
 
 def answer_for_a_gpu() -> None:
