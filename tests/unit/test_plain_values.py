@@ -116,3 +116,18 @@ def test_without_validation_nothing_is_proved(tmp_path: Path) -> None:
     assert load({"w": hole.without_data()}, tmp_path / "c")["w"].tolist() == [1.0, 1.0]
     with pytest.raises(FormatError, match="has no data for some elements"):
         load({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("format", ["megackpt", "torch_dist", ("zarr", 1), ("zarr", 3)])
+def test_a_tied_weight_under_two_names_is_stored_and_loaded_under_both(
+    tmp_path: Path, format: str | tuple[str, int]
+) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"embedding": {"weight": weight}, "output": {"weight": weight, "rows": weight[1:]}}
+    save(state, tmp_path / "c", format)
+    tied = torch.zeros(2, 3)
+    apart = torch.zeros(2, 3)
+    load({"embedding": {"weight": tied}, "output": {"weight": tied}}, tmp_path / "c")
+    assert torch.equal(tied, weight)
+    load({"output": {"weight": apart, "rows": torch.zeros(1, 3)}}, tmp_path / "c")
+    assert torch.equal(apart, weight)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import safetensors.torch
+import torch
 
 from megackpt.codec import encode, pack
 from megackpt.formats.array_digests import ArrayDigester
@@ -213,7 +215,7 @@ class NativeSaveStrategy:
         text = json.dumps(encoded.tree, ensure_ascii=False, allow_nan=False, indent=1)
         said = {"common": write_small(store, names.common_file(attempt), text.encode())}
         if encoded.tensors:
-            tensors = {str(i): t for i, t in enumerate(encoded.tensors)}
+            tensors = {str(i): t for i, t in enumerate(_apart(encoded.tensors))}
             blob = safetensors.torch.save(tensors)
             said["common_tensors"] = write_small(store, names.common_tensors_file(attempt), blob)
         return said
@@ -226,3 +228,12 @@ class NativeSaveStrategy:
     def attempt_of(self, name: str) -> str | None:
         """Return the attempt in a file name of this format."""
         return names.attempt_of(name)
+
+
+def _apart(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors, copies of those whose memory an earlier one has: safetensors refuses these."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        yield tensor.clone() if memory in seen else tensor
+        seen.add(memory)
