@@ -47,6 +47,8 @@ DELAY_S = 1.5  # at most, from when all ranks are ready to when one is stopped
 CASES = int(os.environ.get("MEGACKPT_TESTS_STOPS", "100"))  # of each kind of work
 LANES = 4  # that many worlds at once, as most of the time is waited
 
+_STARTING = threading.Lock()  # starting a worker changes the environment of this process
+
 _LAUNCHER = """
 import sys, time
 from datetime import timedelta
@@ -179,7 +181,8 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
     """Stop the process at its moment; return what is wrong with what the others do then."""
     notes.mkdir()
     with contextlib.ExitStack() as stack:
-        pids = pool.pids(ranks)
+        with _STARTING:
+            pids = pool.pids(ranks)
         lost: int | None = {"rank 0": 0, "last rank": ranks - 1}.get(stop.victim)
         launched, port = stack.enter_context(launcher()) if stop.victim == "launcher" else (0, 0)
         outcomes: list[Any] = []
