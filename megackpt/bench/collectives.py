@@ -1,7 +1,7 @@
-"""Collectives of torch that are begun, counted.
+"""Count the collectives that this process begins.
 
-Owns the list of functions. They are replaced by counting ones while a block runs, so that what is counted is
-what really goes over the network, whatever stands in between.
+The methods of torch's process groups are replaced by counting ones while a block runs: those that functions
+of torch.distributed call, and those of the gloo groups that megackpt makes for itself.
 """
 
 from __future__ import annotations
@@ -14,45 +14,68 @@ from unittest import mock
 
 import torch.distributed as dist
 
-_NAMES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
+COLLECTIVE_METHODS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
     "barrier",
     "broadcast",
-    "broadcast_object_list",
     "gather",
-    "gather_object",
     "reduce",
-    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
     "scatter",
-    "scatter_object_list",
 )
+"""Methods of a process group that all of its ranks call together."""
+
+MESSAGE_METHODS = ("recv", "recv_anysource", "send")
+"""Methods of a process group that move something between two ranks."""
 
 
 @dataclass(slots=True)
 class Count:
-    """How many there were so far."""
+    """How many collectives were begun so far."""
 
     value: int = 0
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Count]:
-    """Count collectives that this process begins through `torch.distributed` while the block runs."""
+    """Count the collectives that this process begins while the block runs."""
     count = Count()
 
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            count.value += 1
-            return function(*args, **kwargs)
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        count.value += 1
 
-        return counting
-
-    with contextlib.ExitStack() as stack:
-        for name in _NAMES:
-            stack.enter_context(mock.patch.object(dist, name, around(getattr(dist, name))))
+    with observed(COLLECTIVE_METHODS, note):
         yield count
+
+
+@contextlib.contextmanager
+def observed(names: tuple[str, ...], note: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `note(name, arguments)` before each call of these methods of a process group, in this process.
+
+    The calls are made as before. The arguments leave out the group itself.
+    """
+
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(group: Any, *args: Any, **kwargs: Any) -> Any:
+            note(name, (*args, *kwargs.values()))
+            return method(group, *args, **kwargs)
+
+        return noting
+
+    # A group of torch.distributed hands its calls on below Python, so that no call is seen twice.
+    gloo: Any = dist.distributed_c10d.ProcessGroupGloo
+    with contextlib.ExitStack() as stack:
+        for cls in (dist.ProcessGroup, gloo):
+            for name in names:
+                if hasattr(cls, name):
+                    stack.enter_context(mock.patch.object(cls, name, around(name, getattr(cls, name))))
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megackpt
+from megackpt.bench.collectives import COLLECTIVE_METHODS, MESSAGE_METHODS, observed
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import ParallelGroups, ParallelLayout
@@ -19,54 +19,25 @@ from models import GPT, GPTConfig
 
 pytestmark = pytest.mark.multiprocess
 
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-)
-
 
 class Traffic:
-    """Counts every collective of torch.distributed and the bytes of the tensors that it is given."""
+    """Counts every call of a process group and the bytes of the tensors that it is given."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.nbytes = 0
-        self._originals = {name: getattr(dist, name) for name in COLLECTIVES}
+        self._observed = observed(COLLECTIVE_METHODS + MESSAGE_METHODS, self._note)
 
     def __enter__(self) -> Traffic:
-        for name, original in self._originals.items():
-            setattr(dist, name, self._counted(name, original))
+        self._observed.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
+    def __exit__(self, *error: Any) -> None:
+        self._observed.__exit__(*error)
 
-    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            self.nbytes += sum(_tensor_bytes(a) for a in (*args, *kwargs.values()))
-            return original(*args, **kwargs)
-
-        return call
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        self.calls.append(name)
+        self.nbytes += _tensor_bytes(args)
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -116,10 +87,10 @@ def traffic_of_a_save(hidden_size: int, directory: Path) -> tuple[int, list[str]
 
 
 PLANNING = [
-    "all_to_all_single",  # settings, digests, plans that are kept
-    *("all_to_all_single", "all_gather"),  # digests of lists
-    *("all_to_all_single", "gather"),  # declarations
-    *("all_to_all_single", "scatter"),  # each rank's rows
+    "alltoall_base",  # settings, digests, plans that are kept
+    *("alltoall_base", "allgather"),  # digests of lists
+    *("alltoall_base", "gather"),  # declarations
+    *("alltoall_base", "scatter"),  # each rank's rows
 ]
 """Each begins with what it is and how long, in a message from each rank to each; what is short is in it."""
 
@@ -146,7 +117,7 @@ def calls_of_four_saves(directory: Path) -> list[tuple[list[str], list[str]]]:
 
 def test_planning_with_a_plan_that_is_kept_is_one_collective(rank_pool: RankPool, tmp_path: Path) -> None:
     short = [name for name in PLANNING if name != "gather"]
-    once = ["all_to_all_single"]
+    once = ["alltoall_base"]
     writing = [*once, *once]  # all have written, and said what; rank 0 has committed
     for calls in rank_pool.run(calls_of_four_saves, 4, tmp_path / "c"):
         assert calls == [(short, writing), (short, writing), (once, writing), (once, writing)]
