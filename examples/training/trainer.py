@@ -94,6 +94,10 @@ class Trainer:
         Returns the exit code: 0, or that of the Checkpointer where a signal has ended the run.
         """
         note = self.resume()
+        if self.checkpointer is not None and self.step < self.arguments.exit_after:
+            self.checkpointer.warm_up(
+                self.state(to_save=True), sharded_strategy=self.arguments.knobs.save_strategy()
+            )  # then the first asynchronous save stops training no longer than the others
         with self._report() as report:
             report.start(step=self.step, layout=self.layout, note=note)
             try:
@@ -150,7 +154,11 @@ class Trainer:
         saved = checkpointer.save(
             self.step,
             self.state(to_save=True),
-            content_metadata={"layout": self.layout, "model": _plain(self.arguments.model)},
+            content_metadata={
+                "layout": self.layout,
+                "model": _plain(self.arguments.model),
+                "steps": self.schedule.steps,
+            },
             sharded_strategy=self.arguments.knobs.save_strategy(),
         )
         if saved:
@@ -167,7 +175,9 @@ class Trainer:
                 f"starting from scratch at {_text(self.layout)}; {self.arguments.ckpt} has no checkpoint yet"
             )
         location = self.checkpointer.location(step)
-        saved_at = self._check_model(self.checkpointer.content_metadata(step), location)
+        found = self.checkpointer.content_metadata(step)
+        saved_at = self._check_model(found, location)
+        self._check_steps(found, step, location)
         try:
             loaded = self.checkpointer.load(
                 self.state(),
@@ -205,6 +215,19 @@ class Trainer:
             )
         layout: dict[str, int] = found["layout"]
         return layout
+
+    def _check_steps(self, found: dict[str, Any], step: int, location: str) -> None:
+        """Refuse another end of the run than it was begun with, unless a flag says what becomes of it."""
+        asked, begun = self.arguments.steps, found.get("steps", self.arguments.steps)
+        if asked == begun or self.arguments.when_schedule_differs != "error":
+            return
+        state = f"is finished: step {step} of {begun}" if step >= begun else f"has --steps {begun}"
+        refuse(
+            f"--steps {asked}: the run in {location} {state}, and its learning rate was scheduled for that. "
+            f"Give --steps {begun}; or go on to step {asked} with --override-opt_param-scheduler, by a "
+            f"schedule for all {asked}, or with --use-checkpoint-opt_param-scheduler, by that of the "
+            f"checkpoint"
+        )
 
     def _follow_schedule(self) -> None:
         """Set what the schedule decides, which may be that of the checkpoint."""

@@ -93,7 +93,7 @@ CASES = {
         r".*holds another model, with params_dtype torch\.float32 instead of torch\.bfloat16; give .*",
     ),
     "other text": Case(
-        "{small} --data {root}/other --ckpt {root}/ckpt",
+        "{small} --data {root}/other --ckpt {root}/ckpt --steps=2",
         r"cannot resume {root}/ckpt/iter_0000002: .*samples in another order: text: '\w+' stored, '\w+' here "
         r"Give .*",
     ),
@@ -102,12 +102,18 @@ CASES = {
         r"cannot resume .*: The schedule .* not the one given: peak: 0\.003 stored, 0\.5 given "
         r"weight_decay: 0\.1 stored, 0\.3 given .*",
     ),
+    "beyond a finished run": Case(
+        "{small} --data {root}/text --ckpt {root}/ckpt --steps=20",
+        r"--steps 20: the run in {root}/ckpt/iter_0000002 is finished: step 2 of 2, .* Give --steps 2; .*"
+        r"--override-opt_param-scheduler.*--use-checkpoint-opt_param-scheduler.*",
+    ),
     "foreign": Case(
         "{small} --data {root}/text --ckpt {root}/foreign",
         r"{root}/foreign/iter_0000001 was not saved by pretrain_gpt\.py; give another --ckpt",
     ),
     "damaged": Case(
-        "{small} --data {root}/text --ckpt {root}/damaged", r"cannot resume .*{root}/damaged/iter_0000002.*"
+        "{small} --data {root}/text --ckpt {root}/damaged --steps=2",
+        r"cannot resume .*{root}/damaged/iter_0000002.*",
     ),
 }
 

@@ -88,7 +88,7 @@ def test_formats_and_files_are_those_asked_for(
         directory = Checkpointer(tmp_path / name).directory(1)
         assert json.loads((directory / "metadata.json").read_text())["sharded_backend"] == name.split(":")[0]
         if name == "torch_dist":
-            assert len(list(directory.glob("*.distcp"))) == 4 * 3
+            assert len(list(directory.glob("__*.distcp"))) == 4 * 3
 
 
 def test_gathered_optimizer_state_has_fewer_chunks(rank_pool: RankPool, tmp_path: Path) -> None:

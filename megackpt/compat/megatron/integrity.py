@@ -78,7 +78,8 @@ def _verify(checkpoint_dir: str | os.PathLike[str]) -> None:
         raise IntegrityError(
             f"{checkpoint_dir}: {len(wrong)} of {len(files)} files differ from {INTEGRITY_FNAME}: "
             f"{'; '.join(wrong[:8])}. Load another checkpoint, or leave verify_integrity out to read what is "
-            f"whole.",
+            f"whole. A later save into this directory without verify_integrity leaves the file of the "
+            f"earlier one: then save again with it.",
             path=str(checkpoint_dir),
         )
 
