@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         save,
     )
     from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
-    from megackpt.codec import ForeignMember, ForeignObject, register_codec
+    from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject, register_codec
     from megackpt.config import CheckpointConfig
     from megackpt.engine.plan_cache import PlanCache
     from megackpt.errors import (
@@ -73,6 +73,7 @@ __all__ = [
     "CoverageError",
     "DeclarationError",
     "ForeignMember",
+    "ForeignNamedTuple",
     "ForeignObject",
     "FormatError",
     "GeometryError",
@@ -140,7 +141,7 @@ _NAMES_OF = {
         "MemoryTier",
         "SaveInterval",
     ),
-    "megackpt.codec": ("ForeignMember", "ForeignObject", "register_codec"),
+    "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject", "register_codec"),
     "megackpt.config": ("CheckpointConfig",),
     "megackpt.engine.plan_cache": ("PlanCache",),
     "megackpt.errors": (

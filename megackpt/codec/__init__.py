@@ -8,7 +8,13 @@ from megackpt.codec.blob import pack, unpack
 from megackpt.codec.decoder import decode
 from megackpt.codec.digests import leaf_digests, leaves
 from megackpt.codec.encoder import encode
-from megackpt.codec.foreign import ForeignMember, ForeignName, ForeignObject, carrying_unknown
+from megackpt.codec.foreign import (
+    ForeignMember,
+    ForeignName,
+    ForeignNamedTuple,
+    ForeignObject,
+    carrying_unknown,
+)
 from megackpt.codec.reference import ArrayReference
 from megackpt.codec.registering import register_codec
 from megackpt.codec.tree import Encoded, dump_tree, load_tree
@@ -18,6 +24,7 @@ __all__ = [
     "Encoded",
     "ForeignMember",
     "ForeignName",
+    "ForeignNamedTuple",
     "ForeignObject",
     "carrying_unknown",
     "decode",

@@ -10,8 +10,6 @@ from collections.abc import Container
 
 import torch
 
-from megackpt.codec.registry import is_named_tuple
-
 
 def why_not(value: object, *, known: Container[type]) -> str:
     """Say why there is no codec for a value, and what to do. known are the classes that have one."""
@@ -24,10 +22,11 @@ def why_not(value: object, *, known: Container[type]) -> str:
             f"A {name} is a tensor with a meaning of its own. Save value.detach() if that is a plain "
             f"tensor, or declare it as sharded."
         )
-    if is_named_tuple(cls) or dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value):
         return (
-            f"{name} is {_sort_of(cls)} that is not registered. Save plain values, or register it before "
-            f"saving and before loading: {call})."
+            f"{name} is a dataclass that is not registered. To make one, a load would have to run its "
+            f"__init__ and __post_init__, or leave out what they check and derive. Save plain values, or "
+            f"register it before saving and before loading: {call})."
         )
     base = next((base for base in cls.__mro__[1:] if base in known), None)
     if base is not None:
@@ -49,7 +48,3 @@ def why_not(value: object, *, known: Container[type]) -> str:
 def name_of(cls: type) -> str:
     """Return the name of a class as a user would write it."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _sort_of(cls: type) -> str:
-    return "a named tuple" if is_named_tuple(cls) else "a dataclass"

@@ -22,7 +22,7 @@ from megackpt.codec import arrays, containers, foreign, reference, scalars, stan
 from megackpt.codec.advice import name_of, why_not
 from megackpt.codec.kinds import Kind, Step, base64_of
 from megackpt.codec.paths import format_path
-from megackpt.codec.registry import REGISTRY, Registered
+from megackpt.codec.registry import REGISTRY, Registered, is_named_tuple
 from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, Encoded, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError
 
@@ -59,7 +59,8 @@ class Encoder:
     """One walk through one value.
 
     path and steps lead to the value, for errors. sort_items, if given, replaces the order of mappings
-    without one. members_by_value encodes members of enumerations as a pickle has them, which knows no names.
+    without one. members_by_value encodes members of enumerations and named tuples as a pickle has
+    them, which knows no names of members and fields.
 
     Attributes:
         tensors: the tensors so far.
@@ -164,14 +165,16 @@ class Encoder:
             return [self.child(index, item) for index, item in enumerate(value)]
         if type(value) is dict:
             return self.mapping(value)
-        if self._members_by_value:
-            value = foreign.as_pickled(value)
+        if self._members_by_value and not self._is_registered_tuple(value):
+            value = foreign.as_pickled(value, self)
         kind = KIND_OF_CLASS.get(type(value))
         if kind is not None:
             return {kind.tag: kind.encode(value, self)}
         codec = REGISTRY.of_class(type(value))
         if codec is None and isinstance(value, enum.Enum):
             return {foreign.MEMBER.tag: foreign.MEMBER.encode(value, self)}
+        if codec is None and is_named_tuple(type(value)):
+            return {foreign.NAMED_TUPLE.tag: foreign.NAMED_TUPLE.encode(value, self)}
         if isinstance(value, foreign.ForeignRegistered):
             return {"$registered": {"name": self._text(value.name), "value": self.encode(value.value)}}
         if codec is None:
@@ -182,6 +185,10 @@ class Encoder:
                 "value": self.encode(self._stand_in(codec, value)),
             }
         }
+
+    @staticmethod
+    def _is_registered_tuple(value: object) -> bool:
+        return isinstance(value, tuple) and REGISTRY.of_class(type(value)) is not None
 
     def _stand_in(self, codec: Registered, value: object) -> object:
         try:

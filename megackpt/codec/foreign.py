@@ -1,10 +1,10 @@
-"""Codecs of members of enumerations, and stand-ins for what this process does not have.
+"""Codecs of members of enumerations and of named tuples, and stand-ins for what this process does not have.
 
-A member is encoded by module, class and name, whatever its class.
+A member is encoded by module, class and name, whatever its class; a named tuple by module, class and fields.
 
-A class that a file names is looked up among the modules that are imported already, and taken only if it is an
-enumeration. Nothing is imported, and no code of a module or class runs: dictionaries are read past module
-`__getattr__`, metaclasses, properties and `__missing__`.
+A class that a file names is looked up among the modules that are imported already, and taken only if it is
+one of enumerations or named tuples. Nothing is imported, and no code of a module or class runs: dictionaries
+are read past module `__getattr__`, metaclasses, properties and `__missing__`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,29 @@ class ForeignMember(_Unpicklable):
     def __repr__(self) -> str:
         name = "" if self.name is None else f".{self.name}"
         return f"<{self.module}.{self.qualname}{name}: {self.value!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignNamedTuple(_Unpicklable):
+    """Stands for a named tuple whose class is not imported, or no longer has these fields.
+
+    Two are equal if all attributes are. A save writes it back as the named tuple that it stands for.
+
+    Attributes:
+        module: of the class.
+        qualname: name of the class in its module.
+        fields: names of the fields, in order.
+        values: their values.
+    """
+
+    module: str
+    qualname: str
+    fields: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in zip(self.fields, self.values, strict=True))
+        return f"<{self.module}.{self.qualname}({fields})>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +156,34 @@ def carries_unknown() -> bool:
 
 def imported_enum(module: str, qualname: str) -> type[enum.Enum] | None:
     """Return an enumeration by its name if it is imported; None if it is not, or is no enumeration."""
+    found = _imported_class(module, qualname)
+    is_enum = found is not None and _derives(found, enum.Enum)
+    return found if is_enum and type(_class_dict(found).get("_member_map_")) is dict else None
+
+
+def imported_named_tuple(module: str, qualname: str) -> type[tuple[Any, ...]] | None:
+    """Return a class of named tuples by its name if it is imported; None if it is not, or is no such class.
+
+    None too if the class has methods that would run without being called, such as `__eq__` for a key of a
+    dict.
+    """
+    found = _imported_class(module, qualname)
+    if found is None or not _derives(found, tuple) or named_fields(found) is None:
+        return None
+    own = [cls for cls in _class_mro(found) if cls is not tuple and cls is not object]
+    return None if any(name in _class_dict(cls) for cls in own for name in _RUN_UNASKED) else found
+
+
+def named_fields(cls: type) -> tuple[str, ...] | None:
+    """Return the names of the fields of a class of named tuples, from the class; None if it is none."""
+    holders = (_class_dict(one) for one in _class_mro(cls))
+    names = next((table["_fields"] for table in holders if "_fields" in table), None)
+    is_named = type(names) is tuple and all(type(name) is str for name in names)
+    return names if is_named else None
+
+
+def _imported_class(module: str, qualname: str) -> Any:
+    """Return a class by its name if it is imported, else None."""
     where = sys.modules.get(module)
     if where is None or not _derives(type(where), ModuleType):
         return None
@@ -143,9 +194,7 @@ def imported_enum(module: str, qualname: str) -> type[enum.Enum] | None:
         if not _derives(type(found), type):
             return None
         names = _class_dict(found)
-    return (
-        found if _derives(found, enum.Enum) and type(_class_dict(found).get("_member_map_")) is dict else None
-    )
+    return found
 
 
 def member_named(cls: type[enum.Enum], name: str) -> enum.Enum | None:
@@ -193,6 +242,8 @@ def _attributes(member: Any) -> dict[str, Any]:
     return found
 
 
+# What Python itself calls of a value that is put into a dict, tested with isinstance, or dropped.
+_RUN_UNASKED = ("__hash__", "__eq__", "__class__", "__getattribute__", "__del__")
 _FUNCTIONS = (FunctionType, classmethod, property)
 _OF_STANDARD = (enum.Flag, enum.IntFlag, enum.Enum, int, object, getattr(enum, "ReprEnum", object))
 _NOT_CALLED = frozenset(("__format__", "__reduce__", "__reduce_ex__", "__repr__", "__str__"))
@@ -245,6 +296,80 @@ def _decode_member(tree: Json, reading: Reading) -> enum.Enum | ForeignMember:
     return ForeignMember(module, qualname, name, value) if member is None else member
 
 
+def _encode_named_tuple(value: tuple[Any, ...] | ForeignNamedTuple, writing: Writing) -> Json:
+    if isinstance(value, ForeignNamedTuple):
+        module, qualname, names, values = value.module, value.qualname, value.fields, value.values
+    else:
+        cls = type(value)
+        module, qualname = cls.__module__, cls.__qualname__
+        _check_named_tuple(value, writing)
+        names, values = named_fields(cls) or (), _items_of(value)
+    pairs = zip(names, values, strict=True)
+    fields: list[Json] = [[name, writing.child(name, item)] for name, item in pairs]
+    return {"module": module, "class": qualname, "fields": fields}
+
+
+def _check_named_tuple(value: tuple[Any, ...], writing: Writing) -> None:
+    """Check that a load in this process would give an equal named tuple.
+
+    Raises:
+        UnserializableError: it would not.
+    """
+    cls = type(value)
+    reason = _why_not_loaded(value, cls)
+    if reason:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        raise writing.refusal(
+            f"{name} is a named tuple that would not come back as it is: {reason}. Save plain values, or "
+            f"register it before saving and before loading: "
+            f"megackpt.register_codec({cls.__name__}, {name!r}, encode, decode)."
+        )
+
+
+def _why_not_loaded(value: tuple[Any, ...], cls: type) -> str:
+    names = named_fields(cls)
+    if names is None or len(names) != tuple.__len__(value):
+        return f"it has {tuple.__len__(value)} items, and its _fields are {names!r}"
+    if getattr(value, "__dict__", None):
+        return f"it has attributes besides its fields: {', '.join(sorted(vars(value)))}"
+    if _imported_class(cls.__module__, cls.__qualname__) is not cls:
+        return "its class cannot be found by this name"
+    if imported_named_tuple(cls.__module__, cls.__qualname__) is not cls:
+        return f"its class defines one of {', '.join(_RUN_UNASKED)}, which a load would run"
+    return ""
+
+
+def _decode_named_tuple(tree: Json, reading: Reading) -> tuple[Any, ...] | ForeignNamedTuple:
+    module, qualname, fields = fields_of(tree, "module", "class", "fields")
+    pairs = [list_of(pair, length=2) for pair in list_of(fields)]
+    names = tuple(text_of(name) for name, _ in pairs)
+    if len(set(names)) != len(names):
+        raise ValueError("a field is repeated")
+    values = tuple(reading.child(name, item) for name, (_, item) in zip(names, pairs, strict=True))
+    found = named_tuple_of(text_of(module), text_of(qualname), values, fields=names)
+    return ForeignNamedTuple(text_of(module), text_of(qualname), names, values) if found is None else found
+
+
+def named_tuple_of(
+    module: str, qualname: str, values: tuple[Any, ...], *, fields: tuple[str, ...] | None = None
+) -> tuple[Any, ...] | None:
+    """Return a named tuple of an imported class; None if there is no such class, or it has other fields.
+
+    fields are the names that the class must have; None if only their number is known.
+    """
+    cls = imported_named_tuple(module, qualname)
+    names = None if cls is None else named_fields(cls)
+    if cls is None or names is None or len(names) != len(values) or fields not in (None, names):
+        return None
+    made: tuple[Any, ...] = tuple.__new__(cls, values)  # past `__new__` of the class
+    return made
+
+
+def _items_of(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the items of a named tuple as a plain tuple, whatever its class says about iteration."""
+    return tuple(tuple.__iter__(value))
+
+
 def _encode_name(value: ForeignName, writing: Writing) -> Json:
     return {"module": value.module, "class": value.qualname}
 
@@ -264,7 +389,7 @@ def _encode_object(value: ForeignObject, writing: Writing) -> Json:
     }
 
 
-def _decode_object(tree: Json, reading: Reading) -> enum.Enum | ForeignObject:
+def _decode_object(tree: Json, reading: Reading) -> enum.Enum | tuple[Any, ...] | ForeignObject:
     names = ("module", "class", "called", "args", "state", "items")
     module, qualname, is_called, args, state, items = fields_of(tree, *names)
     if type(is_called) is not bool:
@@ -278,7 +403,14 @@ def _decode_object(tree: Json, reading: Reading) -> enum.Enum | ForeignObject:
         reading.child("state", state),
         [(reading.child("key", key), reading.child("item", item)) for key, item in pairs],
     )
-    return member_meant(found) or found
+    member, named = member_meant(found), named_tuple_meant(found)
+    return member if member is not None else found if named is None else named
+
+
+def named_tuple_meant(value: ForeignObject) -> tuple[Any, ...] | None:
+    """Return the named tuple of an imported class that an object of a pickle stands for; else None."""
+    is_made = not value.is_called and value.state is None and not value.items
+    return named_tuple_of(value.module, value.qualname, value.args) if is_made else None
 
 
 def member_meant(value: ForeignObject) -> enum.Enum | None:
@@ -290,11 +422,21 @@ def member_meant(value: ForeignObject) -> enum.Enum | None:
     return None if cls is None else member_of_value(cls, value.args[0])
 
 
-def as_pickled(value: object) -> object:
-    """Return a member with a plain value as what a pickle of it is read as elsewhere; anything else as it is.
+def as_pickled(value: object, writing: Writing) -> object:
+    """Return a member with a plain value, or a named tuple, as what a pickle of it is read as elsewhere.
 
-    Where the class is not imported, a pickle does not say which member has the value.
+    Anything else is returned as it is. Where the class is not imported, a pickle does not say which member
+    has the value, or how fields are called.
+
+    Raises:
+        UnserializableError: a load would not give an equal named tuple.
     """
+    if isinstance(value, ForeignNamedTuple):
+        return ForeignObject(value.module, value.qualname, value.values, is_called=False)
+    cls = type(value)
+    if isinstance(value, tuple) and not isinstance(value, enum.Enum) and named_fields(cls) is not None:
+        _check_named_tuple(value, writing)
+        return ForeignObject(cls.__module__, cls.__qualname__, _items_of(value), is_called=False)
     if isinstance(value, ForeignMember):
         module, qualname, plain = value.module, value.qualname, value.value
     elif isinstance(value, enum.Enum):
@@ -319,9 +461,12 @@ def is_dotted(name: str) -> bool:
 
 MEMBER = Kind("$enum", (ForeignMember,), _encode_member, _decode_member)
 """Of members of every enumeration, besides that of their stand-in."""
+NAMED_TUPLE = Kind("$namedtuple", (ForeignNamedTuple,), _encode_named_tuple, _decode_named_tuple)
+"""Of named tuples of every class, besides that of their stand-in."""
 
 KINDS = (
     MEMBER,
+    NAMED_TUPLE,
     Kind("$name", (ForeignName,), _encode_name, _decode_name),
     Kind("$foreign", (ForeignObject,), _encode_object, _decode_object),
 )

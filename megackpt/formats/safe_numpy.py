@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec.foreign import ForeignName, ForeignObject
+from megackpt.codec.foreign import ForeignName, ForeignObject, carries_unknown, named_tuple_meant
 from megackpt.formats.unknown_classes import Members, Unknown, UnknownMembers
 
 _CODE = re.compile(r"[biufcSUMm]\d{0,9}")
@@ -225,14 +225,19 @@ class _Replacing:
             self._replace_items(vars(value))
         return value
 
-    def _foreign(self, value: Unknown) -> ForeignObject:
+    def _foreign(self, value: Unknown) -> ForeignObject | tuple[Any, ...]:
         parts = vars(value)
         made = ForeignObject(value.of.module, value.of.qualname, (), parts["is_called"])
         self._done[id(value)] = value, made  # it may be in itself
         made.args = self.replaced(parts["args"])
         made.state = self.replaced(parts["state"])
         made.items = self.replaced(parts["items"])
-        return made
+        named = named_tuple_meant(made) if value.is_named_tuple else None
+        if value.is_named_tuple and named is None and not carries_unknown():
+            raise RefusedValueError(
+                f"a named tuple {made.module}.{made.qualname} that does not fit its class"
+            )
+        return made if named is None else named
 
     def _replace_items(self, table: dict[Any, Any]) -> None:
         pairs = [(self.replaced(key), self.replaced(item)) for key, item in table.items()]

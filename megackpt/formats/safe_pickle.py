@@ -18,7 +18,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ import torch
 from megackpt.codec.foreign import (
     ForeignMember,
     ForeignName,
+    ForeignNamedTuple,
     ForeignObject,
     HoldsForeignError,
     carrying_unknown,
@@ -110,24 +111,16 @@ def save_value(value: Any, *, path: str) -> bytes:
     Raises:
         UnserializableError: it does not, or the value cannot be pickled.
     """
-    out = io.BytesIO()
-    carrying: AbstractContextManager[None] = nullcontext()
     try:
-        try:
-            torch.save(value, out)
-        except HoldsForeignError:
-            # Stand-ins from a conversion: they are written as what they stand for.
-            out, carrying = io.BytesIO(), carrying_unknown()
-            torch.save(value, out, pickle_module=_FOREIGN)
+        data, holds_foreign = _pickled(value)
     except Exception as error:
         raise UnserializableError(
             f"{path}: a {type(value).__name__} cannot be pickled ({type(error).__name__}: {error}). This "
             f"format stores values as torch.save does; save something plainer.",
             path=path,
         ) from error
-    data = out.getvalue()
     try:
-        with carrying:
+        with carrying_unknown() if holds_foreign else nullcontext():
             _load_safely(data)
     except (RefusedValueError, RefusedClassError) as error:
         raise UnserializableError(
@@ -142,6 +135,26 @@ def save_value(value: Any, *, path: str) -> bytes:
             path=path,
         ) from error
     return data
+
+
+def save_known_value(value: Any) -> bytes:
+    """Return what `torch.save` makes of a value of which `save_value` has proved that it can be read."""
+    return _pickled(value)[0]
+
+
+def _pickled(value: Any) -> tuple[bytes, bool]:
+    """Return the pickle of a value, and whether stand-ins are in the value.
+
+    These come from a conversion, and are written as what they stand for.
+    """
+    out = io.BytesIO()
+    try:
+        torch.save(value, out)
+    except HoldsForeignError:
+        out = io.BytesIO()
+        torch.save(value, out, pickle_module=_FOREIGN)
+        return out.getvalue(), True
+    return out.getvalue(), False
 
 
 def warn_of_unsafe_pickle(where: str) -> None:
@@ -183,6 +196,13 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
             self.save(value.state)
             self.write(pickle.BUILD)
 
+    def save_foreign_named_tuple(self, value: ForeignNamedTuple) -> None:
+        """Write how the named tuple is made."""
+        self._write_name(value.module, value.qualname)
+        self.save(value.values)
+        self.write(pickle.NEWOBJ)
+        self.memoize(value)
+
     def save_foreign_name(self, value: ForeignName) -> None:
         """Write the name."""
         self._write_name(value.module, value.qualname)
@@ -203,6 +223,7 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
         self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
 
     dispatch[ForeignObject] = save_foreign_object
+    dispatch[ForeignNamedTuple] = save_foreign_named_tuple
     dispatch[ForeignName] = save_foreign_name
     dispatch[ForeignMember] = save_foreign_member
 

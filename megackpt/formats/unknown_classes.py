@@ -1,7 +1,8 @@
 """Classes that a pickle names and that torch does not know: what stands for them while it is read.
 
-Gives members of enumerations that are imported, and, for conversions and comparisons only, objects that do
-nothing but say how the pickle makes them. Nothing is imported and no code of such a class runs.
+Gives members of enumerations and named tuples whose classes are imported, and, for conversions and
+comparisons only, objects that do nothing but say how the pickle makes them. Nothing is imported and no code
+of such a class runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megackpt.codec.foreign import (
     ForeignName,
     carries_unknown,
     imported_enum,
+    imported_named_tuple,
     is_dotted,
     member_named,
     member_of_value,
@@ -97,6 +99,8 @@ class Unknown:
     """The class or function."""
     is_harmless: bool
     """Whether it may be made everywhere."""
+    is_named_tuple: bool = False
+    """Whether the class is an imported one of named tuples: then a load makes a named tuple of it."""
 
     def __new__(cls, *args: Any) -> Unknown:
         """Make one, where values are carried along."""
@@ -136,18 +140,21 @@ def stand_in_of(module: str, name: str) -> Any:
         return member_named(signal.Signals, name)  # as Python 3.10 pickles it
     if name in _ENUMERATIONS.get(module, ()):
         return UnknownMembers(ForeignName(module, name))
+    if imported_named_tuple(module, name) is not None:
+        return _unknown_class(module, name, is_harmless=True, is_named_tuple=True)
     is_harmless = name in _CLASSES.get(module, ())
     if is_harmless and module in sys.modules and not carries_unknown():
         return getattr(sys.modules[module], name, None)
     if is_harmless or (carries_unknown() and is_dotted(module) and is_dotted(name)):
-        return _unknown_class(module, name, is_harmless)
+        return _unknown_class(module, name, is_harmless, is_named_tuple=False)
     return None
 
 
 @lru_cache(maxsize=4 * MOST_UNKNOWN)
-def _unknown_class(module: str, name: str, is_harmless: bool) -> type[Unknown]:
+def _unknown_class(module: str, name: str, is_harmless: bool, is_named_tuple: bool) -> type[Unknown]:
     """Return the same class for a name each time: torch compares them, and several threads may load."""
-    return type("Unknown", (Unknown,), {"of": ForeignName(module, name), "is_harmless": is_harmless})
+    about = {"is_harmless": is_harmless, "is_named_tuple": is_named_tuple}
+    return type("Unknown", (Unknown,), {"of": ForeignName(module, name), **about})
 
 
 class CarryingUnpickler(weights_only.Unpickler):

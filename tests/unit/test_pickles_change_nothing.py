@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import signal
 import sys
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,10 @@ class Shade(enum.Enum):
 
     def __setstate__(self, state: Any) -> None:
         self._value_ = 99
+
+
+class Pair(typing.NamedTuple):
+    first: int
 
 
 class Plain:
@@ -65,6 +70,7 @@ TARGETS = {
     "class_of_posix_paths": named("pathlib", "PosixPath"),
     "class_of_dcp": named(_META, "BytesStorageMetadata"),
     "class_of_users": named(HERE, "Plain"),
+    "class_of_named_tuples": named(HERE, "Pair"),
     "enumeration": named("signal", "Signals"),
     "enumeration_of_users": named(HERE, "Shade"),
     "enumeration_of_dcp": named(_META, "_MEM_FORMAT_ENCODING"),

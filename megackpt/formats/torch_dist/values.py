@@ -7,19 +7,17 @@ Megatron-Core stores both; `dcp.load` looks for neither. A load of ours takes no
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.formats.index_file import write_small
-from megackpt.formats.safe_pickle import load_value, save_value
+from megackpt.formats.safe_pickle import load_value, save_known_value, save_value
 from megackpt.formats.strategy import Json
 from megackpt.formats.torch_dist import names
 from megackpt.metadata import OBJECT, StoredChunks
@@ -73,7 +71,8 @@ def write_state(store: Store, *, attempt: str, state: Mapping[str, Any]) -> Json
             MOST_VALUES,
         )
         leaves.clear()
-    items = [(key, path, _saved(value)) for key, (path, value) in leaves.items()]
+    # That each may be stored was checked with all of common state.
+    items = [(key, _as_json(path), save_known_value(value)) for key, (path, value) in leaves.items()]
     return _write(store, names.values_file(attempt, "state"), items, entry="values")
 
 
@@ -82,7 +81,7 @@ def write_objects(store: Store, *, attempt: str, stored: StoredChunks, lengths: 
 
     Such an object is what became of a value that DCP had saved.
     """
-    items: list[tuple[str, None, bytes]] = []
+    items: list[tuple[str, tuple[Any, ...] | None, bytes]] = []
     for row, length in enumerate(lengths):
         spec = stored.table.arrays[int(stored.table.array[row])]
         if spec.dtype != OBJECT or spec.global_shape != (1,) or length > MOST_OBJECT_BYTES:
@@ -109,11 +108,9 @@ def written_values(store: Store, *, attempt: str) -> list[Value]:
     return found
 
 
-def _saved(value: Any) -> bytes:
-    """Return what DCP stores of a value. That it may be stored was checked with all of common state."""
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
+def _as_json(path: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return a path if JSON can hold it; None if a key in it is anything but text or a number."""
+    return path if all(type(step) in (str, int) for step in path) else None
 
 
 def _write(store: Store, name: str, items: list[tuple[str, Any, bytes]], *, entry: str) -> Json:
