@@ -55,7 +55,7 @@ MEMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=repr)
+@pytest.mark.parametrize("member", MEMBERS, ids=str)
 def test_a_member_comes_back_as_itself(member: enum.Enum) -> None:
     assert round_trip(member) is member
     assert round_trip({member: [member], "set": {member}}) == {member: [member], "set": {member}}
