@@ -22,7 +22,7 @@ from megackpt.comm.group import (
 )
 from megackpt.comm.known_groups import world_group
 from megackpt.comm.linked_group import LinkedGroup
-from megackpt.comm.starting import without_current_directory
+from megackpt.comm.starting import child_environment, without_current_directory
 from megackpt.comm.store_group import (
     StoreAddress,
     StoreGroup,
@@ -59,6 +59,7 @@ __all__ = [
     "check_given_group",
     "check_group",
     "check_subgroup",
+    "child_environment",
     "compare",
     "connect_store",
     "decode_error",

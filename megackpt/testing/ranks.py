@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megackpt.comm import without_current_directory
+from megackpt.comm import child_environment, without_current_directory
 
 JOB_TIMEOUT_S = 120.0
 
@@ -138,16 +138,9 @@ class RankPool:
 def _start_worker() -> tuple[BaseProcess, Connection]:
     context = get_context("spawn")  # never fork: the parent may hold threads and locks of torch
     ours, theirs = context.Pipe()
-    saved = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        with without_current_directory():
-            process.start()
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if saved is not None:
-            os.environ["OMP_NUM_THREADS"] = saved
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    with child_environment("OMP_NUM_THREADS", "1"), without_current_directory():
+        process.start()
     theirs.close()
     return process, ours
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from megackpt.comm import without_current_directory
 from megackpt.engine.background.start import search_path
 from megackpt.testing.ranks import RankPool
 
@@ -99,6 +103,28 @@ def test_processes_of_multiprocessing_take_nothing_from_it(
     finally:
         pool.close()
     assert _marks(poisoned) == {}
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
+def test_threads_may_start_processes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "yes")
+    with contextlib.ExitStack() as first:
+        first.enter_context(without_current_directory())
+        with contextlib.ExitStack() as second:
+            second.enter_context(without_current_directory())
+            first.close()  # it entered before, and leaves before
+            assert os.environ["PYTHONSAFEPATH"] == "1"
+        assert os.environ["PYTHONSAFEPATH"] == "yes"
+    monkeypatch.delenv("PYTHONSAFEPATH")
+
+    def enter_often(_: int) -> None:
+        for _ in range(300):
+            with without_current_directory():
+                assert os.environ["PYTHONSAFEPATH"] == "1"
+                time.sleep(0)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(enter_often, range(8)))
     assert "PYTHONSAFEPATH" not in os.environ
 
 
