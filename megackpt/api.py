@@ -24,7 +24,7 @@ from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
 from megackpt.formats.contents import Contents
-from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, save_strategy
+from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, not_imported, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, Policy, SaveOptions
@@ -150,6 +150,7 @@ def save_request(
     return SaveRequest(
         state=sharded_state_dict,
         choose=lambda: save_strategy(sharded_strategy),
+        not_imported=lambda: not_imported(sharded_strategy),
         content_metadata=content_metadata,
         validate=validate_access_integrity,
         common_to_compare=preprocess_common_before_consistancy_check,

@@ -102,7 +102,7 @@ def _destination(place: NodePlace, tier: Tier, request: SaveRequest, group: Grou
 
 def in_native_format(request: SaveRequest) -> SaveRequest:
     """Return the request for a tier: its format is the native one, whatever the root's is."""
-    return replace(request, choose=lambda: save_strategy(None))
+    return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
 
 
 def warn_of_refusal(place: NodePlace, tier: Tier, error: StorageError, *, rank: int) -> None:

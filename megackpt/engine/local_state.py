@@ -42,6 +42,8 @@ class SaveRequest:
     Attributes:
         state: this rank's sharded state dict.
         choose: makes the strategy; called where its refusal becomes that of all ranks.
+        not_imported: returns backend and version of the format that choose has yet to import, None if it
+            has: ranks compare what they were given before they spend seconds on an import.
         content_metadata: a value stored beside the common state; that of rank 0 counts.
         validate: prove coverage and equality of common state before anything is written.
         common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
@@ -58,6 +60,7 @@ class SaveRequest:
 
     state: ShardedStateDict
     choose: Callable[[], SaveStrategy]
+    not_imported: Callable[[], tuple[str, int] | None] = lambda: None
     content_metadata: Any = None
     validate: bool = True
     common_to_compare: Any = None
@@ -69,6 +72,16 @@ class SaveRequest:
     rank0_values: tuple[str, ...] = ()
     sample_replicas: Policy = Policy.IGNORE
     alike: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, backend: str, version: int) -> dict[str, Any]:
+        """Return what all ranks must be given alike, by the names that a user knows."""
+        return {
+            "format": [backend, version],
+            "validate_access_integrity": self.validate,
+            "SaveOptions.spread": self.spread,
+            "plans given": self.plans is not None,
+            **self.alike,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +116,6 @@ class LocalState:
     ranks: int
     common: Any
     arrays: Mapping[Steps, ShardedTensor]
-
-    def settings(self) -> dict[str, Any]:
-        """What all ranks must be given alike, by the names that a user knows."""
-        return {
-            "format": [self.strategy.backend, self.strategy.version],
-            "validate_access_integrity": self.request.validate,
-            "SaveOptions.spread": self.request.spread,
-            "plans given": self.request.plans is not None,
-            **self.request.alike,
-        }
 
     def common_leaves(self) -> bytes:
         """Digests of the leaves of this rank's common state that are compared, as sorted JSON."""
@@ -240,8 +243,12 @@ class RowPieces:
         return int(self._plan.slot[row]) in self._copied and self._plan.table.nbytes[row] > 0
 
 
-def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: int) -> LocalState:
+def prepare(
+    request: SaveRequest, strategy: SaveStrategy, *, spread_label: int, rank: int, ranks: int
+) -> LocalState:
     """Take a rank's state apart, encode its objects and declare its chunks. Local.
+
+    spread_label is what `SaveRequest.spread_label` returns.
 
     Raises:
         CheckpointError: it cannot be saved in this format.
@@ -272,9 +279,8 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
         else b""
         for o in expanded.objects
     ]
-    label = request.spread_label()
     sizes = [len(b) for b in blobs]
-    who = (rank, ranks, request.spread, label, takes_own_rows(strategy))
+    who = (rank, ranks, request.spread, spread_label, takes_own_rows(strategy))
     said = (who, *_said(expanded, sizes))
     earlier = request.plans.recall(said) if request.plans is not None else None
     if earlier is None:
@@ -289,7 +295,7 @@ def prepare(request: SaveRequest, strategy: SaveStrategy, *, rank: int, ranks: i
         declared=declared,
         said=said,
         earlier=earlier,
-        spread_label=label,
+        spread_label=spread_label,
         rank=rank,
         ranks=ranks,
         common=common,

@@ -93,9 +93,20 @@ def plan_state(
         CheckpointError: the same on every rank; nothing was written.
     """
     prepared: list[LocalState] = []
+    given: list[Numbers] = []  # the numbers of what is prepared
+    labels: list[int] = []
+    settings: list[bytes] = []
     earlier: list[manifest.Earlier | None] = [manifest.Earlier() if store is not None else None]
 
     def begin() -> Numbers:
+        if given:
+            return given[0]
+        if not labels:
+            labels.append(request.spread_label())  # may be collective, so no rank leaves it out
+            name = request.not_imported()
+            if name is not None:
+                settings.append(_settings(request, name, options))
+                return _before_import(settings[0], count)
         strategy = request.choose()
         check_parity(strategy, options.parity)
         if options.array_digests:
@@ -108,32 +119,46 @@ def plan_state(
         if group.rank == 0 and store is not None:
             store.create()
             earlier[0] = manifest.earlier_in(store, strategy)
-        prepared.append(prepare(request, strategy, rank=group.rank, ranks=group.size))
-        said = _numbers(prepared[0], options, rank=group.rank)
-        return replace(said, largest=said.largest + beside.numbers()) if beside is not None else said
+        local = prepare(request, strategy, spread_label=labels[0], rank=group.rank, ranks=group.size)
+        prepared.append(local)
+        settings[:] = [_settings(request, (strategy.backend, strategy.version), options)]
+        said = _numbers(local, settings[0], rank=group.rank)
+        if beside is not None:
+            said = replace(said, largest=said.largest + beside.numbers())
+        given.append(said)
+        return said
 
     def meanwhile() -> None:
-        (local,) = prepared
+        if not prepared:
+            return
+        local = prepared[0]
         if beside is not None and local.earlier is not None and takes_own_rows(local.strategy):
             earlier_plan = local.earlier
             beside.meanwhile(
                 local, of_own_rows(local, earlier_plan.plan, earlier_plan.whole, rank=group.rank)
             )
 
+    def compare_numbers() -> Numbers:
+        return compare(
+            group,
+            begin,
+            alike=_ALIKE,
+            largest=_LARGEST + count,
+            doing="preparing the save",
+            meanwhile=meanwhile if beside is not None else None,
+        )
+
     count = beside.count if beside is not None else 0
-    found = compare(
-        group,
-        begin,
-        alike=_ALIKE,
-        largest=2 + OFFERED + count,
-        doing="preparing the save",
-        meanwhile=meanwhile if beside is not None else None,
-    )
+    found = compare_numbers()
+    if found.largest[_IS_NOT_IMPORTED]:  # on some rank, which has compared its settings only
+        if not found.alike[_SETTINGS]:
+            _name_settings(settings[0], group)
+        found = compare_numbers()
     if beside is not None:
-        beside.heard(found.largest[2 + OFFERED :])
-    (local,) = prepared
+        beside.heard(found.largest[_LARGEST:])
     if not found.alike[_SETTINGS]:
-        _name_settings(local, options, group)
+        _name_settings(settings[0], group)
+    local = prepared[0]
     attempt = f"{found.largest[0]:08x}{found.largest[1]:08x}"
     agreed = _agree(local, found, attempt, group)
     compare_replicas(local, group, options.compare_replicas, piece_bytes=options.piece_bytes)
@@ -155,9 +180,11 @@ def plan_state(
 
 _SETTINGS, _COMMON, _VALUES, _PLANS, _ASSUMED = range(5)
 _ALIKE = 5
+_IS_NOT_IMPORTED = 2 + OFFERED
+_LARGEST = 3 + OFFERED
 
 
-def _numbers(local: LocalState, options: SaveOptions, *, rank: int) -> Numbers:
+def _numbers(local: LocalState, settings: bytes, *, rank: int) -> Numbers:
     """What is compared between ranks: digests of all that must be equal, and which plans this one may take.
 
     Where the structure is assumed to be that of the last save, values are not compared.
@@ -174,13 +201,22 @@ def _numbers(local: LocalState, options: SaveOptions, *, rank: int) -> Numbers:
             raise _has_changed(local, plans.peek(names[0]), rank=rank)
     compared = request.validate and not assumed
     alike = (
-        as_number(_settings(local, options)),
+        as_number(settings),
         as_number(local.common_leaves()) if compared else 0,
         as_number(json.dumps(local.values(), sort_keys=True).encode()) if compared else 0,
         as_number(json.dumps(plans.names if plans is not None else []).encode()),
         int(assumed),
     )
-    return Numbers(alike, (int(attempt[:8], 16), int(attempt[8:], 16), *(int(not fit) for fit in fits)))
+    return Numbers(alike, (int(attempt[:8], 16), int(attempt[8:], 16), *(int(not fit) for fit in fits), 0))
+
+
+def _before_import(settings: bytes, count: int) -> Numbers:
+    """Return numbers of a rank that is still to import its format; only its settings count.
+
+    count is how many further numbers there are.
+    """
+    alike = (as_number(settings), *(0,) * (_ALIKE - 1))
+    return Numbers(alike, (*(0,) * _IS_NOT_IMPORTED, 1, *(0,) * count))
 
 
 def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agreed:
@@ -213,8 +249,8 @@ def _is_assumed(local: LocalState) -> bool:
     return local.request.assume_constant_structure and plans is not None and bool(plans.names)
 
 
-def _settings(local: LocalState, options: SaveOptions) -> bytes:
-    """What all ranks must be given alike, as JSON."""
+def _settings(request: SaveRequest, name: tuple[str, int], options: SaveOptions) -> bytes:
+    """What all ranks must be given alike, as JSON; name is the format's."""
     meetings = {
         "SaveOptions.timeout_s": float(options.timeout_s),
         "SaveOptions.plain_tensors": options.plain_tensors,
@@ -224,12 +260,12 @@ def _settings(local: LocalState, options: SaveOptions) -> bytes:
         "SaveOptions.sample_replicas": options.sample_replicas.value,
         "SaveOptions.array_digests": options.array_digests,
     }
-    return json.dumps(local.settings() | meetings).encode()
+    return json.dumps(request.settings(*name) | meetings).encode()
 
 
-def _name_settings(local: LocalState, options: SaveOptions, group: Group) -> None:
+def _name_settings(settings: bytes, group: Group) -> None:
     """Refuse ranks that are not about to do the same; every rank comes to the same result."""
-    said = together(group, lambda: _settings(local, options), doing="comparing settings")
+    said = together(group, lambda: settings, doing="comparing settings")
     check_settings([json.loads(settings) for settings in said], what="Ranks save differently")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
@@ -61,6 +62,26 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
             return save()
     said = " (it is only read)" if known else ""
     raise DeclarationError(f"No strategy saves format {choice!r}{said}. Known are {_list(_names())}.")
+
+
+def not_imported(choice: SaveChoice) -> Name | None:
+    """Return the name of the format that `save_strategy` has yet to import; None if it is imported.
+
+    An import can take seconds, where a format needs large packages. Nothing is imported here. The default
+    format counts as imported: it needs no package of its own. A choice that `save_strategy` raises an error
+    for also returns None.
+    """
+    if not isinstance(choice, (str, tuple)):
+        return None
+    for name in sorted((name for name in _names() if choice in (name, name[0])), reverse=True):
+        if name not in _BUILT_IN:
+            if _format(name).save is not None:
+                return None
+        elif name[0] == DEFAULT_BACKEND or _BUILT_IN[name] in sys.modules:
+            return None
+        else:  # all built-in formats can be saved
+            return name
+    return None
 
 
 def check_known(choice: str | Name) -> None:
