@@ -71,6 +71,8 @@ class Model:
         vocab_multiple: rows of a vocabulary on each tp rank are a multiple of this.
         ends_count_as_layers: whether first and last count as a layer each when layers are split over stages.
         heads: what tp has to divide besides the extents that it cuts, by name.
+        query_groups: key and value heads; None: not known, or none. With more ranks in tp than there are,
+            neighbouring ranks hold the same one.
     """
 
     first: tuple[Weight, ...]
@@ -80,6 +82,7 @@ class Model:
     vocab_multiple: int = 1
     ends_count_as_layers: bool = False
     heads: Mapping[str, int] = field(default_factory=dict)
+    query_groups: int | None = None
 
     @property
     def layers(self) -> int:
@@ -94,6 +97,14 @@ class Model:
             for weight in stack.weights:
                 yield weight, _leading(weight, (stack.layers,) if stack.has_axis else ())
 
+    def copies_of(self, part: str, *, tp: int) -> int:
+        """Return how many neighbouring ranks of tp hold the same slice of a part.
+
+        Source: `megackpt.parallel.QKVParallelLinear`.
+        """
+        groups = self.query_groups
+        return tp // groups if part in ("k", "v") and groups is not None and tp % groups == 0 else 1
+
     @property
     def numel(self) -> int:
         """Number of parameters, without padding; what is held twice counts once."""
@@ -105,17 +116,21 @@ def check_layout(model: Model, layout: JobLayout) -> None:
     """Check that a layout can hold a model. Pure.
 
     Raises:
-        DeclarationError: tp does not divide heads or an extent that it cuts, ep not the experts, or there are
-            more stages than layers; all of them are named.
+        DeclarationError: tp does not divide heads or an extent that it cuts, neither of tp and the query
+            groups divides the other, ep does not divide the experts, or there are more stages than layers;
+            all of them are named.
     """
     tp = layout.tp
     faults = [f"{name} {n} is not a multiple of tp={tp}" for name, n in model.heads.items() if n % tp]
+    groups = model.query_groups
+    if groups is not None and groups % tp and tp % groups:
+        faults.append(f"neither of query_groups {groups} and tp={tp} divides the other")
     experts = {weight.experts for weight, _ in model.placed() if weight.experts}
     for weight, _ in model.placed():
         faults += [
             f"{weight.key} has {extent} along the dim that tp={tp} cuts"
-            for extent in _cut_extents(weight)
-            if extent % tp
+            for extent, copies in _cut_extents(weight, model, tp)
+            if extent * copies % tp
         ]
     faults += [f"{n} experts cannot be shared by ep={layout.ep}" for n in sorted(experts) if n % layout.ep]
     if layout.ep > 1 and not experts:
@@ -132,7 +147,10 @@ def _leading(weight: Weight, stacked: tuple[int, ...]) -> tuple[int, ...]:
     return (*stacked, weight.experts) if weight.experts else stacked
 
 
-def _cut_extents(weight: Weight) -> list[int]:
+def _cut_extents(weight: Weight, model: Model, tp: int) -> list[tuple[int, int]]:
+    """Return the extents that tp cuts, each with the number of neighbours that hold the same slice."""
     if weight.tp_dim is None or weight.is_vocabulary:
         return []
-    return [weight.inner[weight.tp_dim - 1]] if weight.tp_dim else [extent for _, extent in weight.parts]
+    if weight.tp_dim:
+        return [(weight.inner[weight.tp_dim - 1], 1)]
+    return [(extent, model.copies_of(name, tp=tp)) for name, extent in weight.parts]

@@ -286,13 +286,14 @@ def _hold(
     for at, param in enumerate(placed):
         weight, index = param.weight, [i for i, _ in param.leading]
         offset, is_cut = 0, weight.tp_dim is not None
-        main = not param.is_copy and (is_cut or tp == 0)
         for name, extent in weight.parts:
+            copies = model.copies_of(name, tp=layout.tp) if is_cut else 1
+            main = not param.is_copy and (tp % copies == 0 if is_cut else tp == 0)
             shape = [padded_rows(weight, extent, model, layout.tp), *weight.inner]
             start = [0] * len(shape)
             if weight.tp_dim is not None:
-                shape[weight.tp_dim] //= layout.tp
-                start[weight.tp_dim] = tp * shape[weight.tp_dim]
+                shape[weight.tp_dim] = shape[weight.tp_dim] * copies // layout.tp
+                start[weight.tp_dim] = tp // copies * shape[weight.tp_dim]
             numel = math.prod(shape)
             fill = dims - len(index) - len(shape)
             rows.append(

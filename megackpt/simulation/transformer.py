@@ -37,9 +37,6 @@ def build_model(sizes: ModelSizes) -> Model:
             is_vocabulary=True,
         )
         last.append(output)
-    heads = {"num_heads": sizes.num_heads}
-    if sizes.latent is None:
-        heads["query_groups"] = sizes.kv_heads
     return Model(
         first=_typed(first, sizes),
         stacks=tuple(replace(stack, weights=_typed(stack.weights, sizes)) for stack in _stacks(sizes)),
@@ -47,7 +44,8 @@ def build_model(sizes: ModelSizes) -> Model:
         shared=_typed([embedding], sizes)[0] if sizes.tied_embeddings else None,
         vocab_multiple=sizes.vocab_multiple,
         ends_count_as_layers=sizes.ends_count_as_layers,
-        heads=heads,
+        heads={"num_heads": sizes.num_heads},
+        query_groups=sizes.kv_heads if sizes.latent is None else None,
     )
 
 

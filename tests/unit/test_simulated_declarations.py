@@ -46,13 +46,25 @@ def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
 @pytest.mark.parametrize("sizes", [SIZES, TIED])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_simulated_ranks_declare_what_real_ones_do(layout: str, sizes: ModelSizes, dtype: str) -> None:
-    where, sizes = JobLayout.parse(layout), replace(sizes, dtype=dtype)
+    check_declarations(replace(sizes, dtype=dtype), JobLayout.parse(layout))
+
+
+def check_declarations(sizes: ModelSizes, where: JobLayout) -> None:
     everyone = simulated(sizes, where)
     for rank in range(where.world):
         mine = everyone.take(everyone.rank == rank)
         expanded = expand(real_state(sizes, where, rank), rank=rank, ranks=where.world)
         assert rows_of(mine) == rows_of(describe(expanded.entities, rank=rank))
         assert sorted(mine.slot.tolist()) == list(range(len(mine)))
+
+
+@pytest.mark.parametrize(("layout", "query_groups"), [("tp4,pp2,dp2", 2), ("tp4,dp3", 1), ("tp2,dp2", 1)])
+def test_fewer_key_heads_than_ranks_of_tp_are_declared_as_real_layers_do(
+    layout: str, query_groups: int
+) -> None:
+    sizes = replace(TIED, query_groups=query_groups)
+    check_declarations(sizes, JobLayout.parse(layout))
+    check_coverage(simulated(sizes, JobLayout.parse(layout)))
 
 
 @pytest.mark.parametrize("layout", ["tp2,pp2,dp4,ep2", "tp1,pp3,dp4,ep4", "pp1,dp2"])

@@ -102,7 +102,7 @@ def test_a_layout_that_cannot_be_is_refused(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "layout", "said"),
     [
-        ("llama3-8b", "tp16", r"query_groups 8 is not a multiple of tp=16"),
+        ("llama3-8b", "tp64", r"num_heads 32 is not a multiple of tp=64"),
         ("gpt3-175b", "tp64", r"num_heads 96 is not a multiple of tp=64"),
         ("llama3-8b", "pp64", r"32 layers are fewer than pp=64"),
         ("llama3-8b", "dp2,ep2", r"no experts to share by ep=2"),
@@ -113,6 +113,13 @@ def test_a_layout_that_cannot_be_is_refused(text: str, said: str) -> None:
 def test_a_layout_that_cannot_hold_a_model_is_refused(preset: str, layout: str, said: str) -> None:
     with pytest.raises(DeclarationError, match=said):
         check_layout(build_model(PRESETS[preset]), JobLayout.parse(layout))
+
+
+def test_query_groups_divide_tp_or_the_other_way_round() -> None:
+    check_layout(build_model(PRESETS["llama3-8b"]), JobLayout.parse("tp16"))
+    sizes = ModelSizes(vocab_size=64, hidden_size=24, num_layers=2, num_heads=12, ffn_size=48, query_groups=4)
+    with pytest.raises(DeclarationError, match="neither of query_groups 4 and tp=6 divides the other"):
+        check_layout(build_model(sizes), JobLayout.parse("tp6"))
 
 
 def test_sizes_come_back_from_json(tmp_path: Path) -> None:
