@@ -327,7 +327,8 @@ class VerifyOptions:
         threads: reads under way at once; each holds a buffer of 4 MiB.
         allow_unsafe_pickle: as for `LoadOptions`.
         skip_unknown_classes: take an object or common state of a class that this process does not know, or
-            may not load, for whole if its bytes are; else it counts as damage.
+            may not load, for whole if its bytes are, even where they cannot be read as `convert` reads such
+            values; else that counts as damage.
     """
 
     deep: bool = False

@@ -65,6 +65,11 @@ def _show(found: Verified) -> None:
         compared, stored = found.compared_array_digests, found.array_digests
         why = " Others are damaged, or the extra `digests` is not installed." if compared < stored else ""
         show(f"Of {stored} digests of whole arrays {compared} were compared.{why}")
+    if found.unknown_values:
+        show(
+            f"{found.unknown_values} values (objects or common state) hold classes that are not known here: "
+            f"they were read, and not decoded to these classes."
+        )
     if found.deep and found.unchecked_nbytes:
         show(
             f"Of {decimal(found.unchecked_nbytes)} no digest is stored: that they can be read is all that is "

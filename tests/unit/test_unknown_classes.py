@@ -18,18 +18,21 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import megackpt
+from megackpt.cli.verify import command as verify_command
 from megackpt.codec import ForeignMember, ForeignName, ForeignObject, carrying_unknown, leaf_digests
 from megackpt.comm import SingleProcess
 from megackpt.engine.convert import convert_checkpoint
 from megackpt.engine.inspect import inspect_checkpoint
 from megackpt.engine.integrity.difference import find_difference
+from megackpt.engine.integrity.verify import verify_checkpoint
 from megackpt.engine.progress import Unseen
 from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.safe_pickle import load_value, save_value
-from megackpt.options import ConvertOptions, DiffOptions
+from megackpt.options import ConvertOptions, DiffOptions, VerifyOptions
 from megackpt.storage import open_store
 
 LIBRARY = """
@@ -323,3 +326,21 @@ def test_members_that_were_saved_by_name_can_be_converted_where_they_are_unknown
     sys.modules["someones_library"] = library
     assert megackpt.load({}, str(tmp_path / "again"))["mode"] is library.Mode.ON
     assert torch.load(tmp_path / "torch_dist" / "common.pt", weights_only=False)["mode"] is library.Mode.ON
+
+
+def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path: Path, library: Any) -> None:
+    objects = {"o": megackpt.ShardedObject("o", {"mode": library.Mode.ON}, (1,), (0,))}
+    megackpt.save({**objects, "iteration": 7}, str(tmp_path / "enum"), "torch_dist")
+    _write_torch_dist(tmp_path / "source", library)
+    _convert(tmp_path / "source", tmp_path / "back", "torch_dist")
+    for name in ("source", "back", "enum"):
+        found = verify_checkpoint(open_store(str(tmp_path / name)), VerifyOptions(deep=True), Unseen())
+        assert (found.damages, found.unknown_values) == ((), 1), name
+        ran = CliRunner().invoke(verify_command, [str(tmp_path / name), "--deep"])
+        assert "1 values (objects or common state) hold classes that are not known here" in ran.output
+        assert "damage" not in ran.output
+    common = tmp_path / "source" / "common.pt"
+    for wrong in (_zipped(b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00a\x85R."), common.read_bytes()[:-900]):
+        common.write_bytes(wrong)
+        found = verify_checkpoint(open_store(str(tmp_path / "source")), VerifyOptions(deep=True), Unseen())
+        assert [damage.file for damage in found.damages] == ["common.pt"]

@@ -13,11 +13,11 @@ import numpy as np
 
 from megackpt.engine.integrity.shares import WHOLE, in_share, sizes_of
 from megackpt.engine.integrity.verify_arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
-from megackpt.engine.integrity.verify_bytes import verify_bytes, verify_files
+from megackpt.engine.integrity.verify_bytes import is_understood, verify_bytes, verify_files
 from megackpt.engine.load import open_checkpoint, read_common
 from megackpt.engine.manifest import read_manifest
 from megackpt.engine.progress import Progress
-from megackpt.errors import CheckpointError, NotACheckpointError, StorageError, UnknownClassError
+from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.contents import Chunks, Contents, FileRanges, LiesInFiles, NamesFiles
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
@@ -51,6 +51,8 @@ class Verified:
         damages: what is wrong, in the order of files.
         array_shares: where a share was looked at, what was read of arrays whose digests all that have one
             can only compare together.
+        unknown_values: with `deep`, number of objects, and common state, that hold something of a class that
+            this process does not know or may not make. They were read, and nothing was made of the class.
     """
 
     location: str
@@ -67,6 +69,7 @@ class Verified:
     compared_array_digests: int
     damages: tuple[Damage, ...]
     array_shares: tuple[ArrayShare, ...] = ()
+    unknown_values: int = 0
 
     @property
     def is_undamaged(self) -> bool:
@@ -151,8 +154,10 @@ def verify_checkpoint(
             readable[in_order] &= in_share(chunks.table.nbytes[in_order], share, after=sizes_of(listed))
             stored = {key: contents.array_digests[key] for key in keys if key in contents.array_digests}
             arrays = array_check(chunks.table, stored)
-            for damage in verify_bytes(contents, chunks, readable, store, options, progress, arrays):
+            damages, unknown = verify_bytes(contents, chunks, readable, store, options, progress, arrays)
+            for damage in damages:
                 found.add(damage)
+            found.unknown_values += unknown
             if arrays is not None:
                 found.take_arrays(arrays, is_all=share == WHOLE)
     if listed:
@@ -190,6 +195,7 @@ class _Found:
         self._files: set[str] = set()
         self.array_digests = self._compared = 0
         self._arrays_read: list[ArrayShare] = []  # and not compared
+        self.unknown_values = 0
 
     def add(self, damage: Damage) -> None:
         """Take one."""
@@ -254,6 +260,7 @@ class _Found:
             compared_array_digests=self._compared,
             damages=tuple(order),
             array_shares=tuple(self._arrays_read),
+            unknown_values=self.unknown_values,
         )
 
 
@@ -349,7 +356,7 @@ def _check_coverage(chunks: Chunks, keys: Collection[str], found: _Found) -> Non
 
 def _check_common(contents: Contents, found: _Found, options: VerifyOptions) -> None:
     try:
-        read_common(contents, where=found.location)
+        understood = is_understood(lambda: read_common(contents, where=found.location), options)
+        found.unknown_values += not understood
     except CheckpointError as error:
-        if not (options.skip_unknown_classes and isinstance(error, UnknownClassError)):
-            found.add_error(error)
+        found.add_error(error)

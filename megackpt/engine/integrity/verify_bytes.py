@@ -15,12 +15,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from megackpt.codec import carrying_unknown
 from megackpt.engine.chunk_bytes import parts_of
 from megackpt.engine.integrity.verify_arrays import ArrayCheck
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.workers import do_all
-from megackpt.errors import CheckpointError, IntegrityError, UnknownClassError
+from megackpt.errors import CheckpointError, FormatError, IntegrityError, UnknownClassError
 from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import WholeFile
@@ -44,11 +45,12 @@ def verify_bytes(
     options: VerifyOptions,
     progress: Progress,
     arrays: ArrayCheck | None = None,
-) -> list[Damage]:
+) -> tuple[list[Damage], int]:
     """Read chunks, `[n]` of which are readable, and return what is wrong with them. Local.
 
-    Objects are decoded as well. Damaged blocks that follow each other in a chunk are one damage. What is not
-    damaged is given to arrays, each byte once.
+    Objects are decoded as well. Returned too is in how many of them there are values of unknown classes.
+    Damaged blocks that follow each other in a chunk are one damage. What is not damaged is given to arrays,
+    each byte once.
     """
     table = chunks.table
     is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
@@ -62,7 +64,26 @@ def verify_bytes(
     for rows in _batched(iter(in_order[(readable & objects)[in_order]].tolist()), _AT_A_TIME):
         jobs = [partial(reading.check_object, row) for row in rows]
         do_all(jobs, threads=options.threads, name="megackpt-verify")
-    return reading.damages()
+    return reading.damages(), reading.unknown
+
+
+def is_understood(decode: Callable[[], object], options: VerifyOptions) -> bool:
+    """Decode a value; say whether this process knows, and may make, everything in it.
+
+    What it does not know is read as `convert` carries it along: nothing of it is made.
+
+    Raises:
+        CheckpointError: the value cannot be read in this way either.
+    """
+    try:
+        decode()
+        return True
+    except FormatError as error:
+        if options.skip_unknown_classes and isinstance(error, UnknownClassError):
+            return False
+        with carrying_unknown():
+            decode()
+        return False
 
 
 def verify_files(
@@ -137,7 +158,8 @@ class _Reading:
         arrays: ArrayCheck | None,
     ) -> None:
         self._contents = contents
-        self._skips_unknown = options.skip_unknown_classes
+        self._options = options
+        self.unknown = 0  # objects that hold values of classes that are not known
         self._chunks = chunks
         self._store = store
         self._progress = progress
@@ -167,13 +189,15 @@ class _Reading:
             else:
                 self._check_part(Part(row, 0, nbytes))
             return
+        where = f"{self._store.location}: object {spec.key!r}"
         try:
-            self._contents.decode_object(data, f"{self._store.location}: object {spec.key!r}")
+            understood = is_understood(lambda: self._contents.decode_object(data, where), self._options)
+            with self._lock:
+                self.unknown += not understood
         except CheckpointError as error:
             found = damage_of(error, location=self._store.location)
-            if not (self._skips_unknown and isinstance(error, UnknownClassError)):
-                with self._lock:
-                    self._objects.append(self._damage(row, 0, nbytes, f"it cannot be decoded: {found.what}"))
+            with self._lock:
+                self._objects.append(self._damage(row, 0, nbytes, f"it cannot be decoded: {found.what}"))
         self._progress.advance(nbytes)
 
     def damages(self) -> list[Damage]:
