@@ -16,10 +16,9 @@ import torch
 from megackpt.arguments import check_kind
 from megackpt.comm import GivenGroup, Group, SingleProcess, check_group, subgroup_label, world_group
 from megackpt.engine.claims import check_claims
-from megackpt.engine.common_arrays import references_in
+from megackpt.engine.inline_arrays import read_whole_common
 from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
-from megackpt.engine.opening import read_common_and_references
 from megackpt.engine.plan_cache import PlanCache
 from megackpt.engine.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
@@ -322,13 +321,8 @@ def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: boo
     """
     with _Opened(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
-        common: StateDict = read_common_and_references(contents, where=store.location)[0]
-    if not references_in(common):
+        common: StateDict = read_whole_common(contents, store)[0]
         return common
-    options = LoadOptions(allow_unsafe_pickle=allow_unsafe_pickle)
-    nothing: ShardedStateDict = {}  # a load of nothing gives common state, with the tensors in their places
-    strict = StrictHandling.ASSUME_OK_UNEXPECTED
-    return _load(nothing, checkpoint_dir, options, SingleProcess(), strict).state
 
 
 def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> Any:
@@ -349,7 +343,7 @@ def load_sharded_metadata(
     """Return what a checkpoint holds, without data. Local. allow_unsafe_pickle as in `LoadOptions`.
 
     Each global array is a ShardedTensor that covers it whole, under its key; each object a ShardedObject,
-    under its `unique_key`.
+    under its `unique_key`. Tensors of common state that are stored as arrays are among the arrays.
 
     Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
     """
@@ -422,6 +416,9 @@ def load_plain_tensors(
 
 def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
     """Take every array and object whose key begins with key_prefix out of a checkpoint, atomically.
+
+    This includes tensors of common state that are stored as arrays: a load then returns common state without
+    them.
 
     Local: one process calls it. Files that held nothing else are removed; in others the bytes stay,
         unreachable.

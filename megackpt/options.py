@@ -22,8 +22,10 @@ from megackpt.arguments import (
 from megackpt.errors import DeclarationError
 
 Spread: TypeAlias = Literal["world", "group", "none"]
-PlainTensors: TypeAlias = Literal["common", "arrays"]
 """Over whom a save spreads a chunk that several ranks hold."""
+
+PlainTensors: TypeAlias = Literal["auto", "common", "arrays"]
+"""How a save stores tensors of common state."""
 
 Exchange: TypeAlias = Literal[
     "direct", "all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"
@@ -105,8 +107,9 @@ class SaveOptions:
             `none`: its main replica. Without `validate_access_integrity` ranks do not know what others hold,
             and main replicas write whatever stands here.
         plain_tensors: how tensors of common state are stored, such as those of the `state_dict()` of a module
-            without sharding. `common`: by rank 0, in one file with the rest of it. `arrays`: as global arrays
-            under their paths, written by all ranks; only the native format has it. See docs/plain-modules.md.
+            without sharding. `arrays`: as global arrays under their paths, written by all ranks; only the
+            native format has it. `common`: by rank 0, in one file with the rest of it. `auto`: as arrays
+            where the format has it. See docs/plain-modules.md.
         rank0_values: globs of paths of common state, joined with dots, that may differ between ranks: rank
             0's values are stored, those of others are not compared. For buffers that each rank updates by
             itself: `("model.*.running_*",)` of a BatchNorm.
@@ -128,7 +131,7 @@ class SaveOptions:
     piece_bytes: int = 4 * 1024 * 1024
     assume_constant_structure: bool = False
     spread: Spread = "world"
-    plain_tensors: PlainTensors = "common"
+    plain_tensors: PlainTensors = "auto"
     rank0_values: tuple[str, ...] = ()
     parity: int | None = None
     compare_replicas: Policy = Policy.IGNORE

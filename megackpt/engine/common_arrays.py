@@ -55,6 +55,11 @@ def references_in(common: Any) -> dict[Steps, str]:
     return {steps: leaf.key for steps, leaf in _leaves(common, ()) if isinstance(leaf, ArrayReference)}
 
 
+def values_in(common: Any) -> set[Steps]:
+    """Return the places of stored common state that hold a value, and no reference to an array."""
+    return {steps for steps, leaf in _leaves(common, ()) if not isinstance(leaf, ArrayReference)}
+
+
 def with_tensors(common: Any, tensors: Mapping[Steps, Any]) -> Any:
     """Return stored common state with tensors in the place of references; those without one are left out."""
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from megackpt.engine import manifest
 from megackpt.engine.array_digests import with_array_digests
 from megackpt.engine.chunk_bytes import Buffers
 from megackpt.engine.compare import compare_chunks
-from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.inline_arrays import read_whole_common, without_referenced
+from megackpt.engine.load import open_checkpoint, refuse_unreadable
 from megackpt.engine.opening import read_common_and_references
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
@@ -31,7 +32,7 @@ from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, M
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.strategy import MANIFEST, SaveStrategy, refers_to_arrays
 from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, DeclaredChunks
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
 from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan, plan_copy, with_sizes
 from megackpt.storage import LocalStore, ObjectStore, Store
@@ -166,15 +167,18 @@ def _is_object(plan: SavePlan, array: int) -> bool:
 def _open(job: _Job) -> _Opened:
     """Open the source, refuse what cannot be converted, and prepare this rank's objects."""
     contents = open_checkpoint(job.source, allow_unsafe_pickle=job.options.allow_unsafe_pickle)
+    whole = contents
+    if not refers_to_arrays(job.strategy):  # they become tensors of common state, and no arrays
+        contents = without_referenced(contents, job.source)
     refuse_unreadable(contents.unreadable, contents.unreadable, where=job.source.location)
     chunks = contents.chunks(sorted(contents.arrays))
     copy = plan_copy(chunks.table, chunks.place, ranks=job.group.size, block_bytes=chunks.block_bytes)
-    plan = copy.plan
+    plan = replace(copy.plan, table=_only_arrays(copy.plan.table, contents.arrays))
     check_coverage(_declared(plan))
     common: tuple[Any, Any] = (None, None)
     if job.group.rank == 0:
         _refuse_place(job)
-        common = _common_of(job, contents, job.source.location)
+        common = _common_of(job, whole, job.source)
         # What is refused is refused before anything is written.
         job.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
     blobs = {}
@@ -192,13 +196,24 @@ def _open(job: _Job) -> _Opened:
     return _Opened(contents, chunks, plan, copy.start, blobs, common, earlier, others)
 
 
-def _common_of(job: _Job, contents: Contents, where: str) -> tuple[Any, Any]:
+def _common_of(job: _Job, contents: Contents, store: Store) -> tuple[Any, Any]:
     """Return common state and content metadata, with references to arrays if the new format can hold them.
 
-    In others the arrays stay arrays under their keys, which are their places, and a load fills them so.
+    For other formats the arrays are read: all of these tensors are in memory then, as in a save.
     """
-    reads = read_common_and_references if refers_to_arrays(job.strategy) else read_common
-    return reads(contents, where=where)
+    if refers_to_arrays(job.strategy):
+        return read_common_and_references(contents, where=store.location)
+    return read_whole_common(contents, store)
+
+
+def _only_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable:
+    """Return chunks of none but these arrays without the other arrays, which a format lists as well."""
+    is_kept = np.array([spec.key in keys for spec in table.arrays], np.bool_)
+    if is_kept.all():
+        return table
+    number = np.cumsum(is_kept) - 1  # of each array that is kept, among these
+    arrays = tuple(spec for spec in table.arrays if spec.key in keys)
+    return replace(table, arrays=arrays, array=number[table.array])
 
 
 def _declared(plan: SavePlan) -> DeclaredChunks:
@@ -288,7 +303,7 @@ def _verify(job: _Job, local: _Opened, planned: Planned) -> None:
         _compare_objects(local, written, job.target.location)
         job.progress.advance(sum(map(len, local.blobs.values())))
         if job.group.rank == 0:
-            _compare_common(local.common, _common_of(job, written, job.target.location), job.target.location)
+            _compare_common(local.common, _common_of(job, written, job.target), job.target.location)
         return b""
 
     together(job.group, compare, doing="verifying the new checkpoint")

@@ -5,16 +5,18 @@ Owns the summary. Nothing of any tensor is read.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
 from megackpt.codec import carrying_unknown
 from megackpt.engine.leaves import leaves_of
-from megackpt.engine.load import read_common
 from megackpt.engine.manifest import read_manifest
+from megackpt.engine.opening import read_common_and_references
 from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Chunks, Contents, NamesFiles
 from megackpt.formats.registry import load_strategy
@@ -73,7 +75,8 @@ class Inspected:
         files: the files that hold their chunks; empty where the format does not tell.
         rank_nbytes: bytes of these chunks by the rank that wrote them, where the format tells.
         unreadable: keys that cannot be loaded, and why.
-        common: leaves of the common state, shortened, by path.
+        common: leaves of the common state, shortened, by path; of a tensor that is stored as an array, its
+            key.
         content: the same of the content metadata.
         common_fault: why these two could not be read; empty if they were.
     """
@@ -180,7 +183,15 @@ def _common(contents: Contents, where: str) -> tuple[dict[str, str], dict[str, s
     """Return common state and content metadata as text, and why they could not be read."""
     try:
         with carrying_unknown():  # shown as far as they are known
-            common, content = read_common(contents, where=where)
+            common, content = read_common_and_references(contents, where=where)
+        common = _as_dicts(common)
         return leaves_of(common) if common else {}, {} if content is None else leaves_of(content), ""
     except CheckpointError as error:
         return {}, {}, " ".join(str(error).split())
+
+
+def _as_dicts(tree: Any) -> Any:
+    """Return nested dicts and lists with dicts for OrderedDicts, so that what these hold is shown by path."""
+    if type(tree) in (dict, OrderedDict):
+        return {key: _as_dicts(child) for key, child in tree.items()}
+    return [_as_dicts(child) for child in tree] if type(tree) is list else tree

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megackpt.codec import leaves
+from megackpt.codec import ArrayReference, leaves
 
 _MOST_CHARACTERS = 120
 _MOST_ELEMENTS = 8
@@ -31,6 +31,8 @@ def shown(value: object) -> str:
         text = f"ndarray {value.dtype} {list(value.shape)}: {', '.join(map(str, first))}{more}"
     elif isinstance(value, (bytes, bytearray)):
         text = f"{type(value).__name__} of {len(value)}: {bytes(value[:_MOST_ELEMENTS])!r}"
+    elif isinstance(value, ArrayReference):
+        text = f"array {value.key!r}"
     else:
         try:
             text = repr(value)

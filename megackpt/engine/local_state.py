@@ -68,7 +68,7 @@ class SaveRequest:
     assume_constant_structure: bool = False
     spread: Spread = "world"
     spread_label: Callable[[], int] = int
-    plain_tensors: PlainTensors = "common"
+    plain_tensors: PlainTensors = "auto"
     rank0_values: tuple[str, ...] = ()
     sample_replicas: Policy = Policy.IGNORE
     alike: Mapping[str, Any] = field(default_factory=dict)
@@ -261,12 +261,13 @@ def prepare(
             key=empty[0],
         )
     taken = {entity.key for entity in expanded.entities}
-    arrays = arrays_in(expanded.common, taken) if request.plain_tensors == "arrays" else {}
     if request.plain_tensors == "arrays" and not refers_to_arrays(strategy):
         raise UnsupportedError(
             f"Format {strategy.backend} version {strategy.version} holds tensors of common state in common "
             f"state only. Save in the native format, or without SaveOptions(plain_tensors='arrays')."
         )
+    as_arrays = request.plain_tensors != "common" and refers_to_arrays(strategy)
+    arrays = arrays_in(expanded.common, taken) if as_arrays else {}
     common = with_references(expanded.common, arrays)
     expanded = replace(expanded, tensors=(*expanded.tensors, *_declared(request, arrays, rank=rank)))
     for tensor in expanded.tensors:

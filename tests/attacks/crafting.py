@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load, save
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor
+from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.comm import Group
 from megackpt.mapping import ShardedStateDict
 from megackpt.storage import digest_of
@@ -167,6 +167,7 @@ def build_base(kind: str, directory: Path) -> None:
             directory,
             (backend, int(version)),
             content_metadata={"sharding": "flat"},
+            options=SaveOptions(plain_tensors="common"),  # there are attacks on the file of these
             group=group,
         )
 

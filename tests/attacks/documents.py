@@ -195,6 +195,10 @@ attacks_with(
         "a_tensor_twice": _state('[{"$tensor":0},{"$tensor":0}]'),
         "a_tensor_too_many": _state('{"$tensor":99}'),
         "a_negative_tensor": _state('{"$tensor":-1}'),
+        "a_reference_to_nothing": _state('[{"$tensor":0},{"$array":"nothing"}]'),
+        "a_reference_to_objects": _state('[{"$tensor":0},{"$array":"object"}]'),
+        "a_reference_twice": _state('[{"$tensor":0},{"$array":"block"},{"$array":"block"}]'),
+        "a_reference_that_is_no_text": _state('[{"$tensor":0},{"$array":["block"]}]'),
         "an_array_of_objects": _state('{"$ndarray":{"dtype":"|O","shape":[1],"data":0}}'),
         "a_vast_array": _state('{"$ndarray":{"dtype":"<f8","shape":[1099511627776],"data":0}}'),
         "a_vast_scalar": _state('{"$npscalar":{"dtype":"<U999999999","hex":""}}'),
@@ -209,6 +213,7 @@ attacks_with(
         "a_range": _state('{"$range":[0,9223372036854775807,1]}'),
     },
     common_is,
+    another=("a_reference_to_nothing", "a_reference_to_objects", "a_reference_twice"),
 )
 
 

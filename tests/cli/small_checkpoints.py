@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor
+from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.comm import Group
 from megackpt.formats.registry import save_strategies
 from megackpt.mapping import ShardedStateDict
@@ -40,10 +40,12 @@ def state_of(rank: int) -> ShardedStateDict:
 
 
 def saved(directory: Path, format: tuple[str, int] = NATIVE) -> Path:
-    """Save the state of both ranks."""
+    """Save the state of both ranks, with a file of tensors of common state where the format has one."""
+    options = SaveOptions(plain_tensors="common")
 
     def save_rank(group: Group) -> None:
-        megackpt.save(state_of(group.rank), directory, format, content_metadata=CONTENT, group=group)
+        state = state_of(group.rank)
+        megackpt.save(state, directory, format, content_metadata=CONTENT, options=options, group=group)
 
     SimulatedWorld(RANKS).run(save_rank)
     return directory

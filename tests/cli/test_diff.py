@@ -198,7 +198,7 @@ def test_differences_are_shown_as_tables(tmp_path: Path, capsys: pytest.CaptureF
     ):
         assert text in out
     assert main(["diff", str(second), str(second)]) == 0
-    assert "equal; 5 arrays" in capsys.readouterr().out
+    assert "equal; 6 arrays" in capsys.readouterr().out
 
 
 def test_what_is_no_checkpoint_has_an_exit_code_of_its_own(tmp_path: Path) -> None:

@@ -37,7 +37,12 @@ def protected(directory: Path) -> Path:
     """Save the small state with one parity file over the data files of both ranks."""
 
     def save_rank(group: Group) -> None:
-        megackpt.save(state_of(group.rank), directory, options=SaveOptions(parity=2), group=group)
+        megackpt.save(
+            state_of(group.rank),
+            directory,
+            options=SaveOptions(parity=2, plain_tensors="common"),
+            group=group,
+        )
 
     SimulatedWorld(RANKS).run(save_rank)
     return directory

@@ -81,6 +81,19 @@ def test_content_metadata_is_found_in_the_checkpoint_and_in_a_loaded_state_dict(
         dist_checkpointing.load_content_metadata()
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_tensors_that_are_not_sharded_stay_in_common_state(tmp_path: Path, deferred: bool) -> None:
+    path, state = str(tmp_path / "iter_1"), small_state() | {"rng": torch.arange(4)}
+    request = dist_checkpointing.save(state, path, ("megackpt", 1), async_sharded_save=deferred)
+    if request is not None:
+        request.execute_sync()
+    assert set(dist_checkpointing.load_tensors_metadata(path)) == {"w", "fused.0", "fused.1"}
+    assert dist_checkpointing.load_common_state_dict(path)["rng"].tolist() == [0, 1, 2, 3]
+    megackpt.save({"rng": torch.arange(4)}, tmp_path / "ours")
+    loaded = dist_checkpointing.load({}, str(tmp_path / "ours"))
+    assert loaded["rng"].tolist() == [0, 1, 2, 3]
+
+
 def test_looking_into_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "iter_1")
     dist_checkpointing.save(small_state(), path)

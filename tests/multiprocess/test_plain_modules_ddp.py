@@ -17,8 +17,7 @@ from megackpt.testing.ranks import RankPool
 
 pytestmark = pytest.mark.multiprocess
 
-ARRAYS = SaveOptions(plain_tensors="arrays")
-RANK_0S = SaveOptions(plain_tensors="arrays", rank0_values=("model.*running_*",))
+RANK_0S = SaveOptions(rank0_values=("model.*running_*",))
 
 
 def build(seed: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -51,7 +50,7 @@ def _save_and_go_on(root: str) -> tuple[bytes, bool]:
         train_step(model, optimizer, seed)
     refused = False
     try:
-        megackpt.save(state_of(model, optimizer), f"{root}/refused", options=ARRAYS)
+        megackpt.save(state_of(model, optimizer), f"{root}/refused")
     except CommonStateError as error:
         refused = "model['1.running_mean']" in str(error)
     megackpt.save(state_of(model, optimizer), f"{root}/sync", options=RANK_0S)

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import megackpt
 from megackpt import (
+    Checkpointer,
     CommonStateError,
     FormatError,
+    IntegrityError,
     LoadOptions,
+    MissingKeyError,
     PerRank,
     PlanCache,
     SaveOptions,
@@ -24,12 +28,16 @@ from megackpt import (
     load,
     load_common_state_dict,
     load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    load_with_report,
     remove_sharded_tensors,
     save,
 )
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.errors import UnsupportedError
+from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 
@@ -59,7 +67,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("options", [ARRAYS, SaveOptions()])
+@pytest.mark.parametrize("options", [SaveOptions(), SaveOptions(plain_tensors="common")])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_module_and_its_optimizer_come_back(tmp_path: Path, options: SaveOptions, ranks: int) -> None:
     saved = state_of(*trained())
@@ -250,7 +258,7 @@ def test_ranks_give_the_option_alike() -> None:
         )
 
     for found in SimulatedWorld(2).outcomes(save_rank):
-        assert "SaveOptions.plain_tensors is 'common' on rank 0 and 'arrays' on rank 1" in str(found)
+        assert "SaveOptions.plain_tensors is 'auto' on rank 0 and 'arrays' on rank 1" in str(found)
 
 
 def test_an_array_that_no_file_could_fill_takes_no_memory(tmp_path: Path) -> None:
@@ -266,14 +274,128 @@ def test_a_reader_that_does_not_know_references_finds_the_arrays(tmp_path: Path)
     assert list(megackpt.load_sharded_metadata(tmp_path)) == ["w"]
 
 
-def test_conversion_keeps_them_arrays(tmp_path: Path) -> None:
-    saved = {"model": OrderedDict({"w": torch.arange(5.0), "n": torch.tensor(7)}), "step": 4}
-    save(saved, tmp_path / "c", options=ARRAYS)
-    for backend in ("megackpt", "torch_dist", "zarr"):
-        arguments = [str(tmp_path / "c"), str(tmp_path / backend), "--to", backend]
-        assert main(["convert", *arguments]) == 0
-        asked = {"model": {"w": torch.zeros(5)}}
-        assert load(asked, tmp_path / backend)["model"]["w"].tolist() == list(range(5))
-        assert asked["model"]["w"].tolist() == list(range(5))
-        assert set(load_plain_tensors(tmp_path / backend)) == {"model.w"}
-    assert same(load({}, tmp_path / "megackpt"), saved)
+def test_they_are_arrays_by_default_where_the_format_has_it(tmp_path: Path) -> None:
+    saved = {"model": {"w": torch.arange(5.0)}, "step": 4}
+    for backend, keys in (("megackpt", {"model.w"}), ("torch_dist", set()), ("zarr", set())):
+        save(saved, tmp_path / backend, backend)
+        assert set(load_tensors_metadata(tmp_path / backend)) == keys
+        assert same(load({}, tmp_path / backend, strict="raise_all"), saved)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, saved)
+    assert set(load_plain_tensors(tmp_path / "run" / "iter_0000001")) == {"model.w"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_another_number_of_ranks_loads_them(tmp_path: Path, ranks: int) -> None:
+    saved = state_of(*trained())
+    SimulatedWorld(3).run(lambda group: save(saved, tmp_path / "c", group=group))
+    for found in SimulatedWorld(ranks).run(lambda g: load({}, tmp_path / "c", strict="raise_all", group=g)):
+        assert same(found, saved)
+
+
+def test_what_a_load_returns_as_common_state_is_no_missing_key(tmp_path: Path) -> None:
+    whole = ShardedTensor.from_rank_offsets("x", torch.ones(3))
+    save({"model": {"w": torch.arange(5.0), "v": torch.ones(2)}, "x": whole}, tmp_path)
+    state, missing, unexpected = load({"model": {"w": torch.zeros(5)}}, tmp_path, strict="return_all")
+    assert state["model"]["v"].tolist() == [1.0, 1.0]
+    assert (missing, unexpected) == ({"x"}, set())
+    _, report = load_with_report({}, tmp_path, strict="log_all")
+    assert report.missing == {"x"}
+    with pytest.raises(MissingKeyError, match=r"holds 1 keys that no rank asks for:\n *'x'"):
+        load({}, tmp_path, strict="raise_all")
+
+
+def test_metadata_lists_them_and_can_be_loaded_by(tmp_path: Path) -> None:
+    save({"model": {"w": torch.arange(5.0)}, "step": 4}, tmp_path)
+    for found in (load_sharded_metadata(tmp_path), load_tensors_metadata(tmp_path)):
+        loaded = load(found, tmp_path)
+        assert sorted(loaded) == ["model.w", "step"]
+        assert loaded["model.w"].tolist() == list(range(5))
+
+
+SAVED: dict[str, Any] = {
+    "model": OrderedDict({"w": torch.arange(5.0), "n": torch.tensor(7)}),
+    "list": [torch.ones(2), 5],
+    "state": {0: {"m": torch.ones(3, dtype=torch.bfloat16)}},
+    "step": 4,
+}
+
+
+@pytest.mark.parametrize("backend", ["megackpt", "torch_dist", "zarr"])
+def test_conversion_keeps_what_a_load_returns(tmp_path: Path, backend: str) -> None:
+    """In formats that cannot refer to arrays they become tensors of common state, also for several ranks."""
+    extra = {"x": ShardedTensor.from_rank_offsets("x", torch.arange(4))}
+    save(SAVED | extra, tmp_path / "c")
+    source, target, back = (str(tmp_path / name) for name in ("c", backend, "back"))
+    assert main(["convert", source, target, "--to", backend]) == 0
+    asked = {"model": {"w": torch.zeros(5)}}
+    assert same(load(asked, target), SAVED)
+    assert asked["model"]["w"].tolist() == list(range(5))
+    for found in (load({}, target), load_common_state_dict(target)):
+        assert same(found, SAVED)
+    assert set(load_plain_tensors(target)) == {"x"} | (
+        {"model.w", "list.0", "state.0.m"} if backend == "megackpt" else set()
+    )
+    assert main(["diff", source, target]) == 0
+    assert main(["diff", target, source]) == 0
+    assert main(["convert", target, back, "--to", "megackpt"]) == 0
+    assert same(load({}, back), SAVED)
+    assert main(["diff", source, back]) == 0
+
+
+def test_a_comparison_finds_what_differs_between_an_array_and_common_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"model": {"w": torch.arange(5.0), "gone": torch.ones(2)}}, tmp_path / "a")
+    changed = torch.tensor([0.0, 1.0, 2.0, 3.5, 4.0])
+    save({"model": {"w": changed}}, tmp_path / "b", options=SaveOptions(plain_tensors="common"))
+    for first, second in (("a", "b"), ("b", "a")):
+        assert main(["diff", str(tmp_path / first), str(tmp_path / second), "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert [value["place"] for value in found["values"]] == ["common state: model.w"]
+        assert found["only_first"] + found["only_second"] == ["model.gone"]
+        assert not found["arrays"]
+
+
+def test_conversion_refuses_arrays_that_are_damaged(tmp_path: Path) -> None:
+    save({"w": torch.ones(5000)}, tmp_path / "c")
+    (data,) = (tmp_path / "c" / "data").iterdir()
+    stored = bytearray(data.read_bytes())
+    stored[-1] ^= 1
+    data.write_bytes(stored)
+    arguments = [str(tmp_path / "c"), str(tmp_path / "t"), "--to", "torch_dist"]
+    assert main(["convert", *arguments]) == 1
+    assert not (tmp_path / "t").exists() or not list((tmp_path / "t").iterdir())
+    with pytest.raises(IntegrityError, match="'w'"):
+        load_common_state_dict(tmp_path / "c")
+
+
+def test_inspect_shows_the_arrays_that_common_state_refers_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(SAVED, tmp_path)
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["common"] == {
+        "model.w": "array 'model.w'",
+        "model.n": "torch.int64 []: 7",
+        "list[0]": "array 'list.0'",
+        "list[1]": "5",
+        "state[0].m": "array 'state.0.m'",
+        "step": "4",
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_them_at_their_places(tmp_path: Path) -> None:
+    save(SAVED, tmp_path / "arrays")
+    save(SAVED, tmp_path / "common", options=SaveOptions(plain_tensors="common"))
+    found = []
+    for name in ("arrays", "common"):
+        reader = MegackptStorageReader(tmp_path / name)
+        metadata = reader.read_metadata()
+        assert metadata.planner_data is not None
+        found.append((metadata.planner_data, set(metadata.state_dict_metadata)))
+        asked = {"model": {"w": torch.zeros(5)}, "list": [torch.zeros(2), 0], "step": 0}
+        dcp.load(asked, storage_reader=reader, no_dist=True)
+        assert same(asked, {"model": {"w": SAVED["model"]["w"]}, "list": SAVED["list"], "step": 4})
+    assert found[0] == found[1]

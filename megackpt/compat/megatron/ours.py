@@ -262,7 +262,7 @@ def request_by(
     save_strategy(choice)
     sharded_state_dict, arguments = _enclosed(sharded_state_dict, checkpoint_dir, arguments)
     given = _all_of(strategy, arguments)
-    options = given.pop("options", None) or SaveOptions()
+    options = given.pop("options")
 
     def request(group: Group, options: SaveOptions, may_differ: bool) -> SaveRequest:
         compared = {_PREPROCESS: _nothing_of} if may_differ else {}
@@ -293,6 +293,8 @@ def _enclosed(
 def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
     """Return the arguments of a save, with those that a strategy stands for.
 
+    Tensors of common state are stored there, as by Megatron-Core.
+
     Megatron-LM saves a constant structure with `validate_access_integrity=False` from the second time on.
     Where the plan of an earlier save is kept, the proof is the comparison of digests by which that plan is
     taken, and without it the save would not be spread over ranks. So only common state is left uncompared.
@@ -301,7 +303,10 @@ def _all_of(strategy: Any, arguments: SaveArguments) -> SaveArguments:
     plans = given.get("plans")
     if not given.get("validate_access_integrity", True) and plans is not None and plans.names:
         given |= {"validate_access_integrity": True, _PREPROCESS: _nothing_of}
-    return given
+    options = given.get("options") or SaveOptions()
+    if options.plain_tensors == "auto":
+        options = dataclasses.replace(options, plain_tensors="common")
+    return given | {"options": options}
 
 
 def _nothing_of(common: StateDict) -> StateDict:

@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 
 from megackpt.codec import carrying_unknown, leaf_digests
+from megackpt.engine.common_arrays import values_in, with_tensors
 from megackpt.engine.compare import Pair, pairs_of
+from megackpt.engine.inline_arrays import read_referenced, stored_references
 from megackpt.engine.integrity.elements import Differing, differing_elements
 from megackpt.engine.leaves import leaves_of
-from megackpt.engine.load import open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.load import open_checkpoint, refuse_unreadable
+from megackpt.engine.opening import read_common_and_references
 from megackpt.engine.progress import Progress
 from megackpt.engine.read import read_chunk
 from megackpt.engine.workers import do_all
@@ -122,7 +125,12 @@ def find_difference(first: Store, second: Store, options: DiffOptions, progress:
     """
     stores = (first, second)
     opened = [open_checkpoint(s, allow_unsafe_pickle=options.allow_unsafe_pickle) for s in stores]
-    arrays = [_chosen(contents, options.keys) for contents in opened]
+    common = _read_common(opened, stores) if options.common else None
+    inline = (frozenset[str](), frozenset[str]()) if common is None else common.inline
+    arrays = [
+        {key: spec for key, spec in _chosen(contents, options.keys).items() if key not in keys}
+        for contents, keys in zip(opened, inline, strict=True)
+    ]
     for contents, store in zip(opened, stores, strict=True):
         refuse_unreadable(
             _fitting(contents.unreadable, options.keys), contents.unreadable, where=store.location
@@ -136,8 +144,9 @@ def find_difference(first: Store, second: Store, options: DiffOptions, progress:
     unproved = [key for key in tensors if key not in proved]
     differing = _compare_arrays(opened[0], opened[1], unproved, options, progress, where=second.location)
     values = _compare_objects(opened[0], opened[1], objects)
-    if options.common:
-        values += _compare_common(opened, stores)
+    if common is not None:
+        values += _compare_values("common state", *common.states)
+        values += _compare_values("content metadata", *common.contents)
     return Difference(
         only_first=tuple(sorted(set(arrays[0]) - set(arrays[1]))),
         only_second=tuple(sorted(set(arrays[1]) - set(arrays[0]))),
@@ -298,10 +307,37 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _compare_common(opened: Sequence[Contents], stores: Sequence[Store]) -> list[ValueDifference]:
-    pairs = [read_common(c, where=s.location) for c, s in zip(opened, stores, strict=True)]
-    found = _compare_values("common state", pairs[0][0], pairs[1][0])
-    return found + _compare_values("content metadata", pairs[0][1], pairs[1][1])
+@dataclass(frozen=True, slots=True)
+class _CommonStates:
+    """The common states of two checkpoints, made comparable.
+
+    Attributes:
+        states: both, with tensors in the place of the arrays in inline.
+        contents: the content metadata of both.
+        inline: of each, keys of arrays that the other has as tensors of common state.
+    """
+
+    states: tuple[Any, Any]
+    contents: tuple[Any, Any]
+    inline: tuple[frozenset[str], frozenset[str]]
+
+
+def _read_common(opened: Sequence[Contents], stores: Sequence[Store]) -> _CommonStates:
+    """Read the common states.
+
+    A tensor that one stores in common state and the other as an array is compared as common state. Where
+    both have arrays, these are compared as arrays, and common state is compared without them.
+    """
+    pairs = [read_common_and_references(c, where=s.location) for c, s in zip(opened, stores, strict=True)]
+    references = [stored_references(pair[0], c) for pair, c in zip(pairs, opened, strict=True)]
+    states, inline = [], []
+    for one, other in ((0, 1), (1, 0)):
+        places = values_in(pairs[other][0])
+        taken = {place: key for place, key in references[one].items() if place in places}
+        tensors = read_referenced(taken, opened[one], stores[one])
+        states.append(with_tensors(pairs[one][0], tensors))
+        inline.append(frozenset(taken.values()))
+    return _CommonStates((states[0], states[1]), (pairs[0][1], pairs[1][1]), (inline[0], inline[1]))
 
 
 def _compare_values(what: str, first: Any, second: Any) -> list[ValueDifference]:

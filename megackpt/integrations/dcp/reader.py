@@ -21,14 +21,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megackpt.engine.load import open_checkpoint, read_common
+from megackpt.engine.common_arrays import with_tensors
+from megackpt.engine.inline_arrays import stored_references
+from megackpt.engine.load import open_checkpoint
+from megackpt.engine.opening import read_common_and_references
 from megackpt.engine.read import read_chunk, read_tensors
 from megackpt.engine.shared_targets import SharedTargets
 from megackpt.engine.tensor_bytes import check_target
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Contents
 from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
-from megackpt.integrations.dcp.names import flatten
+from megackpt.integrations.dcp.names import flatten, name_of
 from megackpt.integrations.dcp.place import Location, opened
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
@@ -78,7 +81,7 @@ class MegackptStorageReader(StorageReader):
         """
         with opened(self.path) as store:
             contents = self._open(store)
-            common, _ = read_common(contents, where=store.location)
+            common = _common_of(contents, store)
             found: dict[str, Any] = {
                 name: _metadata_of(value) for name, (_, value) in flatten(common).items()
             }
@@ -129,7 +132,7 @@ class MegackptStorageReader(StorageReader):
             contents = self._open(store)
             if contents.identity != plan.storage_data:
                 raise MismatchError(f"{store.location} was saved anew while it was being read. Load again.")
-            common, _ = read_common(contents, where=store.location)
+            common = _common_of(contents, store)
             values = {name: value for name, (_, value) in flatten(common).items()}
             tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
             self._read_arrays(
@@ -237,6 +240,26 @@ def _objects(contents: Contents, key: str) -> list[ShardedObject]:
     shape = contents.arrays[key].global_shape
     starts = contents.chunks([key]).table.start[:, : len(shape)].tolist()
     return [ShardedObject(key, None, shape, tuple(start)) for start in starts]
+
+
+def _common_of(contents: Contents, store: Store) -> Any:
+    """Return common state, with tensors on meta in the place of those that are stored as arrays.
+
+    So it is flattened as if they were there; DCP reads them as arrays.
+    """
+    common, _ = read_common_and_references(contents, where=store.location)
+    arrays = {
+        place: contents.arrays[key]
+        for place, key in stored_references(common, contents).items()
+        if name_of(place) == key
+    }
+    return with_tensors(
+        common,
+        {
+            place: torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype), device="meta")
+            for place, spec in arrays.items()
+        },
+    )
 
 
 def _metadata_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
