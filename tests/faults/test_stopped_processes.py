@@ -39,10 +39,20 @@ from tests.writer_faults import wait_for
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 Work = Literal["save", "async save", "wait", "load"]
-Victim = Literal["rank 0", "last rank", "writer of rank 0", "last writer", "launcher"]
+Victim = Literal[
+    "rank 0",
+    "last rank",
+    "writer of rank 0",
+    "last writer",
+    "launcher",
+    "node of rank 0",
+    "node of last rank",
+]
+"""A node is a rank and its writer."""
 
 TIMEOUT_S = 10.0
 """Short of it, the seconds count that ranks give each other to say who is missing."""
+NODE_S = 10.0  # more than twice the deadline, where a rank and its writer are stopped together
 DELAY_S = 1.5  # at most, from when all ranks are ready to when one is stopped
 CASES = int(os.environ.get("MEGACKPT_TESTS_STOPS", "100"))  # of each kind of work
 LANES = 4  # that many worlds at once, as most of the time is waited
@@ -79,7 +89,10 @@ def stops(count: int, seed: int) -> list[Stop]:
     chance = random.Random(seed)
     found = []
     for work in get_args(Work):
-        of_work = [v for v in get_args(Victim) if "writer" not in v or work in ("async save", "wait")]
+        is_async = work in ("async save", "wait")
+        of_work = [
+            v for v in get_args(Victim) if is_async or not v.startswith(("writer", "last writer", "node"))
+        ]
         for number in range(count):
             found.append(Stop(work, of_work[number % len(of_work)], chance.uniform(0, DELAY_S)))
     return found
@@ -180,7 +193,7 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
     notes.mkdir()
     with contextlib.ExitStack() as stack:
         pids = pool.pids(ranks)
-        lost: int | None = {"rank 0": 0, "last rank": ranks - 1}.get(stop.victim)
+        lost: int | None = {"rank 0": 0, "last rank": ranks - 1}.get(stop.victim.removeprefix("node of "))
         launched, port = stack.enter_context(launcher()) if stop.victim == "launcher" else (0, 0)
         outcomes: list[Any] = []
 
@@ -192,12 +205,18 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
         wait_for(lambda: len(list(notes.glob("ready.*"))) == ranks or not running.is_alive())
         assert running.is_alive(), [o.trace for o in outcomes]
         time.sleep(stop.delay_s)
-        if "writer" in stop.victim:
-            victim = int((notes / f"writer.{0 if stop.victim.endswith('0') else ranks - 1}").read_text())
-        else:
-            victim = launched if lost is None else pids[lost]
+        victims = []
+        if stop.victim == "launcher":
+            victims.append(launched)
+        if "writer" in stop.victim or "node" in stop.victim:
+            writer = notes / f"writer.{0 if stop.victim.endswith('0') else ranks - 1}"
+            victims.append(int(writer.read_text()))
+        if lost is not None:
+            victims.append(pids[lost])
         others = [rank for rank in range(ranks) if rank != lost]
-        os.kill(victim, signal.SIGSTOP)
+        for victim in victims:
+            os.kill(victim, signal.SIGSTOP)
+        limit = 2 * TIMEOUT_S + (NODE_S if "node" in stop.victim else 0.0)
         stopped = time.monotonic()
         try:
             while time.monotonic() < stopped + 4 * TIMEOUT_S:
@@ -205,9 +224,10 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
                     break
                 time.sleep(0.05)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-            wait_for(lambda: not is_alive(victim))
+            for victim in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+            wait_for(lambda: not any(map(is_alive, victims)))
         wrong = []
         for rank in others:
             if not (notes / f"raised.{rank}").exists():
@@ -215,7 +235,7 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
                 continue
             when, text = json.loads((notes / f"raised.{rank}").read_text())
             print(f"{stop}: rank {rank} after {when - stopped:.1f} s: {text[:400]}")
-            if when - stopped > 2 * TIMEOUT_S:
+            if when - stopped > limit:
                 wrong.append(f"rank {rank} raised after {when - stopped:.1f} s: {text}")
             is_victims = rank == (0 if stop.victim.endswith("0") else ranks - 1)  # its writer is stopped
             said = text.replace(f"(seen by rank {rank})", "")
@@ -242,7 +262,7 @@ def test_a_process_that_is_stopped_at_any_moment_is_named_within_twice_the_deadl
     seed = int(os.environ.get("MEGACKPT_TESTS_SEED", random.randrange(1 << 32)))
     print(f"seed {seed}")
     if not is_thorough():
-        cases = random.Random(seed).sample(stops(5, seed), 2)
+        cases = random.Random(seed).sample(stops(7, seed), 2)
         assert try_all(cases, tmp_path, rank_pool, ranks=2) == []
         return
     cases = stops(CASES, seed)
