@@ -104,7 +104,7 @@ NOTES: dict[str, str] = {
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
         "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. Every load makes its own plan, "
-        "whatever `do_cache_distribution` says."
+        "whatever `do_cache_distribution` says. Around a strategy of a user's nothing is exchanged."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility": _BACKEND,
     "strategies.filesystem_async.FileSystemWriterAsync": (

@@ -212,8 +212,30 @@ def spread(root: Path) -> None:
     assert all(tensor.replica_id == dist.get_rank() for tensor in tensors.values())
     loaded = dist_checkpointing.load(dict(tensors), str(root), user.LoadFilePerRank())
     assert all(torch.equal(loaded[key], torch.ones(8)) for key in tensors)
-    with pytest.raises(UnsupportedError, match="without the wrapper"):
-        fully_parallel.FullyParallelLoadStrategyWrapper(user.LoadFilePerRank())
+
+
+def load_in_the_parallel_wrapper(root: Path) -> None:
+    """Each rank gets its own values by the base strategy, whatever the group and the algorithm."""
+    dist_checkpointing.save(state(3.0), str(root), user.FilePerRank())
+    for group, algorithm in ((None, "broadcast"), (dist.group.WORLD, "gather_object")):
+        wrapped = fully_parallel.FullyParallelLoadStrategyWrapper(
+            user.LoadFilePerRank(), group, True, algorithm
+        )
+        for _ in range(2):
+            check(root, 3.0, sharded_strategy=wrapped)
+    with pytest.raises(megackpt.CheckpointingException, match="is not a load strategy"):
+        fully_parallel.FullyParallelLoadStrategyWrapper(user.FilePerRank())  # type: ignore[arg-type]
+
+
+def common_state_by_functions(root: Path) -> None:
+    """The functions of 0.17 write and read the file that the classes do."""
+    root.mkdir(exist_ok=True)
+    common.save_common({"iteration": 3, "names": ["a"]}, str(root))
+    dist.barrier()
+    assert common.load_common(root) == {"iteration": 3, "names": ["a"]}
+    assert (root / "common.pt").exists()
+    dist_checkpointing.save(state(2.0), str(root / "ours"))
+    assert common.load_common(root / "ours")["step"] == 2
 
 
 class Delegating(base.AsyncSaveShardedStrategy):
@@ -316,6 +338,8 @@ def store_common_state_otherwise(root: Path) -> None:
         fail_on_all_ranks,
         save_later,
         spread,
+        load_in_the_parallel_wrapper,
+        common_state_by_functions,
         delegate,
         store_common_state_otherwise,
     ],

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megackpt import api
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from megackpt.compat.megatron.refusal import refused
 from megackpt.errors import FormatError, NotACheckpointError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES
@@ -116,15 +115,17 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
-    """Return the common state of a checkpoint. Local. From Megatron-Core 0.17 on."""
-    return api.load_common_state_dict(checkpoint_dir)
+    """As `TorchCommonLoadStrategy.load_common`. From Megatron-Core 0.17 on."""
+    return TorchCommonLoadStrategy().load_common(checkpoint_dir)
 
 
-save_common = refused(
-    "save_common",
-    because="a checkpoint is committed all at once, so no part of it is written alone.",
-    instead="Pass the whole state dict to save().",
-)
+def save_common(common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """As `TorchCommonSaveStrategy.save_common`. From Megatron-Core 0.17 on.
+
+    It writes common.pt, for a directory in which a strategy of a user's saves. A checkpoint in a format of
+    ours has its common state already.
+    """
+    TorchCommonSaveStrategy("torch", 1).save_common(common_state_dict, checkpoint_dir)
 
 
 def register_default_common_strategies() -> None:

@@ -175,7 +175,8 @@ class FullyParallelSaveStrategyWrapper(KnownSettings, AsyncSaveShardedStrategy):
 class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
     """Lets the ranks of a group read for each other, every byte once; without a group all ranks.
 
-    Attributes may be set later, and count from the next load on.
+    Attributes may be set later, and count from the next load on. Around a strategy of a user's each rank
+    loads all that it asks for by that strategy, and nothing is exchanged.
 
     Attributes:
         base_strategy: the strategy that reads.
@@ -203,11 +204,7 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if not is_loaded_by_us(strategy):
-            raise UnsupportedError(
-                f"FullyParallelLoadStrategyWrapper cannot let ranks read for each other by "
-                f"{type(strategy).__name__}, which reads by itself. Give it to load() without the wrapper."
-            )
+        is_loaded_by_us(strategy)  # raises at once what is no load strategy
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -238,7 +235,13 @@ class FullyParallelLoadStrategyWrapper(KnownSettings, LoadShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "mcore",
     ) -> StateDict:
-        """Return the loaded state dict, common state included. Collective."""
+        """Return the loaded state dict, common state included. Collective.
+
+        Around a strategy of a user's, return what that one loads.
+        """
+        if not is_loaded_by_us(self.base_strategy):
+            self.apply_loading_parallelization(sharded_state_dict)
+            return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         loaded: StateDict = load_by(self, sharded_state_dict, checkpoint_dir)
         return loaded
 
