@@ -36,8 +36,10 @@ def faults_of(said: dict[str, Any]) -> list[str]:
     refused = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith("refused")]
     if kind == "refused" and not refused and outcomes.get("verify") == "exit 0":
         faults.append("nobody refuses it")
-    if kind == "refused" and refused and outcomes.get("verify") == "exit 0":
-        faults.append(f"verify says that it is whole; {refused[0]}")
+    # verify makes no objects, so a class that is not known is no damage to it.
+    damaged = [what for what in refused if "UnknownClassError" not in what]
+    if kind == "refused" and damaged and outcomes.get("verify") == "exit 0":
+        faults.append(f"verify says that it is whole; {damaged[0]}")
     if kind == "harmless" and refused:
         faults.append(f"refused although harmless: {refused[0]}")
     return [f"{said['attack']} ({said['claim']}): {fault}" for fault in faults]
