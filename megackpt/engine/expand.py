@@ -25,10 +25,11 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.mapping.base import is_dtensor
-from megackpt.mapping.dtensor import HeldDTensor, adopt_dtensors
+from megackpt.mapping.base import is_torch_sharded
+from megackpt.mapping.dtensor import TorchSharded
 from megackpt.mapping.foreign import adopt
 from megackpt.mapping.plain import has_tensors, whole_tensors
+from megackpt.mapping.torch_sharded import adopt_torch_sharded
 from megackpt.mapping.tree import (
     ABSENT,
     PathKeys,
@@ -56,8 +57,8 @@ class Expanded:
         objects: every ShardedObject, likewise; per-rank and replicated values are among them.
         per_rank: the per-rank values, by key.
         replicated: keys of replicated values; which rank's is the main replica is not decided yet.
-        part_of_ranks: keys of DTensors whose mesh is not all ranks: those on other meshes may hold copies
-            that no replica id tells apart.
+        part_of_ranks: keys of DTensors and of torch's ShardedTensors whose mesh or process group is not all
+            ranks: others may hold copies that no replica id tells apart.
         common: the tree without sharded and non-persistent leaves.
         finish: given the common state of a checkpoint and the keys that were not loaded, the loaded state
             dict.
@@ -103,7 +104,7 @@ def expand(
     try:
         kinds = leaf_types(sharded_state_dict)
         names = PathKeys()
-        ours = adopt_dtensors(adopt_xla(adopt(sharded_state_dict, kinds), kinds, names), kinds, names)
+        ours = adopt_torch_sharded(adopt_xla(adopt(sharded_state_dict, kinds), kinds, names), kinds, names)
         state = whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
     except RecursionError as error:
         raise UnserializableError(
@@ -144,7 +145,7 @@ def expand(
 
 
 # The most frequent class first: an isinstance of the very class of a value does not ask the abstract base.
-_NOT_COMMON = (ShardedTensor, ShardedBase, LocalNonpersistentObject, PerRank, Replicated, HeldDTensor)
+_NOT_COMMON = (ShardedTensor, ShardedBase, LocalNonpersistentObject, PerRank, Replicated, TorchSharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,8 @@ class _Expansion:
                 return self._add_tensor(leaf)
             case LocalNonpersistentObject():
                 return lambda _: leaf.unwrap()
-            case HeldDTensor():
-                return self._add_dtensor(leaf)
+            case TorchSharded():
+                return self._add_torch_sharded(leaf)
             case ShardedLayout():
                 return self._add_layout(path, leaf)
             case ShardedObject():
@@ -212,9 +213,9 @@ class _Expansion:
             return data
         return torch.empty_like(data, device="cpu", requires_grad=False)
 
-    def _add_dtensor(self, held: HeldDTensor) -> Finish:
+    def _add_torch_sharded(self, held: TorchSharded) -> Finish:
         self.tensors.extend(held.parts)
-        if held.mesh_size < self._ranks:
+        if held.ranks < self._ranks:
             self.part_of_ranks.add(held.key)
         return lambda dropped: ABSENT if held.key in dropped else held.data
 
@@ -262,7 +263,7 @@ def _refuse_hidden_entities(leaf: Any, path: str) -> None:
     if not isinstance(leaf, (tuple, set, frozenset, deque)):
         return
     for inner in leaf:
-        if isinstance(inner, _NOT_COMMON) or is_dtensor(inner):
+        if isinstance(inner, _NOT_COMMON) or is_torch_sharded(inner):
             raise DeclarationError(
                 f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
                 f"or a dict for "
@@ -271,5 +272,5 @@ def _refuse_hidden_entities(leaf: Any, path: str) -> None:
             )
         for _, deeper in iter_leaves([inner]):
             _refuse_hidden_entities(deeper, path)
-            if deeper is not inner and (isinstance(deeper, _NOT_COMMON) or is_dtensor(deeper)):
+            if deeper is not inner and (isinstance(deeper, _NOT_COMMON) or is_torch_sharded(deeper)):
                 _refuse_hidden_entities((deeper,), path)

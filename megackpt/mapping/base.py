@@ -38,6 +38,22 @@ def is_dtensor_class(kind: type) -> bool:
     return issubclass(kind, cls)
 
 
+def is_torch_sharded(value: object) -> bool:
+    """Say whether a value is a tensor of torch that is cut over ranks: a DTensor or a ShardedTensor."""
+    return is_torch_sharded_class(type(value))
+
+
+def is_torch_sharded_class(kind: type) -> bool:
+    """Say whether a class is DTensor or ShardedTensor of torch, or derives from one of them."""
+    return is_dtensor_class(kind) or is_sharded_tensor_class(kind)
+
+
+def is_sharded_tensor_class(kind: type) -> bool:
+    """Say whether a class is ShardedTensor of torch (FSDP version 1 makes them), or derives from it."""
+    cls: Any = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor.api"), "ShardedTensor", ())
+    return issubclass(kind, cls)
+
+
 class ShardedBase(ABC):
     """A leaf of a sharded state dict that stands for a part of something global.
 

@@ -14,7 +14,7 @@ from operator import index
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping.base import ReplicaId, is_dtensor
+from megackpt.mapping.base import ReplicaId, is_dtensor, is_torch_sharded
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that are neither DTensors nor anything but tensors."""
@@ -145,11 +145,12 @@ def check_data(
     is_plain = type(data) in _PLAIN
     if not is_plain and not isinstance(data, torch.Tensor):
         raise refusal(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
-    if not is_plain and is_dtensor(data):
+    if not is_plain and is_torch_sharded(data):
+        local = "to_local()" if is_dtensor(data) else "local_shards()[i].tensor"
         raise refusal(
             key,
-            "data is a DTensor, which says by itself what this rank holds of which array. Put it into the "
-            "state dict as it is, or declare its local tensor, to_local().",
+            f"data is a {type(data).__name__} of torch, which says by itself what this rank holds of which "
+            f"array. Put it into the state dict as it is, or declare its local tensor, {local}.",
         )
     if data.dtype != dtype:
         raise refusal(key, f"dtype {dtype} is declared but data has {data.dtype}.")

@@ -1,14 +1,13 @@
-"""DTensors in a state dict as sharded entities: each is a global array under the path at which it stands.
+"""DTensors in a state dict as sharded entities: what each says of the global array that it is a part of.
 
-Owns recognising them and reading what they say of themselves. torch.distributed is never imported: where
-there is a DTensor, its modules are loaded already. What a rank holds of the array is `geometry.mesh_boxes`'s
-to say.
+torch.distributed is never imported: where there is a DTensor, its modules are loaded already.
+`geometry.mesh_boxes` computes what a rank holds.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,54 +15,35 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import MeshCut, mesh_boxes
-from megackpt.mapping.base import is_dtensor, is_dtensor_class
 from megackpt.mapping.checks import refusal
 from megackpt.mapping.sharded_tensor import ShardedTensor
-from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldDTensor:
-    """A DTensor of a state dict, with what this rank holds of it.
+class TorchSharded:
+    """A DTensor, or a ShardedTensor of torch, of a state dict, with what this rank holds of it.
 
     Attributes:
         key: its path in the state dict, joined with dots.
-        data: the DTensor; a load fills its local tensor and gives it back.
-        parts: the boxes of the local tensor, as views of it; none on a rank outside of the mesh.
-        mesh_size: number of ranks in the mesh.
+        data: the tensor; a load fills its local tensor or shards and returns it.
+        parts: the boxes that this rank holds, as views of its memory; none on a rank outside of the mesh.
+        ranks: number of ranks in the mesh or process group.
     """
 
     key: str
     data: torch.Tensor
     parts: tuple[ShardedTensor, ...]
-    mesh_size: int
+    ranks: int
 
 
-def adopt_dtensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
-    """Return the tree with every DTensor as a HeldDTensor; the given tree is not changed.
-
-    kinds are the classes of its leaves, or more: see `leaf_types`. names gives keys to paths.
-
-    Raises:
-        DeclarationError: two of them have one key, or one cannot be saved: a placement that is no Shard or
-            Replicate, or a local tensor that is not what the placements say.
-    """
-    if not any(map(is_dtensor_class, kinds)):
-        return state
-
-    def adopt_leaf(steps: Steps, leaf: Any) -> Any:
-        return hold(names.key_of(steps), leaf) if is_dtensor(leaf) else leaf
-
-    return map_leaves(adopt_leaf, state, (), step=add_step)
-
-
-def hold(key: str, dtensor: Any) -> HeldDTensor:
+def hold(key: str, dtensor: Any) -> TorchSharded:
     """Return what this rank holds of a DTensor, under a key. Local.
 
     Raises:
-        DeclarationError: see `adopt_dtensors`.
+        DeclarationError: a placement is no Shard or Replicate, or the local tensor is not what the placements
+            say.
 
     Source: torch.distributed.tensor.DTensor.
     """
@@ -71,7 +51,7 @@ def hold(key: str, dtensor: Any) -> HeldDTensor:
     cuts = [_cut_of(key, placement, dtensor.placements) for placement in dtensor.placements]
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return HeldDTensor(key, dtensor, (), mesh.size())
+        return TorchSharded(key, dtensor, (), mesh.size())
     local = _local_tensor(dtensor)
     shape = tuple(dtensor.shape)
     boxes = mesh_boxes(shape, tuple(mesh.shape), coordinate, cuts, order=_order_of(dtensor, cuts))
@@ -98,7 +78,7 @@ def hold(key: str, dtensor: Any) -> HeldDTensor:
         )
         for b in boxes
     )
-    return HeldDTensor(key, dtensor, parts, mesh.size())
+    return TorchSharded(key, dtensor, parts, mesh.size())
 
 
 def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from megackpt.mapping.base import is_dtensor
+from megackpt.mapping.base import is_torch_sharded
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import (
@@ -80,7 +80,7 @@ def is_plain_tensor(leaf: object) -> bool:
     """
     return (
         isinstance(leaf, torch.Tensor)
-        and not is_dtensor(leaf)
+        and not is_torch_sharded(leaf)
         and not isinstance(leaf, UninitializedTensorMixin)
         and leaf.layout == torch.strided
         and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping.base import ReplicaId
+from megackpt.mapping.base import ReplicaId, is_sharded_tensor_class
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
@@ -97,7 +97,10 @@ def xla_tensor_of(leaf: Any) -> XlaTensor | None:
     if _is_xla(type(leaf)):
         found: XlaTensor = leaf
         return found
-    if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+    # torch warns of every attribute of its ShardedTensor, so a tensor's device is asked for after its class.
+    if not isinstance(leaf, torch.Tensor) or is_sharded_tensor_class(type(leaf)):
+        return None
+    if leaf.device.type == "xla":
         spmd = sys.modules.get(f"{XLA_PACKAGE}.distributed.spmd")
         wrapped = leaf if spmd is None else spmd.wrap_if_sharded(leaf)
         return None if wrapped is leaf else cast("XlaTensor", wrapped)

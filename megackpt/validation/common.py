@@ -68,7 +68,8 @@ def check_copies_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     differing = _differing(per_rank)
     if differing:
         raise MismatchError(
-            f"DTensors on several meshes have one key, so they are copies of one array, but they differ:\n"
+            f"DTensors on several meshes, or torch's ShardedTensors of several process groups, have one key. "
+            f"So they are copies of one array, but they differ:\n"
             f"{truncated_list(list(differing.values()))}\n"
             f"If they are parts of different arrays (stages of a pipeline), give each a key of its own; if "
             f"they should be equal, make them so, or save with validate_access_integrity=False to keep those "

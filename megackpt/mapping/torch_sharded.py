@@ -1,0 +1,94 @@
+"""Tensors of torch that are cut over ranks, as sharded entities: each is a global array under its path.
+
+DTensor is in `dtensor`. torch's ShardedTensor is here: FSDP (version 1) has it in its sharded state dicts.
+torch.distributed._shard is never imported: where there is a ShardedTensor, its module is loaded already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+
+from megackpt.mapping import dtensor
+from megackpt.mapping.base import is_dtensor, is_torch_sharded, is_torch_sharded_class
+from megackpt.mapping.checks import refusal
+from megackpt.mapping.dtensor import TorchSharded
+from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
+
+
+def adopt_torch_sharded(state: Any, kinds: Set[type], names: PathKeys) -> Any:
+    """Return the tree with every DTensor and ShardedTensor of torch as a TorchSharded.
+
+    The given tree is not changed. kinds are the classes of its leaves, or more: see `leaf_types`. names gives
+    keys to paths.
+
+    Raises:
+        DeclarationError: two of them have one key, or one cannot be saved: see `dtensor.hold` and `hold`.
+    """
+    if not any(map(is_torch_sharded_class, kinds)):
+        return state
+
+    def adopt_leaf(steps: Steps, leaf: Any) -> Any:
+        if not is_torch_sharded(leaf):
+            return leaf
+        return (dtensor.hold if is_dtensor(leaf) else hold)(names.key_of(steps), leaf)
+
+    return map_leaves(adopt_leaf, state, (), step=add_step)
+
+
+def hold(key: str, sharded: Any) -> TorchSharded:
+    """Return what this rank holds of a ShardedTensor of torch, under a key. Local.
+
+    Only methods and private fields are read: torch warns of each other attribute, as the class is deprecated.
+
+    Raises:
+        DeclarationError: its local shards were never made, or one is not strided or contradicts itself.
+
+    Source: torch.distributed._shard.sharded_tensor.ShardedTensor.
+    """
+    group = getattr(sharded, "_process_group", None)
+    metadata, shards = sharded.metadata(), sharded.local_shards()
+    missing = [] if shards else _shards_placed_here(metadata)
+    if group is None or missing:
+        what = f"places {missing[0]} on this rank" if missing else "has no process group"
+        raise refusal(
+            key,
+            f"the ShardedTensor of shape {tuple(metadata.size)} {what}, but it has no local shards: it was "
+            f"never initialised. Make it by init_from_local_shards(...) or FSDP's state_dict().",
+        )
+    parts = tuple(_part_of(key, metadata, shard) for shard in shards)
+    # A rank outside of the group may have a placeholder in place of it. It has no shards.
+    ranks = group.size() if isinstance(group, torch.distributed.ProcessGroup) else 0
+    return TorchSharded(key, sharded, parts, ranks)
+
+
+def _part_of(key: str, metadata: Any, shard: Any) -> ShardedTensor:
+    if shard.tensor.layout != torch.strided:
+        raise refusal(
+            key,
+            f"a local shard of the ShardedTensor has layout {shard.tensor.layout}; only strided tensors "
+            f"can be saved and loaded. Call to_dense() on what it is made from.",
+        )
+    return ShardedTensor(
+        key=key,
+        data=shard.tensor.detach(),
+        dtype=shard.tensor.dtype,
+        local_shape=tuple(shard.metadata.shard_sizes),
+        global_shape=tuple(metadata.size),
+        global_offset=tuple(shard.metadata.shard_offsets),
+    )
+
+
+def _shards_placed_here(metadata: Any) -> list[str]:
+    """Return the boxes of the shards that the metadata place on this rank, as text; empty ones left out."""
+    if not torch.distributed.is_initialized():
+        return []
+    rank = torch.distributed.get_rank()
+    return [
+        f"a shard of shape {tuple(shard.shard_sizes)} at {tuple(shard.shard_offsets)}"
+        for shard in metadata.shards_metadata
+        if shard.placement is not None and shard.placement.rank() == rank and 0 not in shard.shard_sizes
+    ]
