@@ -1,7 +1,7 @@
 """How much a run of the tests tries: a sample by default, all of it with `pytest --thorough`.
 
-Owns what a sample is. Generated examples differ from run to run, so that many runs of the sample find what
-one thorough run does.
+Choices that a test draws by itself come from `seed`, so that a run can be repeated. Examples that hypothesis
+generates differ from run to run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,17 @@ import pytest
 
 THOROUGH = "MEGACKPT_TESTS_THOROUGH"
 """Set in the environment, for decorators and for processes that tests start."""
+
+
+SEED = "MEGACKPT_TESTS_SEED"
+"""Set in the environment to draw other choices, as in many runs of the sample."""
+
+
+def seed() -> int:
+    """Return the seed of what a test chooses at random, and print it: 0, or that of the environment."""
+    value = int(os.environ.get(SEED, "0"))
+    print(f"{SEED}={value}")
+    return value
 
 
 def is_thorough() -> bool:

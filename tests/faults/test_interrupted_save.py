@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megackpt import Checkpointer, RankFailedError, ShardedTensor
 from megackpt.testing.ranks import RankPool
-from tests.effort import is_thorough, only_thorough
+from tests.effort import is_thorough, only_thorough, seed
 from tests.faults import interrupted_job
 from tests.faults.interrupted_job import (
     LIMIT_S,
@@ -186,10 +186,8 @@ def _seconds_of(act: object) -> float:
 def test_training_goes_on_saving_when_writer_processes_are_killed(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
     limit_s = 60.0 * (1 + KILLS_OF_WRITERS)
-    arguments = (tmp_path, KILLS_OF_WRITERS, seed)
+    arguments = (tmp_path, KILLS_OF_WRITERS, seed())
     everyone = rank_pool.run(go_on_without_a_writer, RANKS, *arguments, timeout_s=limit_s)
     assert everyone[0] == everyone[1]
     failures, newest = everyone[0]

@@ -34,14 +34,14 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, ShardedTensor
 from megackpt.testing.ranks import RankPool
-from tests.effort import is_thorough
+from tests.effort import is_thorough, seed
 from tests.writer_faults import wait_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 Work = Literal["save", "first async save", "async save", "waves", "behind", "wait", "close", "load"]
 
-SAMPLE = 30
+SAMPLE = 10
 TIMEOUT_S = 4.0
 BUSY_S = 5.0  # what a busy machine of two cores adds
 LIMIT_S = 30
@@ -172,7 +172,7 @@ class Trial:
             raise AssertionError("something else was saved")
 
 
-def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None, seed: int) -> list[str]:
+def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None, drawn: int) -> list[str]:
     """Interrupt the work at its lines, all or a sample of them; return what goes wrong."""
     trial, wrong = Trial(work, root), []
     signal.signal(signal.SIGALRM, out_of_time)
@@ -184,7 +184,7 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
         trial.act()
     lines = list(range(seen[0] + seen[0] // 10))  # it differs from run to run
     if sample is not None:
-        lines = sorted(random.Random(seed).sample(lines, min(sample, len(lines))))
+        lines = sorted(random.Random(drawn).sample(lines, min(sample, len(lines))))
     hit = 0
     for number in lines[share[0] :: share[1]]:
         where = ""
@@ -224,10 +224,8 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
 def test_ctrl_c_at_any_line_lets_nothing_hang_and_the_next_save_works(
     rank_pool: RankPool, tmp_path: Path, work: Work
 ) -> None:
-    seed = int(os.environ.get("MEGACKPT_TESTS_SEED", random.randrange(1 << 32)))
-    print(f"seed {seed}")
     sample = None if is_thorough() else SAMPLE
-    (wrong,) = rank_pool.run(interrupt, 1, work, tmp_path, (0, 1), sample, seed, timeout_s=3000)
+    (wrong,) = rank_pool.run(interrupt, 1, work, tmp_path, (0, 1), sample, seed(), timeout_s=3000)
     assert wrong == []
 
 
@@ -269,9 +267,7 @@ def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float
 
 
 def test_ctrl_c_on_one_rank_lets_no_other_hang(rank_pool: RankPool, tmp_path: Path) -> None:
-    seed = int(os.environ.get("MEGACKPT_TESTS_SEED", random.randrange(1 << 32)))
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = random.Random(seed())
     for case in range(60 if is_thorough() else 1):
         work = chance.choice(["save", "async save", "load"])
         number = chance.randrange(1200)

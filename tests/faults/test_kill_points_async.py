@@ -34,7 +34,7 @@ from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.effort import is_thorough
+from tests.effort import is_thorough, seed
 from tests.faults.test_kill_points import STRATEGIES, Files, Tally, names_of, run_save, saved, state
 from tests.writer_faults import ORDER, Order
 
@@ -203,7 +203,7 @@ def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
     save_behind(whole, 2, ranks=ranks)
     moments = [(rank, index) for rank in range(ranks) for index in range(whole.passed[rank])]
     if ranks > 1 and not is_thorough():
-        moments = random.sample(moments, 4)
+        moments = random.Random(seed()).sample(moments, 4)
     outcomes: set[int | None] = set()
     for rank, index in moments:
         machine = CrashMachine(files, stop_at=Moment(rank=rank, index=index, alone=alone))
@@ -279,7 +279,8 @@ def kill_writers(root: Path, points: Sequence[tuple[int, int]] | None) -> list[t
 def test_a_writer_process_killed_at_any_operation_loses_nothing(
     rank_pool: RankPool, tmp_path: Path, ranks: int
 ) -> None:
-    points = None if is_thorough() else [(random.randrange(ranks), random.randrange(6))]
+    chance = random.Random(seed())
+    points = None if is_thorough() else [(chance.randrange(ranks), chance.randrange(6))]
     if ranks > 1 and not is_thorough():  # to start writers takes seconds
         pytest.skip("only with --thorough")
     everyone = rank_pool.run(kill_writers, ranks, tmp_path / "root", points, timeout_s=1200)

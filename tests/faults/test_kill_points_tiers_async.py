@@ -23,7 +23,7 @@ from megackpt.testing.crash_store import Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld
 from tests.async_saves import saver_of
-from tests.effort import is_thorough
+from tests.effort import is_thorough, seed
 from tests.faults.test_kill_points_async import MortalGroup, MortalWriter, writers_on
 from tests.unit.test_tier_steps import Run, state
 
@@ -151,7 +151,7 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
     whole = Nodes()
     save_behind(run_of(tmp_path / "whole"), whole, 2)
     count = sum(map(len, whole.seen.values()))
-    points = range(count) if is_thorough() else sorted(random.sample(range(count), 4))
+    points = range(count) if is_thorough() else sorted(random.Random(seed()).sample(range(count), 4))
     found = set()
     for point, alone in product(points, (False, True)):
         run, nodes = run_of(tmp_path / f"{point}-{alone}"), Nodes(stop_at=point, alone=alone)

@@ -23,7 +23,7 @@ import megackpt
 from megackpt import CheckpointError, LoadOptions, RankFailedError, SaveOptions, ShardedTensor
 from megackpt.comm.group import run_step
 from megackpt.testing.ranks import RankPool
-from tests.effort import is_thorough
+from tests.effort import is_thorough, seed
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -164,9 +164,7 @@ def test_a_rank_that_is_lost_at_any_step_is_named_before_the_deadline(
         for number in range(rank_pool.run(count_steps, RANKS, kind, tmp_path)[TROUBLED])
     ]
     if not is_thorough():
-        seed = random.randrange(1 << 32)
-        print(f"sample of {len(moments)} moments, seed {seed}")
-        moments = random.Random(seed).sample(moments, 1)
+        moments = random.Random(seed()).sample(moments, 1)
     for kind, number in moments:
         raised = tmp_path / f"raised-{kind}-{number}"
         raised.mkdir()

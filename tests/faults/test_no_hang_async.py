@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, LocalTier, ShardedTensor
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
-from tests.effort import is_thorough, only_thorough
+from tests.effort import is_thorough, only_thorough, seed
 from tests.writer_faults import ORDER, GatedStrategy, Order, wait_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -210,7 +210,9 @@ TRAINING: list[tuple[Moment, Trouble]] = [
 def test_training_in_trouble_during_a_save_is_named_on_all_other_ranks(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    for number, (moment, trouble) in enumerate(TRAINING if is_thorough() else [random.choice(TRAINING)]):
+    for number, (moment, trouble) in enumerate(
+        TRAINING if is_thorough() else [random.Random(seed()).choice(TRAINING)]
+    ):
         root, gate = tmp_path / f"root-{number}", tmp_path / f"gate-{number}"
         gate.mkdir()
         outcomes = rank_pool.outcomes(train_in_trouble, RANKS, root, moment, trouble, gate)

@@ -100,7 +100,7 @@ def limited(root: Path) -> Iterator[None]:
     [
         (full, "No space left on device"),
         (read_only, "Read-only file system"),
-        (in_the_way, "File exists"),
+        (in_the_way, "is a file where a directory is needed"),
         (limited, "File too large"),
     ],
 )

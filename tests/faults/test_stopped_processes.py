@@ -33,7 +33,7 @@ from megackpt import AsyncOptions, Checkpointer, CheckpointError, LoadOptions, S
 from megackpt.comm import world_group
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import is_alive, saver_of
-from tests.effort import is_thorough
+from tests.effort import is_thorough, seed
 from tests.writer_faults import wait_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -259,14 +259,13 @@ def try_all(cases: list[Stop], notes: Path, pool: RankPool, *, ranks: int) -> li
 def test_a_process_that_is_stopped_at_any_moment_is_named_within_twice_the_deadline(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    seed = int(os.environ.get("MEGACKPT_TESTS_SEED", random.randrange(1 << 32)))
-    print(f"seed {seed}")
+    number = seed()
     if not is_thorough():
-        cases = random.Random(seed).sample(stops(7, seed), 2)
+        cases = random.Random(number).sample(stops(7, number), 2)
         assert try_all(cases, tmp_path, rank_pool, ranks=2) == []
         return
-    cases = stops(CASES, seed)
-    random.Random(seed).shuffle(cases)  # so that a run that is cut short has tried all kinds
+    cases = stops(CASES, number)
+    random.Random(number).shuffle(cases)  # so that a run that is cut short has tried all kinds
     pools = [RankPool() for _ in range(LANES)]
     try:
         with ThreadPoolExecutor(LANES) as threads:
