@@ -157,8 +157,10 @@ class Beneath:
                     self._make(directory, part, "/".join(parts[:depth]))
                 name = "/".join(parts[: depth + 1])
                 below = self._open_without_links(directory, part, _OPEN_DIRECTORY | os.O_NOFOLLOW, name)
-                os.close(directory)
-                directory = below
+                # The name moves on first: Ctrl-C after the close must not close the number a second time, as
+                # it may be that of another thread's file by then.
+                above, directory = directory, below
+                os.close(above)
             yield directory
         finally:
             os.close(directory)

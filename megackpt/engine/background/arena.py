@@ -80,9 +80,9 @@ class Arena:
     def close(self) -> None:
         """Let go of it. Views of `memory` stay valid."""
         self._memory = np.zeros(0, np.uint8)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1  # first: see `storage.beneath`, closed once only
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Octets:
