@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
     from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject, register_codec
     from megackpt.config import CheckpointConfig
-    from megackpt.engine.plan_cache import PlanCache
+    from megackpt.engine.saving.plan_cache import PlanCache
     from megackpt.errors import (
         CheckpointError,
         CheckpointingException,
@@ -143,7 +143,7 @@ _NAMES_OF = {
     ),
     "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject", "register_codec"),
     "megackpt.config": ("CheckpointConfig",),
-    "megackpt.engine.plan_cache": ("PlanCache",),
+    "megackpt.engine.saving.plan_cache": ("PlanCache",),
     "megackpt.errors": (
         "CheckpointError",
         "CheckpointingException",

@@ -15,12 +15,12 @@ import torch
 
 from megackpt.arguments import check_kind
 from megackpt.comm import GivenGroup, Group, SingleProcess, check_group, subgroup_label, world_group
-from megackpt.engine.claims import check_claims
-from megackpt.engine.inline_arrays import read_whole_common
-from megackpt.engine.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
-from megackpt.engine.manifest import is_committed, read_manifest, remove_arrays
-from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.save import SaveRequest, save_state
+from megackpt.engine.checkpoint.claims import check_claims
+from megackpt.engine.checkpoint.inline_arrays import read_whole_common
+from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
+from megackpt.engine.loading.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.engine.saving.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
 from megackpt.formats.contents import Contents
 from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, not_imported, save_strategy

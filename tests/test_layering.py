@@ -35,6 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm", "storage",
         "options", "notices", "errors",
     },
+    # Public functions on whole checkpoints; the command line prints what they return.
+    "maintenance": {
+        "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm",
+        "storage", "options", "notices", "errors",
+    },
     "api": {
         "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "arguments",
         "errors",
@@ -69,11 +74,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options", "arguments", "errors",
     },
     "cli": {
-        "bench", "simulation", "checkpointer", "api", "engine", "formats", "validation", "mapping",
-        "metadata", "comm", "storage", "options", "arguments", "errors",
+        "bench", "simulation", "checkpointer", "maintenance", "api", "engine", "formats", "validation",
+        "mapping", "metadata", "comm", "storage", "options", "arguments", "errors",
     },
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}
+
+# The rooms of `engine`: a room may import those that stand before it.
+ENGINE_ROOMS = [
+    "data", "checkpoint", "state", "saving", "loading", "verification", "tiers", "background",
+]  # fmt: skip
 
 # Packages of others that a part must not touch.
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {
@@ -87,6 +97,7 @@ FORBIDDEN_OUTSIDE: dict[str, set[str]] = {
     "codec": {"pickle", "torch.distributed"},
     "formats": {"pickle", "torch.distributed"},
     "engine": {"pickle", "torch.distributed"},
+    "maintenance": {"pickle", "torch.distributed"},
     "training_state": {"pickle", "torch.distributed"},
     "api": {"torch.distributed"},
 }
@@ -135,6 +146,20 @@ def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
     for outside in FORBIDDEN_OUTSIDE.get(part, set()) - owned:
         bad = [name for name in imported if name == outside or name.startswith(outside + ".")]
         assert not bad, f"{part} must not import {bad}"
+
+
+def test_a_room_of_the_engine_imports_only_rooms_before_it() -> None:
+    engine = ROOT / "megackpt" / "engine"
+    rooms = {path.name for path in engine.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == set(ENGINE_ROOMS)
+    assert [path.name for path in engine.glob("*.py")] == ["__init__.py"], "a module of `engine` needs a room"
+    for path in sorted(engine.rglob("*/*.py")):
+        room = path.relative_to(engine).parts[0]
+        allowed = set(ENGINE_ROOMS[: ENGINE_ROOMS.index(room) + 1])
+        if room == "loading":
+            allowed.remove("saving")
+        used = {n.split(".")[2] for n in imports_of(path) if n.startswith("megackpt.engine.")}
+        assert used <= allowed, f"engine/{room} must not import {sorted(used - allowed)}: {path}"
 
 
 def test_a_format_imports_no_other_format() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megackpt.comm import agreement, group
 from megackpt.comm.group import run_step
-from megackpt.engine.integrity import verify
+from megackpt.engine.verification import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.storage import LocalStore, Store

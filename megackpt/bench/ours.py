@@ -10,7 +10,7 @@ from megackpt.bench.names import OURS
 from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, Piece, RankState
 from megackpt.checkpointer import Checkpointer
-from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.errors import DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, save_strategies
 from megackpt.mapping import ShardedStateDict, ShardedTensor

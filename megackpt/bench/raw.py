@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megackpt.bench.settings import READ_THREADS, WRITE_THREADS
-from megackpt.engine.workers import useful_threads
+from megackpt.engine.data.workers import useful_threads
 from megackpt.storage.rawio import reserve
 
 PIECE_BYTES = 4 << 20

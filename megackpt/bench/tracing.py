@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any, cast
 from unittest import mock
 
-import megackpt.engine.load as engine_load
-import megackpt.engine.prepare_load as engine_prepare
-import megackpt.engine.read as engine_read
+import megackpt.engine.data.read as engine_read
+import megackpt.engine.loading.load as engine_load
+import megackpt.engine.loading.prepare as engine_prepare
 import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy, pieces_in_order
 from megackpt.geometry import Ints

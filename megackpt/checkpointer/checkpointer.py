@@ -34,9 +34,9 @@ from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import GivenGroup, Group, world_group
 from megackpt.engine.background.prepared import for_a_writer, pickled_for_a_writer
-from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.save import SaveRequest
-from megackpt.engine.settings import compare_settings
+from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.engine.saving.save import SaveRequest
+from megackpt.engine.saving.settings import compare_settings
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from megackpt.checkpointer.survey import LastLoad, PassedOver
-from megackpt.engine.integrity.fallback import DAMAGE
+from megackpt.engine.loading.fallback import DAMAGE
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import LoadOptions
 

@@ -17,10 +17,10 @@ from megackpt.checkpointer.pins import is_pinned, read_pins
 from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
-from megackpt.engine.integrity.verify import find_damages
-from megackpt.engine.manifest import holds_other_attempts
-from megackpt.engine.progress import Unseen
-from megackpt.engine.steps import StepPlaces, step_name
+from megackpt.engine.checkpoint.manifest import holds_other_attempts
+from megackpt.engine.checkpoint.steps import StepPlaces, step_name
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import find_damages
 from megackpt.errors import IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions

@@ -17,7 +17,7 @@ from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.comm import GivenGroup, Group, together
-from megackpt.engine.steps import StepPlaces, step_name
+from megackpt.engine.checkpoint.steps import StepPlaces, step_name
 from megackpt.errors import NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions

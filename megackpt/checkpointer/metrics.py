@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 from megackpt.checkpointer.step_list import steps_of
-from megackpt.engine.steps import step_name
+from megackpt.engine.checkpoint.steps import step_name
 from megackpt.errors import DeclarationError, FormatError
 from megackpt.storage import Store
 

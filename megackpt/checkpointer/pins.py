@@ -8,7 +8,7 @@ and one listing finds all.
 from __future__ import annotations
 
 from megackpt.checkpointer.step_list import steps_of
-from megackpt.engine.steps import step_name
+from megackpt.engine.checkpoint.steps import step_name
 from megackpt.storage import Store
 
 _FOLDER = ".megackpt/pins/"

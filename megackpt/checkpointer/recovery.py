@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from megackpt.checkpointer.going_back import with_copies_of_step
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
 from megackpt.comm import BulkGroup, from_root, together, together_at_root
-from megackpt.engine.integrity.fallback import DAMAGE
-from megackpt.engine.load import load_state
-from megackpt.engine.steps import LocalPlaces, step_name
+from megackpt.engine.checkpoint.steps import LocalPlaces, step_name
+from megackpt.engine.loading.fallback import DAMAGE
+from megackpt.engine.loading.load import load_state
 from megackpt.engine.tiers.recover import (
     HeldStep,
     StepNeeds,

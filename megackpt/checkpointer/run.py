@@ -17,7 +17,7 @@ from megackpt.arguments import check_flag, checked_step
 from megackpt.checkpointer.metrics import read_metrics
 from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
 from megackpt.checkpointer.step_list import StepList, scan
-from megackpt.engine.steps import step_name, step_places
+from megackpt.engine.checkpoint.steps import step_name, step_places
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.storage import ObjectOptions, Store, is_url
 

@@ -17,11 +17,11 @@ from megackpt.checkpointer.failures import Failures
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
 from megackpt.comm import Group, together
-from megackpt.engine.integrity.verify import find_damages
-from megackpt.engine.integrity.verify_together import after_commit, verify_together
-from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import StepPlaces, step_name
-from megackpt.engine.write import Planned, write_out
+from megackpt.engine.checkpoint.steps import StepPlaces, step_name
+from megackpt.engine.saving.save import SaveRequest, plan_state
+from megackpt.engine.saving.write import Planned, write_out
+from megackpt.engine.verification.after_save import after_commit, verify_together
+from megackpt.engine.verification.verify import find_damages
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import SaveOptions, VerifyOptions

@@ -18,8 +18,8 @@ from megackpt.comm import Group
 from megackpt.engine.background.messages import Place
 from megackpt.engine.background.prepared import Destination
 from megackpt.engine.background.saver import AsyncSaver
-from megackpt.engine.save import SaveRequest
-from megackpt.engine.steps import step_name
+from megackpt.engine.checkpoint.steps import step_name
+from megackpt.engine.saving.save import SaveRequest
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions

@@ -14,7 +14,7 @@ from megackpt.checkpointer.interval import SaveInterval
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.checkpointer.tiers import Tier, check_tiers
 from megackpt.comm import Group, check_given_group, check_group
-from megackpt.engine.settings import compare_settings
+from megackpt.engine.saving.settings import compare_settings
 from megackpt.errors import DeclarationError
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
 from megackpt.storage import ObjectOptions, absolute_path

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.engine.steps import StepPlaces, step_of
+from megackpt.engine.checkpoint.steps import StepPlaces, step_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megackpt.engine.steps import step_name, step_of
+from megackpt.engine.checkpoint.steps import step_name, step_of
 from megackpt.engine.tiers.recover import HeldStep, StepNeeds
 from megackpt.validation import LoadReport
 

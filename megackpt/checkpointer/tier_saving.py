@@ -15,8 +15,8 @@ from megackpt.checkpointer.tier_set import TierSet, bulk_of
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import BulkGroup, Group, Numbers, compare
 from megackpt.engine.background.prepared import Destination
-from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.steps import LocalPlaces, step_of
+from megackpt.engine.checkpoint.steps import LocalPlaces, step_of
+from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.tiers import MemoryTier, Tier
 from megackpt.comm import BulkGroup, Group, moves_bulk, together
-from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.engine.tiers.save import NodePlace
 from megackpt.errors import DeclarationError
 from megackpt.planning import Nodes

@@ -50,7 +50,7 @@ def command(
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
     """
     from megackpt.cli.ranks import taking_part
-    from megackpt.engine.convert import convert_checkpoint
+    from megackpt.maintenance.convert import convert_checkpoint
 
     options = ConvertOptions(
         verify=not no_verify,

@@ -19,7 +19,7 @@ from megackpt.cli.tables import limited_table, natural, show
 from megackpt.options import DiffOptions
 
 if TYPE_CHECKING:
-    from megackpt.engine.integrity.difference import ArrayDifference, Difference
+    from megackpt.maintenance.diff import ArrayDifference, Difference
 
 
 @click.command(name="diff", epilog=EXIT_CODES)
@@ -62,7 +62,7 @@ def command(
     of which both checkpoints have a digest of the whole, saved with array_digests, are not read if these are
     equal. JSON has all rows, by key.
     """
-    from megackpt.engine.integrity.difference import find_difference
+    from megackpt.maintenance.diff import find_difference
 
     options = DiffOptions(
         keys=keys,

@@ -87,7 +87,7 @@ def command(
     from megackpt.checkpointer.metrics import read_metrics
     from megackpt.checkpointer.retention import RetentionPolicy
     from megackpt.checkpointer.step_list import scan
-    from megackpt.engine.steps import step_places
+    from megackpt.engine.checkpoint.steps import step_places
 
     policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if policy.keeps_all != keep_all:

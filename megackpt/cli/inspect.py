@@ -17,7 +17,7 @@ from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.metadata import OBJECT
 
 if TYPE_CHECKING:
-    from megackpt.engine.inspect import Inspected
+    from megackpt.maintenance.inspect import Inspected
 
 
 @click.command(name="inspect", epilog=EXIT_CODES)
@@ -36,7 +36,7 @@ def command(
     Its commit, arrays and objects with dtype, shape, chunks and bytes, files, bytes by rank, common state.
     JSON has all rows.
     """
-    from megackpt.engine.inspect import inspect_checkpoint
+    from megackpt.maintenance.inspect import inspect_checkpoint
 
     with contextlib.closing(checkpoint_store(path)) as store:
         found = inspect_checkpoint(store, keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)

@@ -21,7 +21,7 @@ from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
 
 if TYPE_CHECKING:
-    from megackpt.engine.steps import StepFile, StepPlaces
+    from megackpt.engine.checkpoint.steps import StepFile, StepPlaces
 
 _AT_ONCE = 16  # steps that are looked at
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -85,7 +85,7 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
     """
     from megackpt.checkpointer.pins import read_pins
     from megackpt.checkpointer.step_list import scan
-    from megackpt.engine.steps import step_places
+    from megackpt.engine.checkpoint.steps import step_places
 
     check_root(str(root))
     places = step_places(root, objects=None)
@@ -112,8 +112,8 @@ def _step(
 ) -> Step | None:
     """Describe a step; None if it is gone meanwhile."""
     from megackpt.checkpointer.metrics import read_metrics
-    from megackpt.engine.manifest import read_manifest
-    from megackpt.engine.steps import step_name
+    from megackpt.engine.checkpoint.manifest import read_manifest
+    from megackpt.engine.checkpoint.steps import step_name
 
     state, backend, world_size = ("committed" if is_committed else "torn"), None, None
     files = places.files(step_name(step))

@@ -16,8 +16,8 @@ from megackpt.cli.tables import show, table_of
 from megackpt.options import RepairOptions
 
 if TYPE_CHECKING:
-    from megackpt.engine.integrity.repair import Repaired
-    from megackpt.engine.integrity.repair_search import RepairedFile
+    from megackpt.maintenance.repair import Repaired
+    from megackpt.maintenance.repair_search import RepairedFile
 
 
 @click.command(name="repair", epilog=EXIT_CODES)
@@ -49,7 +49,7 @@ def command(
 
     Exit code 0: the checkpoint is whole, or with --dry-run can be made whole; 1: damage stays.
     """
-    from megackpt.engine.integrity.repair import repair_checkpoint
+    from megackpt.maintenance.repair import repair_checkpoint
 
     if not is_root():
         return 0  # under torchrun one process repairs

@@ -16,7 +16,7 @@ from megackpt.cli.tables import show, table_of
 from megackpt.options import VerifyOptions
 
 if TYPE_CHECKING:
-    from megackpt.engine.integrity.verify import Verified
+    from megackpt.engine.verification.verify import Verified
     from megackpt.formats.damage import Damage
 
 
@@ -36,7 +36,7 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     damage is listed: file, bytes, key, chunk. Arrays that were saved with array_digests are compared as a
     whole, too.
     """
-    from megackpt.engine.integrity.verify import verify_checkpoint
+    from megackpt.engine.verification.verify import verify_checkpoint
 
     options = VerifyOptions(deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
     with contextlib.closing(checkpoint_store(path)) as store, Bars(is_root=is_root()) as bars:

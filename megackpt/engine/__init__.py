@@ -1,5 +1,10 @@
-"""Carries plans out: reads, writes, commits.
+"""Executes plans: reads, writes and commits. Each room imports only rooms that stand before it in this list.
 
-The recipes of a save and a load are `save` and `load`. `background` is asynchronous saves, `tiers` those into
-storage of the nodes, `integrity` what is done about bytes that changed.
+`data`: the bytes of tensors and chunks, and the threads that move them.
+`checkpoint`: a checkpoint in a store, its `metadata.json` and the directories of its steps.
+`state`: a sharded state dict, flattened into entities.
+`saving` and `loading`: the two recipes; `loading` does not import `saving`.
+`verification`: every byte of a checkpoint, checked.
+`tiers`: saves into storage of the nodes.
+`background`: asynchronous saves.
 """

@@ -1,7 +1,7 @@
 """What is wrong with a stored checkpoint, one thing at a time.
 
 Owns how a fault is named: which file, which bytes of it, and of which chunk they are. Finding faults is up to
-formats, for their own files, and to `megackpt.engine.integrity.verify`.
+formats, for their own files, and to `megackpt.engine.verification.verify`.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from megackpt.api import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.engine.load import open_checkpoint
-from megackpt.engine.manifest import is_committed
-from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.engine.loading.load import open_checkpoint
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
 from megackpt.formats.strategy import MANIFEST, Format, Pieces, SaveStrategy
 from megackpt.geometry import Ints

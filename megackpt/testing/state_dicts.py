@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from megackpt.engine.tensor_bytes import as_bits
+from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.mapping import (
     LocalNonpersistentObject,
     ShardedBase,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from hypothesis import strategies as st
 
-from megackpt.engine.tensor_bytes import as_bits
+from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.mapping import (
     LocalNonpersistentObject,
     ReplicaId,

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megackpt import SaveOptions, ShardedTensor, save
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats.array_digests import ArrayDigester
+from megackpt.maintenance.diff import find_difference
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
 from megackpt.options import DiffOptions, VerifyOptions
 from megackpt.storage import Crc64, block_digests, open_store

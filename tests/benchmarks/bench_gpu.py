@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megackpt import Checkpointer, ShardedTensor, load, save
-from megackpt.engine.device_copies import parts_in_buffers, to_host
+from megackpt.engine.data.device_copies import parts_in_buffers, to_host
 
 GIB = 1 << 30
 LINK_BYTES = 256 << 20

@@ -27,7 +27,7 @@ import torch
 
 from megackpt import PlanCache, SaveOptions, ShardedObject, ShardedTensor
 from megackpt.comm import SingleProcess, together
-from megackpt.engine.save import SaveRequest, plan_state
+from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.geometry import Ints
 from megackpt.metadata import (

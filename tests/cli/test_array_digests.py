@@ -18,9 +18,9 @@ import megackpt
 from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.comm import Group
-from megackpt.engine.integrity.verify import find_damages
-from megackpt.engine.integrity.verify_together import verify_together
-from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
+from megackpt.engine.verification.after_save import verify_together
+from megackpt.engine.verification.verify import find_damages
 from megackpt.errors import DeclarationError, MissingExtraError, UnsupportedError
 from megackpt.formats.damage import Damage
 from megackpt.formats.index_file import read_index

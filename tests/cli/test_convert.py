@@ -21,14 +21,14 @@ from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.cli.progress import Bars
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.convert import convert_checkpoint
-from megackpt.engine.load import open_checkpoint
-from megackpt.engine.manifest import is_committed
-from megackpt.engine.tensor_bytes import as_bits
+from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.data.tensor_bytes import as_bits
+from megackpt.engine.loading.load import open_checkpoint
 from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.registry import save_strategies, save_strategy
 from megackpt.formats.strategy import Pieces, SaveStrategy
+from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.mapping import ShardedStateDict
 from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan

@@ -12,8 +12,8 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.maintenance.diff import find_difference
 from megackpt.options import DiffOptions
 from megackpt.storage import open_store
 from tests.cli.small_checkpoints import COMMON, CONTENT, FORMATS, LONG, NATIVE, RANKS, flip, saved

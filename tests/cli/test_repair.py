@@ -16,7 +16,7 @@ import megackpt
 from megackpt import SaveOptions
 from megackpt.cli import main
 from megackpt.comm import Group
-from megackpt.engine.inspect import inspect_checkpoint
+from megackpt.maintenance.inspect import inspect_checkpoint
 from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
 from tests.cli.small_checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of

@@ -15,11 +15,11 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.inspect import inspect_checkpoint
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import FormatError
+from megackpt.maintenance.diff import find_difference
+from megackpt.maintenance.inspect import inspect_checkpoint
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 from megackpt.options import DiffOptions, VerifyOptions
 from megackpt.storage import open_store

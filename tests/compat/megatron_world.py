@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.compat import megatron
-from megackpt.engine.expand import expand
+from megackpt.engine.state.flatten import expand
 
 VOCAB, SEQUENCE, BATCH, HIDDEN = 64, 16, 2, 32
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.comm import SingleProcess
-from megackpt.engine.convert import convert_checkpoint
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
 from megackpt.formats.registry import save_strategy
+from megackpt.maintenance.convert import convert_checkpoint
+from megackpt.maintenance.diff import find_difference
 from megackpt.options import ConvertOptions, DiffOptions
 from megackpt.storage import open_store
 from megackpt.testing.identical import difference

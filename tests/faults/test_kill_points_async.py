@@ -165,7 +165,7 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
             saver.abandon()
         return ""
 
-    attempt = patch("megackpt.engine.save.new_attempt", return_value=f"{value:016x}")
+    attempt = patch("megackpt.engine.saving.save.new_attempt", return_value=f"{value:016x}")
     looks = patch("megackpt.comm.store_group.LOOK_EVERY_S", 0.02)
     with writers_on(machine), attempt, looks:
         return SimulatedWorld(ranks).run(work)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from megackpt import Checkpointer, CheckpointError, LocalTier
 from megackpt.comm import Group, LinkedGroup, Parcel
 from megackpt.engine.background.messages import Job
-from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.storage import Store
 from megackpt.testing.crash_store import Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
@@ -135,7 +135,9 @@ def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_p
     seen: list[tuple[dict[int, list[str]], Any]] = []
     for number, save in enumerate((save_at_once, save_behind)):
         run, nodes = run_of(tmp_path / str(number)), Nodes()
-        with patch("megackpt.engine.save.new_attempt", side_effect=iter(f"{n:016x}" for n in range(9))):
+        with patch(
+            "megackpt.engine.saving.save.new_attempt", side_effect=iter(f"{n:016x}" for n in range(9))
+        ):
             run.save(1, nodes=range(2))
             assert not any(save(run, nodes, 2) or [])
         # How many pieces a row is written in is another matter: those that are staged lie together.

@@ -9,8 +9,8 @@ import torch
 
 from megackpt import LoadOptions, SaveOptions, ShardedTensor, load, save
 from megackpt.comm import Group
-from megackpt.engine.integrity.repair import repair_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.maintenance.repair import repair_checkpoint
 from megackpt.options import RepairOptions
 from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss

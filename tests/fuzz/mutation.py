@@ -19,8 +19,8 @@ from safetensors.numpy import save as save_columns
 import megackpt
 from megackpt import CheckpointError, ShardedObject, ShardedTensor
 from megackpt.codec import unpack
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats import index_reader
 from megackpt.formats.documents import read_document
 from megackpt.options import VerifyOptions

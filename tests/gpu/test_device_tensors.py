@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, ShardedTensor, load, save
-from megackpt.engine.device_copies import COMMON_BUFFERS, HostBuffers, pieces_of, to_host
-from megackpt.engine.tensor_bytes import as_bits, byte_view, parts_of
+from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, pieces_of, to_host
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
 from megackpt.metadata import DTYPES
 from megackpt.storage.buffers import BUFFER_BYTES
 

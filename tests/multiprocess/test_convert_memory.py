@@ -12,8 +12,8 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.comm import SingleProcess
-from megackpt.engine.convert import convert_checkpoint
 from megackpt.formats.registry import save_strategy
+from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.options import ConvertOptions
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, SaveOptions, ShardedTensor, load
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.maintenance.diff import find_difference
 from megackpt.options import DiffOptions
 from megackpt.storage import open_store
 from megackpt.testing.ranks import RankPool

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
 from megackpt.comm import DeviceGroup
-from megackpt.engine import exchange
+from megackpt.engine.loading import exchange
 from megackpt.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.multiprocess]

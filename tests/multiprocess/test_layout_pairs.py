@@ -14,7 +14,7 @@ import torch
 
 import megackpt
 from megackpt import load_common_state_dict, load_plain_tensors
-from megackpt.engine.tensor_bytes import as_bits
+from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.optim import DistributedOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelLayout, forward_backward
 from megackpt.testing.ranks import RankPool

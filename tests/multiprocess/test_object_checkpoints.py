@@ -18,11 +18,11 @@ import megackpt
 from megackpt import Checkpointer, KeepBest, NotACheckpointError, ShardedTensor, StorageError
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.convert import convert_checkpoint
-from megackpt.engine.integrity.repair import repair_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
 from megackpt.errors import UnsupportedError
 from megackpt.formats.registry import save_strategy
+from megackpt.maintenance.convert import convert_checkpoint
+from megackpt.maintenance.repair import repair_checkpoint
 from megackpt.options import ConvertOptions, RepairOptions
 from megackpt.storage import MemoryStore, ObjectOptions, ObjectStore
 from megackpt.testing.faulty_store import FaultyStore, Operation

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megackpt.api import load, save
 from megackpt.comm import BulkGroup
-from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.options import LoadOptions
 from megackpt.storage import MemoryStore

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from megackpt import FormatError, IntegrityError, LoadOptions, ShardedTensor, load, save
 from megackpt.comm import Group
-from megackpt.engine.opening import open_checkpoint
-from megackpt.engine.read import read_chunk
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.data.read import read_chunk
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.storage import LocalStore, MemoryStore, Store

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megackpt.api import load, save
 from megackpt.comm import Group
-from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore

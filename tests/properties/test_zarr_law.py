@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megackpt.api import load, save
 from megackpt.comm import Group
-from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy

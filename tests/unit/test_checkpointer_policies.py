@@ -23,8 +23,8 @@ from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.pins import write_pin
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.comm import Group
-from megackpt.engine.integrity.verify import Looked, find_damages
-from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalPlaces
+from megackpt.engine.verification.verify import Looked, find_damages
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 from tests.writer_faults import Damaging

@@ -17,12 +17,12 @@ import torch
 import megackpt
 from megackpt.codec import Encoded, ForeignNamedTuple, carrying_unknown, decode, encode, leaf_digests
 from megackpt.comm import SingleProcess
-from megackpt.engine.convert import convert_checkpoint
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.safe_pickle import load_value, save_value
+from megackpt.maintenance.convert import convert_checkpoint
+from megackpt.maintenance.diff import find_difference
 from megackpt.options import ConvertOptions, DiffOptions
 from megackpt.storage import open_store
 from megackpt.testing.identical import difference

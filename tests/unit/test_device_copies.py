@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megackpt.engine.device_copies import AHEAD, HostBuffers, Uploads, pieces_of, rows_to_host, to_host
-from megackpt.engine.tensor_bytes import parts_of, source_block, target_block
+from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, pieces_of, rows_to_host, to_host
+from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
 from megackpt.planning import BlockCopy
 
 VALUES = torch.arange(420, dtype=torch.int16).reshape(7, 6, 10)

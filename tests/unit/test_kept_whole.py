@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from megackpt import FormatError, ShardedTensor, UnserializableError, load, save
 from megackpt.api import load_common_state_dict, load_plain_tensors
 from megackpt.comm import SingleProcess
-from megackpt.engine.convert import convert_checkpoint
 from megackpt.formats.registry import save_strategy
+from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.options import ConvertOptions
 from megackpt.storage import LocalStore
 

@@ -30,11 +30,11 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.engine.inspect import inspect_checkpoint
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter
+from megackpt.maintenance.inspect import inspect_checkpoint
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.world import SimulatedWorld

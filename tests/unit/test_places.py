@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.engine.steps import step_name, step_places
+from megackpt.engine.checkpoint.steps import step_name, step_places
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore, MemoryStore
 

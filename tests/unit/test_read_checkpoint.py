@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megackpt import SaveOptions, ShardedObject, ShardedTensor, load, load_plain_tensors, save
 from megackpt.comm import Group
-from megackpt.engine.tensor_bytes import as_bits, byte_view
+from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.testing.layouts import arrays, held_chunks
 from megackpt.testing.world import SimulatedWorld
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt import ShardedTensor, load, save
-from megackpt.engine.read import placed_in
+from megackpt.engine.data.read import placed_in
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, block_counts, merge_declarations
 from megackpt.planning import plan_load, plan_own, plan_reads

@@ -12,7 +12,7 @@ from torch import nn
 
 from megackpt import MismatchError, PlanCache, SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
-from megackpt.engine.samples import _bits_of
+from megackpt.engine.saving.replica_samples import _bits_of
 from megackpt.options import Policy
 from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from megackpt.storage import MemoryStore

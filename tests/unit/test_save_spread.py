@@ -10,7 +10,7 @@ import torch
 
 from megackpt import DeclarationError, SaveOptions, ShardedTensor
 from megackpt.api import load, save
-from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megackpt import LoadOptions, MismatchError, ShardedTensor, load, save
 from megackpt.comm import Group
-from megackpt.engine.shared_targets import sharing
+from megackpt.engine.loading.shared_targets import sharing
 from megackpt.integrations.dcp import MegackptStorageReader
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megackpt.engine.expand import expand
+from megackpt.engine.state.flatten import expand
 from megackpt.geometry import rectangles_of
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks

@@ -27,7 +27,7 @@ from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
-from megackpt.engine.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.engine.tiers import transfer as tier_transfer
 from megackpt.planning import Nodes
 from megackpt.storage import LocalStore, Store

@@ -32,13 +32,13 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.convert import convert_checkpoint
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.formats.torch_dist.values import MOST_VALUES
+from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.metadata import DTYPES
 from megackpt.options import ConvertOptions, VerifyOptions
 from megackpt.storage import LocalStore, MemoryStore

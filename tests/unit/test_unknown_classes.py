@@ -24,14 +24,14 @@ import megackpt
 from megackpt.cli.verify import command as verify_command
 from megackpt.codec import ForeignMember, ForeignName, ForeignObject, carrying_unknown, leaf_digests
 from megackpt.comm import SingleProcess
-from megackpt.engine.convert import convert_checkpoint
-from megackpt.engine.inspect import inspect_checkpoint
-from megackpt.engine.integrity.difference import find_difference
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.progress import Unseen
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.safe_pickle import load_value, save_value
+from megackpt.maintenance.convert import convert_checkpoint
+from megackpt.maintenance.diff import find_difference
+from megackpt.maintenance.inspect import inspect_checkpoint
 from megackpt.options import ConvertOptions, DiffOptions, VerifyOptions
 from megackpt.storage import open_store
 

@@ -9,7 +9,7 @@ import torch
 
 from megackpt import SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
-from megackpt.engine.integrity.verify import verify_checkpoint
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore
 from megackpt.testing.world import SimulatedWorld

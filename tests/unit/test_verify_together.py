@@ -6,9 +6,9 @@ import threading
 import time
 
 from megackpt.comm import Group
-from megackpt.engine.integrity.verify import Looked
-from megackpt.engine.integrity.verify_together import verify_together
-from megackpt.engine.progress import Progress
+from megackpt.engine.data.progress import Progress
+from megackpt.engine.verification.after_save import verify_together
+from megackpt.engine.verification.verify import Looked
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.testing.world import SimulatedWorld

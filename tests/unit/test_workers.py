@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from megackpt.engine.workers import do_all, useful_threads
+from megackpt.engine.data.workers import do_all, useful_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -14,9 +14,9 @@ from megackpt.bench.names import COLLECTIVES, COLLECTIVES_SAVE, OURS, PLAN_AGAIN
 from megackpt.bench.state import GridLayout, RankState
 from megackpt.bench.stopwatch import largest, timed
 from megackpt.comm import world_group
-from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.save import SaveRequest, plan_state
-from megackpt.engine.write import Planned, write_out
+from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.engine.saving.save import SaveRequest, plan_state
+from megackpt.engine.saving.write import Planned, write_out
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import SaveOptions

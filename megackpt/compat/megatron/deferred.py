@@ -15,7 +15,7 @@ from megackpt.comm import Group
 from megackpt.engine.background.messages import Place
 from megackpt.engine.background.prepared import Destination, for_a_writer
 from megackpt.engine.background.saver import AsyncSaver
-from megackpt.engine.save import SaveRequest
+from megackpt.engine.saving.save import SaveRequest
 from megackpt.errors import CommonStateError
 from megackpt.options import SaveOptions
 from megackpt.storage import absolute_path, is_url

@@ -30,8 +30,8 @@ from megackpt.compat.megatron.enclosing import take_common
 from megackpt.compat.megatron.load_errors import also_of_torch
 from megackpt.compat.megatron.process_options import OPTIONS
 from megackpt.compat.megatron.settings import KnownSettings
-from megackpt.engine.plan_cache import PlanCache
-from megackpt.engine.save import SaveRequest
+from megackpt.engine.saving.plan_cache import PlanCache
+from megackpt.engine.saving.save import SaveRequest
 from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict

@@ -34,7 +34,7 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from megackpt.compat.megatron.enclosing import EnclosingSave, enclosing_save
-from megackpt.engine.manifest import files_of_saves, is_committed
+from megackpt.engine.checkpoint.manifest import files_of_saves, is_committed
 from megackpt.errors import CommonStateError, DeclarationError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.mapping import (

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megackpt.comm import Group, decode_error, encode_error
-from megackpt.engine.agree_on_plan import Agreed
 from megackpt.engine.background.session import WriterSession
 from megackpt.engine.background.stage_ahead import Ahead, stage_ahead
-from megackpt.engine.local_state import LocalState
+from megackpt.engine.saving.local_state import LocalState
+from megackpt.engine.saving.plan_agreement import Agreed
 from megackpt.errors import CheckpointError
 from megackpt.options import SaveOptions
 

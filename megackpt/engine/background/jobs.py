@@ -14,12 +14,12 @@ from typing import Protocol
 
 from megackpt.comm import Group, LinkedGroup, Numbers, compare, encode_error, moves_bulk
 from megackpt.comm.group import common_error
-from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.background.messages import Job
-from megackpt.engine.integrity.verify import find_damages
-from megackpt.engine.integrity.verify_together import after_commit, verify_together
+from megackpt.engine.saving.plan_agreement import Completes
+from megackpt.engine.saving.write import Planned, write_out
 from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
-from megackpt.engine.write import Planned, write_out
+from megackpt.engine.verification.after_save import after_commit, verify_together
+from megackpt.engine.verification.verify import find_damages
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import Pieces, SaveStrategy

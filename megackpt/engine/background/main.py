@@ -54,8 +54,8 @@ from megackpt.engine.background.messages import (
 )
 from megackpt.engine.background.signs_of_life import Pulse
 from megackpt.engine.background.stream import Stream, StreamPieces
+from megackpt.engine.saving.write import Planned
 from megackpt.engine.tiers.save import NodePlace
-from megackpt.engine.write import Planned
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.damage import Damage
 from megackpt.planning import with_object_sizes

@@ -11,10 +11,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
 from megackpt.comm import StoreAddress
-from megackpt.engine.agree_on_plan import Completes
-from megackpt.engine.steps import step_places
+from megackpt.engine.checkpoint.steps import step_places
+from megackpt.engine.saving.plan_agreement import Completes
+from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodePlace
-from megackpt.engine.write import CommonFiles
 from megackpt.formats.damage import Damage
 from megackpt.geometry import Ints
 from megackpt.options import VerifyOptions

@@ -15,9 +15,9 @@ import numpy as np
 from megackpt.engine.background.arena import Layout, lay_out
 from megackpt.engine.background.messages import Place
 from megackpt.engine.background.work import Failed, Follow
-from megackpt.engine.save import SaveRequest
+from megackpt.engine.saving.save import SaveRequest
+from megackpt.engine.saving.write import CommonFiles, Planned
 from megackpt.engine.tiers.save import NodePlace
-from megackpt.engine.write import CommonFiles, Planned
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
 from megackpt.options import VerifyOptions

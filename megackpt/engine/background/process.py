@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 from megackpt.comm import StoreHost, decode_error, encode_error
 from megackpt.comm.group import common_error
-from megackpt.engine.agree_on_plan import Completes
 from megackpt.engine.background.arena import Arena
 from megackpt.engine.background.messages import (
     Cancelled,
@@ -42,6 +41,7 @@ from megackpt.engine.background.signs_of_life import BEAT_S, Watch
 from megackpt.engine.background.staging import StreamClosedError
 from megackpt.engine.background.start import start_writer
 from megackpt.engine.background.work import Failed, Follow, Work
+from megackpt.engine.saving.plan_agreement import Completes
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan

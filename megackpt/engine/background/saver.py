@@ -24,8 +24,8 @@ from megackpt.engine.background.session import WriterSession, end_forgotten
 from megackpt.engine.background.stage_ahead import Ahead
 from megackpt.engine.background.staging import Span, StreamClosedError, fill
 from megackpt.engine.background.work import Work
-from megackpt.engine.save import Beside, SaveRequest, plan_state
-from megackpt.engine.write import Planned
+from megackpt.engine.saving.save import Beside, SaveRequest, plan_state
+from megackpt.engine.saving.write import Planned
 from megackpt.options import AsyncOptions, SaveOptions
 
 _MOST_QUEUED = 4

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.engine.agree_on_plan import Agreed
 from megackpt.engine.background.arena import Octets, lay_out
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.staging import Span, fill
-from megackpt.engine.local_state import LocalState, RowPieces
-from megackpt.engine.write import Planned
+from megackpt.engine.saving.local_state import LocalState, RowPieces
+from megackpt.engine.saving.plan_agreement import Agreed
+from megackpt.engine.saving.write import Planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.comm import BulkGroup, together
-from megackpt.engine.integrity.verify import verify_checkpoint
-from megackpt.engine.load import open_checkpoint
-from megackpt.engine.manifest import read_manifest
-from megackpt.engine.progress import Unseen
-from megackpt.engine.steps import StepPlaces, step_of
+from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.steps import StepPlaces, step_of
+from megackpt.engine.data.progress import Unseen
+from megackpt.engine.loading.load import open_checkpoint
 from megackpt.engine.tiers.transfer import broadcast_files
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError
 from megackpt.formats.contents import NamesFiles
 from megackpt.formats.documents import parse_document

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megackpt.comm import BulkGroup, Numbers, compare, together_at_root
-from megackpt.engine import manifest
-from megackpt.engine.steps import LocalPlaces, step_name, step_of
+from megackpt.engine.checkpoint import manifest
+from megackpt.engine.checkpoint.steps import LocalPlaces, step_name, step_of
+from megackpt.engine.saving.write import Planned, finish_attempt, write_rounds
 from megackpt.engine.tiers.transfer import Sized, broadcast_files, copy_files, from_rank, told_to_keepers
-from megackpt.engine.write import Planned, finish_attempt, write_rounds
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, Json, KnowsFiles, SaveStrategy

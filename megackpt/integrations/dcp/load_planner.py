@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megackpt.codec import unpack
-from megackpt.engine.expand import expand
-from megackpt.engine.tensor_bytes import check_target
+from megackpt.engine.data.tensor_bytes import check_target
+from megackpt.engine.state.flatten import expand
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.integrations.dcp.names import flatten, replace_leaves, update
 from megackpt.integrations.dcp.place import place_in

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megackpt.codec import leaf_digests, pack
-from megackpt.engine.copies import digests_of_copies, with_one_main_each, without_copies
-from megackpt.engine.expand import Expanded, expand
-from megackpt.engine.tensor_bytes import check_source
+from megackpt.engine.data.tensor_bytes import check_source
+from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each, without_copies
+from megackpt.engine.state.flatten import Expanded, expand
 from megackpt.errors import DeclarationError
 from megackpt.integrations.dcp.names import Steps, flatten
 from megackpt.integrations.dcp.place import place_in

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from megackpt.codec import pack, unpack
-from megackpt.engine import manifest
-from megackpt.engine.device_copies import pieces_of
-from megackpt.engine.tensor_bytes import check_source
-from megackpt.engine.write import Planned, finish_attempt
+from megackpt.engine.checkpoint import manifest
+from megackpt.engine.data.device_copies import pieces_of
+from megackpt.engine.data.tensor_bytes import check_source
+from megackpt.engine.saving.write import Planned, finish_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
 from megackpt.integrations.dcp.names import with_lists, with_value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megackpt.compat.megatron.refusal import refuse
-from megackpt.engine.manifest import read_manifest
+from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import Store, is_url, open_store

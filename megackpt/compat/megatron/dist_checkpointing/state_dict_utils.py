@@ -1,7 +1,7 @@
 """A state dict before it is saved or loaded. Source: Megatron-Core `dist_checkpointing.state_dict_utils`.
 
-`save` and `load` take a state dict apart themselves (`megackpt.engine.expand`); these are for programs that
-do it by hand. None of them changes the dict that it is given.
+`save` and `load` flatten a state dict themselves (`megackpt.engine.state.flatten`); these functions are for
+programs that do it by hand. None of them changes the dict that it is given.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from megackpt.compat.megatron.integrity import (
     verify_integrity_manifest,
 )
 from megackpt.compat.megatron.refusal import refused
-from megackpt.engine.expand import expand
+from megackpt.engine.state.flatten import expand
 from megackpt.errors import DeclarationError, FormatError, MissingKeyError, NotACheckpointError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe

@@ -37,7 +37,7 @@ from megackpt.compat.megatron.ours import (
     save_choice,
 )
 from megackpt.compat.megatron.settings import KnownSettings
-from megackpt.engine.plan_cache import PlanCache
+from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica

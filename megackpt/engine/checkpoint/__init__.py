@@ -1,0 +1,1 @@
+"""A checkpoint in a store: its commit, its common state, and the directories of a run's steps."""

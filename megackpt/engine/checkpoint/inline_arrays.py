@@ -1,0 +1,85 @@
+"""Tensors of common state read back from the arrays in which a checkpoint stores them.
+
+For everything that needs common state whole: formats that hold it as other programs read it, comparisons with
+these, and `load_common_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megackpt.engine.checkpoint.claims import check_claims
+from megackpt.engine.checkpoint.common_arrays import references_in, with_tensors
+from megackpt.engine.checkpoint.opening import read_common_and_references
+from megackpt.engine.data.read import read_tensors
+from megackpt.formats.contents import Contents
+from megackpt.mapping import ShardedTensor
+from megackpt.mapping.describe import describe
+from megackpt.mapping.tree import Steps
+from megackpt.metadata import OBJECT
+from megackpt.options import LoadOptions
+from megackpt.planning import plan_load
+from megackpt.storage import Store
+
+
+def stored_references(common: Any, contents: Contents) -> dict[Steps, str]:
+    """Return the keys of the arrays that common state refers to and that are stored, by their places.
+
+    Those that `remove_sharded_tensors` has removed are left out.
+    """
+    return {
+        place: key
+        for place, key in references_in(common).items()
+        if key in contents.arrays and contents.arrays[key].dtype != OBJECT
+    }
+
+
+def read_referenced(
+    references: Mapping[Steps, str], contents: Contents, store: Store
+) -> dict[Steps, torch.Tensor]:
+    """Return the arrays at these places of common state as whole tensors in host memory. Local.
+
+    Raises:
+        IntegrityError, FormatError, StorageError: they are damaged, or cannot be read.
+    """
+    keys = sorted(set(references.values()))
+    if not keys:
+        return {}
+    check_claims(store, contents.chunks(keys), keys)  # before memory is taken
+    tensors = [_whole(key, contents) for key in keys]
+    for tensor in tensors:
+        tensor.init_data()
+    requested = describe(tensors, rank=0)
+    chunks = contents.chunks_for([requested.table])
+    copies = plan_load(requested, chunks.table, where=store.location)
+    read_tensors(chunks, copies, tensors, LoadOptions())
+    data = {tensor.key: tensor.data for tensor in tensors if tensor.data is not None}
+    return {place: data[key] for place, key in references.items()}
+
+
+def read_whole_common(contents: Contents, store: Store) -> tuple[Any, Any]:
+    """Return common state with all of its tensors, and content metadata. Local.
+
+    Raises:
+        IntegrityError, FormatError, StorageError: they are damaged, or cannot be read.
+    """
+    common, content = read_common_and_references(contents, where=store.location)
+    tensors = read_referenced(stored_references(common, contents), contents, store)
+    return with_tensors(common, tensors), content
+
+
+def without_referenced(contents: Contents, store: Store) -> Contents:
+    """Return a checkpoint without the arrays that its common state refers to. Local."""
+    common, _ = read_common_and_references(contents, where=store.location)
+    referenced = set(stored_references(common, contents).values())
+    return replace(contents, arrays={k: spec for k, spec in contents.arrays.items() if k not in referenced})
+
+
+def _whole(key: str, contents: Contents) -> ShardedTensor:
+    spec = contents.arrays[key]
+    shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+    return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape))

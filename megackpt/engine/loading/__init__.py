@@ -1,0 +1,1 @@
+"""The recipe of a load, and its steps."""

@@ -1,0 +1,1 @@
+"""The recipe of a save, and its steps."""

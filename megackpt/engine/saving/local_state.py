@@ -1,0 +1,349 @@
+"""One rank's side of a save: its state taken apart, objects encoded, chunks declared.
+
+Owns what is computed of a rank's state before ranks meet: declarations, digests to be compared, and the bytes
+of each row of a plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.codec import leaf_digests
+from megackpt.codec.paths import format_path
+from megackpt.engine.checkpoint.common_arrays import arrays_in, mapped, with_references
+from megackpt.engine.data.device_copies import follow, parts_in_buffers, pieces_of, rows_to_host
+from megackpt.engine.data.tensor_bytes import check_source
+from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each
+from megackpt.engine.saving.plan_cache import KeptPlan, PlanCache
+from megackpt.engine.state.flatten import Expanded, expand
+from megackpt.errors import DeclarationError, UnsupportedError
+from megackpt.formats.strategy import SaveStrategy, refers_to_arrays, takes_own_rows
+from megackpt.geometry import Ints, strides_of
+from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from megackpt.mapping.describe import describe
+from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
+from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, Lists, lists_of
+from megackpt.options import PlainTensors, Policy, Spread
+from megackpt.planning import SavePlan
+from megackpt.storage import digest_of, digest_of_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is saved, besides where and how.
+
+    Attributes:
+        state: this rank's sharded state dict.
+        choose: makes the strategy; called where its refusal becomes that of all ranks.
+        not_imported: returns backend and version of the format that choose has yet to import, None if it
+            has: ranks compare what they were given before they spend seconds on an import.
+        content_metadata: a value stored beside the common state; that of rank 0 counts.
+        validate: prove coverage and equality of common state before anything is written.
+        common_to_compare: makes of the common state what must be equal on all ranks; None for all of it.
+        plans: where plans of earlier saves are; None to plan anew.
+        assume_constant_structure: take the last plan, if there is one, without comparing declarations.
+        spread: who may write a chunk that several ranks hold; see `SaveOptions`.
+        spread_label: returns a number that is equal on the ranks of this one's `spread_group`; 0 where there
+            is none. It may refuse, as choose may.
+        plain_tensors: how tensors of common state are stored; see `SaveOptions`.
+        rank0_values: globs of paths of common state that may differ between ranks; see `SaveOptions`.
+        sample_replicas: what to do about replicas whose samples differ; see `SaveOptions`.
+        alike: what else all ranks must have been given alike, by the names that a user knows; for JSON.
+    """
+
+    state: ShardedStateDict
+    choose: Callable[[], SaveStrategy]
+    not_imported: Callable[[], tuple[str, int] | None] = lambda: None
+    content_metadata: Any = None
+    validate: bool = True
+    common_to_compare: Any = None
+    plans: PlanCache | None = None
+    assume_constant_structure: bool = False
+    spread: Spread = "world"
+    spread_label: Callable[[], int] = int
+    plain_tensors: PlainTensors = "auto"
+    rank0_values: tuple[str, ...] = ()
+    sample_replicas: Policy = Policy.IGNORE
+    alike: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, backend: str, version: int) -> dict[str, Any]:
+        """Return what all ranks must be given alike, by the names that a user knows."""
+        return {
+            "format": [backend, version],
+            "validate_access_integrity": self.validate,
+            "SaveOptions.spread": self.spread,
+            "plans given": self.plans is not None,
+            **self.alike,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """One rank's state, ready to be declared and written.
+
+    Attributes:
+        request: what is saved.
+        strategy: the format that writes it.
+        expanded: the state taken apart.
+        blobs: its objects, encoded; empty where another rank writes them.
+        declared: its declarations; slots count tensors, then objects.
+        said: what these were made of, see `KeptPlan`.
+        earlier: a plan for which it has declared the same.
+        spread_label: see `SaveRequest`.
+        rank: number of this rank.
+        ranks: how many there are.
+        common: the common state that is stored, with references to its arrays.
+        arrays: tensors of common state that are stored as arrays, by their places; as far as this rank
+            declares them they are among the expanded ones.
+    """
+
+    request: SaveRequest
+    strategy: SaveStrategy
+    expanded: Expanded
+    blobs: tuple[bytes, ...]
+    declared: DeclaredChunks
+    said: tuple[Any, ...]
+    earlier: KeptPlan | None
+    spread_label: int
+    rank: int
+    ranks: int
+    common: Any
+    arrays: Mapping[Steps, ShardedTensor]
+
+    def common_leaves(self) -> bytes:
+        """Digests of the leaves of this rank's common state that are compared, as sorted JSON."""
+        prune, common, arrays = self.request.common_to_compare, self.common, self.arrays
+        if prune is not None:
+            common, arrays = self.expanded.common, {}
+        if self.request.rank0_values:
+            common = mapped(lambda steps, leaf: ABSENT if self._is_rank0s(steps) else leaf, common)
+            arrays = {steps: array for steps, array in arrays.items() if not self._is_rank0s(steps)}
+        if prune is not None:
+            common = prune({} if common is ABSENT else common)
+        # A container that is empty on one rank may hold sharded entities of another.
+        compared = without_empty(common)
+        found = leaf_digests({} if compared is ABSENT else compared)
+        for steps, array in arrays.items():
+            assert array.data is not None  # a tensor of the state dict
+            pieces = pieces_of(array.data, piece_bytes=DIGEST_BLOCK_BYTES)
+            found[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_pieces(pieces)}"
+        return json.dumps(found, sort_keys=True).encode()
+
+    def _is_rank0s(self, steps: Steps) -> bool:
+        return is_rank0s(steps, self.request.rank0_values)
+
+    def values(self) -> dict[str, dict[str, str]]:
+        """Digests of what ranks may hold copies of: replicated values by key, chunks of DTensors by name."""
+        held = {o.key: o.data for o in self.expanded.objects if o.key in self.expanded.replicated}
+        replicated = {key: digest_of(leaves(value)) for key, value in held.items()}
+        return {"replicated": replicated, "copies": digests_of_copies(self.expanded)}
+
+    def lists(self) -> Lists:
+        """Return what this rank declares as it is sent to the one that plans."""
+        return self._lists(self.declared)
+
+    def structure(self) -> str:
+        """Digest of everything that this rank adds to a plan but the sizes of its objects.
+
+        And of which of how many ranks it is, and whether it keeps its own rows of the plan, or all.
+        """
+        if self.earlier is not None:
+            return self.earlier.declared
+        table = self.declared.table
+        nbytes = table.nbytes.copy()
+        nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
+        lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
+        keeps_all = not takes_own_rows(self.strategy)
+        who = [self.rank, self.ranks, self.request.spread, self.spread_label]
+        besides = json.dumps([*who, len(lists.alone), keeps_all]).encode()
+        return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
+
+    def kept(self, plan: SavePlan, whole: SavePlan | None) -> KeptPlan:
+        """Return what is kept of a plan for the next save that declares the same."""
+        return KeptPlan(plan, self.structure(), self.said, self.declared, whole)
+
+    def alone(self) -> DeclaredChunks:
+        """Return its declarations for a save in which it knows of no other rank: it stores what it holds."""
+        return with_one_main_each(self.declared, set(self.expanded.replicated))
+
+    def object_sizes(self, plan: SavePlan, *, rank: int) -> Ints:
+        """Return the lengths of the objects of a plan that this rank writes, in the order of its rows."""
+        first = len(self.expanded.tensors)
+        slots = plan.slot[plan.writer == rank]
+        return np.array([len(self.blobs[s - first]) for s in slots.tolist() if s >= first], np.int64)
+
+    def pieces(self, plan: SavePlan, row: int, *, piece_bytes: int) -> Iterator[memoryview]:
+        """Return the bytes of a row of a plan that this rank writes."""
+        slot, tensors = int(plan.slot[row]), self.expanded.tensors
+        if slot >= len(tensors):
+            return iter([memoryview(self.blobs[slot - len(tensors)])])
+        return pieces_of(self.elements(plan, row), piece_bytes=piece_bytes)
+
+    def elements(self, plan: SavePlan, row: int) -> torch.Tensor:
+        """Return the part of a tensor that a row stands for: a box of it, or a range of a flat one."""
+        slot, part, whole = int(plan.slot[row]), plan.table, self.declared.table
+        data = self.expanded.tensors[slot].data
+        assert data is not None
+        if part.nbytes[row] == whole.nbytes[slot]:
+            return data
+        # Rows are padded to the widest array of those who declare them, which need not be the same here.
+        axes = len(whole.arrays[int(whole.array[slot])].global_shape)
+        start = part.start[row, :axes] - whole.start[slot, :axes]
+        shape = part.shape[row, :axes]
+        if self.expanded.tensors[slot].flattened_range is not None:
+            # A flat tensor that is all of its box was declared, and so cut, as a box.
+            before = int((start * strides_of(whole.shape[[slot], :axes])[0]).sum())
+            low = before + int(part.flat_start[row] - whole.flat_start[slot])
+            return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
+        own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
+        return data[tuple(slice(a, a + n) for a, n in own)]
+
+    def _lists(self, declared: DeclaredChunks) -> Lists:
+        expanded = self.expanded
+        return lists_of(declared, replicated=expanded.replicated, part_of_ranks=expanded.part_of_ranks)
+
+
+class RowPieces:
+    """The bytes of the rows of a plan that a rank writes, one by one or in order (see `InOrder`).
+
+    Made by the thread that has computed the tensors; any thread may ask for pieces.
+    """
+
+    def __init__(self, local: LocalState, plan: SavePlan, *, piece_bytes: int) -> None:
+        self._local, self._plan, self._piece_bytes = local, plan, piece_bytes
+        on_cuda = {
+            i: t.data for i, t in enumerate(local.expanded.tensors) if t.data is not None and t.data.is_cuda
+        }
+        follow(on_cuda.values())
+        self._copied = frozenset(on_cuda)
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        """Return the bytes of one row."""
+        return self._local.pieces(self._plan, int(row), piece_bytes=self._piece_bytes)
+
+    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
+        """Yield the bytes of each row; copies from devices run ahead, from row to row."""
+        if not self._copied:
+            return map(self, rows)
+        return rows_to_host(
+            rows,
+            is_copied=self._is_copied,
+            parts=lambda row: parts_in_buffers(self._local.elements(self._plan, row), self._piece_bytes),
+            as_they_lie=self,
+        )
+
+    def _is_copied(self, row: int) -> bool:
+        return int(self._plan.slot[row]) in self._copied and self._plan.table.nbytes[row] > 0
+
+
+def prepare(
+    request: SaveRequest, strategy: SaveStrategy, *, spread_label: int, rank: int, ranks: int
+) -> LocalState:
+    """Take a rank's state apart, encode its objects and declare its chunks. Local.
+
+    spread_label is what `SaveRequest.spread_label` returns.
+
+    Raises:
+        CheckpointError: it cannot be saved in this format.
+    """
+    expanded = expand(request.state, rank=rank, ranks=ranks)
+    empty = [t.key for t in expanded.tensors if t.data is None]
+    if empty:
+        raise DeclarationError(
+            f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
+            key=empty[0],
+        )
+    taken = {entity.key for entity in expanded.entities}
+    if request.plain_tensors == "arrays" and not refers_to_arrays(strategy):
+        raise UnsupportedError(
+            f"Format {strategy.backend} version {strategy.version} holds tensors of common state in common "
+            f"state only. Save in the native format, or without SaveOptions(plain_tensors='arrays')."
+        )
+    as_arrays = request.plain_tensors != "common" and refers_to_arrays(strategy)
+    arrays = arrays_in(expanded.common, taken) if as_arrays else {}
+    common = with_references(expanded.common, arrays)
+    expanded = replace(expanded, tensors=(*expanded.tensors, *_declared(request, arrays, rank=rank)))
+    for tensor in expanded.tensors:
+        check_source(tensor)
+    if rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
+        strategy.check_common({"state_dict": common, "content_metadata": request.content_metadata})
+    blobs = [
+        strategy.encode_object(o.data, path=o.key)
+        if is_main_replica(o.replica_id) or o.key in expanded.replicated
+        else b""
+        for o in expanded.objects
+    ]
+    sizes = [len(b) for b in blobs]
+    who = (rank, ranks, request.spread, spread_label, takes_own_rows(strategy))
+    said = (who, *_said(expanded, sizes))
+    earlier = request.plans.recall(said) if request.plans is not None else None
+    if earlier is None:
+        declared = describe(expanded.entities, rank=rank, object_nbytes=sizes)
+    else:
+        declared = _with_object_sizes(earlier.chunks, sizes)
+    return LocalState(
+        request=request,
+        strategy=strategy,
+        expanded=expanded,
+        blobs=tuple(blobs),
+        declared=declared,
+        said=said,
+        earlier=earlier,
+        spread_label=spread_label,
+        rank=rank,
+        ranks=ranks,
+        common=common,
+        arrays=arrays,
+    )
+
+
+def _declared(
+    request: SaveRequest, arrays: Mapping[Steps, ShardedTensor], *, rank: int
+) -> list[ShardedTensor]:
+    """Return those of the arrays of common state that a rank declares: rank 0 all of them.
+
+    Others declare, and may write, what is proved to be equal.
+    """
+    if rank and (not request.validate or request.common_to_compare is not None):
+        return []
+    return [
+        replace(array, replica_id=rank)
+        for steps, array in arrays.items()
+        if rank == 0 or not is_rank0s(steps, request.rank0_values)
+    ]
+
+
+def is_rank0s(steps: Steps, globs: Sequence[str]) -> bool:
+    """Say whether a place of common state is one at which rank 0's value counts, whatever others have."""
+    return any(fnmatchcase(dotted(steps), glob) for glob in globs)
+
+
+def _said(expanded: Expanded, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return all that a rank's rows are made of but the sizes of its objects, given in bytes."""
+    objects = [
+        (o.key, o.global_shape, o.global_offset, is_main_replica(o.replica_id), nbytes > 0)
+        for o, nbytes in zip(expanded.objects, sizes, strict=True)
+    ]
+    tensors = [tensor.declared() for tensor in expanded.tensors]
+    return expanded.replicated, expanded.part_of_ranks, objects, tensors
+
+
+def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> DeclaredChunks:
+    """Return declarations of as many objects, which stand behind the tensors, with their sizes in bytes."""
+    if not sizes:
+        return declared
+    nbytes = declared.table.nbytes.copy()
+    nbytes[-len(sizes) :] = sizes
+    return replace(declared, table=replace(declared.table, nbytes=nbytes))
+
+
+def leaves(value: Any) -> bytes:
+    """Digests of the leaves of a value, as sorted JSON: equal for equal values."""
+    return json.dumps(leaf_digests(value), sort_keys=True).encode()

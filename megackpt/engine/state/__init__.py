@@ -1,0 +1,1 @@
+"""A sharded state dict, flattened into the entities to store and put together again."""

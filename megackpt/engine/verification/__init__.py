@@ -1,0 +1,1 @@
+"""Checks every byte of a checkpoint against its digests."""

@@ -1,0 +1,1 @@
+"""Public functions on whole checkpoints: inspect, verify, diff, convert and repair."""
