@@ -107,7 +107,7 @@ def test_links_and_paths_lead_to_files(path: Path) -> None:
 def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None:
     commands = [body for kind, body in _BLOCK.findall((ROOT / "README.md").read_text()) if kind == "bash"]
     assert commands == [
-        "pip install -e . && python examples/elastic_resume.py\n",
+        "pip install -e '.[examples]' && python examples/elastic_resume.py\n",
         "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n",
     ]
 
@@ -115,9 +115,9 @@ def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None
 def test_the_table_of_imports_is_that_of_the_layering_test() -> None:
     text = (ROOT / "docs" / "contributing.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.MULTILINE)
-    said = {part: set(re.findall(r"`(\w+)`", may_import)) for part, may_import in rows}
-    del said["testing"]
-    assert said == runpy.run_path(str(ROOT / "tests" / "test_layering.py"))["MAY_IMPORT"]
+    documented = {part: set(re.findall(r"`(\w+)`", may_import)) for part, may_import in rows}
+    del documented["testing"]
+    assert documented == runpy.run_path(str(ROOT / "tests" / "test_layering.py"))["MAY_IMPORT"]
 
 
 def test_the_format_lists_every_dtype_and_every_tag_of_the_codec() -> None:
