@@ -130,7 +130,7 @@ def damaging_step_2(store: Store) -> Store:
     """A hook that damages step 2, and notes beside the root which shares this process verifies."""
     look = verify.verify_checkpoint
 
-    def noted(*arguments: Any, share: tuple[int, int]) -> verify.Verified:
+    def noted(*arguments: Any, share: tuple[int, int]) -> verify.VerifyReport:
         (Path(store.location).parent.parent / f"share-{share[0]}-of-{share[1]}").touch()
         return look(*arguments, share=share)
 

@@ -20,7 +20,7 @@ from megackpt.checkpointer.tracker import TRACKER, write_tracker
 from megackpt.engine.checkpoint.manifest import holds_other_attempts
 from megackpt.engine.checkpoint.steps import StepPlaces, step_name
 from megackpt.engine.data.progress import Unseen
-from megackpt.engine.verification.verify import find_damages
+from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
 from megackpt.options import VerifyOptions
@@ -148,7 +148,7 @@ class Housekeeping:
     def _is_whole(self, step: int) -> bool:
         options = VerifyOptions(allow_unsafe_pickle=self._trusted)
         with contextlib.closing(self._places.open(step_name(step))) as store:
-            return not find_damages(store, options, Unseen()).damages
+            return not verify_share(store, options, Unseen()).damages
 
     def _note_newest(self) -> StepList:
         found = scan(self._places)

@@ -20,8 +20,8 @@ from megackpt.comm import Group, together
 from megackpt.engine.checkpoint.steps import StepPlaces, step_name
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.saving.write import Planned, write_out
-from megackpt.engine.verification.after_save import after_commit, verify_together
-from megackpt.engine.verification.verify import find_damages
+from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
+from megackpt.engine.verification.verify import verify_share
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import SaveOptions, VerifyOptions
@@ -83,8 +83,8 @@ class RootSaving:
                 self.clean_up(step, group)
                 raise
             if self.verify is not None:
-                look = partial(find_damages, store, self.verify)
-                damages = verify_together(group, look, timeout_s=self.options.timeout_s)
+                look = partial(verify_share, store, self.verify)
+                damages = verify_on_all_ranks(group, look, timeout_s=self.options.timeout_s)
         finally:
             store.close()
 
@@ -93,7 +93,7 @@ class RootSaving:
                 self.housekeeping.committed(step, damages)
             return b""
 
-        together(group, follow, doing=after_commit(damages))
+        together(group, follow, doing=work_after_commit(damages))
 
     def clean_up(self, step: int, group: Group) -> None:
         """Let go of what is beside the files of a save that failed, on rank 0. Local."""

@@ -1,5 +1,5 @@
 """The command line: `megackpt COMMAND`, or `python -m megackpt.cli` where torchrun wants a module."""
 
-from megackpt.cli.frame import main
+from megackpt.cli.entry import main
 
 __all__ = ["main"]

@@ -2,6 +2,6 @@
 
 import sys
 
-from megackpt.cli.frame import main
+from megackpt.cli.entry import main
 
 sys.exit(main())

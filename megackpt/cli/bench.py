@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 
 from megackpt.bench.settings import CASES, DTYPES, PEERS, BenchSettings
-from megackpt.cli.frame import FAILED_CHECK, is_root
-from megackpt.cli.places import LocalPath, check_output
+from megackpt.cli.entry import FAILED_CHECK, is_root
+from megackpt.cli.locations import LocalPath, check_output
 
 if TYPE_CHECKING:
     from megackpt.bench.report import Report

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.frame import EXIT_CODES, is_root, json_option, say, unsafe_pickle_option
-from megackpt.cli.places import checkpoint_store
+from megackpt.cli.entry import EXIT_CODES, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.locations import opened_checkpoint
 from megackpt.cli.progress import Bars
 from megackpt.formats.registry import save_strategy
 from megackpt.options import ConvertOptions
@@ -63,7 +63,7 @@ def command(
         taking_part(timeout_s=options.timeout_s) as group,
         Bars(is_root=is_root()) as bars,
     ):
-        stores = checkpoint_store(source), open_store(target)
+        stores = opened_checkpoint(source), open_store(target)
         done = convert_checkpoint(*stores, strategy, group, options, bars)
     result = {
         "source": source,

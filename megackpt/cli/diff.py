@@ -12,14 +12,14 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
-from megackpt.cli.places import checkpoint_store
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.locations import opened_checkpoint
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import limited_table, natural, show
 from megackpt.options import DiffOptions
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.diff import ArrayDifference, Difference
+    from megackpt.maintenance.diff import ArrayDifference, CheckpointDifference
 
 
 @click.command(name="diff", epilog=EXIT_CODES)
@@ -72,19 +72,19 @@ def command(
         threads=threads,
     )
     with (
-        contextlib.closing(checkpoint_store(first)) as one,
-        contextlib.closing(checkpoint_store(second)) as two,
+        contextlib.closing(opened_checkpoint(first)) as one,
+        contextlib.closing(opened_checkpoint(second)) as two,
         Bars(is_root=is_root()) as bars,
     ):
         found = find_difference(one, two, options, bars)
     if keys and not (found.compared or found.only_first or found.only_second or found.declared):
         raise click.UsageError(f"No key of {first} or {second} fits {', '.join(map(repr, keys))}.")
     if as_json:
-        said = {**asdict(found), "arrays": [_json_of(a) for a in found.arrays], "is_equal": found.is_none}
+        said = {**asdict(found), "arrays": [_json_of(a) for a in found.arrays], "is_equal": found.is_equal}
         say({"first": first, "second": second, **said}, "", as_json=True)
     else:
         _show(found, order, limit)
-    return 0 if found.is_none else FAILED_CHECK
+    return 0 if found.is_equal else FAILED_CHECK
 
 
 def _json_of(array: ArrayDifference) -> dict[str, object]:
@@ -93,9 +93,9 @@ def _json_of(array: ArrayDifference) -> dict[str, object]:
     return said | {"largest": str(array.largest) if array.largest == float("inf") else array.largest}
 
 
-def _show(found: Difference, order: str, limit: int) -> None:
+def _show(found: CheckpointDifference, order: str, limit: int) -> None:
     show(*_tables(found, order, limit))
-    verdict = "equal" if found.is_none else f"different: {_totals(found)}"
+    verdict = "equal" if found.is_equal else f"different: {_totals(found)}"
     show(
         f"{verdict}; {found.compared} arrays and arrays of objects that both have were compared, "
         f"{decimal(found.nbytes)} of elements read of each."
@@ -107,7 +107,7 @@ def _show(found: Difference, order: str, limit: int) -> None:
         )
 
 
-def _totals(found: Difference) -> str:
+def _totals(found: CheckpointDifference) -> str:
     """Return how much differs, of each kind that there is."""
     counted = [
         (len(found.only_first), "keys only in A"),
@@ -136,7 +136,7 @@ def _ordered(arrays: Sequence[ArrayDifference], order: str) -> list[ArrayDiffere
     return sorted(by_key, key=lambda a: (not a.not_numbers, -(a.largest or 0.0), -a.elements))
 
 
-def _tables(found: Difference, order: str, limit: int) -> Iterator[Group]:
+def _tables(found: CheckpointDifference, order: str, limit: int) -> Iterator[Group]:
     lacking = [(key, "A") for key in found.only_first] + [(key, "B") for key in found.only_second]
     if lacking:
         rows: list[Sequence[str]] = sorted(lacking, key=lambda row: natural(row[0]))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from megackpt.arguments import MOST_SECONDS, check_number
-from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, json_option, say
-from megackpt.cli.places import check_root
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, say
+from megackpt.cli.locations import check_root
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
 

@@ -11,13 +11,13 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.frame import EXIT_CODES, json_option, say, unsafe_pickle_option
-from megackpt.cli.places import checkpoint_store
+from megackpt.cli.entry import EXIT_CODES, json_option, say, unsafe_pickle_option
+from megackpt.cli.locations import opened_checkpoint
 from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.metadata import OBJECT
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.inspect import Inspected
+    from megackpt.maintenance.inspect import CheckpointSummary
 
 
 @click.command(name="inspect", epilog=EXIT_CODES)
@@ -38,7 +38,7 @@ def command(
     """
     from megackpt.maintenance.inspect import inspect_checkpoint
 
-    with contextlib.closing(checkpoint_store(path)) as store:
+    with contextlib.closing(opened_checkpoint(path)) as store:
         found = inspect_checkpoint(store, keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if as_json:
         say(asdict(found), "", as_json=True)
@@ -50,7 +50,7 @@ def command(
         show(f"Common state cannot be read: {found.common_fault}")
 
 
-def _tables(found: Inspected, limit: int) -> Iterator[Group]:
+def _tables(found: CheckpointSummary, limit: int) -> Iterator[Group]:
     ranks = "" if found.world_size is None else f", saved by {found.world_size} ranks"
     title = f"{found.location}: {found.backend} version {found.version}{ranks}, {decimal(found.nbytes)}"
     said = {name: value for name, value in found.manifest.items() if not isinstance(value, dict)}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.frame import EXIT_CODES, json_option, say
-from megackpt.cli.places import check_root
+from megackpt.cli.entry import EXIT_CODES, json_option, say
+from megackpt.cli.locations import check_root
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST

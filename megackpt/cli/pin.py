@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from megackpt.cli.frame import EXIT_CODES, json_option, say
-from megackpt.cli.places import check_root
+from megackpt.cli.entry import EXIT_CODES, json_option, say
+from megackpt.cli.locations import check_root
 
 
 @click.command(name="pin", epilog=EXIT_CODES)

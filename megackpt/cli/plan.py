@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 from rich.console import Console
 
-from megackpt.cli.places import LocalPath, check_output
+from megackpt.cli.locations import LocalPath, check_output
 from megackpt.cli.progress import RankBar
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
-from megackpt.cli.places import checkpoint_store
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.locations import opened_checkpoint
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import show, table_of
 from megackpt.options import RepairOptions
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.repair import Repaired
+    from megackpt.maintenance.repair import RepairReport
     from megackpt.maintenance.repair_search import RepairedFile
 
 
@@ -58,7 +58,7 @@ def command(
     )
     with contextlib.ExitStack() as stack:
         store, *others = [
-            stack.enter_context(contextlib.closing(checkpoint_store(place, takes_latest=False)))
+            stack.enter_context(contextlib.closing(opened_checkpoint(place, takes_latest=False)))
             for place in (path, *copies)
         ]
         bars = stack.enter_context(Bars(is_root=is_root()))
@@ -79,7 +79,7 @@ def command(
     return 0 if found.is_whole else FAILED_CHECK
 
 
-def _show(found: Repaired) -> None:
+def _show(found: RepairReport) -> None:
     if found.files:
         title = f"{found.location}: {'mended' if found.is_done else 'can be mended'}"
         columns = ("file", "from", "bytes")
@@ -98,7 +98,7 @@ def _cells(file: RepairedFile) -> tuple[str, ...]:
     return file.file, file.source, f"{shown} of {decimal(file.nbytes)}"
 
 
-def _verdict(found: Repaired) -> str:
+def _verdict(found: RepairReport) -> str:
     if not found.damages:
         return f"{found.location}: no damage found; nothing was changed."
     counted = f"{len(found.damages)} damages, {len(found.remaining)} of which stay"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.frame import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
-from megackpt.cli.places import checkpoint_store
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
+from megackpt.cli.locations import opened_checkpoint
 from megackpt.cli.progress import Bars
 from megackpt.cli.tables import show, table_of
 from megackpt.options import VerifyOptions
 
 if TYPE_CHECKING:
-    from megackpt.engine.verification.verify import Verified
+    from megackpt.engine.verification.verify import VerifyReport
     from megackpt.formats.damage import Damage
 
 
@@ -39,7 +39,7 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     from megackpt.engine.verification.verify import verify_checkpoint
 
     options = VerifyOptions(deep=deep, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
-    with contextlib.closing(checkpoint_store(path)) as store, Bars(is_root=is_root()) as bars:
+    with contextlib.closing(opened_checkpoint(path)) as store, Bars(is_root=is_root()) as bars:
         found = verify_checkpoint(store, options, bars)
     if as_json:
         damages = [damage.to_json() for damage in found.damages]
@@ -52,7 +52,7 @@ def command(path: str, *, deep: bool, threads: int, allow_unsafe_pickle: bool, a
     return 0 if found.is_undamaged else FAILED_CHECK
 
 
-def _show(found: Verified) -> None:
+def _show(found: VerifyReport) -> None:
     if found.damages:
         columns = ("file", "bytes", "key", "chunk", "what is wrong")
         show(table_of(f"{found.location}: damaged", map(_cells, found.damages), left=columns))
@@ -77,7 +77,7 @@ def _show(found: Verified) -> None:
         )
 
 
-def _verdict(found: Verified) -> str:
+def _verdict(found: VerifyReport) -> str:
     """Return what is known of the checkpoint, and no more than was checked."""
     if not found.deep:
         checked = "bytes not read, --deep reads them"

@@ -40,7 +40,7 @@ from megackpt.validation import check_coverage
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConvertReport:
     """What was converted.
 
     Attributes:
@@ -104,7 +104,7 @@ def convert_checkpoint(
     group: Group,
     options: ConvertOptions,
     progress: Progress,
-) -> Converted:
+) -> ConvertReport:
     """Write a checkpoint of any known format once more, in that of a strategy. Collective over the group.
 
     The group may have any size; it has nothing to do with the ranks that saved the source. Values of classes
@@ -151,7 +151,7 @@ def convert_checkpoint(
         _take_back(job, local, planned.attempt)
         raise
     objects = sum(1 for row in local.plan.table.array.tolist() if _is_object(local.plan, row))
-    return Converted(
+    return ConvertReport(
         arrays=sum(1 for spec in local.contents.arrays.values() if spec.dtype != OBJECT),
         objects=objects,
         chunks=len(local.plan.table),

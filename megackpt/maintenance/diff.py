@@ -27,7 +27,7 @@ from megackpt.engine.loading.load import open_checkpoint, refuse_unreadable
 from megackpt.errors import CoverageError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.maintenance.compare import Pair, pairs_of
-from megackpt.maintenance.elements import Differing, differing_elements
+from megackpt.maintenance.elements import ElementDifference, compare_elements
 from megackpt.maintenance.leaves import leaves_of
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import DiffOptions
@@ -77,7 +77,7 @@ class ValueDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class CheckpointDifference:
     """What differs between two checkpoints.
 
     Attributes:
@@ -103,14 +103,16 @@ class Difference:
     by_digest_nbytes: int
 
     @property
-    def is_none(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether nothing differs."""
         found = (self.only_first, self.only_second, self.declared, self.arrays, self.values)
         return not any(found)
 
 
 @carrying_unknown()
-def find_difference(first: Store, second: Store, options: DiffOptions, progress: Progress) -> Difference:
+def find_difference(
+    first: Store, second: Store, options: DiffOptions, progress: Progress
+) -> CheckpointDifference:
     """Compare two checkpoints bit by bit. Local; nothing is changed.
 
     An array of which both have a digest of the whole, the same, is equal, and is read only with
@@ -147,7 +149,7 @@ def find_difference(first: Store, second: Store, options: DiffOptions, progress:
     if common is not None:
         values += _compare_values("common state", *common.states)
         values += _compare_values("content metadata", *common.contents)
-    return Difference(
+    return CheckpointDifference(
         only_first=tuple(sorted(set(arrays[0]) - set(arrays[1]))),
         only_second=tuple(sorted(set(arrays[1]) - set(arrays[0]))),
         declared={key: (_said(arrays[0][key]), _said(arrays[1][key])) for key in others},
@@ -182,10 +184,10 @@ def _equal_by_digest(first: Contents, second: Contents, keys: Iterable[str]) -> 
 class _Tally:
     """What was found so far of each array. Safe for many threads."""
 
-    found: dict[str, tuple[ArraySpec, Differing]] = field(default_factory=dict)
+    found: dict[str, tuple[ArraySpec, ElementDifference]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, spec: ArraySpec, differing: Differing) -> None:
+    def add(self, spec: ArraySpec, differing: ElementDifference) -> None:
         with self.lock:
             before = self.found.get(spec.key)
             self.found[spec.key] = (spec, differing if before is None else before[1].joined(differing))
@@ -245,11 +247,11 @@ def _shares(chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
         yield share
 
 
-def _differing(pair: Pair, chunks: Chunks) -> tuple[ArraySpec, Differing]:
+def _differing(pair: Pair, chunks: Chunks) -> tuple[ArraySpec, ElementDifference]:
     """Say which elements of the array differ."""
     table, row = chunks.table, pair.part.row
     spec = table.arrays[int(table.array[row])]
-    found = differing_elements(pair.first, pair.second, spec.dtype)
+    found = compare_elements(pair.first, pair.second, spec.dtype)
     dims = len(spec.global_shape)
     flat = int(table.flat_start[row]) + (pair.part.start + found.first_byte) // found.width
     shape = tuple(table.shape[row, :dims].tolist())
@@ -259,7 +261,7 @@ def _differing(pair: Pair, chunks: Chunks) -> tuple[ArraySpec, Differing]:
     return spec, replace(found.differing, first=at)
 
 
-def _array_difference(spec: ArraySpec, found: Differing) -> ArrayDifference:
+def _array_difference(spec: ArraySpec, found: ElementDifference) -> ArrayDifference:
     return ArrayDifference(
         key=spec.key,
         dtype=spec.dtype,

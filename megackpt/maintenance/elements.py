@@ -19,7 +19,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
-class Differing:
+class ElementDifference:
     """How much of an array differs.
 
     Attributes:
@@ -34,10 +34,10 @@ class Differing:
     largest: float | None
     not_numbers: int
 
-    def joined(self, other: Differing) -> Differing:
+    def joined(self, other: ElementDifference) -> ElementDifference:
         """Return the same of both parts of an array."""
         known = [n for n in (self.largest, other.largest) if n is not None]
-        return Differing(
+        return ElementDifference(
             self.elements + other.elements,
             min(self.first, other.first),
             max(known) if known else None,
@@ -46,7 +46,7 @@ class Differing:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PartDifference:
     """What differs in a run of elements.
 
     Attributes:
@@ -55,12 +55,12 @@ class Found:
         width: bytes of an element.
     """
 
-    differing: Differing
+    differing: ElementDifference
     first_byte: int
     width: int
 
 
-def differing_elements(first: Octets, second: Octets, dtype: str) -> Found:
+def compare_elements(first: Octets, second: Octets, dtype: str) -> PartDifference:
     """Compare runs of elements of a dtype of `DTYPES`, which differ somewhere.
 
     >>> one, two = (np.array(values, np.float32).view(np.uint8) for values in ([1, 2, 3], [1, 2.5, 3]))
@@ -74,7 +74,7 @@ def differing_elements(first: Octets, second: Octets, dtype: str) -> Found:
         differs = (first.view(np.uint64).reshape(-1, 2) != second.view(np.uint64).reshape(-1, 2)).any(axis=1)
     at = np.flatnonzero(differs)
     largest, not_numbers = _distance(first, second, dtype, at)
-    return Found(Differing(len(at), (), largest, not_numbers), int(at[0]) * width, width)
+    return PartDifference(ElementDifference(len(at), (), largest, not_numbers), int(at[0]) * width, width)
 
 
 def _distance(

@@ -63,7 +63,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspected:
+class CheckpointSummary:
     """What a checkpoint holds.
 
     Attributes:
@@ -107,7 +107,7 @@ class Inspected:
 
 def inspect_checkpoint(
     store: Store, *, keys: Sequence[str] = (), allow_unsafe_pickle: bool = False
-) -> Inspected:
+) -> CheckpointSummary:
     """Say what a checkpoint of any known format holds, of keys that fit one of some globs. Local.
 
     All keys are meant if no glob is given; allow_unsafe_pickle as for `LoadOptions`.
@@ -126,7 +126,7 @@ def inspect_checkpoint(
         if file.rank is not None:
             ranks[file.rank] = ranks.get(file.rank, 0) + file.nbytes
     common, content, fault = _common(contents, store.location)
-    return Inspected(
+    return CheckpointSummary(
         location=store.location,
         backend=strategy.backend,
         version=strategy.version,

@@ -19,7 +19,7 @@ from megackpt.storage import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repaired:
+class RepairReport:
     """What a repair has found and done.
 
     Attributes:
@@ -46,7 +46,7 @@ class Repaired:
 
 def repair_checkpoint(
     store: Store, copies: Sequence[Store], options: RepairOptions, progress: Progress
-) -> Repaired:
+) -> RepairReport:
     """Mend what is wrong with a checkpoint, as far as parity and copies allow. Local; one process calls it.
 
     Every byte is read and verified: before, as it would be, and afterwards. A damaged file is written anew
@@ -62,9 +62,9 @@ def repair_checkpoint(
     search = RepairSearch(store, copies, options, progress)
     first = search.begin()
     if not first.damages:
-        return Repaired(location=store.location, damages=())
+        return RepairReport(location=store.location, damages=())
     last = search.mend(first)
-    found = Repaired(
+    found = RepairReport(
         location=store.location,
         damages=first.damages,
         files=last.files,
@@ -84,7 +84,7 @@ def repair_checkpoint(
 
     replace_files(store, last.view, list(dict.fromkeys(file.file for file in last.files)), check)
     after = search.verify(store)
-    return Repaired(
+    return RepairReport(
         location=store.location,
         damages=first.damages,
         files=found.files,

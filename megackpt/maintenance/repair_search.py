@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.verification.verify import Verified, verify_checkpoint
+from megackpt.engine.verification.verify import VerifyReport, verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy, save_strategy
@@ -87,7 +87,7 @@ class RepairSearch:
     def verify(self, view: Store) -> tuple[Damage, ...]:
         """Return what is wrong with a checkpoint; that it cannot be opened is damage, too."""
         try:
-            found: Verified = verify_checkpoint(view, self._options, self._progress)
+            found: VerifyReport = verify_checkpoint(view, self._options, self._progress)
         except CheckpointError as error:
             return (damage_of(error, location=view.location, file=MANIFEST),)
         return found.damages

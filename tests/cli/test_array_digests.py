@@ -19,8 +19,8 @@ from megackpt import SaveOptions, ShardedObject, ShardedTensor
 from megackpt.cli import main
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.engine.verification.after_save import verify_together
-from megackpt.engine.verification.verify import find_damages
+from megackpt.engine.verification.collective import verify_on_all_ranks
+from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import DeclarationError, MissingExtraError, UnsupportedError
 from megackpt.formats.damage import Damage
 from megackpt.formats.index_file import read_index
@@ -162,8 +162,8 @@ def test_verify_names_an_array_whose_blocks_are_right_and_whose_digest_is_not(
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_ranks_that_verify_a_share_each_compare_digests_together(ranks: int, tmp_path: Path) -> None:
     def verify(group: Group) -> list[Damage]:
-        look = partial(find_damages, open_store(tmp_path), VerifyOptions(deep=True))
-        return verify_together(group, look, timeout_s=60)
+        look = partial(verify_share, open_store(tmp_path), VerifyOptions(deep=True))
+        return verify_on_all_ranks(group, look, timeout_s=60)
 
     saved(tmp_path, ranks=2)
     assert SimulatedWorld(ranks).run(verify) == [[]] * ranks

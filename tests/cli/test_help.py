@@ -11,7 +11,7 @@ import pytest
 
 import megackpt
 from megackpt.cli import main
-from megackpt.cli.frame import COMMANDS
+from megackpt.cli.entry import COMMANDS
 
 ROOT = Path(megackpt.__file__).parent
 HEAVY = ("torch", "matplotlib", "tensorstore", "obstore")

@@ -24,7 +24,7 @@ from megackpt.checkpointer.pins import write_pin
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalPlaces
-from megackpt.engine.verification.verify import Looked, find_damages
+from megackpt.engine.verification.verify import ShareReport, verify_share
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
 from tests.writer_faults import Damaging
@@ -186,11 +186,11 @@ def test_each_rank_verifies_its_share_and_nobody_reads_a_step_twice(
 ) -> None:
     shares: list[tuple[int, int]] = []
 
-    def look(store: Store, options: Any, progress: Any, share: tuple[int, int]) -> Looked:
+    def look(store: Store, options: Any, progress: Any, share: tuple[int, int]) -> ShareReport:
         shares.append(share)
-        return find_damages(store, options, progress, share)
+        return verify_share(store, options, progress, share)
 
-    monkeypatch.setattr(saving, "find_damages", look)
+    monkeypatch.setattr(saving, "verify_share", look)
 
     def save(group: Group) -> bool:
         checkpointer = Checkpointer(tmp_path, verify_after_save=True, group=group)

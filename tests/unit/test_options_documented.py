@@ -12,7 +12,7 @@ import click
 import pytest
 
 from megackpt import CheckpointConfig, Checkpointer, options
-from megackpt.cli.frame import COMMANDS
+from megackpt.cli.entry import COMMANDS
 from tests.options_page import CLASSES, PAGE, page
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -120,7 +120,7 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
     for name in ("native", "back", "again"):
         assert leaf_digests(_common(tmp_path / name)) == leaf_digests(before), name
         stores = [open_store(str(tmp_path / place)) for place in ("source", name)]
-        assert find_difference(*stores, DiffOptions(), Unseen()).is_none
+        assert find_difference(*stores, DiffOptions(), Unseen()).is_equal
     # Where the library is there again, what torch_dist holds are its objects.
     sys.modules["someones_library"] = library
     found = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
@@ -198,7 +198,7 @@ def test_a_codec_that_is_not_registered_is_carried_along(tmp_path: Path) -> None
             megackpt.load({}, str(tmp_path / "source"))
         _convert(tmp_path / "source", tmp_path / "target", "megackpt")
         stores = [open_store(str(tmp_path / name)) for name in ("source", "target")]
-        assert find_difference(*stores, DiffOptions(), Unseen()).is_none
+        assert find_difference(*stores, DiffOptions(), Unseen()).is_equal
     finally:
         REGISTRY._by_name["carried.Schedule"] = codec
     assert megackpt.load({}, str(tmp_path / "target"))["schedule"].warmup == 5
@@ -322,7 +322,7 @@ def test_members_that_were_saved_by_name_can_be_converted_where_they_are_unknown
     _convert(tmp_path / "native", tmp_path / "torch_dist", "torch_dist")
     _convert(tmp_path / "torch_dist", tmp_path / "again", "megackpt")
     stores = [open_store(str(tmp_path / name)) for name in ("native", "again")]
-    assert find_difference(*stores, DiffOptions(), Unseen()).is_none
+    assert find_difference(*stores, DiffOptions(), Unseen()).is_equal
     sys.modules["someones_library"] = library
     assert megackpt.load({}, str(tmp_path / "again"))["mode"] is library.Mode.ON
     assert torch.load(tmp_path / "torch_dist" / "common.pt", weights_only=False)["mode"] is library.Mode.ON

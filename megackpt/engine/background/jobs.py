@@ -18,8 +18,8 @@ from megackpt.engine.background.messages import Job
 from megackpt.engine.saving.plan_agreement import Completes
 from megackpt.engine.saving.write import Planned, write_out
 from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
-from megackpt.engine.verification.after_save import after_commit, verify_together
-from megackpt.engine.verification.verify import find_damages
+from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
+from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import Pieces, SaveStrategy
@@ -94,7 +94,7 @@ def carry_out(job: Job, planned: Planned, group: Group, here: Surroundings) -> N
             here.follow(job, damages)
         return Numbers(())
 
-    compare(group, follow, alike=0, doing=after_commit(damages))
+    compare(group, follow, alike=0, doing=work_after_commit(damages))
 
 
 def _save_on_nodes(
@@ -118,8 +118,8 @@ def failure_of(job: Job, error: Exception, *, rank: int) -> CheckpointError:
 def _verify(store: Store, options: VerifyOptions, group: Group, here: Surroundings) -> list[Damage]:
     # Classes that the training has registered, or allows in pickles, are not known in this process.
     known_here = replace(options, allow_unsafe_pickle=False, skip_unknown_classes=True)
-    look = partial(find_damages, store, known_here)
-    return verify_together(group, look, timeout_s=here.timeout_s, while_reading=here.beat)
+    look = partial(verify_share, store, known_here)
+    return verify_on_all_ranks(group, look, timeout_s=here.timeout_s, while_reading=here.beat)
 
 
 def _unpickled(strategy: bytes) -> SaveStrategy:

@@ -1,7 +1,7 @@
 """Digests of whole arrays, computed anew from what a verification reads, and compared with those stored.
 
 Owns which arrays can be compared: those of which every byte was read, by one process or by several that each
-had a share, and is what was saved. Reading is in `verify_bytes`.
+had a share, and is what was saved. Reading is in `verification.digests`.
 """
 
 from __future__ import annotations

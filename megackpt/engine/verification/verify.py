@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole: everything that is wrong with it, and not only what a load meets first.
 
 Owns the order of the checks, from the commit to single chunks, and the list of what they find. What formats
-know of their own files they check themselves; reading every byte is in `verify_bytes`.
+know of their own files they check themselves; reading every byte is in `verification.digests`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.loading.load import open_checkpoint, read_common
 from megackpt.engine.verification.arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
-from megackpt.engine.verification.bytes import is_understood, verify_bytes, verify_files
+from megackpt.engine.verification.digests import is_understood, verify_bytes, verify_files
 from megackpt.engine.verification.shares import WHOLE, in_share, sizes_of
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
 from megackpt.formats.contents import Chunks, Contents, FileRanges, LiesInFiles, NamesFiles
@@ -31,7 +31,7 @@ _SHOWN_KEYS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class VerifyReport:
     """What a verification has looked at and found.
 
     Attributes:
@@ -88,12 +88,12 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class ShareReport:
     """What one of several processes has seen that look at one checkpoint.
 
     Attributes:
         damages: what is wrong.
-        arrays: see `Verified.array_shares`.
+        arrays: see `VerifyReport.array_shares`.
     """
 
     damages: tuple[Damage, ...]
@@ -102,7 +102,7 @@ class Looked:
 
 def verify_checkpoint(
     store: Store, options: VerifyOptions, progress: Progress, *, share: tuple[int, int] = WHOLE
-) -> Verified:
+) -> VerifyReport:
     """Look for everything that is wrong with a checkpoint of any known format. Local; nothing is changed.
 
     Always: the commit, the index and its digest, whether every file is there and as long as it must be,
@@ -170,9 +170,9 @@ def verify_checkpoint(
     return found.verified(options, strategy.backend, strategy.version)
 
 
-def find_damages(
+def verify_share(
     store: Store, options: VerifyOptions, progress: Progress, share: tuple[int, int] = WHOLE
-) -> Looked:
+) -> ShareReport:
     """Return what is wrong with a checkpoint, as `verify_checkpoint`; what cannot be looked at is.
 
     Local; nothing is raised but what is no error of ours.
@@ -180,8 +180,8 @@ def find_damages(
     try:
         found = verify_checkpoint(store, options, progress, share=share)
     except CheckpointError as error:
-        return Looked(damages=(Damage(what=" ".join(str(error).split())),))
-    return Looked(damages=found.damages, arrays=found.array_shares)
+        return ShareReport(damages=(Damage(what=" ".join(str(error).split())),))
+    return ShareReport(damages=found.damages, arrays=found.array_shares)
 
 
 class _Found:
@@ -242,10 +242,10 @@ class _Found:
         """The bytes of the chunks that were counted."""
         return self._nbytes
 
-    def verified(self, options: VerifyOptions, backend: str, version: int) -> Verified:
+    def verified(self, options: VerifyOptions, backend: str, version: int) -> VerifyReport:
         """Return the result."""
         order = sorted(self._damages, key=lambda d: (d.file != MANIFEST, d.file, d.start or 0, d.key or ""))
-        return Verified(
+        return VerifyReport(
             location=self.location,
             backend=backend,
             version=version,

@@ -7,8 +7,8 @@ import time
 
 from megackpt.comm import Group
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.verification.after_save import verify_together
-from megackpt.engine.verification.verify import Looked
+from megackpt.engine.verification.collective import verify_on_all_ranks
+from megackpt.engine.verification.verify import ShareReport
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.testing.world import SimulatedWorld
@@ -18,15 +18,15 @@ TIMEOUT_S = 1.0
 
 
 def test_a_rank_whose_share_takes_longer_than_the_time_out_is_waited_for() -> None:
-    def look(progress: Progress, share: tuple[int, int]) -> Looked:
+    def look(progress: Progress, share: tuple[int, int]) -> ShareReport:
         if share[0] == 1:
             for _ in range(8):
                 time.sleep(TIMEOUT_S / 4)
                 progress.advance(1)
-        return Looked(damages=(Damage(what=f"of {share}"), Damage(what="of all")))
+        return ShareReport(damages=(Damage(what=f"of {share}"), Damage(what="of all")))
 
     found = SimulatedWorld(RANKS, timeout_s=TIMEOUT_S).run(
-        lambda group: verify_together(group, look, timeout_s=TIMEOUT_S)
+        lambda group: verify_on_all_ranks(group, look, timeout_s=TIMEOUT_S)
     )
     assert found[0] == [Damage(what=f"of {(0, 3)}"), Damage(what="of all"), *map(_of, (1, 2))]
     assert found[1] == found[2] == found[0]
@@ -39,7 +39,7 @@ def _of(rank: int) -> Damage:
 def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading() -> None:
     disk, stopped = threading.Event(), threading.Event()
 
-    def look(progress: Progress, share: tuple[int, int]) -> Looked:
+    def look(progress: Progress, share: tuple[int, int]) -> ShareReport:
         if share[0] == 1:
             disk.wait()
         if share[0] == 2:
@@ -49,10 +49,10 @@ def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading(
                     progress.advance(1)
             finally:
                 stopped.set()
-        return Looked(damages=())
+        return ShareReport(damages=())
 
     def verify(group: Group) -> list[Damage]:
-        return verify_together(group, look, timeout_s=0.4)
+        return verify_on_all_ranks(group, look, timeout_s=0.4)
 
     outcomes = SimulatedWorld(RANKS).outcomes(verify)
     assert {str(error) for error in outcomes} == {str(outcomes[0])}
@@ -64,8 +64,8 @@ def test_a_rank_that_reads_nothing_for_so_long_is_named_and_others_stop_reading(
 
 
 def test_a_rank_that_finds_much_damage_tells_of_the_first() -> None:
-    def look(progress: Progress, share: tuple[int, int]) -> Looked:
-        return Looked(damages=tuple(Damage(what=str(number)) for number in range(1000)))
+    def look(progress: Progress, share: tuple[int, int]) -> ShareReport:
+        return ShareReport(damages=tuple(Damage(what=str(number)) for number in range(1000)))
 
-    found, _ = SimulatedWorld(2).run(lambda group: verify_together(group, look, timeout_s=60))
+    found, _ = SimulatedWorld(2).run(lambda group: verify_on_all_ranks(group, look, timeout_s=60))
     assert [damage.what for damage in found] == [*map(str, range(20)), "980 more that one rank has found"]

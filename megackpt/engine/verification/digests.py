@@ -2,7 +2,7 @@
 
 Owns how it is read, by several threads in bounded memory, and how a part that turns out damaged is narrowed
 down to the blocks that are. A load stops at the first damaged block; this goes on to the last. What is read
-is handed on to `verify_arrays`, for digests of whole arrays.
+is handed on to `verification.arrays`, for digests of whole arrays.
 """
 
 from __future__ import annotations

@@ -17,19 +17,19 @@ from megackpt.comm.group import run_step
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.arrays import ArrayShare, compare_arrays
 from megackpt.engine.verification.shares import WHOLE
-from megackpt.engine.verification.verify import Looked
+from megackpt.engine.verification.verify import ShareReport
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 
-Look = Callable[[Progress, tuple[int, int]], Looked]
-"""Looks at a share of a checkpoint; see `verify.find_damages`."""
+Look = Callable[[Progress, tuple[int, int]], ShareReport]
+"""Looks at a share of a checkpoint; see `verify.verify_share`."""
 
 _MEET_EVERY_S = 5.0
 _MOST_TOLD = 20
 """Damages that a rank tells of: where a directory is gone, each rank finds as many as there are files."""
 
 
-def verify_together(
+def verify_on_all_ranks(
     group: Group, look: Look, *, timeout_s: float, while_reading: Callable[[], None] = lambda: None
 ) -> list[Damage]:
     """Let every rank look at its share; return what they have found, at most 20 of each rank. Collective.
@@ -86,7 +86,7 @@ def _shown(found: Sequence[Damage]) -> list[dict[str, Any]]:
     return shown
 
 
-def after_commit(damages: Sequence[Damage] | None) -> str:
+def work_after_commit(damages: Sequence[Damage] | None) -> str:
     """Say what rank 0 does with a step that is committed, in which verifying it has found these."""
     return "verifying the step" if damages else "removing old steps"
 
@@ -130,7 +130,7 @@ class _Work:
         self._pause_s = min(_MEET_EVERY_S, timeout_s / 4)
         self._seen = 0
         self._silent_s = 0.0
-        self._found: Looked | None = None
+        self._found: ShareReport | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._run, args=(look, share), name="megackpt-verify", daemon=True

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from megackpt.cli.frame import is_root
+from megackpt.cli.entry import is_root
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import Store, expanded_path, is_url, open_store
@@ -25,7 +25,7 @@ class LocalPath(click.Path):
         return super().convert(expanded_path(value), param, ctx)
 
 
-def checkpoint_store(path: str, *, takes_latest: bool = True) -> Store:
+def opened_checkpoint(path: str, *, takes_latest: bool = True) -> Store:
     """Return the store of a checkpoint. Of the root of a run: that of its latest step, which stderr says.
 
     takes_latest is False for commands that change the checkpoint: they have to be given the step.
