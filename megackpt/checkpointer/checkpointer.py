@@ -33,7 +33,7 @@ from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import GivenGroup, Group, world_group
-from megackpt.engine.background.prepared import for_a_writer, pickled_for_a_writer
+from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest
 from megackpt.engine.saving.settings import compare_settings

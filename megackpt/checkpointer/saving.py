@@ -19,7 +19,7 @@ from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write
 from megackpt.comm import Group, together
 from megackpt.engine.checkpoint.steps import StepPlaces, step_name
 from megackpt.engine.saving.save import SaveRequest, plan_state
-from megackpt.engine.saving.write import Planned, write_out
+from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
 from megackpt.formats.damage import Damage
@@ -72,7 +72,7 @@ class RootSaving:
         return not saving.has_failed
 
     def _finish(
-        self, step: int, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
+        self, step: int, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
     ) -> None:
         """Write and commit a step, then do what follows. Collective over the group."""
         damages: list[Damage] | None = None

@@ -15,8 +15,8 @@ from megackpt.checkpointer.saving import RootSaving
 from megackpt.checkpointer.tier_saving import destinations_in_tiers, in_native_format
 from megackpt.checkpointer.tier_set import TierSet, bulk_of
 from megackpt.comm import Group
-from megackpt.engine.background.messages import Place
-from megackpt.engine.background.prepared import Destination
+from megackpt.engine.background.messages import CheckpointLocation
+from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.saving.save import SaveRequest
@@ -152,7 +152,7 @@ class SavingBehind:
 
         return Destination(
             request=request,
-            place=Place(
+            place=CheckpointLocation(
                 root=saving.places.location, name=step_name(step), objects=self._objects, store=self._store
             ),
             label=f"step {step}",

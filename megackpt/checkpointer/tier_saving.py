@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megackpt.checkpointer.tier_set import TierSet, bulk_of
 from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import BulkGroup, Group, Numbers, compare
-from megackpt.engine.background.prepared import Destination
+from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.steps import LocalPlaces, step_of
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes

@@ -26,7 +26,7 @@ from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.engine.loading.load import open_checkpoint, refuse_unreadable
 from megackpt.engine.saving.array_digests import with_array_digests
-from megackpt.engine.saving.write import Planned, write_out
+from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.formats.strategy import MANIFEST, SaveStrategy, refers_to_arrays
@@ -259,7 +259,7 @@ def _is_same_place(first: Store, second: Store) -> bool:
     return first is second
 
 
-def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> Planned:
+def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> PlannedSave:
     """Say where the bytes come from: this rank's objects from memory, anything else from the source."""
     buffers = Buffers()
 
@@ -281,10 +281,10 @@ def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> Planned
             job.progress.advance(len(piece))
 
     common = {"state_dict": local.common[0], "content_metadata": local.common[1]}
-    return Planned(attempt, plan, pieces, common, local.earlier)
+    return PlannedSave(attempt, plan, pieces, common, local.earlier)
 
 
-def _verify(job: _Job, local: _Opened, planned: Planned) -> None:
+def _verify(job: _Job, local: _Opened, planned: PlannedSave) -> None:
     """Compare the new checkpoint with the source; if it differs, take it away again."""
 
     def compare() -> bytes:

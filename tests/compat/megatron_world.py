@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.compat import megatron
-from megackpt.engine.state.flatten import expand
+from megackpt.engine.state.flatten import flatten_state
 
 VOCAB, SEQUENCE, BATCH, HIDDEN = 64, 16, 2, 32
 
@@ -172,7 +172,9 @@ def oracle(key: str, shape: tuple[int, ...]) -> torch.Tensor:
 @torch.no_grad()
 def fill(sharded_state_dict: dict[str, Any]) -> None:
     """Write this rank's part of the oracle into every tensor of a sharded state dict."""
-    for entity in expand(sharded_state_dict, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors:
+    for entity in flatten_state(
+        sharded_state_dict, rank=dist.get_rank(), ranks=dist.get_world_size()
+    ).tensors:
         entity.data.copy_(oracle(entity.key, entity.global_shape)[entity.global_slice()])
 
 
@@ -213,7 +215,7 @@ def save_adam(case: Case, layout: Layout, path: str) -> None:
 def load_adam(case: Case, layout: Layout, path: str, copy: str) -> None:
     """Load model and Adam states, wiped before, and save them again, with install()."""
     optimizer, state = _adam_state(case, layout)
-    for entity in expand(state, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors:
+    for entity in flatten_state(state, rank=dist.get_rank(), ranks=dist.get_world_size()).tensors:
         entity.data.detach().zero_()
     face = _faces(True)
     loaded = face.load(state, path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.comm import without_current_directory
-from megackpt.engine.background.start import search_path
+from megackpt.engine.background.process_start import search_path
 from megackpt.testing.ranks import RankPool
 
 NAMES = [

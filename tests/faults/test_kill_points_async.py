@@ -25,10 +25,10 @@ import torch.distributed as dist
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
 from megackpt.api import save_request
 from megackpt.comm import Group, StoreGroup
-from megackpt.engine.background.main import Writer
 from megackpt.engine.background.messages import Job, Place
-from megackpt.engine.background.prepared import Destination
+from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
+from megackpt.engine.background.writer_main import Writer
 from megackpt.storage import Store
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped

@@ -21,7 +21,7 @@ from megackpt import (
 )
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver, stage_ahead
-from megackpt.engine.background.staging import Span
+from megackpt.engine.background.staging import StreamRange
 from tests.async_saves import alone, saver_of
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
 
@@ -49,12 +49,12 @@ def check(root: Path, steps: Sequence[int]) -> None:
 
 
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[StreamRange]:
     """What is copied."""
-    found: list[Span] = []
+    found: list[StreamRange] = []
     fill = saver.fill
 
-    def note(memory: Any, span: Span, *rest: Any) -> None:
+    def note(memory: Any, span: StreamRange, *rest: Any) -> None:
         found.append(span)
         fill(memory, span, *rest)
 
@@ -64,7 +64,9 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_step_for_several_places_is_copied_once(tmp_path: Path, spans: list[Span], behind: bool) -> None:
+def test_a_step_for_several_places_is_copied_once(
+    tmp_path: Path, spans: list[StreamRange], behind: bool
+) -> None:
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(stage_in_background=behind, when_busy="queue")
     with alone(tmp_path / "root", tiers=tiers, every=2, async_options=options) as run:
@@ -106,7 +108,7 @@ def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) ->
     ("strategy", "staging_bytes"), [(None, 8192), (("torch_dist", 1), None)], ids=["waves", "formats"]
 )
 def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
-    tmp_path: Path, spans: list[Span], strategy: Any, staging_bytes: int | None
+    tmp_path: Path, spans: list[StreamRange], strategy: Any, staging_bytes: int | None
 ) -> None:
     options = AsyncOptions(staging_bytes=staging_bytes)
     with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_options=options) as run:
@@ -149,7 +151,7 @@ def test_a_tier_for_which_there_is_no_memory_is_a_warning(
 ) -> None:
     with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], every=2) as run:
         with monkeypatch.context() as patched:
-            patched.setattr("megackpt.engine.background.arena._available_bytes", lambda: 0)
+            patched.setattr("megackpt.engine.background.staging_memory._available_bytes", lambda: 0)
             assert not run.save(1, state(1))
             assert f"Step 1 is not in the local disk tier {tmp_path / 'a'}" in caplog.text
             with pytest.raises(StorageError, match="cannot be had"):

@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 from megackpt import StorageError
 from megackpt.comm import encode_error
-from megackpt.engine.background.arena import Arena, Layout, lay_out, map_memory
-from megackpt.engine.background.messages import Alive, Consumed, FromWriter, Job, Place
-from megackpt.engine.background.signs_of_life import Pulse
-from megackpt.engine.background.staging import Span, fill
-from megackpt.engine.background.stream import Stream, StreamPieces
+from megackpt.engine.background.heartbeat import Heartbeat
+from megackpt.engine.background.messages import (
+    AliveMessage,
+    CheckpointLocation,
+    ConsumedMessage,
+    FromWriter,
+    Job,
+)
+from megackpt.engine.background.staging import StreamRange, fill
+from megackpt.engine.background.staging_memory import RowLayout, StagingMemory, lay_out_rows, map_memory
+from megackpt.engine.background.stream import StagedStream, StreamRowParts
 
 PAGE = 4096
 
@@ -30,13 +36,13 @@ class Reader:
         self.capacity, self.consumed = capacity, 0
         self.news = threading.Condition()
         self.beats = 0
-        self.stream = Stream(self.tell, Pulse(self.tell))
+        self.stream = StagedStream(self.tell, Heartbeat(self.tell))
 
     def tell(self, message: FromWriter) -> None:
-        if isinstance(message, Alive):
+        if isinstance(message, AliveMessage):
             self.beats += 1
             return
-        assert isinstance(message, Consumed)
+        assert isinstance(message, ConsumedMessage)
         with self.news:
             self.consumed = message.position
             self.news.notify_all()
@@ -52,7 +58,7 @@ class Reader:
 
 def job_at(start: int) -> Job:
     return Job(
-        number=1, label="", attempt="", place=Place(root="", name=""), strategy=b"", plan=0,
+        number=1, label="", attempt="", place=CheckpointLocation(root="", name=""), strategy=b"", plan=0,
         sizes=np.zeros(0, np.int64), report=b"", parity=None, verify=None, common=None, start=start,
         in_order=True, keeps=False,
     )  # fmt: skip
@@ -67,21 +73,24 @@ def job_at(start: int) -> Job:
 )
 def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], piece: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    arena = Arena()
+    arena = StagingMemory()
     arena.resize(pages * PAGE)
     assert arena.nbytes == pages * PAGE
     seen = map_memory(arena.descriptor, arena.nbytes, writable=False)
     reader, start = Reader(arena.nbytes), 0
     for sizes in saves:
         rows = [generator.integers(0, 256, n).astype(np.uint8) for n in sizes]
-        layout = lay_out(np.array(sizes, np.int64))
+        layout = lay_out_rows(np.array(sizes, np.int64))
         assert (layout.start % 64 == 0).all()
         found: list[bytes] = []
 
         def read(
-            count: int = len(sizes), start: int = start, found: list[bytes] = found, layout: Layout = layout
+            count: int = len(sizes),
+            start: int = start,
+            found: list[bytes] = found,
+            layout: RowLayout = layout,
         ) -> None:
-            pieces = StreamPieces(reader.stream, seen, range(count), layout, job_at(start))
+            pieces = StreamRowParts(reader.stream, seen, range(count), layout, job_at(start))
             found += [b"".join(map(bytes, of_row)) for of_row in pieces.in_order(range(count))]
             reader.stream.consume(start + layout.stop)
 
@@ -90,7 +99,7 @@ def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], piece: int
 
         thread = threading.Thread(target=read)
         thread.start()
-        fill(arena.memory, Span(start=start, layout=layout), range(len(rows)), pieces_of, reader)
+        fill(arena.memory, StreamRange(start=start, layout=layout), range(len(rows)), pieces_of, reader)
         thread.join(20)
         assert found == [row.tobytes() for row in rows]
         start += layout.stop
@@ -99,7 +108,9 @@ def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], piece: int
 
 def test_a_reader_hears_that_a_row_will_never_come() -> None:
     reader = Reader(PAGE)
-    pieces = StreamPieces(reader.stream, np.zeros(PAGE, np.uint8), [0], lay_out(np.array([9])), job_at(0))
+    pieces = StreamRowParts(
+        reader.stream, np.zeros(PAGE, np.uint8), [0], lay_out_rows(np.array([9])), job_at(0)
+    )
     threading.Timer(0.1, reader.stream.cancel, (1, encode_error(StorageError("no copy")))).start()
     with pytest.raises(StorageError, match="no copy"):
         next(pieces(0))
@@ -109,7 +120,7 @@ def test_a_reader_that_waits_for_bytes_says_that_it_is_well() -> None:
     reader = Reader(PAGE)
     with (
         patch("megackpt.engine.background.stream.BEAT_S", 0.02),
-        patch("megackpt.engine.background.signs_of_life.BEAT_S", 0.0),
+        patch("megackpt.engine.background.heartbeat.BEAT_S", 0.0),
     ):
         waiting = threading.Thread(target=reader.stream.wait, args=(1,), kwargs={"job": 1})
         waiting.start()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megackpt import AsyncOptions, DeclarationError, StorageError
-from megackpt.engine.background.arena import Arena
-from megackpt.engine.background.prepared import sendable
+from megackpt.engine.background.prepared_save import sendable
+from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.formats.native import NativeSaveStrategy
 from tests.writer_faults import FullDiskStrategy
 
@@ -46,7 +46,7 @@ def test_a_strategy_that_cannot_be_sent_to_the_writer_is_refused() -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do() -> None:
-    arena = Arena()
+    arena = StagingMemory()
     with pytest.raises(StorageError, match=r"cannot be had .* AsyncOptions.staging_bytes a smaller number"):
         arena.resize(1 << 62)
     arena.resize(10)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.engine.background.arena import Arena
+from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.storage import LocalStore
 
 
@@ -46,7 +46,7 @@ def test_a_path_is_walked_without_closing_a_directory_twice(
 
 
 def test_staging_memory_is_closed_once(interrupts: Callable[[int], list[int]]) -> None:
-    arena = Arena()
+    arena = StagingMemory()
     closed = interrupts(1)
     with pytest.raises(KeyboardInterrupt):
         arena.close()

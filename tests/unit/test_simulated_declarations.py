@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megackpt.engine.state.flatten import expand
+from megackpt.engine.state.flatten import flatten_state
 from megackpt.geometry import rectangles_of
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks
@@ -53,8 +53,8 @@ def check_declarations(sizes: ModelSizes, where: JobLayout) -> None:
     everyone = simulated(sizes, where)
     for rank in range(where.world):
         mine = everyone.take(everyone.rank == rank)
-        expanded = expand(real_state(sizes, where, rank), rank=rank, ranks=where.world)
-        assert rows_of(mine) == rows_of(describe(expanded.entities, rank=rank))
+        flattened = flatten_state(real_state(sizes, where, rank), rank=rank, ranks=where.world)
+        assert rows_of(mine) == rows_of(describe(flattened.entities, rank=rank))
         assert sorted(mine.slot.tolist()) == list(range(len(mine)))
 
 

@@ -16,7 +16,7 @@ from megackpt.bench.stopwatch import largest, timed
 from megackpt.comm import world_group
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest, plan_state
-from megackpt.engine.saving.write import Planned, write_out
+from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import SaveOptions
@@ -59,7 +59,7 @@ def _save(measuring: Measuring, state: RankState, plans: PlanCache) -> _Run:
     request = SaveRequest(
         state=measuring.native.declare(state), choose=lambda: save_strategy(None), plans=plans
     )
-    planned: list[tuple[Planned, SaveStrategy]] = []
+    planned: list[tuple[PlannedSave, SaveStrategy]] = []
     during: list[int] = []
     with counted() as count:
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megackpt.comm import Group
-from megackpt.engine.background.messages import Place
-from megackpt.engine.background.prepared import Destination, for_a_writer
+from megackpt.engine.background.messages import CheckpointLocation
+from megackpt.engine.background.prepared_save import Destination, for_a_writer
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.saving.save import SaveRequest
 from megackpt.errors import CommonStateError
@@ -70,7 +70,7 @@ class DeferredSave:
         root, name = os.path.split(there)
         destination = Destination(
             request=for_a_writer(self.request(group, self.options, may_differ)),
-            place=Place(root=root, name=name),
+            place=CheckpointLocation(root=root, name=name),
             label=self.checkpoint_dir,
             follow=lambda _: None,  # that is done elsewhere
             failed=lambda _: False,

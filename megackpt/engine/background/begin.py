@@ -14,7 +14,7 @@ from megackpt.comm import Group, decode_error, encode_error
 from megackpt.engine.background.session import WriterSession
 from megackpt.engine.background.stage_ahead import Ahead, stage_ahead
 from megackpt.engine.saving.local_state import LocalState
-from megackpt.engine.saving.plan_agreement import Agreed
+from megackpt.engine.saving.plan_agreement import PlanAgreement
 from megackpt.errors import CheckpointError
 from megackpt.options import SaveOptions
 
@@ -57,7 +57,7 @@ class Beginning:
         is_joined = session.joined == (self._group.rank, self._group.size)
         return int(self._error is not None), int(is_busy), int(not is_joined)
 
-    def meanwhile(self, local: LocalState, agreed: Agreed) -> None:
+    def meanwhile(self, local: LocalState, agreed: PlanAgreement) -> None:
         """Copy what the next job will write if the guess is right."""
         session = self._session
         if (

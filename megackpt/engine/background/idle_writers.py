@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import threading
 
-from megackpt.engine.background.arena import Arena
 from megackpt.engine.background.process import WriterProcess
+from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.options import AsyncOptions
 
 _Kind = tuple[int, str | None, str | None]
@@ -29,7 +29,7 @@ def take_writer(options: AsyncOptions, *, hook: str | None) -> WriterProcess:
             elif writer.kind == _kind(options, hook):
                 _IDLE.remove(writer)
                 return writer
-    return WriterProcess(options, arena=Arena(), kind=_kind(options, hook))
+    return WriterProcess(options, arena=StagingMemory(), kind=_kind(options, hook))
 
 
 def give_writer(writer: WriterProcess) -> None:

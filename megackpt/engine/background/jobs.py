@@ -15,8 +15,8 @@ from typing import Protocol
 from megackpt.comm import Group, LinkedGroup, Numbers, compare, encode_error, moves_bulk
 from megackpt.comm.group import common_error
 from megackpt.engine.background.messages import Job
-from megackpt.engine.saving.plan_agreement import Completes
-from megackpt.engine.saving.write import Planned, write_out
+from megackpt.engine.saving.plan_agreement import PlanCompletion
+from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
@@ -31,7 +31,7 @@ Hook = Callable[[Store], Store]
 """What tests put around the store of each save; it is named by module and attribute, `a.b:c`."""
 
 
-class Surroundings(Protocol):
+class JobServices(Protocol):
     """The process that a job is done in."""
 
     @property
@@ -48,9 +48,9 @@ class Surroundings(Protocol):
         """Show that this process works."""
 
 
-def planned_by(job: Job, plan: SavePlan, complete: Completes | None, pieces: Pieces) -> Planned:
+def planned_by(job: Job, plan: SavePlan, complete: PlanCompletion | None, pieces: Pieces) -> PlannedSave:
     """Return the save that a job tells to carry out."""
-    return Planned(
+    return PlannedSave(
         attempt=job.attempt,
         plan=plan,
         pieces=pieces,
@@ -62,7 +62,7 @@ def planned_by(job: Job, plan: SavePlan, complete: Completes | None, pieces: Pie
     )
 
 
-def carry_out(job: Job, planned: Planned, group: Group, here: Surroundings) -> None:
+def carry_out(job: Job, planned: PlannedSave, group: Group, here: JobServices) -> None:
     """Write this rank's part of a save; when all have, commit, and do what follows. Collective.
 
     Raises:
@@ -98,7 +98,7 @@ def carry_out(job: Job, planned: Planned, group: Group, here: Surroundings) -> N
 
 
 def _save_on_nodes(
-    job: Job, place: NodePlace, planned: Planned, store: Store, strategy: SaveStrategy, group: Group
+    job: Job, place: NodePlace, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
 ) -> None:
     assert moves_bulk(group)  # it was made for this job
     try:
@@ -115,7 +115,7 @@ def failure_of(job: Job, error: Exception, *, rank: int) -> CheckpointError:
     return common_error({rank: encode_error(error)}, f"saving {job.label}")
 
 
-def _verify(store: Store, options: VerifyOptions, group: Group, here: Surroundings) -> list[Damage]:
+def _verify(store: Store, options: VerifyOptions, group: Group, here: JobServices) -> list[Damage]:
     # Classes that the training has registered, or allows in pickles, are not known in this process.
     known_here = replace(options, allow_unsafe_pickle=False, skip_unknown_classes=True)
     look = partial(verify_share, store, known_here)

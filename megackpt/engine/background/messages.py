@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from megackpt.comm import StoreAddress
 from megackpt.engine.checkpoint.steps import step_places
-from megackpt.engine.saving.plan_agreement import Completes
+from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodePlace
 from megackpt.formats.damage import Damage
@@ -23,7 +23,7 @@ from megackpt.storage import ObjectOptions, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CheckpointLocation:
     """A checkpoint below a root: its name there, and options if the root is in an object store.
 
     store is the root itself, pickled, where a user gave one instead of a path or an URL.
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class JoinMessage:
     """To the writer: which rank of how many it writes for, and where they meet; None for a rank alone."""
 
     rank: int
@@ -51,23 +51,23 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class UseArena:
+class MemoryMessage:
     """To the writer: how large the staging memory is now; it is empty."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UsePlan:
+class PlanMessage:
     """To the writer: a plan that jobs name by its number, and how it is completed."""
 
     number: int
     plan: SavePlan
-    complete: Completes | None
+    complete: PlanCompletion | None
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetPlan:
+class ForgetPlanMessage:
     """To the writer: no job will name this plan again."""
 
     number: int
@@ -97,7 +97,7 @@ class Job:
     number: int
     label: str
     attempt: str
-    place: Place | NodePlace
+    place: CheckpointLocation | NodePlace
     strategy: bytes
     plan: int
     sizes: Ints
@@ -111,14 +111,14 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedMessage:
     """To the writer: the stream is there up to this position."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class CancelledMessage:
     """To the writer: what a job writes could not be staged; error is encoded."""
 
     job: int
@@ -126,12 +126,12 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeaveMessage:
     """To the writer: there is nothing more to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class FollowUpDoneMessage:
     """To the writer: what the trainer does after a commit is done; error is encoded, if there is one."""
 
     job: int
@@ -139,25 +139,25 @@ class Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyMessage:
     """From the writer: it has started."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class AliveMessage:
     """From the writer: it works, or waits for somebody else; see `signs_of_life`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Consumed:
+class ConsumedMessage:
     """From the writer: the memory before this position may be used again."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """From the writer of rank 0: a job is committed; it waits for `Followed`.
+class CommittedMessage:
+    """From the writer of rank 0: a job is committed; it waits for `FollowUpDoneMessage`.
 
     damages are what writers have found that have verified it; None if they have not.
     """
@@ -167,7 +167,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedMessage:
     """From the writer: a job is over; error is encoded, None if it succeeded on all ranks."""
 
     job: int
@@ -179,5 +179,15 @@ def meetings_of(attempt: str) -> str:
     return f"megackpt/{attempt}"
 
 
-ToWriter: TypeAlias = Join | UseArena | UsePlan | ForgetPlan | Job | Staged | Cancelled | Followed | Leave
-FromWriter: TypeAlias = Ready | Alive | Consumed | Committed | Ended
+ToWriter: TypeAlias = (
+    JoinMessage
+    | MemoryMessage
+    | PlanMessage
+    | ForgetPlanMessage
+    | Job
+    | StagedMessage
+    | CancelledMessage
+    | FollowUpDoneMessage
+    | LeaveMessage
+)
+FromWriter: TypeAlias = ReadyMessage | AliveMessage | ConsumedMessage | CommittedMessage | EndedMessage

@@ -19,29 +19,29 @@ from collections.abc import Callable
 
 from megackpt.comm import StoreHost, decode_error, encode_error
 from megackpt.comm.group import common_error
-from megackpt.engine.background.arena import Arena
+from megackpt.engine.background.heartbeat import BEAT_S, ProgressWatch
 from megackpt.engine.background.messages import (
-    Cancelled,
-    Committed,
-    Consumed,
-    Ended,
-    Followed,
-    ForgetPlan,
+    CancelledMessage,
+    CommittedMessage,
+    ConsumedMessage,
+    EndedMessage,
+    FollowUpDoneMessage,
+    ForgetPlanMessage,
     Job,
-    Join,
-    Leave,
-    Ready,
-    Staged,
+    JoinMessage,
+    LeaveMessage,
+    MemoryMessage,
+    PlanMessage,
+    ReadyMessage,
+    StagedMessage,
     ToWriter,
-    UseArena,
-    UsePlan,
     meetings_of,
 )
-from megackpt.engine.background.signs_of_life import BEAT_S, Watch
+from megackpt.engine.background.process_start import start_writer
 from megackpt.engine.background.staging import StreamClosedError
-from megackpt.engine.background.start import start_writer
-from megackpt.engine.background.work import Failed, Follow, Work
-from megackpt.engine.saving.plan_agreement import Completes
+from megackpt.engine.background.staging_memory import StagingMemory
+from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler, SubmittedJob
+from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
@@ -61,7 +61,7 @@ Others see more: they are to be the first to say what is wrong.
 class WriterProcess:
     """A process that is there for this rank's saves, and for nothing else.
 
-    Any thread may use it; `Ring` for the one that stages.
+    Any thread may use it; `StreamReader` for the one that stages.
 
     Attributes:
         arena: the memory that it shares.
@@ -70,7 +70,7 @@ class WriterProcess:
     """
 
     def __init__(
-        self, options: AsyncOptions, *, arena: Arena, kind: tuple[int, str | None, str | None]
+        self, options: AsyncOptions, *, arena: StagingMemory, kind: tuple[int, str | None, str | None]
     ) -> None:
         self.arena, self.kind = arena, kind
         self._owner = os.getpid()
@@ -82,12 +82,12 @@ class WriterProcess:
         self._is_ready = self._is_lost = False
         self._consumed = 0
         self._capacity = 0
-        self._under_way: list[Work] = []
+        self._under_way: list[SubmittedJob] = []
         self._rank = 0
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
         self._is_stuck = False
-        self._outbox: queue.SimpleQueue[ToWriter | Work | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[ToWriter | SubmittedJob | None] = queue.SimpleQueue()
         self._process, self._connection = start_writer(kind, arena.descriptor)
         try:
             threads = {"listen": self._listen, "send": self._speak}
@@ -125,7 +125,7 @@ class WriterProcess:
         """Tell it which rank it writes for, and where writers meet."""
         self._rank, self._host, self._timeout_s = rank, host, timeout_s
         address = host.address if host is not None else None
-        self._send(Join(rank=rank, size=size, address=address, timeout_s=timeout_s))
+        self._send(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))
 
     def resize(self, nbytes: int) -> None:
         """Give the memory another size, when nothing is under way; it may have that already.
@@ -135,15 +135,15 @@ class WriterProcess:
         """
         self.arena.resize(nbytes)
         if self._capacity != self.arena.nbytes:
-            self._send(UseArena(self.arena.nbytes))  # first: it may be sent twice, but not be left out
+            self._send(MemoryMessage(self.arena.nbytes))  # first: it may be sent twice, but not be left out
             self._capacity = self.arena.nbytes
 
-    def use_plan(self, plan: SavePlan, complete: Completes | None) -> int:
+    def use_plan(self, plan: SavePlan, complete: PlanCompletion | None) -> int:
         """Return the number of a plan; it is sent if it is not one of those that were used last."""
         known = next((one for one in self._plans if one[1] is plan), None)
         if known is None:
             known = next(self._numbers), plan
-            self._send(UsePlan(*known, complete))
+            self._send(PlanMessage(*known, complete))
         else:
             self._plans.remove(known)
         self._plans.append(known)
@@ -154,9 +154,9 @@ class WriterProcess:
         self,
         make: Callable[[int, int], Job],
         nbytes: int,
-        follow: Follow,
-        failed: Failed,
-    ) -> Work:
+        follow: CommitHandler,
+        failed: FailureHandler,
+    ) -> SubmittedJob:
         """Take up a job, made of a number and the position at which its part of the stream begins.
 
         The process hears of it with the first bytes of it that are there: until then it, and through the
@@ -165,7 +165,7 @@ class WriterProcess:
         Whatever is raised from here on until the job is staged, `cancel_unstaged` has to be called.
         """
         job = make(next(self._numbers), self._position)
-        work = Work(job, self._position + nbytes, follow, failed)
+        work = SubmittedJob(job, self._position + nbytes, follow, failed)
         with self._news:
             self._under_way.append(work)
             is_lost = self._is_lost
@@ -180,14 +180,14 @@ class WriterProcess:
         self.join(rank=0, size=1, host=None, timeout_s=0.0)
         self.resize(0)
 
-    def cancel_unstaged(self, error: BaseException) -> list[Work]:
+    def cancel_unstaged(self, error: BaseException) -> list[SubmittedJob]:
         """Let the jobs fail, on all ranks, of which not all could be staged; return them."""
         cancelled = [work for work in self._under_way if not work.is_staged]
         for work in cancelled:
             self._position = max(self._position, work.stop)
             self._tell_jobs()
-            self._send(Cancelled(work.job.number, self.abort(work.job.attempt, error)))
-            self._send(Staged(work.stop))
+            self._send(CancelledMessage(work.job.number, self.abort(work.job.attempt, error)))
+            self._send(StagedMessage(work.stop))
             work.is_staged = True
         return cancelled
 
@@ -199,7 +199,7 @@ class WriterProcess:
         return data
 
     def room_from(self, position: int) -> int:
-        """Return up to where the stream may be written; see `Ring`."""
+        """Return up to where the stream may be written; see `StreamReader`."""
         with self._news:
             self._news.wait_for(
                 lambda: self._is_lost or not self._under_way or self._consumed + self._capacity > position
@@ -217,7 +217,7 @@ class WriterProcess:
     def tell_staged(self, position: int) -> None:
         """Say that the stream is there up to a position."""
         self._tell_jobs()
-        self._send(Staged(position))
+        self._send(StagedMessage(position))
 
     def wait_ready(self) -> None:
         """Return when it has started.
@@ -255,7 +255,7 @@ class WriterProcess:
         """End it, and let go of the memory. Jobs that are under way are lost."""
         if not self.is_ours:
             return
-        self._send(Leave())
+        self._send(LeaveMessage())
         self._outbox.put(None)
         if not self._is_lost and not self._has_ended():
             self._process.kill()
@@ -285,11 +285,11 @@ class WriterProcess:
 
     def _forget_plans(self, most: int) -> None:
         while len(self._plans) > most:
-            self._send(ForgetPlan(self._plans.pop(0)[0]))
+            self._send(ForgetPlanMessage(self._plans.pop(0)[0]))
 
     def _speak(self) -> None:
         while (message := self._outbox.get()) is not None:
-            if isinstance(message, Work):
+            if isinstance(message, SubmittedJob):
                 if message.is_told:
                     continue
                 message.is_told = True
@@ -298,7 +298,7 @@ class WriterProcess:
                 self._connection.send(message)
 
     def _listen(self) -> None:
-        watch = Watch(self.pid)
+        watch = ProgressWatch(self.pid)
         with contextlib.suppress(EOFError, OSError):
             while not self._is_stuck:
                 if not self._connection.poll(BEAT_S):
@@ -306,18 +306,18 @@ class WriterProcess:
                     continue
                 message = self._connection.recv()
                 watch.heard()
-                if isinstance(message, Committed):
+                if isinstance(message, CommittedMessage):
                     threading.Thread(
                         target=self._follow, args=(message,), name="megackpt-follow", daemon=True
                     ).start()
                     continue
                 with self._news:
-                    if isinstance(message, Consumed):
+                    if isinstance(message, ConsumedMessage):
                         self._consumed = message.position
-                    elif isinstance(message, Ended):
+                    elif isinstance(message, EndedMessage):
                         error = decode_error(message.error) if message.error is not None else None
                         self._end(self._work(message.job), error)
-                    elif isinstance(message, Ready):
+                    elif isinstance(message, ReadyMessage):
                         self._is_ready = True
                     self._news.notify_all()
         self._has_ended()
@@ -325,7 +325,7 @@ class WriterProcess:
             self._is_lost = True
         self._fail_all()
 
-    def _look(self, watch: Watch) -> None:
+    def _look(self, watch: ProgressWatch) -> None:
         """Kill a process that has work, and has shown no sign of progress for too long."""
         with self._news:
             first = self._under_way[0] if self._under_way else None
@@ -345,7 +345,7 @@ class WriterProcess:
             self._process.wait(_END_S if most_s is None else most_s)
         return self._process.returncode is not None
 
-    def _follow(self, committed: Committed) -> None:
+    def _follow(self, committed: CommittedMessage) -> None:
         """Do what follows a commit, outside of the thread that listens: it may take long."""
         error: bytes | None = None
         work = self._work(committed.job)
@@ -354,13 +354,13 @@ class WriterProcess:
             work.follow(committed.damages)
         except Exception as raised:  # noqa: BLE001 - handed over to all ranks
             error = encode_error(raised)
-        self._send(Followed(committed.job, error))
+        self._send(FollowUpDoneMessage(committed.job, error))
         work.is_followed = False
 
-    def _work(self, job: int) -> Work:
+    def _work(self, job: int) -> SubmittedJob:
         return next(work for work in self._under_way if work.job.number == job)
 
-    def _end(self, work: Work, error: CheckpointError | None) -> None:
+    def _end(self, work: SubmittedJob, error: CheckpointError | None) -> None:
         if error is not None:
             try:
                 error = None if work.failed(error) else error
@@ -380,7 +380,7 @@ class WriterProcess:
                     self._end(work, error)
             self._news.notify_all()
 
-    def _lost_on_all_ranks(self, work: Work) -> CheckpointError:
+    def _lost_on_all_ranks(self, work: SubmittedJob) -> CheckpointError:
         """Let a job fail on other ranks; return the error with which all fail."""
         error = self._lost(work)
         if self._host is None:
@@ -389,7 +389,7 @@ class WriterProcess:
         self._host.leave(meetings_of(work.job.attempt))
         return decode_error(first)
 
-    def _lost(self, work: Work) -> WriterFailedError:
+    def _lost(self, work: SubmittedJob) -> WriterFailedError:
         look = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
         advice = look if self._is_stuck else ""
         return WriterFailedError(

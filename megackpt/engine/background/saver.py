@@ -19,13 +19,13 @@ from megackpt.comm import Group, Numbers, StoreHost, compare, encode_error
 from megackpt.comm.group import common_error
 from megackpt.engine.background.begin import Beginning
 from megackpt.engine.background.messages import Job, meetings_of
-from megackpt.engine.background.prepared import Destination, Prepared, shares_bytes
+from megackpt.engine.background.prepared_save import Destination, PreparedSave, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten
 from megackpt.engine.background.stage_ahead import Ahead
-from megackpt.engine.background.staging import Span, StreamClosedError, fill
-from megackpt.engine.background.work import Work
+from megackpt.engine.background.staging import StreamClosedError, StreamRange, fill
+from megackpt.engine.background.submitted_job import SubmittedJob
 from megackpt.engine.saving.save import Beside, SaveRequest, plan_state
-from megackpt.engine.saving.write import Planned
+from megackpt.engine.saving.write import PlannedSave
 from megackpt.options import AsyncOptions, SaveOptions
 
 _MOST_QUEUED = 4
@@ -35,8 +35,8 @@ _MOST_QUEUED = 4
 class _Part:
     """What is copied once, and the jobs that read it."""
 
-    works: Sequence[Work]
-    ready: Prepared
+    works: Sequence[SubmittedJob]
+    ready: PreparedSave
 
 
 class AsyncSaver:
@@ -129,7 +129,7 @@ class AsyncSaver:
                 a place; in those before it is. On one rank alone, that its bytes could not be copied: others
                 find that at the next call.
         """
-        ready: list[tuple[Destination, Prepared]] = []
+        ready: list[tuple[Destination, PreparedSave]] = []
         beginning = Beginning(self._session, group, options, earlier=earlier)
         try:
             for one in destinations:
@@ -211,13 +211,13 @@ class AsyncSaver:
 
     def _prepare(
         self, request: SaveRequest, group: Group, options: SaveOptions, beside: Beside | None = None
-    ) -> Prepared:
+    ) -> PreparedSave:
         """Plan a save, and make room for it. Collective."""
         planned, strategy = plan_state(request, None, group, options, beside)
-        made: list[Prepared] = []
+        made: list[PreparedSave] = []
 
         def make() -> Numbers:
-            made.append(Prepared.of(planned, strategy, rank=group.rank))
+            made.append(PreparedSave.of(planned, strategy, rank=group.rank))
             self._session.make_room(made[0])
             return Numbers(())
 
@@ -236,10 +236,10 @@ class AsyncSaver:
         return made[0]
 
     def _parts(
-        self, ready: Sequence[tuple[Destination, Prepared]]
-    ) -> list[list[tuple[Destination, Prepared]]]:
+        self, ready: Sequence[tuple[Destination, PreparedSave]]
+    ) -> list[list[tuple[Destination, PreparedSave]]]:
         """Return those together that read the same bytes."""
-        parts: list[list[tuple[Destination, Prepared]]] = []
+        parts: list[list[tuple[Destination, PreparedSave]]] = []
         for one in ready:
             before = parts[-1][0][1] if parts else None
             fits = one[1].layout.stop <= self._session.writer.arena.nbytes
@@ -249,16 +249,18 @@ class AsyncSaver:
                 parts.append([one])
         return parts
 
-    def _begin(self, part: Sequence[tuple[Destination, Prepared]]) -> _Part:
+    def _begin(self, part: Sequence[tuple[Destination, PreparedSave]]) -> _Part:
         """Take up jobs that read the same bytes, which the last of them lets go."""
-        works: list[Work] = []
+        works: list[SubmittedJob] = []
         for number, (one, ready) in enumerate(part):
             start = works[0].job.start if works else None
             works.append(self._begin_one(one, ready, start, keeps=number + 1 < len(part)))
         self._session.works.extend(works)
         return _Part(works, part[0][1])
 
-    def _begin_one(self, one: Destination, ready: Prepared, start: int | None, *, keeps: bool) -> Work:
+    def _begin_one(
+        self, one: Destination, ready: PreparedSave, start: int | None, *, keeps: bool
+    ) -> SubmittedJob:
         planned, plan = ready.planned, self._use_plan(ready.planned)
 
         def job(number: int, position: int) -> Job:
@@ -282,7 +284,7 @@ class AsyncSaver:
         nbytes = ready.layout.stop if start is None else 0
         return self._session.writer.begin(job, nbytes, one.follow, one.failed)
 
-    def _use_plan(self, planned: Planned) -> int:
+    def _use_plan(self, planned: PlannedSave) -> int:
         assert planned.kept is not None
         return self._session.writer.use_plan(planned.kept, planned.complete)
 
@@ -298,7 +300,7 @@ class AsyncSaver:
     def _fill(self, parts: Sequence[_Part], ahead: Ahead | None = None) -> None:
         writer = self._session.writer
         for part in parts:
-            span = Span(start=part.works[0].job.start, layout=part.ready.layout)
+            span = StreamRange(start=part.works[0].job.start, layout=part.ready.layout)
             if ahead is not None and ahead.is_of(writer, part.ready.planned, span.start):
                 writer.tell_staged(span.stop)
             else:
@@ -315,7 +317,7 @@ class AsyncSaver:
         except BaseException as error:  # noqa: BLE001 - raised at the next call
             self._session.writer.cancel_unstaged(error)
 
-    def _cancel(self, ready: Sequence[tuple[Destination, Prepared]], error: BaseException) -> None:
+    def _cancel(self, ready: Sequence[tuple[Destination, PreparedSave]], error: BaseException) -> None:
         """Let the saves fail that this rank or others have begun, unless a thread copies their state."""
         staging = self._session.staging
         if staging is not None and staging.ident is not None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from megackpt.comm import Group, StoreHost, host_store
 from megackpt.engine.background.idle_writers import give_writer, take_writer
-from megackpt.engine.background.prepared import Prepared
+from megackpt.engine.background.prepared_save import PreparedSave
 from megackpt.engine.background.process import WriterProcess
-from megackpt.engine.background.work import Work
+from megackpt.engine.background.submitted_job import SubmittedJob
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
@@ -46,7 +46,7 @@ class WriterSession:
     joined: tuple[int, int] | None = None
     timeout_s: float = 0.0
     warming: threading.Thread | None = None
-    works: list[Work] = field(default_factory=list)
+    works: list[SubmittedJob] = field(default_factory=list)
     staging: threading.Thread | None = None
     roomy: deque[SavePlan | None] = field(default_factory=lambda: deque(maxlen=8))
 
@@ -88,7 +88,7 @@ class WriterSession:
         self._tell(self.writer, group.rank, group.size)
         self.joined = (group.rank, group.size)
 
-    def make_room(self, ready: Prepared) -> None:
+    def make_room(self, ready: PreparedSave) -> None:
         """See to it that a save can be staged.
 
         Raises:

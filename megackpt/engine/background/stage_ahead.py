@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.engine.background.arena import Octets, lay_out
 from megackpt.engine.background.process import WriterProcess
-from megackpt.engine.background.staging import Span, fill
-from megackpt.engine.saving.local_state import LocalState, RowPieces
-from megackpt.engine.saving.plan_agreement import Agreed
-from megackpt.engine.saving.write import Planned
+from megackpt.engine.background.staging import StreamRange, fill
+from megackpt.engine.background.staging_memory import ByteArray, lay_out_rows
+from megackpt.engine.saving.local_state import LocalState, StateRowParts
+from megackpt.engine.saving.plan_agreement import PlanAgreement
+from megackpt.engine.saving.write import PlannedSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Ahead:
         span: where it lies in the writer's stream.
     """
 
-    memory: Octets
-    agreed: Agreed
-    span: Span
+    memory: ByteArray
+    agreed: PlanAgreement
+    span: StreamRange
 
-    def is_of(self, writer: WriterProcess, planned: Planned, start: int) -> bool:
+    def is_of(self, writer: WriterProcess, planned: PlannedSave, start: int) -> bool:
         """Say whether it is what a job writes that begins at a position of a writer's stream."""
         return (
             self.memory is writer.arena.memory  # not if it has another size since
@@ -55,7 +55,7 @@ class Ahead:
 
 
 def stage_ahead(
-    writer: WriterProcess, local: LocalState, agreed: Agreed, *, piece_bytes: int
+    writer: WriterProcess, local: LocalState, agreed: PlanAgreement, *, piece_bytes: int
 ) -> Ahead | None:
     """Copy what a plan lets this rank write, if there is room for all of it now; else do nothing. Local.
 
@@ -64,12 +64,12 @@ def stage_ahead(
     """
     plan = agreed.plan
     rows = plan.rows_of(local.rank)
-    layout = lay_out(plan.table.nbytes[rows])
+    layout = lay_out_rows(plan.table.nbytes[rows])
     start = writer.room_for_next(layout.stop)
     if start is None:
         return None
-    span = Span(start=start, layout=layout)
-    pieces = RowPieces(local, plan, piece_bytes=piece_bytes)
+    span = StreamRange(start=start, layout=layout)
+    pieces = StateRowParts(local, plan, piece_bytes=piece_bytes)
     memory = writer.arena.memory
     fill(memory, span, rows.tolist(), pieces, _Room(span.stop))
     return Ahead(memory, agreed, span)

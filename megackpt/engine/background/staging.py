@@ -12,11 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megackpt.engine.background.arena import Layout, Octets, stretches
+from megackpt.engine.background.staging_memory import ByteArray, RowLayout, ring_ranges
 from megackpt.formats.strategy import Pieces, pieces_in_order
 
 
-class Ring(Protocol):
+class StreamReader(Protocol):
     """What is known of the reader of a stream."""
 
     def room_from(self, position: int) -> int:
@@ -35,11 +35,11 @@ class StreamClosedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class StreamRange:
     """A part of a stream: the rows of one save, laid out from start on."""
 
     start: int
-    layout: Layout
+    layout: RowLayout
 
     @property
     def stop(self) -> int:
@@ -47,14 +47,16 @@ class Span:
         return self.start + self.layout.stop
 
 
-def fill(memory: Octets, span: Span, rows: Sequence[int], pieces: Pieces, ring: Ring) -> None:
+def fill(
+    memory: ByteArray, span: StreamRange, rows: Sequence[int], pieces: Pieces, ring: StreamReader
+) -> None:
     """Copy rows into a ring of memory, `[capacity]`, in waves where they are more than there is room for.
 
     The reader is told when all is there: until then it would only take processor time from the copy. In
     waves it is told after each quarter of the memory.
 
     Raises:
-        StreamClosedError: see `Ring`.
+        StreamClosedError: see `StreamReader`.
         CheckpointError: what pieces raise.
     """
     if not rows:
@@ -80,8 +82,8 @@ def fill(memory: Octets, span: Span, rows: Sequence[int], pieces: Pieces, ring: 
     ring.tell_staged(span.stop)
 
 
-def _copy(memory: Octets, position: int, data: Octets) -> None:
+def _copy(memory: ByteArray, position: int, data: ByteArray) -> None:
     done = 0
-    for low, high in stretches(position, position + data.size, capacity=memory.size):
+    for low, high in ring_ranges(position, position + data.size, capacity=memory.size):
         np.copyto(memory[low:high], data[done : done + high - low])  # without the interpreter lock
         done += high - low

@@ -10,17 +10,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from megackpt.comm import decode_error
-from megackpt.engine.background.arena import Layout, Octets, stretches
-from megackpt.engine.background.messages import Consumed, FromWriter, Job
-from megackpt.engine.background.signs_of_life import BEAT_S, Pulse
+from megackpt.engine.background.heartbeat import BEAT_S, Heartbeat
+from megackpt.engine.background.messages import ConsumedMessage, FromWriter, Job
+from megackpt.engine.background.staging_memory import ByteArray, RowLayout, ring_ranges
 
 _VIEW_BYTES = 8 << 20  # memory of a stream is given back in such steps
 
 
-class Stream:
+class StagedStream:
     """How far the stream of this rank is there, and how far it was used. Safe for several threads."""
 
-    def __init__(self, tell: Callable[[FromWriter], None], pulse: Pulse) -> None:
+    def __init__(self, tell: Callable[[FromWriter], None], pulse: Heartbeat) -> None:
         self._tell = tell
         self._pulse = pulse
         self._news = threading.Condition()
@@ -65,13 +65,15 @@ class Stream:
             if position - self._consumed < max(step, 1):
                 return
             self._consumed = position
-        self._tell(Consumed(position))
+        self._tell(ConsumedMessage(position))
 
 
-class StreamPieces:
+class StreamRowParts:
     """The bytes of rows that come through a stream; see `Pieces` and `InOrder`."""
 
-    def __init__(self, stream: Stream, memory: Octets, rows: Sequence[int], layout: Layout, job: Job) -> None:
+    def __init__(
+        self, stream: StagedStream, memory: ByteArray, rows: Sequence[int], layout: RowLayout, job: Job
+    ) -> None:
         self._stream, self._memory, self._job = stream, memory, job
         starts = (layout.start + job.start).tolist()
         self._span = dict(zip(rows, zip(starts, layout.nbytes.tolist(), strict=True), strict=True))
@@ -84,7 +86,7 @@ class StreamPieces:
         step = min(_VIEW_BYTES, capacity // 4) if in_order else max(nbytes, 1)
         for low in range(start, start + nbytes, step):
             high = min(low + step, start + nbytes)
-            for first, last in stretches(low, high, capacity=capacity):
+            for first, last in ring_ranges(low, high, capacity=capacity):
                 self._stream.wait(low + last - first, job=self._job.number)
                 yield self._memory.data[first:last]
                 low += last - first

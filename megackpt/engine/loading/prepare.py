@@ -28,7 +28,7 @@ from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.loading.exchange import ExchangeRanks, Wanted, load_by_exchange
 from megackpt.engine.loading.fallback import Fallback
 from megackpt.engine.loading.shared_targets import SharedTargets
-from megackpt.engine.state.flatten import Expanded, expand
+from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -87,7 +87,7 @@ class PreparedLoad:
         matched = _matched(plain, self.common, self.contents.arrays) if plain else {}
         _refuse_same_names(plain, matched, references)
         objects = {key for key, spec in self.contents.arrays.items() if spec.dtype == OBJECT}
-        self.expanded: Expanded = expand(
+        self.flattened: FlattenedState = flatten_state(
             state,
             rank=group.rank,
             ranks=group.size,
@@ -95,7 +95,7 @@ class PreparedLoad:
             common=places | matched.keys(),
             in_host_memory=not options.load_on_device,
         )
-        entities = {e.key for e in self.expanded.entities}
+        entities = {e.key for e in self.flattened.entities}
         given = {leaf: plain[steps] for steps, leaf in matched.items()}
         whole = {
             place: _whole(self.contents.arrays[key], given.get(place), options)
@@ -106,15 +106,15 @@ class PreparedLoad:
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
         refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
         arrays = self.contents.arrays
-        excluded |= _kept_elsewhere(self.expanded.per_rank, arrays, group.size, where)
-        excluded |= _kept_objects(self.expanded.objects, arrays)
+        excluded |= _kept_elsewhere(self.flattened.per_rank, arrays, group.size, where)
+        excluded |= _kept_objects(self.flattened.objects, arrays)
         self.unexpected = settle_unexpected(
             set(self.asked) - excluded,
             arrays,
             rules,
             where=where,
             plain=_plain_only(
-                self.expanded, {dotted(p) for p in plain.keys() - places - matched.keys()} - objects
+                self.flattened, {dotted(p) for p in plain.keys() - places - matched.keys()} - objects
             ),
         )
         self.plain = {
@@ -126,7 +126,7 @@ class PreparedLoad:
         empty = {dotted(steps) for steps in empty_containers(state)} - {""}
         self.empty = sorted(by_container(self._may_load, empty, set(self.asked)))
         left_out = self.unexpected | excluded
-        self.tensors = [t for t in self.expanded.tensors if t.key not in left_out]
+        self.tensors = [t for t in self.flattened.tensors if t.key not in left_out]
         self.whole = {place: t for place, t in whole.items() if t.key not in left_out}
         self.kept = {place: t for place, t in given.items() if place in whole and place not in self.whole}
         self._check_claims(tensor.key for place, tensor in self.whole.items() if place not in given)
@@ -137,7 +137,7 @@ class PreparedLoad:
         by_value = {dotted(leaf): t for leaf, t in self.plain.items() if leaf not in references}
         self.shared = SharedTargets(self.tensors, by_value)
         self.tensors = self.shared.tensors
-        self.objects = [o for o in self.expanded.objects if o.key not in left_out]
+        self.objects = [o for o in self.flattened.objects if o.key not in left_out]
         requested = describe([*self.tensors, *self.objects], rank=group.rank)
         resized = settle_differences(requested, arrays, rules, where=where)
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
@@ -216,7 +216,7 @@ class PreparedLoad:
         common = filled_in_place(self.common, self.plain)
         common = with_tensors(common, self.kept | {place: t.data for place, t in self.whole.items()})
         self.shared.check(self.where, self._shared_values())
-        loaded: StateDict = self.expanded.finish(common, self.unexpected)
+        loaded: StateDict = self.flattened.finish(common, self.unexpected)
         return loaded
 
     def _shared_values(self) -> dict[str, torch.Tensor]:
@@ -304,9 +304,9 @@ def _matched(plain: Iterable[Steps], common: Any, arrays: Mapping[str, ArraySpec
     return match_common(plain, (steps for steps, _ in iter_leaves(common, (), step=add_step)), known)
 
 
-def _plain_only(expanded: Expanded, plain: Iterable[str]) -> set[str]:
+def _plain_only(flattened: FlattenedState, plain: Iterable[str]) -> set[str]:
     """Return the paths of plain tensors that are asked for, and no entity besides asks for the same key."""
-    asked = Counter(entity.key for entity in expanded.entities)
+    asked = Counter(entity.key for entity in flattened.entities)
     return {path for path in plain if asked[path] == 1}
 
 

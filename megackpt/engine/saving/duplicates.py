@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from megackpt.engine.data.device_copies import pieces_of
-from megackpt.engine.state.flatten import Expanded
+from megackpt.engine.state.flatten import FlattenedState
 from megackpt.geometry import Box, Ints
 from megackpt.mapping import is_main_replica
 from megackpt.metadata import DIGEST_BLOCK_BYTES, PART_OF_RANKS, REPLICATED, DeclaredChunks, Holdings
@@ -20,14 +20,14 @@ from megackpt.planning import first_of_equal_chunks
 from megackpt.storage import BlockDigester, digest_of
 
 
-def digests_of_copies(expanded: Expanded) -> dict[str, str]:
+def digests_of_copies(flattened: FlattenedState) -> dict[str, str]:
     """Return the digest of each chunk of which ranks outside of its mesh may declare the same. Local.
 
     Chunks are named `key[box]`.
     """
     found = {}
-    for tensor in expanded.tensors:
-        if tensor.key in expanded.part_of_ranks and is_main_replica(tensor.replica_id):
+    for tensor in flattened.tensors:
+        if tensor.key in flattened.part_of_ranks and is_main_replica(tensor.replica_id):
             assert tensor.data is not None  # a DTensor has its local tensor
             digester = BlockDigester(DIGEST_BLOCK_BYTES)
             for piece in pieces_of(tensor.data, piece_bytes=DIGEST_BLOCK_BYTES):

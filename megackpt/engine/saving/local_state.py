@@ -21,8 +21,8 @@ from megackpt.engine.checkpoint.common_arrays import arrays_in, mapped, with_ref
 from megackpt.engine.data.device_copies import follow, parts_in_buffers, pieces_of, rows_to_host
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each
-from megackpt.engine.saving.plan_cache import KeptPlan, PlanCache
-from megackpt.engine.state.flatten import Expanded, expand
+from megackpt.engine.saving.plan_cache import CachedPlan, PlanCache
+from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import SaveStrategy, refers_to_arrays, takes_own_rows
 from megackpt.geometry import Ints, strides_of
@@ -94,7 +94,7 @@ class LocalState:
         expanded: the state taken apart.
         blobs: its objects, encoded; empty where another rank writes them.
         declared: its declarations; slots count tensors, then objects.
-        said: what these were made of, see `KeptPlan`.
+        said: what these were made of, see `CachedPlan`.
         earlier: a plan for which it has declared the same.
         spread_label: see `SaveRequest`.
         rank: number of this rank.
@@ -106,11 +106,11 @@ class LocalState:
 
     request: SaveRequest
     strategy: SaveStrategy
-    expanded: Expanded
+    flattened: FlattenedState
     blobs: tuple[bytes, ...]
     declared: DeclaredChunks
     said: tuple[Any, ...]
-    earlier: KeptPlan | None
+    earlier: CachedPlan | None
     spread_label: int
     rank: int
     ranks: int
@@ -121,7 +121,7 @@ class LocalState:
         """Digests of the leaves of this rank's common state that are compared, as sorted JSON."""
         prune, common, arrays = self.request.common_to_compare, self.common, self.arrays
         if prune is not None:
-            common, arrays = self.expanded.common, {}
+            common, arrays = self.flattened.common, {}
         if self.request.rank0_values:
             common = mapped(lambda steps, leaf: ABSENT if self._is_rank0s(steps) else leaf, common)
             arrays = {steps: array for steps, array in arrays.items() if not self._is_rank0s(steps)}
@@ -141,9 +141,9 @@ class LocalState:
 
     def values(self) -> dict[str, dict[str, str]]:
         """Digests of what ranks may hold copies of: replicated values by key, chunks of DTensors by name."""
-        held = {o.key: o.data for o in self.expanded.objects if o.key in self.expanded.replicated}
+        held = {o.key: o.data for o in self.flattened.objects if o.key in self.flattened.replicated}
         replicated = {key: digest_of(leaves(value)) for key, value in held.items()}
-        return {"replicated": replicated, "copies": digests_of_copies(self.expanded)}
+        return {"replicated": replicated, "copies": digests_of_copies(self.flattened)}
 
     def lists(self) -> Lists:
         """Return what this rank declares as it is sent to the one that plans."""
@@ -158,30 +158,30 @@ class LocalState:
             return self.earlier.declared
         table = self.declared.table
         nbytes = table.nbytes.copy()
-        nbytes[len(self.expanded.tensors) :] = nbytes[len(self.expanded.tensors) :] > 0
+        nbytes[len(self.flattened.tensors) :] = nbytes[len(self.flattened.tensors) :] > 0
         lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
         keeps_all = not takes_own_rows(self.strategy)
         who = [self.rank, self.ranks, self.request.spread, self.spread_label]
         besides = json.dumps([*who, len(lists.alone), keeps_all]).encode()
         return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
 
-    def kept(self, plan: SavePlan, whole: SavePlan | None) -> KeptPlan:
+    def kept(self, plan: SavePlan, whole: SavePlan | None) -> CachedPlan:
         """Return what is kept of a plan for the next save that declares the same."""
-        return KeptPlan(plan, self.structure(), self.said, self.declared, whole)
+        return CachedPlan(plan, self.structure(), self.said, self.declared, whole)
 
     def alone(self) -> DeclaredChunks:
         """Return its declarations for a save in which it knows of no other rank: it stores what it holds."""
-        return with_one_main_each(self.declared, set(self.expanded.replicated))
+        return with_one_main_each(self.declared, set(self.flattened.replicated))
 
     def object_sizes(self, plan: SavePlan, *, rank: int) -> Ints:
         """Return the lengths of the objects of a plan that this rank writes, in the order of its rows."""
-        first = len(self.expanded.tensors)
+        first = len(self.flattened.tensors)
         slots = plan.slot[plan.writer == rank]
         return np.array([len(self.blobs[s - first]) for s in slots.tolist() if s >= first], np.int64)
 
     def pieces(self, plan: SavePlan, row: int, *, piece_bytes: int) -> Iterator[memoryview]:
         """Return the bytes of a row of a plan that this rank writes."""
-        slot, tensors = int(plan.slot[row]), self.expanded.tensors
+        slot, tensors = int(plan.slot[row]), self.flattened.tensors
         if slot >= len(tensors):
             return iter([memoryview(self.blobs[slot - len(tensors)])])
         return pieces_of(self.elements(plan, row), piece_bytes=piece_bytes)
@@ -189,7 +189,7 @@ class LocalState:
     def elements(self, plan: SavePlan, row: int) -> torch.Tensor:
         """Return the part of a tensor that a row stands for: a box of it, or a range of a flat one."""
         slot, part, whole = int(plan.slot[row]), plan.table, self.declared.table
-        data = self.expanded.tensors[slot].data
+        data = self.flattened.tensors[slot].data
         assert data is not None
         if part.nbytes[row] == whole.nbytes[slot]:
             return data
@@ -197,7 +197,7 @@ class LocalState:
         axes = len(whole.arrays[int(whole.array[slot])].global_shape)
         start = part.start[row, :axes] - whole.start[slot, :axes]
         shape = part.shape[row, :axes]
-        if self.expanded.tensors[slot].flattened_range is not None:
+        if self.flattened.tensors[slot].flattened_range is not None:
             # A flat tensor that is all of its box was declared, and so cut, as a box.
             before = int((start * strides_of(whole.shape[[slot], :axes])[0]).sum())
             low = before + int(part.flat_start[row] - whole.flat_start[slot])
@@ -206,11 +206,11 @@ class LocalState:
         return data[tuple(slice(a, a + n) for a, n in own)]
 
     def _lists(self, declared: DeclaredChunks) -> Lists:
-        expanded = self.expanded
-        return lists_of(declared, replicated=expanded.replicated, part_of_ranks=expanded.part_of_ranks)
+        flattened = self.flattened
+        return lists_of(declared, replicated=flattened.replicated, part_of_ranks=flattened.part_of_ranks)
 
 
-class RowPieces:
+class StateRowParts:
     """The bytes of the rows of a plan that a rank writes, one by one or in order (see `InOrder`).
 
     Made by the thread that has computed the tensors; any thread may ask for pieces.
@@ -219,7 +219,7 @@ class RowPieces:
     def __init__(self, local: LocalState, plan: SavePlan, *, piece_bytes: int) -> None:
         self._local, self._plan, self._piece_bytes = local, plan, piece_bytes
         on_cuda = {
-            i: t.data for i, t in enumerate(local.expanded.tensors) if t.data is not None and t.data.is_cuda
+            i: t.data for i, t in enumerate(local.flattened.tensors) if t.data is not None and t.data.is_cuda
         }
         follow(on_cuda.values())
         self._copied = frozenset(on_cuda)
@@ -253,45 +253,45 @@ def prepare(
     Raises:
         CheckpointError: it cannot be saved in this format.
     """
-    expanded = expand(request.state, rank=rank, ranks=ranks)
-    empty = [t.key for t in expanded.tensors if t.data is None]
+    flattened = flatten_state(request.state, rank=rank, ranks=ranks)
+    empty = [t.key for t in flattened.tensors if t.data is None]
     if empty:
         raise DeclarationError(
             f"{empty[0]!r} has no data to save ({len(empty)} such tensors). Declare it with its tensor.",
             key=empty[0],
         )
-    taken = {entity.key for entity in expanded.entities}
+    taken = {entity.key for entity in flattened.entities}
     if request.plain_tensors == "arrays" and not refers_to_arrays(strategy):
         raise UnsupportedError(
             f"Format {strategy.backend} version {strategy.version} holds tensors of common state in common "
             f"state only. Save in the native format, or without SaveOptions(plain_tensors='arrays')."
         )
     as_arrays = request.plain_tensors != "common" and refers_to_arrays(strategy)
-    arrays = arrays_in(expanded.common, taken) if as_arrays else {}
-    common = with_references(expanded.common, arrays)
-    expanded = replace(expanded, tensors=(*expanded.tensors, *_declared(request, arrays, rank=rank)))
-    for tensor in expanded.tensors:
+    arrays = arrays_in(flattened.common, taken) if as_arrays else {}
+    common = with_references(flattened.common, arrays)
+    flattened = replace(flattened, tensors=(*flattened.tensors, *_declared(request, arrays, rank=rank)))
+    for tensor in flattened.tensors:
         check_source(tensor)
     if rank == 0:  # it is encoded again after the chunks are written: what is refused is refused before
         strategy.check_common({"state_dict": common, "content_metadata": request.content_metadata})
     blobs = [
         strategy.encode_object(o.data, path=o.key)
-        if is_main_replica(o.replica_id) or o.key in expanded.replicated
+        if is_main_replica(o.replica_id) or o.key in flattened.replicated
         else b""
-        for o in expanded.objects
+        for o in flattened.objects
     ]
     sizes = [len(b) for b in blobs]
     who = (rank, ranks, request.spread, spread_label, takes_own_rows(strategy))
-    said = (who, *_said(expanded, sizes))
+    said = (who, *_said(flattened, sizes))
     earlier = request.plans.recall(said) if request.plans is not None else None
     if earlier is None:
-        declared = describe(expanded.entities, rank=rank, object_nbytes=sizes)
+        declared = describe(flattened.entities, rank=rank, object_nbytes=sizes)
     else:
         declared = _with_object_sizes(earlier.chunks, sizes)
     return LocalState(
         request=request,
         strategy=strategy,
-        expanded=expanded,
+        flattened=flattened,
         blobs=tuple(blobs),
         declared=declared,
         said=said,
@@ -325,14 +325,14 @@ def is_rank0s(steps: Steps, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(dotted(steps), glob) for glob in globs)
 
 
-def _said(expanded: Expanded, sizes: Sequence[int]) -> tuple[Any, ...]:
+def _said(flattened: FlattenedState, sizes: Sequence[int]) -> tuple[Any, ...]:
     """Return all that a rank's rows are made of but the sizes of its objects, given in bytes."""
     objects = [
         (o.key, o.global_shape, o.global_offset, is_main_replica(o.replica_id), nbytes > 0)
-        for o, nbytes in zip(expanded.objects, sizes, strict=True)
+        for o, nbytes in zip(flattened.objects, sizes, strict=True)
     ]
-    tensors = [tensor.declared() for tensor in expanded.tensors]
-    return expanded.replicated, expanded.part_of_ranks, objects, tensors
+    tensors = [tensor.declared() for tensor in flattened.tensors]
+    return flattened.replicated, flattened.part_of_ranks, objects, tensors
 
 
 def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> DeclaredChunks:

@@ -51,12 +51,12 @@ from megackpt.validation import (
 _INTRODUCTION = np.dtype([("digest", "V16"), ("label", "<i8"), ("samples", "V16")])
 """What a rank sends of itself before its declarations: digests of those that others may have alike."""
 
-Completes: TypeAlias = Callable[[Sequence[bytes]], SavePlan]
+PlanCompletion: TypeAlias = Callable[[Sequence[bytes]], SavePlan]
 """Makes the plan of all ranks from what they report; it can be sent to another process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FromSizes:
+class CompletionFromSizes:
     """Completes the plan of all ranks with the sizes of their objects."""
 
     whole: SavePlan
@@ -67,7 +67,7 @@ class FromSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class FromDeclarations:
+class CompletionFromDeclarations:
     """Makes a plan of what each rank has planned alone."""
 
     def __call__(self, reports: Sequence[bytes]) -> SavePlan:
@@ -76,7 +76,7 @@ class FromDeclarations:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class PlanAgreement:
     """A plan that ranks have agreed on.
 
     Attributes:
@@ -90,7 +90,7 @@ class Agreed:
     kept: SavePlan
     sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     report: bytes = b""
-    complete: Completes | None = None
+    complete: PlanCompletion | None = None
 
     @property
     def plan(self) -> SavePlan:
@@ -100,11 +100,11 @@ class Agreed:
     @property
     def whole(self) -> SavePlan | None:
         """The plan of all ranks before the reports; on rank 0, where there is one."""
-        return self.complete.whole if isinstance(self.complete, FromSizes) else None
+        return self.complete.whole if isinstance(self.complete, CompletionFromSizes) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
+class ValuesToCompare:
     """What ranks could not find equal by digests, and so have to compare.
 
     Attributes:
@@ -116,7 +116,7 @@ class Unequal:
     values: bool
 
 
-def plan_together(local: LocalState, group: Group, unequal: Unequal) -> Agreed:
+def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> PlanAgreement:
     """Plan from the declarations of all ranks, after proving them right. Collective.
 
     Raises:
@@ -151,35 +151,37 @@ def plan_together(local: LocalState, group: Group, unequal: Unequal) -> Agreed:
     everything = _unpack_plan(from_root(group, packed, doing="sharing the plan"))
     slot = everything.slot.copy()
     slot[everything.writer == group.rank] = own.slot
-    return Agreed(replace(everything, slot=slot))
+    return PlanAgreement(replace(everything, slot=slot))
 
 
-def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group: Group) -> Agreed:
+def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group: Group) -> PlanAgreement:
     """Take a plan of an earlier save, for objects of this one. Collective if the format needs it whole."""
     if takes_own_rows(local.strategy):
         return of_own_rows(local, plan, whole, rank=group.rank)
     if not len(object_sizes(plan)):
-        return Agreed(plan)
+        return PlanAgreement(plan)
     mine = local.object_sizes(plan, rank=group.rank).tobytes()
     reports = together(group, lambda: mine, doing="comparing sizes of objects")
-    return Agreed(plan, _sizes(reports))
+    return PlanAgreement(plan, _sizes(reports))
 
 
-def of_own_rows(local: LocalState, plan: SavePlan, whole: SavePlan | None, *, rank: int) -> Agreed:
+def of_own_rows(local: LocalState, plan: SavePlan, whole: SavePlan | None, *, rank: int) -> PlanAgreement:
     """Give objects the room that they need in this rank's file; rank 0 learns of it after writing."""
     sizes = local.object_sizes(plan, rank=rank)
-    return Agreed(plan, sizes, sizes.tobytes(), FromSizes(whole) if whole is not None else None)
+    return PlanAgreement(
+        plan, sizes, sizes.tobytes(), CompletionFromSizes(whole) if whole is not None else None
+    )
 
 
-def plan_alone(local: LocalState, group: Group) -> Agreed:
+def plan_alone(local: LocalState, group: Group) -> PlanAgreement:
     """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
     # Nobody knows who else holds a replicated value: every holder stores it.
     mine = local.alone()
-    made = FromDeclarations() if group.rank == 0 else None
-    return Agreed(plan_own(mine), report=pack_columns(mine.to_columns()), complete=made)
+    made = CompletionFromDeclarations() if group.rank == 0 else None
+    return PlanAgreement(plan_own(mine), report=pack_columns(mine.to_columns()), complete=made)
 
 
-def compare_values(local: LocalState, group: Group, unequal: Unequal) -> None:
+def compare_values(local: LocalState, group: Group, unequal: ValuesToCompare) -> None:
     """Refuse replicated values and common state that differ between ranks. Collective.
 
     Raises:
@@ -223,7 +225,7 @@ def _check_coverage(held: Holdings) -> None:
         raise
 
 
-def _values(local: LocalState, unequal: Unequal) -> bytes:
+def _values(local: LocalState, unequal: ValuesToCompare) -> bytes:
     """Digests of this rank's values, as far as they have to be compared; empty if not at all."""
     said: dict[str, Any] = {}
     if unequal.values:

@@ -16,7 +16,7 @@ from megackpt.planning import SavePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptPlan:
+class CachedPlan:
     """What a rank keeps of a plan.
 
     Attributes:
@@ -49,29 +49,29 @@ class PlanCache:
     def __init__(self, *, capacity: int = 8) -> None:
         self.capacity = capacity
         self.hits = 0
-        self._plans: OrderedDict[str, KeptPlan] = OrderedDict()
+        self._plans: OrderedDict[str, CachedPlan] = OrderedDict()
 
     @property
     def names(self) -> list[str]:
         """Names of the plans that are kept, the one that was used last first; the same on all ranks."""
         return list(reversed(self._plans))
 
-    def find(self, name: str) -> KeptPlan:
+    def find(self, name: str) -> CachedPlan:
         """Return a plan that is kept, and keep it longer."""
         self._plans.move_to_end(name)
         self.hits += 1
         return self._plans[name]
 
-    def peek(self, name: str) -> KeptPlan:
+    def peek(self, name: str) -> CachedPlan:
         """Return a plan that is kept, without counting it as used."""
         return self._plans[name]
 
-    def recall(self, said: tuple[Any, ...]) -> KeptPlan | None:
+    def recall(self, said: tuple[Any, ...]) -> CachedPlan | None:
         """Return a plan for which this rank has declared the same; other ranks may have none like it."""
         # Python stops at the first difference, and does not look into what is the same object.
         return next((kept for kept in reversed(self._plans.values()) if kept.said == said), None)
 
-    def keep(self, name: str, kept: KeptPlan) -> None:
+    def keep(self, name: str, kept: CachedPlan) -> None:
         """Keep a plan."""
         self._plans[name] = kept
         self._plans.move_to_end(name)

@@ -60,9 +60,9 @@ class _Claims:
 
     def __init__(self, local: LocalState) -> None:
         self._local = local
-        table, entities = local.declared.table, local.expanded.entities
-        replicated = local.expanded.replicated  # compared by value already
-        tensors = len(local.expanded.tensors)
+        table, entities = local.declared.table, local.flattened.entities
+        replicated = local.flattened.replicated  # compared by value already
+        tensors = len(local.flattened.tensors)
         self._rows = [
             row
             for row, entity in enumerate(entities)
@@ -83,9 +83,9 @@ class _Claims:
         return json.dumps({name.hex(): label for name, label in pairs if name in asked}).encode()
 
     def _digest(self, row: int, piece_bytes: int) -> str:
-        tensors = self._local.expanded.tensors
+        tensors = self._local.flattened.tensors
         if row >= len(tensors):
-            return digest_of(leaves(self._local.expanded.objects[row - len(tensors)].data))
+            return digest_of(leaves(self._local.flattened.objects[row - len(tensors)].data))
         data = tensors[row].data
         assert data is not None  # what has no data cannot be saved, and was refused
         return digest_of_pieces(pieces_of(data, piece_bytes=piece_bytes))

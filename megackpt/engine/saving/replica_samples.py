@@ -40,15 +40,15 @@ def samples_of(local: LocalState) -> bytes:
     """
     if local.request.sample_replicas is Policy.IGNORE or local.ranks == 1:
         return b""
-    table, expanded = local.declared.table, local.expanded
+    table, flattened = local.declared.table, local.flattened
     rows = [
         row
-        for row, tensor in enumerate(expanded.tensors)
+        for row, tensor in enumerate(flattened.tensors)
         if table.nbytes[row] > 0
         and tensor.flattened_range is None
-        and tensor.key not in expanded.part_of_ranks
+        and tensor.key not in flattened.part_of_ranks
     ]
-    data = [tensor.data for tensor in expanded.tensors]
+    data = [tensor.data for tensor in flattened.tensors]
     bits = _bits_of([tensor for row in rows if (tensor := data[row]) is not None])
     pairs = zip(rows, bits, strict=True)
     return b"".join(_name_of(table, row) + bytes.fromhex(digest_of(sample))[:8] for row, sample in pairs)

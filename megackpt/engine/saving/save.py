@@ -16,21 +16,21 @@ from megackpt.comm import Group, Numbers, compare, together
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.manifest import new_attempt
 from megackpt.engine.saving.array_digests import with_array_digests
-from megackpt.engine.saving.local_state import LocalState, RowPieces, SaveRequest, prepare
+from megackpt.engine.saving.local_state import LocalState, SaveRequest, StateRowParts, prepare
 from megackpt.engine.saving.parity import check_parity
 from megackpt.engine.saving.plan_agreement import (
-    Agreed,
-    Unequal,
+    PlanAgreement,
+    ValuesToCompare,
     compare_values,
     of_own_rows,
     plan_again,
     plan_alone,
     plan_together,
 )
-from megackpt.engine.saving.plan_cache import KeptPlan
+from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.replica_check import compare_replicas
 from megackpt.engine.saving.settings import as_number, check_settings
-from megackpt.engine.saving.write import Planned, write_out
+from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, takes_own_rows
 from megackpt.metadata import ChunkTable
@@ -55,7 +55,7 @@ class Beside(Protocol):
     def numbers(self) -> tuple[int, ...]:
         """Return numbers of this rank, of which all hear the largest; an error is that of all ranks."""
 
-    def meanwhile(self, local: LocalState, agreed: Agreed) -> None:
+    def meanwhile(self, local: LocalState, agreed: PlanAgreement) -> None:
         """Do what can be done while others answer, where all are likely to take the plan of an earlier save.
 
         agreed is what then would come of it.
@@ -83,7 +83,7 @@ def plan_state(
     group: Group,
     options: SaveOptions,
     beside: Beside | None = None,
-) -> tuple[Planned, SaveStrategy]:
+) -> tuple[PlannedSave, SaveStrategy]:
     """Prove the ranks' declarations right and decide who writes what. Collective over the group.
 
     store is where it will be written; None to leave it to `write_out` to look at the place. beside is given
@@ -163,10 +163,10 @@ def plan_state(
     agreed = _agree(local, found, attempt, group)
     compare_replicas(local, group, options.compare_replicas, piece_bytes=options.piece_bytes)
     plan = agreed.plan
-    planned = Planned(
+    planned = PlannedSave(
         attempt=attempt,
         plan=plan,
-        pieces=RowPieces(local, plan, piece_bytes=options.piece_bytes),
+        pieces=StateRowParts(local, plan, piece_bytes=options.piece_bytes),
         common={"state_dict": local.common, "content_metadata": request.content_metadata},
         earlier=earlier[0],
         report=agreed.report,
@@ -219,7 +219,7 @@ def _before_import(settings: bytes, count: int) -> Numbers:
     return Numbers(alike, (*(0,) * _IS_NOT_IMPORTED, 1, *(0,) * count))
 
 
-def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agreed:
+def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> PlanAgreement:
     """Take the plan of an earlier save of the same structure; where ranks have none, plan and keep it."""
     if not local.request.validate:
         return plan_alone(local, group)
@@ -227,7 +227,7 @@ def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Agr
     all_assume = bool(found.alike[_ASSUMED]) and _is_assumed(local)
     # A rank that assumes has said nothing of its values.
     is_compared = bool(found.alike[_ASSUMED]) and not all_assume
-    unequal = Unequal(
+    unequal = ValuesToCompare(
         common=not (is_compared and found.alike[_COMMON]), values=not (is_compared and found.alike[_VALUES])
     )
     missing = found.largest[2 : 2 + OFFERED]
@@ -269,7 +269,7 @@ def _name_settings(settings: bytes, group: Group) -> None:
     check_settings([json.loads(settings) for settings in said], what="Ranks save differently")
 
 
-def _has_changed(local: LocalState, kept: KeptPlan, *, rank: int) -> DeclarationError:
+def _has_changed(local: LocalState, kept: CachedPlan, *, rank: int) -> DeclarationError:
     """Say that a state is not declared as the one that was planned for, naming an array if there is one."""
     planned, now = kept.plan, local.declared.table
     moved = [

@@ -23,7 +23,7 @@ from megackpt.storage import MemoryStore, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedSave:
     """A save that all ranks have agreed on; nothing is written yet.
 
     Attributes:
@@ -79,7 +79,7 @@ class CommonFiles:
         return self.said
 
 
-def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> None:
+def write_out(planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group) -> None:
     """Write this rank's part; when all have, commit. Collective over the group.
 
     Raises:
@@ -114,7 +114,7 @@ def write_out(planned: Planned, store: Store, strategy: SaveStrategy, group: Gro
         raise
 
 
-def _looked(planned: Planned, store: Store, strategy: SaveStrategy, group: Group) -> Planned:
+def _looked(planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group) -> PlannedSave:
     """Make the place on rank 0, and see what is there; nobody writes before."""
     found: list[manifest.Earlier] = []
 
@@ -129,7 +129,7 @@ def _looked(planned: Planned, store: Store, strategy: SaveStrategy, group: Group
 
 
 def write_rounds(
-    planned: Planned, store: Store, strategy: SaveStrategy, group: Group
+    planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
 ) -> tuple[list[list[bytes]], list[bytes]]:
     """Write this rank's chunks, round by round; return receipts by rank and round, and reports, on rank 0.
 
@@ -170,7 +170,7 @@ def write_rounds(
     return receipts, [report for report, _ in told[0]]
 
 
-def _whole_plan(planned: Planned, reports: Sequence[bytes]) -> SavePlan:
+def _whole_plan(planned: PlannedSave, reports: Sequence[bytes]) -> SavePlan:
     return planned.complete(reports) if planned.complete is not None else planned.plan
 
 
@@ -181,7 +181,7 @@ def _split(told: bytes) -> tuple[bytes, bytes]:
 
 
 def finish_attempt(
-    planned: Planned,
+    planned: PlannedSave,
     plan: SavePlan,
     receipts: list[list[bytes]],
     store: Store,
@@ -216,7 +216,7 @@ def finish_attempt(
     manifest.commit(store, said, attempt=attempt, earlier=earlier, strategy=strategy)
 
 
-def _write_common(planned: Planned, store: Store, strategy: SaveStrategy) -> Json:
+def _write_common(planned: PlannedSave, store: Store, strategy: SaveStrategy) -> Json:
     if isinstance(planned.common, CommonFiles):
         return planned.common.put(store)
     return strategy.write_common(store, attempt=planned.attempt, common=planned.common)

@@ -49,7 +49,7 @@ Finish = Callable[[Dropped], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Expanded:
+class FlattenedState:
     """What a sharded state dict stands for.
 
     Attributes:
@@ -78,7 +78,7 @@ class Expanded:
         return [*self.tensors, *self.objects]
 
 
-def expand(
+def flatten_state(
     sharded_state_dict: ShardedStateDict,
     *,
     rank: int,
@@ -86,7 +86,7 @@ def expand(
     stored: Container[str] = (),
     common: Container[Steps] = (),
     in_host_memory: bool = False,
-) -> Expanded:
+) -> FlattenedState:
     """Take a sharded state dict apart, as that of one rank among ranks. Local.
 
     For a load, stored has the keys under which plain tensors of the state dict are global arrays of the
@@ -110,12 +110,12 @@ def expand(
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
         ) from error
-    expansion = _Expansion(rank, ranks, in_host_memory=in_host_memory)
+    collector = _LeafCollector(rank, ranks, in_host_memory=in_host_memory)
     finishes: list[Finish] = []  # in the order of the tree
 
     def taken(path: str, leaf: Any) -> Any:
         if isinstance(leaf, _NOT_COMMON):
-            finishes.append(expansion.add(path, leaf))
+            finishes.append(collector.add(path, leaf))
             return ABSENT
         _refuse_hidden_entities(leaf, path)
         return leaf
@@ -133,12 +133,12 @@ def expand(
         merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
         return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _Loaded) else leaf, merged)
 
-    return Expanded(
-        tuple(expansion.tensors),
-        tuple(expansion.objects),
-        expansion.per_rank,
-        frozenset(expansion.replicated),
-        frozenset(expansion.part_of_ranks),
+    return FlattenedState(
+        tuple(collector.tensors),
+        tuple(collector.objects),
+        collector.per_rank,
+        frozenset(collector.replicated),
+        frozenset(collector.part_of_ranks),
         {} if rest is ABSENT else without_positions(rest),
         finish,
     )
@@ -155,7 +155,7 @@ class _Loaded:
     value: Any
 
 
-class _Expansion:
+class _LeafCollector:
     """Collects what the leaves stand for; each `add` returns how to get the loaded leaf."""
 
     def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:

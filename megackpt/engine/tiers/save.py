@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from megackpt.comm import BulkGroup, Numbers, compare, together_at_root
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.steps import LocalPlaces, step_name, step_of
-from megackpt.engine.saving.write import Planned, finish_attempt, write_rounds
+from megackpt.engine.saving.write import PlannedSave, finish_attempt, write_rounds
 from megackpt.engine.tiers.transfer import Sized, broadcast_files, copy_files, from_rank, told_to_keepers
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
@@ -51,7 +51,7 @@ class NodePlace:
 
 
 def save_on_nodes(
-    planned: Planned, store: Store, strategy: SaveStrategy, group: BulkGroup, place: NodePlace
+    planned: PlannedSave, store: Store, strategy: SaveStrategy, group: BulkGroup, place: NodePlace
 ) -> None:
     """Write this rank's part into store, the place opened; when all have theirs, commit on each node.
 
@@ -106,7 +106,7 @@ def clean_node(place: NodePlace, *, rank: int) -> None:
 
 
 def _write_and_copy(
-    planned: Planned,
+    planned: PlannedSave,
     store: Store,
     strategy: SaveStrategy,
     group: BulkGroup,

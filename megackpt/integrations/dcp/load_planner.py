@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megackpt.codec import unpack
 from megackpt.engine.data.tensor_bytes import check_target
-from megackpt.engine.state.flatten import expand
+from megackpt.engine.state.flatten import flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.integrations.dcp.names import flatten, replace_leaves, update
 from megackpt.integrations.dcp.place import place_in
@@ -73,9 +73,9 @@ class MegackptLoadPlanner(LoadPlanner):
         self._stored = metadata.state_dict_metadata
         arrays = {name for name, found in self._stored.items() if isinstance(found, TensorStorageMetadata)}
         rank, ranks = place_in(self._process_group)
-        self._expanded = expand(state_dict, rank=rank, ranks=ranks, stored=arrays)
-        self._values = {name: value for name, (_, value) in flatten(self._expanded.common).items()}
-        self._objects = {entity.unique_key: entity for entity in self._expanded.objects}
+        self._flattened = flatten_state(state_dict, rank=rank, ranks=ranks, stored=arrays)
+        self._values = {name: value for name, (_, value) in flatten(self._flattened.common).items()}
+        self._objects = {entity.unique_key: entity for entity in self._flattened.objects}
         self._rectangles: list[Rectangle] = []
         self._missing: set[str] = set()
         self._loaded: dict[str, Any] = {}
@@ -87,8 +87,8 @@ class MegackptLoadPlanner(LoadPlanner):
             MissingKeyError: a key is asked for that the checkpoint lacks.
             MismatchError: an array is stored with another dtype or global shape.
         """
-        items = [item for tensor in self._expanded.tensors for item in self._reads_of(tensor)]
-        for entity in self._expanded.objects:
+        items = [item for tensor in self._flattened.tensors for item in self._reads_of(tensor)]
+        for entity in self._flattened.objects:
             items += self._read_of_value(entity.unique_key, entity)
         for name in self._values:
             items += self._read_of_value(name, None)
@@ -174,7 +174,7 @@ class MegackptLoadPlanner(LoadPlanner):
     def _read_of_value(self, name: str, entity: ShardedObject | None) -> list[ReadItem]:
         found = self._stored.get(name)
         if found is None:
-            per_rank = None if entity is None else self._expanded.per_rank.get(entity.key)
+            per_rank = None if entity is None else self._flattened.per_rank.get(entity.key)
             if per_rank is not None and per_rank.elsewhere == "keep":
                 notice(log, f"{name!r} was stored for another number of ranks: every rank keeps its own.")
                 return []
@@ -214,8 +214,8 @@ class MegackptLoadPlanner(LoadPlanner):
 
     def _put_together(self) -> None:
         """Write everything into the state dict, in place: nobody tells a planner that a load has ended."""
-        common = replace_leaves(self._expanded.common, self._loaded)
-        update(self._state_dict, self._expanded.finish(common, self._missing))
+        common = replace_leaves(self._flattened.common, self._loaded)
+        update(self._state_dict, self._flattened.finish(common, self._missing))
 
 
 def _nothing_asked(name: str, keys: list[str]) -> MissingKeyError:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from megackpt.codec import leaf_digests, pack
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each, without_copies
-from megackpt.engine.state.flatten import Expanded, expand
+from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError
 from megackpt.integrations.dcp.names import Steps, flatten
 from megackpt.integrations.dcp.place import place_in
@@ -118,10 +118,10 @@ class MegackptSavePlanner(SavePlanner):
             DeclarationError, UnserializableError: a leaf that cannot be saved.
         """
         self._rank, ranks = place_in(self._process_group)
-        self._expanded = expand(state_dict, rank=self._rank, ranks=ranks)
-        plain, self.common = _plain_tensors(self._expanded.common)
-        self._tensors = (*self._expanded.tensors, *plain)
-        self._shared = self._expanded.part_of_ranks | {tensor.key for tensor in plain}
+        self._flattened = flatten_state(state_dict, rank=self._rank, ranks=ranks)
+        plain, self.common = _plain_tensors(self._flattened.common)
+        self._tensors = (*self._flattened.tensors, *plain)
+        self._shared = self._flattened.part_of_ranks | {tensor.key for tensor in plain}
         for tensor in self._tensors:
             if tensor.data is None:
                 raise DeclarationError(
@@ -129,30 +129,30 @@ class MegackptSavePlanner(SavePlanner):
                 )
             check_source(tensor)
         self._values = flatten(self.common)
-        _refuse_same_names(self._expanded, plain, self._values)
+        _refuse_same_names(self._flattened, plain, self._values)
         for name, (_, value) in self._values.items():
             pack(value, path=name)  # what has no codec is refused before anything is written
         self._rectangles: dict[tuple[str, torch.Size, torch.Size], Rectangle] = {}
         self._objects: dict[str, tuple[ShardedObject, bytes]] = {}
-        for entity in self._expanded.objects:
-            stored = is_main_replica(entity.replica_id) or entity.key in self._expanded.replicated
+        for entity in self._flattened.objects:
+            stored = is_main_replica(entity.replica_id) or entity.key in self._flattened.replicated
             blob = pack(entity.data, path=entity.key) if stored else b""
             self._objects.setdefault(entity.unique_key, (entity, blob))
 
     def create_local_plan(self) -> SavePlan:
         """Return an item for each rectangle, object and value of this rank. DCP calls it on every rank."""
-        entities: list[ShardedTensor | ShardedObject] = [*self._tensors, *self._expanded.objects]
-        nbytes = [len(self._objects[entity.unique_key][1]) for entity in self._expanded.objects]
+        entities: list[ShardedTensor | ShardedObject] = [*self._tensors, *self._flattened.objects]
+        nbytes = [len(self._objects[entity.unique_key][1]) for entity in self._flattened.objects]
         slots = [self._items_of(tensor) for tensor in self._tensors]
-        slots += [[_bytes_item(entity.unique_key)] for entity in self._expanded.objects]
-        held = {o.key: o.data for o in self._expanded.objects if o.key in self._expanded.replicated}
+        slots += [[_bytes_item(entity.unique_key)] for entity in self._flattened.objects]
+        held = {o.key: o.data for o in self._flattened.objects if o.key in self._flattened.replicated}
         said = _Said(
             columns=pack_columns(describe(entities, rank=self._rank, object_nbytes=nbytes).to_columns()),
             slots=slots,
             shared=self._shared,
             replicated={key: str(sorted(leaf_digests(value).items())) for key, value in held.items()},
-            copies=digests_of_copies(self._expanded) if self._validate else {},
-            common=leaf_digests(self._expanded.common) if self._validate else {},
+            copies=digests_of_copies(self._flattened) if self._validate else {},
+            common=leaf_digests(self._flattened.common) if self._validate else {},
             values={name: steps for name, (steps, _) in self._values.items()},
         )
         return SavePlan([item for items in slots for item in items], planner_data=said)
@@ -235,14 +235,14 @@ def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
 
 
 def _refuse_same_names(
-    expanded: Expanded, plain: Iterable[ShardedTensor], values: Mapping[str, object]
+    flattened: FlattenedState, plain: Iterable[ShardedTensor], values: Mapping[str, object]
 ) -> None:
     """Check that nothing that is named by its path has the name of an entity or a DTensor.
 
     Raises:
         DeclarationError: something has.
     """
-    keys = {tensor.key for tensor in expanded.tensors} | {entity.unique_key for entity in expanded.objects}
+    keys = {tensor.key for tensor in flattened.tensors} | {entity.unique_key for entity in flattened.objects}
     twice = sorted(keys & ({tensor.key for tensor in plain} | values.keys()))
     if twice:
         raise DeclarationError(

@@ -22,7 +22,7 @@ from megackpt.codec import pack, unpack
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.data.device_copies import pieces_of
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.write import Planned, finish_attempt
+from megackpt.engine.saving.write import PlannedSave, finish_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
 from megackpt.integrations.dcp.names import with_lists, with_value
@@ -219,7 +219,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 check_coverage(merged)
                 common = self._common(written, metadata.planner_data or {})
                 plan = plan_own(merged)
-                planned = Planned(
+                planned = PlannedSave(
                     attempt=self._attempt,
                     plan=plan,
                     pieces=lambda row: iter(()),  # every rank has written its own

@@ -30,7 +30,7 @@ from megackpt.compat.megatron.integrity import (
     verify_integrity_manifest,
 )
 from megackpt.compat.megatron.refusal import refused
-from megackpt.engine.state.flatten import expand
+from megackpt.engine.state.flatten import flatten_state
 from megackpt.errors import DeclarationError, FormatError, MissingKeyError, NotACheckpointError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
 from megackpt.mapping.describe import describe
@@ -169,8 +169,8 @@ def determine_global_metadata(
     """
     alone = not (dist.is_available() and dist.is_initialized())
     rank, ranks = (0, 1) if alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
-    expanded = expand(sharded_state_dict, rank=rank, ranks=ranks)
-    local = [entity.without_data() for entity in expanded.entities]
+    flattened = flatten_state(sharded_state_dict, rank=rank, ranks=ranks)
+    local = [entity.without_data() for entity in flattened.entities]
     gathered: list[Any] = [local] * ranks
     if not alone:
         dist.all_gather_object(gathered, local, group=process_group)

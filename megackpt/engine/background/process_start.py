@@ -30,7 +30,7 @@ places = [settings["package"]]
 spec = spec_from_file_location("megackpt", places[0] + "/__init__.py", submodule_search_locations=places)
 sys.modules["megackpt"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["megackpt"])
-from megackpt.engine.background.main import main
+from megackpt.engine.background.writer_main import main
 main(settings)
 """
 

@@ -33,28 +33,28 @@ from megackpt.comm import (
     decode_error,
     encode_error,
 )
-from megackpt.engine.background.arena import Octets, lay_out, map_memory
+from megackpt.engine.background.heartbeat import Heartbeat
 from megackpt.engine.background.jobs import Hook, carry_out, failure_of, planned_by
 from megackpt.engine.background.messages import (
-    Cancelled,
-    Committed,
-    Ended,
-    Followed,
-    ForgetPlan,
+    CancelledMessage,
+    CommittedMessage,
+    EndedMessage,
+    FollowUpDoneMessage,
+    ForgetPlanMessage,
     FromWriter,
     Job,
-    Join,
-    Leave,
-    Ready,
-    Staged,
+    JoinMessage,
+    LeaveMessage,
+    MemoryMessage,
+    PlanMessage,
+    ReadyMessage,
+    StagedMessage,
     ToWriter,
-    UseArena,
-    UsePlan,
     meetings_of,
 )
-from megackpt.engine.background.signs_of_life import Pulse
-from megackpt.engine.background.stream import Stream, StreamPieces
-from megackpt.engine.saving.write import Planned
+from megackpt.engine.background.staging_memory import ByteArray, lay_out_rows, map_memory
+from megackpt.engine.background.stream import StagedStream, StreamRowParts
+from megackpt.engine.saving.write import PlannedSave
 from megackpt.engine.tiers.save import NodePlace
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.damage import Damage
@@ -72,44 +72,44 @@ class Writer:
     def __init__(self, connection: Connection, arena: int, hook: Hook | None) -> None:
         self._connection, self._arena, self._hook = connection, arena, hook
         self._sending = threading.Lock()
-        self._pulse = Pulse(self._send)
-        self._stream = Stream(self._send, self._pulse)
-        self._memory: Octets | None = None  # mapped when there is a job
+        self._pulse = Heartbeat(self._send)
+        self._stream = StagedStream(self._send, self._pulse)
+        self._memory: ByteArray | None = None  # mapped when there is a job
         self._memory_nbytes = 0
-        self._plans: dict[int, UsePlan] = {}
-        self._todo: queue.SimpleQueue[Join | tuple[Job, UsePlan, Octets]] = queue.SimpleQueue()
-        self._followed: queue.SimpleQueue[Followed] = queue.SimpleQueue()
-        self._join = Join(rank=0, size=1, address=None, timeout_s=0)
+        self._plans: dict[int, PlanMessage] = {}
+        self._todo: queue.SimpleQueue[JoinMessage | tuple[Job, PlanMessage, ByteArray]] = queue.SimpleQueue()
+        self._followed: queue.SimpleQueue[FollowUpDoneMessage] = queue.SimpleQueue()
+        self._join = JoinMessage(rank=0, size=1, address=None, timeout_s=0)
         self._store: Any = None  # a dist.Store
 
     def run(self) -> None:
         """Take messages until there are no more."""
         threading.Thread(target=self._work, name=_WORKER, daemon=True).start()
-        self._send(Ready())
+        self._send(ReadyMessage())
         with contextlib.suppress(EOFError, ConnectionError):
-            while not isinstance(message := self._connection.recv(), Leave):
+            while not isinstance(message := self._connection.recv(), LeaveMessage):
                 self._take(message)
 
     def _take(self, message: ToWriter) -> None:
         match message:
-            case Staged():
+            case StagedMessage():
                 self._stream.stage(message.position)
-            case Cancelled():
+            case CancelledMessage():
                 self._stream.cancel(message.job, message.error)
-            case Followed():
+            case FollowUpDoneMessage():
                 self._followed.put(message)
-            case UseArena():
+            case MemoryMessage():
                 self._memory, self._memory_nbytes = None, message.nbytes
-            case UsePlan():
+            case PlanMessage():
                 self._plans[message.number] = message
-            case ForgetPlan():
+            case ForgetPlanMessage():
                 del self._plans[message.number]
-            case Join():
+            case JoinMessage():
                 self._todo.put(message)
             case Job():
                 self._todo.put((message, self._plans[message.plan], self._mapped()))
 
-    def _mapped(self) -> Octets:
+    def _mapped(self) -> ByteArray:
         """Return the memory. It has one size as long as there is a job; between jobs it may be made anew."""
         if self._memory is None:
             self._memory = map_memory(self._arena, self._memory_nbytes, writable=False)
@@ -118,16 +118,16 @@ class Writer:
     def _work(self) -> None:
         while True:
             todo = self._todo.get()
-            if isinstance(todo, Join):
+            if isinstance(todo, JoinMessage):
                 self._join, self._store = todo, None
                 continue
             job, plan, memory = todo
             plan_now = with_object_sizes(plan.plan, job.sizes)
             rows = plan_now.rows_of(self._join.rank)
-            layout = lay_out(plan_now.table.nbytes[rows])
+            layout = lay_out_rows(plan_now.table.nbytes[rows])
             error: bytes | None = None
             try:
-                pieces = StreamPieces(self._stream, memory, rows.tolist(), layout, job)
+                pieces = StreamRowParts(self._stream, memory, rows.tolist(), layout, job)
                 self._do(job, planned_by(job, plan_now, plan.complete, pieces))
             except CheckpointError as raised:
                 if type(raised) is RankFailedError and raised.__cause__ is not None:
@@ -138,9 +138,9 @@ class Writer:
                 error = encode_error(failure_of(job, raised, rank=self._join.rank))
             if not job.keeps or self._stream.is_cancelled(job.number):
                 self._stream.consume(job.start + layout.stop)
-            self._send(Ended(job.number, error))
+            self._send(EndedMessage(job.number, error))
 
-    def _do(self, job: Job, planned: Planned) -> None:
+    def _do(self, job: Job, planned: PlannedSave) -> None:
         group = self._group(job)
         try:
             carry_out(job, planned, group, self)
@@ -159,7 +159,7 @@ class Writer:
         Raises:
             CheckpointError: what that has raised.
         """
-        self._send(Committed(job.number, None if damages is None else tuple(damages)))
+        self._send(CommittedMessage(job.number, None if damages is None else tuple(damages)))
         told = self._followed.get()
         if told.error is not None:
             raise decode_error(told.error)

@@ -12,15 +12,15 @@ from megackpt.engine.background.messages import Job
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 
-Follow = Callable[[Sequence[Damage] | None], None]
+CommitHandler = Callable[[Sequence[Damage] | None], None]
 """Does what follows a commit, given what is wrong with what was committed; None if nobody has looked."""
 
-Failed = Callable[[Exception], bool]
+FailureHandler = Callable[[Exception], bool]
 """Does what follows a failure; returns whether that is all there is to it, so that nobody is to raise it."""
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class SubmittedJob:
     """A job that was given to the process, and what became of it.
 
     Attributes:
@@ -37,8 +37,8 @@ class Work:
 
     job: Job
     stop: int
-    follow: Follow
-    failed: Failed
+    follow: CommitHandler
+    failed: FailureHandler
     is_told: bool = False
     is_staged: bool = False
     is_followed: bool = False

@@ -12,11 +12,11 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
-from megackpt.engine.background.arena import Layout, lay_out
-from megackpt.engine.background.messages import Place
-from megackpt.engine.background.work import Failed, Follow
+from megackpt.engine.background.messages import CheckpointLocation
+from megackpt.engine.background.staging_memory import RowLayout, lay_out_rows
+from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler
 from megackpt.engine.saving.save import SaveRequest
-from megackpt.engine.saving.write import CommonFiles, Planned
+from megackpt.engine.saving.write import CommonFiles, PlannedSave
 from megackpt.engine.tiers.save import NodePlace
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
@@ -38,16 +38,16 @@ class Destination:
     """
 
     request: SaveRequest
-    place: Place | NodePlace
+    place: CheckpointLocation | NodePlace
     label: str
-    follow: Follow
-    failed: Failed
+    follow: CommitHandler
+    failed: FailureHandler
     planned: Callable[[], None] = lambda: None
     verify: VerifyOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedSave:
     """A save of which this rank knows everything, before it is staged.
 
     Attributes:
@@ -59,26 +59,26 @@ class Prepared:
         in_order: whether the strategy takes them in order.
     """
 
-    planned: Planned
+    planned: PlannedSave
     strategy: bytes
     common: CommonFiles | None
     rows: Sequence[int]
-    layout: Layout
+    layout: RowLayout
     in_order: bool
 
     @classmethod
-    def of(cls, planned: Planned, strategy: SaveStrategy, *, rank: int) -> Prepared:
+    def of(cls, planned: PlannedSave, strategy: SaveStrategy, *, rank: int) -> PreparedSave:
         """Encode what is not tensors, and lay out what is. Local."""
         common = None
         if rank == 0:  # here, where the user's types are known, and now, before they change
             common = CommonFiles.of(planned.common, strategy, attempt=planned.attempt)
         rows = planned.plan.rows_of(rank)
-        layout = lay_out(planned.plan.table.nbytes[rows])
+        layout = lay_out_rows(planned.plan.table.nbytes[rows])
         pickled = bytes(ForkingPickler.dumps(strategy))
         return cls(planned, pickled, common, rows.tolist(), layout, writes_in_order(strategy))
 
 
-def shares_bytes(one: Prepared, other: Prepared) -> bool:
+def shares_bytes(one: PreparedSave, other: PreparedSave) -> bool:
     """Say whether two saves of one state write the same rows of this rank, encoded alike. Local, pure."""
     alike = one.planned.kept is other.planned.kept and one.strategy == other.strategy
     return alike and np.array_equal(one.planned.sizes, other.planned.sizes)

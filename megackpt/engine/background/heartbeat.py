@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megackpt.engine.background.messages import Alive, FromWriter
+from megackpt.engine.background.messages import AliveMessage, FromWriter
 
 BEAT_S = 1.0
 """How often a process says so, and how often its rank looks."""
 
 
-class Pulse:
+class Heartbeat:
     """Tells the rank that this process works, or waits for others, at most once in BEAT_S. For any thread."""
 
     def __init__(self, tell: Callable[[FromWriter], None]) -> None:
@@ -32,10 +32,10 @@ class Pulse:
             if now - self._last < BEAT_S:
                 return
             self._last = now
-        self._tell(Alive())
+        self._tell(AliveMessage())
 
 
-class Watch:
+class ProgressWatch:
     """How long a process has shown no sign of progress. For one thread, which looks once in BEAT_S.
 
     Looks are counted, no clock is asked: where this process was stopped itself, by a scheduler or a debugger,

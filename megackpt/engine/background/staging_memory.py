@@ -20,14 +20,14 @@ import numpy.typing as npt
 from megackpt.errors import StorageError
 from megackpt.geometry import Ints
 
-Octets = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 PAGE_BYTES = mmap.PAGESIZE
 _ROW_ALIGNMENT = 64
 _STEP_BYTES = 64 << 20  # memory is made so much at a time, without the interpreter lock
 
 
-class Arena:
+class StagingMemory:
     """Anonymous shared memory behind one descriptor. It has no name, so nothing of it outlives its users.
 
     Attributes:
@@ -44,7 +44,7 @@ class Arena:
         return self._memory.size
 
     @property
-    def memory(self) -> Octets:
+    def memory(self) -> ByteArray:
         """All of it, `[nbytes]`."""
         return self._memory
 
@@ -85,7 +85,7 @@ class Arena:
             os.close(descriptor)
 
 
-def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Octets:
+def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> ByteArray:
     """Return the memory behind a descriptor, `[nbytes]`; it is unmapped when nobody refers to it."""
     if not nbytes:
         return np.zeros(0, np.uint8)
@@ -96,7 +96,7 @@ def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Octets:
     return np.frombuffer(mapped, np.uint8)
 
 
-def stretches(start: int, stop: int, *, capacity: int) -> Iterator[tuple[int, int]]:
+def ring_ranges(start: int, stop: int, *, capacity: int) -> Iterator[tuple[int, int]]:
     """Yield where positions [start, stop) of a stream lie in a ring, as ranges of its bytes. Pure.
 
     >>> list(stretches(6, 14, capacity=10))
@@ -110,7 +110,7 @@ def stretches(start: int, stop: int, *, capacity: int) -> Iterator[tuple[int, in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class RowLayout:
     """Where rows lie in a stream that begins with them.
 
     Attributes:
@@ -124,11 +124,11 @@ class Layout:
     stop: int
 
 
-def lay_out(nbytes: Ints) -> Layout:
+def lay_out_rows(nbytes: Ints) -> RowLayout:
     """Put rows of these lengths one after the other. Pure."""
     padded = -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     ends = np.cumsum(padded)
-    return Layout(ends - padded, nbytes, int(ends[-1]) if len(ends) else 0)
+    return RowLayout(ends - padded, nbytes, int(ends[-1]) if len(ends) else 0)
 
 
 def _available_bytes() -> float:
