@@ -27,7 +27,7 @@ from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, not_
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, Policy, SaveOptions
-from megackpt.storage import Store, checked_path, checked_store, is_url, open_store
+from megackpt.storage import Store, as_store, checked_path, is_url, open_store
 from megackpt.validation import LoadReport, StrictHandling
 
 ReturnsKeys: TypeAlias = Literal[
@@ -446,7 +446,7 @@ class _Opened:
 
     def __init__(self, location: Location) -> None:
         self._is_path = isinstance(location, (str, os.PathLike))
-        self._store: Store = open_store(location) if self._is_path else checked_store(location)  # type: ignore[arg-type]
+        self._store: Store = open_store(location) if self._is_path else as_store(location)  # type: ignore[arg-type]
 
     def __enter__(self) -> Store:
         return self._store

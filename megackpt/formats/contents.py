@@ -72,8 +72,8 @@ class LiesInFiles(Protocol):
     def lend(self, parts: Sequence[Part], *, verify: bool) -> AbstractContextManager[list[memoryview]]:
         """Yield the bytes of parts of one file, valid until the end of the block; errors are of `read_into`.
 
-        From the first to the last byte of all, they span at most `megackpt.storage.LENT_BYTES`. Several
-        threads may call it at once.
+        From the first to the last byte of all, they span at most
+        `megackpt.storage.MAX_BORROWED_BYTES`. Several threads may call it at once.
         """
 
 

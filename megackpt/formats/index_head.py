@@ -18,7 +18,7 @@ from megackpt.formats.index_layout import ROW_COLUMNS, Span, column_in, damaged,
 from megackpt.formats.strategy import Json
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays, place_bases
-from megackpt.storage import Store, digest_of_pieces
+from megackpt.storage import Store, digest_of_parts
 
 Marks = npt.NDArray[np.bool_]
 """Which of some blocks are meant."""
@@ -165,7 +165,7 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
         )
     head = memoryview(bytearray(said["nbytes"]))
     store.read_into(name, 0, head)
-    if digest_of_pieces([head]) != said["xxh3_128"]:
+    if digest_of_parts([head]) != said["xxh3_128"]:
         raise IntegrityError(
             f"{where}: the bytes 0:{said['nbytes']} are not those that were saved (their digest differs). "
             f"The file is damaged; load another checkpoint.",

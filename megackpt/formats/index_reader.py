@@ -20,7 +20,7 @@ from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
 from megackpt.planning.load_plan import overlapping_chunks, padded_to
-from megackpt.storage import LENT_BYTES, Store, check_name
+from megackpt.storage import MAX_BORROWED_BYTES, Store, check_name
 
 WHOLE_BYTES = 1024 * 1024
 """An index of no more than this is read whole."""
@@ -159,7 +159,7 @@ class PartialIndex:
         nothing = {n: np.zeros((0, *head.rows[n].shape[1:]), np.int64) for n in ROW_COLUMNS}
         found = [{"array": np.zeros(0, np.int64), "digest_start": np.zeros(0, np.int64), **nothing}]
         longest = max(head.rows[name].row_nbytes for name in ROW_COLUMNS)
-        at_once = max(1, min(SPAN_ROWS, LENT_BYTES // longest) // head.block_rows)
+        at_once = max(1, min(SPAN_ROWS, MAX_BORROWED_BYTES // longest) // head.block_rows)
         gap = GAP_ROWS // head.block_rows
         for run in runs_of(blocks, longest=at_once, gap=gap):
             part = RowBlocks(self._store, head, run, blocks[run.start : run.stop])

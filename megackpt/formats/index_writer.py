@@ -24,7 +24,7 @@ from megackpt.formats.index_layout import (
 from megackpt.formats.joined import Joined
 from megackpt.formats.strategy import Json
 from megackpt.metadata import Column, StoredChunks, block_counts, narrow_dtype, pack_strings
-from megackpt.storage import Store, block_digests, digest_of_pieces
+from megackpt.storage import Store, block_digests, digest_of_parts
 
 _PIECE_BLOCKS = 64
 """Blocks that are converted at once."""
@@ -67,9 +67,9 @@ def write_index(
                 joined.write(piece)
                 yield piece
 
-        digest = digest_of_pieces(written())
+        digest = digest_of_parts(written())
         joined.flush()
-    said = {"nbytes": head_nbytes, "xxh3_128": digest_of_pieces(in_front)}
+    said = {"nbytes": head_nbytes, "xxh3_128": digest_of_parts(in_front)}
     return {
         "file": name,
         "nbytes": nbytes,

@@ -16,7 +16,7 @@ import numpy as np
 from megackpt.errors import CheckpointError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.storage import ObjectStore, Patch, PatchedStore, Store
-from megackpt.storage.beside import is_beside_file, name_beside
+from megackpt.storage.names import is_temporary_name_of, temporary_name
 
 _STEP_BYTES = 4 * 1024 * 1024
 
@@ -48,8 +48,10 @@ def replace_files(store: Store, view: Store, names: Sequence[str], check: Callab
             f"nothing in it is repaired. Repair a copy of the checkpoint in a directory.",
             path=store.location,
         )
-    store.delete([n for n in store.names() if any(is_beside_file(n, name) for name in names)])  # of a crash
-    aside = {name: name_beside(name) for name in names}
+    store.delete(
+        [n for n in store.names() if any(is_temporary_name_of(n, name) for name in names)]
+    )  # of a crash
+    aside = {name: temporary_name(name) for name in names}
     try:
         for name, written in aside.items():
             _copy(view, name, store, written)

@@ -3,33 +3,33 @@
 The only part of megackpt that reads and writes files. What the bytes mean is up to formats.
 """
 
-from megackpt.storage.below import StoreBelow
 from megackpt.storage.buffers import COMMON_POOL
 from megackpt.storage.crc64 import Crc64
-from megackpt.storage.digest import (
+from megackpt.storage.digests import (
     BlockDigester,
     FileDigester,
     block_digests,
     digest_list,
     digest_of,
-    digest_of_pieces,
+    digest_of_parts,
 )
 from megackpt.storage.filling import fill
-from megackpt.storage.lending import LENT_BYTES, lend
+from megackpt.storage.lending import MAX_BORROWED_BYTES, lend
 from megackpt.storage.local import LocalStore
 from megackpt.storage.memory import MemoryStore
-from megackpt.storage.object_library import ObjectOptions, is_object_url
-from megackpt.storage.objects import ObjectStore
-from megackpt.storage.opening import checked_path, checked_store, is_url, open_store
+from megackpt.storage.object_client import ObjectOptions, is_object_url
+from megackpt.storage.object_store import ObjectStore
+from megackpt.storage.opening import as_store, checked_path, is_url, open_store
 from megackpt.storage.patched import Patch, PatchedStore
 from megackpt.storage.paths import absolute_path, expanded_path
+from megackpt.storage.prefix_store import PrefixStore
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import Store, StreamWriter, check_name, is_allowed_name
 
 __all__ = [
     "COMMON_POOL",
-    "LENT_BYTES",
+    "MAX_BORROWED_BYTES",
     "BlockDigester",
     "Crc64",
     "FileDigester",
@@ -40,17 +40,17 @@ __all__ = [
     "ObjectStore",
     "Patch",
     "PatchedStore",
+    "PrefixStore",
     "Store",
-    "StoreBelow",
     "StreamWriter",
     "absolute_path",
+    "as_store",
     "block_digests",
     "check_name",
     "checked_path",
-    "checked_store",
     "digest_list",
     "digest_of",
-    "digest_of_pieces",
+    "digest_of_parts",
     "expanded_path",
     "fill",
     "is_allowed_name",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-Octets = npt.NDArray[np.uint8]  # [n], a view of bytes
+ByteArray = npt.NDArray[np.uint8]  # [n], a view of bytes
 
 BUFFER_BYTES = 4 << 20
 """Size of a buffer of the common pool, and so of the longest request to the system."""
@@ -35,24 +35,24 @@ class BufferPool:
     def __init__(self, buffer_bytes: int, *, limit: int) -> None:
         self.buffer_bytes = buffer_bytes
         self._limit = limit
-        self._idle: list[Octets] = []
+        self._idle: list[ByteArray] = []
         self._lock = threading.Lock()
 
-    def take(self) -> Octets:
+    def take(self) -> ByteArray:
         """Return a buffer, `[buffer_bytes]`, with arbitrary content."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         return _fresh(self.buffer_bytes)
 
-    def give(self, buffer: Octets) -> None:
+    def give(self, buffer: ByteArray) -> None:
         """Take a buffer back."""
         with self._lock:
             if len(self._idle) < self._limit:
                 self._idle.append(buffer)
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[Octets]:
+    def lend(self) -> Iterator[ByteArray]:
         """Yield a buffer, `[buffer_bytes]`, with arbitrary content until the end of the block."""
         buffer = self.take()
         try:
@@ -77,7 +77,7 @@ COMMON_POOL = BufferPool(BUFFER_BYTES, limit=_KEPT)
 os.register_at_fork(after_in_child=COMMON_POOL.renew)
 
 
-def _fresh(nbytes: int) -> Octets:
+def _fresh(nbytes: int) -> ByteArray:
     # Private, so that a forked process does not write into buffers of its parent; the default is shared.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if nbytes < _HUGE_PAGE:

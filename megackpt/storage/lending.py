@@ -14,7 +14,7 @@ from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL
 from megackpt.storage.rawio import ALIGNMENT
 from megackpt.storage.store import Store
 
-LENT_BYTES = BUFFER_BYTES - 2 * ALIGNMENT
+MAX_BORROWED_BYTES = BUFFER_BYTES - 2 * ALIGNMENT
 """The longest range that can be lent: one buffer, less what alignment may cost at both ends."""
 
 
@@ -35,10 +35,10 @@ def check_lendable(path: str, offset_bytes: int, nbytes: int) -> None:
     Raises:
         ValueError: it is longer than LENT_BYTES, or begins before the file.
     """
-    if offset_bytes < 0 or not 0 <= nbytes <= LENT_BYTES:
+    if offset_bytes < 0 or not 0 <= nbytes <= MAX_BORROWED_BYTES:
         raise ValueError(
-            f"{path}: {nbytes} bytes from {offset_bytes} on cannot be lent; ask for at most {LENT_BYTES} "
-            f"from a position in the file, or read into memory of your own."
+            f"{path}: {nbytes} bytes from {offset_bytes} on cannot be lent; ask for at most "
+            f"{MAX_BORROWED_BYTES} from a position in the file, or read into memory of your own."
         )
 
 

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from megackpt.storage.beneath import Beneath, flush_directory
-from megackpt.storage.beside import name_beside
 from megackpt.storage.buffers import COMMON_POOL, BufferPool
+from megackpt.storage.error_translation import too_large, translated_errors
+from megackpt.storage.file_reader import FileReader, fill_cached
+from megackpt.storage.file_writer import FileWriter
+from megackpt.storage.names import temporary_name
 from megackpt.storage.paths import absolute_path
 from megackpt.storage.rawio import write_fully
-from megackpt.storage.reader import FileReader, fill_cached
-from megackpt.storage.refusal import refusals, too_large
+from megackpt.storage.sandbox import Sandbox, flush_directory
 from megackpt.storage.sinks import FileOptions
 from megackpt.storage.store import check_name
-from megackpt.storage.writer import FileWriter
 
 _OWN_BUFFERS = 8  # that a store keeps if its buffers are not of the common size
 
@@ -43,7 +43,7 @@ class LocalStore:
         open_files: int = 64,
     ) -> None:
         self._root = absolute_path(root)  # the process may change its directory later
-        self._files = Beneath(self._root, on_change=self._note_change)
+        self._files = Sandbox(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
         self._open_files = open_files
         common = self._options.buffer_bytes == COMMON_POOL.buffer_bytes
@@ -69,7 +69,7 @@ class LocalStore:
 
     def create(self) -> None:
         """Make the directory and its missing parents; their names are durable after `sync` or `replace`."""
-        with refusals("create the directory", self._root):
+        with translated_errors("create the directory", self._root):
             missing = [self._root]
             while not os.path.lexists(parent := os.path.dirname(missing[-1])):
                 missing.append(parent)
@@ -106,10 +106,10 @@ class LocalStore:
         '.tmp'.
         """
         check_name(name, location=self._root)
-        temporary = name_beside(name)
+        temporary = temporary_name(name)
         self._write_small(temporary, data)
         try:
-            with refusals("replace", self._files.path(name)):
+            with translated_errors("replace", self._files.path(name)):
                 self._files.rename(temporary, name)
         except BaseException:
             self._try_to_delete(temporary)
@@ -159,7 +159,7 @@ class LocalStore:
     def size(self, name: str) -> int:
         """Return the size in bytes."""
         path = self._files.path(name)
-        with refusals("look up", path):
+        with translated_errors("look up", path):
             state = self._files.state(name)
             if state is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -168,7 +168,7 @@ class LocalStore:
 
     def exists(self, name: str) -> bool:
         """Tell whether there is such a file; what could not be read (a symbolic link, say) is refused."""
-        with refusals("look up", self._files.path(name)):
+        with translated_errors("look up", self._files.path(name)):
             state = self._files.state(name)
             if state is None:
                 return False
@@ -180,27 +180,27 @@ class LocalStore:
 
         What this store would not open (symbolic links, pipes, odd names) is not listed.
         """
-        with refusals("list", self._root):
+        with translated_errors("list", self._root):
             return sorted(self._files.names(prefix))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files. A symbolic link is removed itself, not what it points to."""
         for name in names:
-            with refusals("delete", self._files.path(name)):
+            with translated_errors("delete", self._files.path(name)):
                 self._files.unlink(name)
             self._reading.drop(name)
 
     def move(self, name: str, target: str) -> None:
         """Give a file another name, at once, instead of what was there. Durable after `sync`."""
         check_name(target, location=self._root)
-        with refusals(f"move to {target!r}", self._files.path(name)):
+        with translated_errors(f"move to {target!r}", self._files.path(name)):
             self._files.move(name, target)
         self._reading.drop(name)
         self._reading.drop(target)
 
     def prune(self, prefix: str = "") -> None:
         """Remove the directories at the top, of names that begin with `prefix`, that hold no files at all."""
-        with refusals("remove empty directories below", self._root):
+        with translated_errors("remove empty directories below", self._root):
             self._files.prune(prefix)
 
     def sync(self) -> None:
@@ -212,11 +212,11 @@ class LocalStore:
         self._reading.clear()
 
     def _open_to_read(self, name: str) -> int:
-        with refusals("open", self._files.path(name)):
+        with translated_errors("open", self._files.path(name)):
             return self._files.open_to_read(name)
 
     def _create_file(self, name: str) -> int:
-        with refusals("create", self._files.path(name)):
+        with translated_errors("create", self._files.path(name)):
             descriptor = self._files.create(name)
         self._reading.drop(name)
         return descriptor
@@ -224,7 +224,7 @@ class LocalStore:
     def _write_small(self, name: str, data: bytes) -> None:
         descriptor = self._create_file(name)
         try:
-            with refusals("write", self._files.path(name), nbytes=len(data)):
+            with translated_errors("write", self._files.path(name), nbytes=len(data)):
                 try:
                     write_fully(descriptor, memoryview(data), 0)
                     os.fsync(descriptor)
@@ -253,10 +253,10 @@ class LocalStore:
             above, self._unsynced_above = sorted(self._unsynced_above), set()
         try:
             for path in above:
-                with refusals("flush", path):
+                with translated_errors("flush", path):
                     _flush_path(path)
             for directory in todo:
-                with refusals("flush", self._files.path(directory)):
+                with translated_errors("flush", self._files.path(directory)):
                     self._files.flush_directory(directory)
         except BaseException:
             with self._lock:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megackpt.errors import StorageError
-from megackpt.storage.refusal import ends_early, storage_error, too_large
+from megackpt.storage.error_translation import ends_early, storage_error, too_large
 from megackpt.storage.sized_writer import SizedWriter
 from megackpt.storage.store import check_name
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 
 from megackpt.errors import CheckpointError, StorageError
-from megackpt.storage.refusal import storage_error
+from megackpt.storage.error_translation import storage_error
 
 _STATUS = r"status(?: code)?: (\d{3})"
 _CODE = r"<Code>(\w{1,80})</Code>"
@@ -22,7 +22,7 @@ _FAILED = r"HttpError \{\s*kind: (\w+)"
 
 
 @contextlib.contextmanager
-def object_refusals(action: str, path: str) -> Iterator[None]:
+def translated_object_errors(action: str, path: str) -> Iterator[None]:
     """Within the block, a failure of the library becomes a StorageError; our own errors pass.
 
     Raises:

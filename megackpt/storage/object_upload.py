@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL, Octets
-from megackpt.storage.object_library import ObjectOptions, obstore, repeating
-from megackpt.storage.object_refusal import object_refusals
+from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL, ByteArray
+from megackpt.storage.object_client import ObjectOptions, obstore, repeating
+from megackpt.storage.object_refusal import translated_object_errors
 from megackpt.storage.sized_writer import SizedWriter
 
 _MOST_PARTS = 10_000  # Source: Amazon S3, limits of multipart uploads.
@@ -39,12 +39,12 @@ class _Pipe:
         self._piece_bytes = piece_bytes
         self._limit = limit
         self._lent = 0
-        self._filled: deque[Octets] = deque()
+        self._filled: deque[ByteArray] = deque()
         self.is_begun = False  # whether the library has asked for a buffer
         self._state = "open"  # or "ended", "abandoned", "broken"
         self._changed = threading.Condition()
 
-    def take(self) -> Octets | None:
+    def take(self) -> ByteArray | None:
         """Return a buffer to be filled, `[piece_bytes]`, once there is one; None if nobody takes any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._lent < self._limit or self._state == "broken")
@@ -56,7 +56,7 @@ class _Pipe:
         weakref.finalize(view, self._give_back, buffer).atexit = False
         return view
 
-    def put(self, view: Octets, count: int) -> None:
+    def put(self, view: ByteArray, count: int) -> None:
         """Hand the first `count` bytes of a buffer on. The caller lets go of it."""
         with self._changed:
             self._filled.append(view if count == view.size else _front(view, count))
@@ -73,7 +73,7 @@ class _Pipe:
     def __iter__(self) -> _Pipe:
         return self
 
-    def __next__(self) -> Octets:
+    def __next__(self) -> ByteArray:
         self.is_begun = True
         with self._changed:
             self._changed.wait_for(lambda: self._filled or self._state != "open")
@@ -83,14 +83,14 @@ class _Pipe:
                 raise StopIteration
             return self._filled.popleft()
 
-    def _give_back(self, buffer: Octets) -> None:
+    def _give_back(self, buffer: ByteArray) -> None:
         COMMON_POOL.give(buffer)
         with self._changed:
             self._lent -= 1
             self._changed.notify_all()
 
 
-def _front(view: Octets, count: int) -> Octets:
+def _front(view: ByteArray, count: int) -> ByteArray:
     """Return the first bytes of a buffer; they keep the whole of it lent."""
     return np.frombuffer(view.data[:count], np.uint8)  # its base is the view, not what that lies in
 
@@ -107,7 +107,7 @@ class ObjectWriter(SizedWriter):
         super().__init__(path, nbytes)
         self._client = client
         self._key = key
-        self._filling: Octets | None = None
+        self._filling: ByteArray | None = None
         self._filled = 0
         self._error: Exception | None = None
         self._mark = secrets.token_hex(16)
@@ -200,7 +200,7 @@ class ObjectWriter(SizedWriter):
 
     def _raise_error(self) -> None:
         assert self._error is not None
-        with object_refusals("write", self._path):
+        with translated_object_errors("write", self._path):
             raise self._error
 
     def _abandon(self) -> None:

@@ -13,8 +13,8 @@ from typing import cast
 
 from megackpt.errors import CheckpointError, DeclarationError, StorageError
 from megackpt.storage.local import LocalStore
-from megackpt.storage.object_library import SCHEMES, ObjectOptions, is_object_url
-from megackpt.storage.objects import ObjectStore
+from megackpt.storage.object_client import SCHEMES, ObjectOptions, is_object_url
+from megackpt.storage.object_store import ObjectStore
 from megackpt.storage.paths import expanded_path
 from megackpt.storage.store import Store
 
@@ -91,7 +91,7 @@ def _packages() -> dict[str, EntryPoint]:
 def _store_of_package(url: str) -> Store:
     point = _packages()[url.partition("://")[0]]
     try:
-        return checked_store(point.load()(url))
+        return as_store(point.load()(url))
     except CheckpointError:
         raise
     except Exception as error:
@@ -102,7 +102,7 @@ def _store_of_package(url: str) -> Store:
         ) from error
 
 
-def checked_store(place: object) -> Store:
+def as_store(place: object) -> Store:
     """Return a store that was handed in. Local, pure.
 
     Raises:

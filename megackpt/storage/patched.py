@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megackpt.storage.refusal import ends_early
+from megackpt.storage.error_translation import ends_early
 from megackpt.storage.store import Store, check_name
 from megackpt.storage.views import ReadOnlyView
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from megackpt.arguments import check_count, check_flag
 from megackpt.errors import DeclarationError
-from megackpt.storage.buffers import BUFFER_BYTES, BufferPool, Octets
+from megackpt.storage.buffers import BUFFER_BYTES, BufferPool, ByteArray
 from megackpt.storage.rawio import ALIGNMENT, write_fully
 
 # Measured on ext4, 1 GiB into fresh pages: 0.35 GB/s without flushing, 0.37 when only asking for early
@@ -67,7 +67,7 @@ class FileOptions:
 class Sink(Protocol):
     """Puts bytes into an open file, front to back."""
 
-    def append(self, data: Octets) -> None:
+    def append(self, data: ByteArray) -> None:
         """Take the next bytes; the caller may reuse `data` afterwards."""
         ...
 
@@ -88,7 +88,7 @@ class BufferedSink:
         self._offset = 0
         self._flushed = 0  # bytes at the front that are on disk and no longer cached
 
-    def append(self, data: Octets) -> None:
+    def append(self, data: ByteArray) -> None:
         """Write `data` at the end."""
         for start in range(0, data.size, _FLUSH_EVERY_BYTES):
             piece = data[start : start + _FLUSH_EVERY_BYTES]
@@ -118,12 +118,12 @@ class DirectSink:
         self._options = options
         self._pool = pool
         self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="megackpt-write")
-        self._in_flight: deque[tuple[Future[None], Octets]] = deque()
-        self._filling: Octets | None = None
+        self._in_flight: deque[tuple[Future[None], ByteArray]] = deque()
+        self._filling: ByteArray | None = None
         self._filled = 0  # bytes in the buffer that is being filled
         self._submitted = 0  # bytes of the file before that buffer
 
-    def append(self, data: Octets) -> None:
+    def append(self, data: ByteArray) -> None:
         """Copy `data` into staging buffers and send the full ones on their way."""
         while data.size:
             if self._filling is None:
@@ -159,7 +159,7 @@ class DirectSink:
         for buffer in idle:
             self._pool.give(buffer)
 
-    def _next_buffer(self) -> Octets:
+    def _next_buffer(self) -> ByteArray:
         if len(self._in_flight) < self._options.buffers:
             return self._pool.take()
         return self._await_oldest()
@@ -172,7 +172,7 @@ class DirectSink:
         self._submitted += count
         self._filling, self._filled = None, 0
 
-    def _await_oldest(self) -> Octets:
+    def _await_oldest(self) -> ByteArray:
         write, buffer = self._in_flight[0]
         write.result()
         self._in_flight.popleft()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from types import TracebackType
 
-from megackpt.storage.refusal import closed_early, too_many_bytes, writer_is_closed
+from megackpt.storage.error_translation import closed_early, too_many_bytes, writer_is_closed
 
 
 class SizedWriter(ABC):

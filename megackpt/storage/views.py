@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from megackpt.errors import StorageError
-from megackpt.storage.refusal import too_large
+from megackpt.storage.error_translation import too_large
 from megackpt.storage.store import Store, StreamWriter
 
 
@@ -55,23 +55,23 @@ class ReadOnlyView:
 
     def create(self) -> None:
         """Refuse."""
-        self._refuse()
+        self._raise_read_only()
 
     def open_writer(self, name: str, nbytes: int) -> StreamWriter:
         """Refuse."""
-        self._refuse()
+        self._raise_read_only()
 
     def write(self, name: str, data: bytes) -> None:
         """Refuse."""
-        self._refuse()
+        self._raise_read_only()
 
     def replace(self, name: str, data: bytes) -> None:
         """Refuse."""
-        self._refuse()
+        self._raise_read_only()
 
     def delete(self, names: Iterable[str]) -> None:
         """Refuse."""
-        self._refuse()
+        self._raise_read_only()
 
     def sync(self) -> None:
         """Nothing to do: nothing was changed."""
@@ -79,7 +79,7 @@ class ReadOnlyView:
     def close(self) -> None:
         """Nothing to do."""
 
-    def _refuse(self) -> NoReturn:
+    def _raise_read_only(self) -> NoReturn:
         error = StorageError(f"{self.location}: this view of it is only read.", path=self.location)
         error.errno = errno.EROFS
         raise error

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megackpt.storage import MemoryStore, StreamWriter, check_name
-from megackpt.storage.refusal import storage_error
+from megackpt.storage.error_translation import storage_error
 from megackpt.storage.sized_writer import SizedWriter
 from megackpt.testing.cached_disk import CachedDisk, CachedFile, Loss
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from megackpt.errors import StorageError
 from megackpt.storage import Store, StreamWriter
-from megackpt.storage.refusal import storage_error
+from megackpt.storage.error_translation import storage_error
 
 _T = TypeVar("_T")
 

@@ -18,17 +18,17 @@ from megackpt.errors import FormatError
 from megackpt.geometry import Ints
 from megackpt.planning import Blocks, Reads, group_reads
 from megackpt.storage import (
-    LENT_BYTES,
+    MAX_BORROWED_BYTES,
     FileOptions,
     LocalStore,
     MemoryStore,
     buffers,
+    file_reader,
     lend,
     rawio,
-    reader,
     residency,
 )
-from megackpt.storage.buffers import COMMON_POOL, Octets
+from megackpt.storage.buffers import COMMON_POOL, ByteArray
 from megackpt.storage.residency import is_cached
 
 NBYTES = 9 * 1024 * 1024 + 123  # several buffers, and an end that is not aligned
@@ -54,7 +54,7 @@ def store(tmp_path: Path, content: bytes) -> LocalStore:
 
 @pytest.fixture(params=["cached", "around"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(reader, "is_cached", lambda *_: request.param == "cached")
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: request.param == "cached")
     return str(request.param)
 
 
@@ -65,7 +65,7 @@ def test_a_range_is_the_same_either_way(
     out = bytearray(nbytes)
     store.read_into("a", offset, memoryview(out))
     assert out == content[offset : offset + nbytes]
-    nbytes = min(nbytes, LENT_BYTES)
+    nbytes = min(nbytes, MAX_BORROWED_BYTES)
     with store.lend("a", offset, nbytes) as data:
         assert data == content[offset : offset + nbytes]
 
@@ -149,7 +149,7 @@ def test_both_ways_to_ask_what_is_cached_agree(
 def test_a_file_system_that_refuses_direct_reads_is_read_through_its_cache(
     store: LocalStore, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "is_cached", lambda *_: False)
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
     real = os.preadv
 
     def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -166,7 +166,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_its_cache(
 def test_a_refusal_that_another_thread_was_given_first_is_none(
     store: LocalStore, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "is_cached", lambda *_: False)
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
     real = os.preadv
 
     def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -198,7 +198,7 @@ def test_a_file_that_ends_early_is_an_error_either_way(
 ) -> None:
     with pytest.raises(FormatError, match=r"the file ends at byte .* are needed"):
         store.read_into("a", offset, memoryview(bytearray(nbytes)))
-    if nbytes < LENT_BYTES:
+    if nbytes < MAX_BORROWED_BYTES:
         with pytest.raises(FormatError, match="the file ends at byte"), store.lend("a", offset, nbytes):
             pass
 
@@ -206,9 +206,9 @@ def test_a_file_that_ends_early_is_an_error_either_way(
 def test_what_is_longer_than_a_buffer_is_not_lent(store: LocalStore) -> None:
     memory = MemoryStore()
     memory.create()
-    memory.write("a", bytes(LENT_BYTES + 1))
+    memory.write("a", bytes(MAX_BORROWED_BYTES + 1))
     for lender in (store, memory):
-        for offset, nbytes in ((0, LENT_BYTES + 1), (-1, 9), (0, -1)):
+        for offset, nbytes in ((0, MAX_BORROWED_BYTES + 1), (-1, 9), (0, -1)):
             with pytest.raises(ValueError, match="cannot be lent"), lend(lender, "a", offset, nbytes):
                 pass
 
@@ -224,7 +224,7 @@ def test_any_store_lends() -> None:
 def test_direct_reading_can_be_switched_off(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "is_cached", lambda *_: pytest.fail("nobody has to know"))
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: pytest.fail("nobody has to know"))
     store = LocalStore(tmp_path, files=FileOptions(direct=False))
     store.create()
     store.write("a", content)
@@ -238,7 +238,7 @@ def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pyt
     made: list[int] = []
     real = buffers._fresh
 
-    def fresh(nbytes: int) -> Octets:
+    def fresh(nbytes: int) -> ByteArray:
         made.append(nbytes)
         return real(nbytes)
 
@@ -250,7 +250,7 @@ def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pyt
             writer.write(memoryview(bytes(64 << 20)))
         store.close()
         assert len(made) <= FileOptions().buffers
-        with store.lend("f", 0, LENT_BYTES):
+        with store.lend("f", 0, MAX_BORROWED_BYTES):
             assert len(made) <= FileOptions().buffers
 
 

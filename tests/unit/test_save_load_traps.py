@@ -29,7 +29,7 @@ from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore
-from megackpt.storage.writer import FileWriter
+from megackpt.storage.file_writer import FileWriter
 from megackpt.testing.world import SimulatedWorld
 
 

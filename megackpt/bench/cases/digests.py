@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import xxhash
 
-import megackpt.storage.digest as digest
+import megackpt.storage.digests as digest
 from megackpt import api
 from megackpt.bench.measure import Measuring
 from megackpt.bench.names import DIGESTS, DOUBT, HASH, LOAD_COLD, LOAD_WARM, OURS, SAVE, UNCHECKED

@@ -20,7 +20,7 @@ from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.registry import detect, save_strategies
 from megackpt.formats.strategy import MANIFEST, HasFixedNames, Json, SaveStrategy
 from megackpt.storage import Store
-from megackpt.storage.beside import is_beside
+from megackpt.storage.names import is_temporary_name
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
@@ -90,7 +90,7 @@ def files_of_saves(store: Store) -> list[str]:
     names, known = store.names(), _known()
     fixed = [n for strategy in known for n in _fixed_names(store, strategy)]
     others = set(names) - set(fixed)
-    halves = [n for n in names if is_beside(n)]
+    halves = [n for n in names if is_temporary_name(n)]
     return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n, known) is not None)]
 
 
@@ -150,7 +150,7 @@ def commit(store: Store, said: Json, *, attempt: str, earlier: Earlier, strategy
 def _stale(store: Store, *, attempt: str, earlier: Earlier, strategy: SaveStrategy) -> list[str]:
     """Return what a commit has made useless: fixed names first, see `HasFixedNames`."""
     names = dict.fromkeys(store.names())
-    stale = [n for n in names if is_beside(n)]
+    stale = [n for n in names if is_temporary_name(n)]
     if there := [n for n in earlier.fixed if n in names]:
         # The new checkpoint may have a file of its own under the same name.
         own = set(strategy.fixed_names(store) if isinstance(strategy, HasFixedNames) else [])

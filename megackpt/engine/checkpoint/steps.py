@@ -24,18 +24,18 @@ from megackpt.storage import (
     LocalStore,
     ObjectOptions,
     ObjectStore,
+    PrefixStore,
     Store,
-    StoreBelow,
     absolute_path,
+    as_store,
     checked_path,
-    checked_store,
     is_in_memory,
     is_object_url,
     is_url,
     open_store,
 )
-from megackpt.storage.beside import is_beside
-from megackpt.storage.refusal import refusals
+from megackpt.storage.error_translation import translated_errors
+from megackpt.storage.names import is_temporary_name
 
 _AT_ONCE = 16  # requests, when many steps are looked at
 _MOST = 1 << 62  # as `megackpt.arguments.checked_step` has it
@@ -130,7 +130,7 @@ def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions 
         StorageError: it is an URL that no store serves, or empty.
     """
     if not isinstance(root, (str, os.PathLike)):
-        return StorePlaces(checked_store(root))
+        return StorePlaces(as_store(root))
     text = checked_path(root)
     if is_object_url(text):
         return ObjectPlaces(text, objects)
@@ -167,7 +167,7 @@ class LocalPlaces:
 
     def names(self) -> list[str]:
         """Return the names of the directories, and of links to some."""
-        with refusals("list", self.location), contextlib.suppress(FileNotFoundError):
+        with translated_errors("list", self.location), contextlib.suppress(FileNotFoundError):
             return [entry.name for entry in self._root.iterdir() if entry.is_dir()]
         return []
 
@@ -283,7 +283,7 @@ class StorePlaces:
 
     def open(self, name: str) -> Store:
         """Return the store of a directory."""
-        return StoreBelow(self._store, name)
+        return PrefixStore(self._store, name)
 
     def idle_s(self, name: str) -> float | None:
         """Return None: stores do not tell."""
@@ -376,7 +376,7 @@ class ObjectPlaces:
 
 
 def _halves_in(root: Store) -> list[str]:
-    return [name for name in root.names(".") if is_beside(name)]
+    return [name for name in root.names(".") if is_temporary_name(name)]
 
 
 def _remove_saved(store: Store) -> None:

@@ -33,7 +33,7 @@ from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import BlockCopy, Copies, Reads, group_reads, plan_reads
-from megackpt.storage import COMMON_POOL, LENT_BYTES
+from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES
 
 _PROBED_BYTES = 1024 * 1024
 
@@ -169,7 +169,9 @@ class _Reader:
         others = np.flatnonzero(~is_straight)
         chunks = self._in_files
         if chunks is not None:
-            for group in group_reads(reads, others, chunks.file, chunks.offset_bytes, most=LENT_BYTES):
+            for group in group_reads(
+                reads, others, chunks.file, chunks.offset_bytes, most=MAX_BORROWED_BYTES
+            ):
                 yield partial(self._read_group, chunks, reads, group.tolist())
         else:
             for read in others.tolist():

@@ -32,7 +32,7 @@ from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
 from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, Lists, lists_of
 from megackpt.options import PlainTensors, Policy, Spread
 from megackpt.planning import SavePlan
-from megackpt.storage import digest_of, digest_of_pieces
+from megackpt.storage import digest_of, digest_of_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class LocalState:
         for steps, array in arrays.items():
             assert array.data is not None  # a tensor of the state dict
             pieces = pieces_of(array.data, piece_bytes=DIGEST_BLOCK_BYTES)
-            found[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_pieces(pieces)}"
+            found[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_parts(pieces)}"
         return json.dumps(found, sort_keys=True).encode()
 
     def _is_rank0s(self, steps: Steps) -> bool:

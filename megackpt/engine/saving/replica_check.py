@@ -16,7 +16,7 @@ from megackpt.engine.data.device_copies import pieces_of
 from megackpt.engine.saving.local_state import LocalState, leaves
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy
-from megackpt.storage import digest_of, digest_of_pieces
+from megackpt.storage import digest_of, digest_of_parts
 from megackpt.validation import CLAIM, Divergence, divergences
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class _Claims:
             return digest_of(leaves(self._local.flattened.objects[row - len(tensors)].data))
         data = tensors[row].data
         assert data is not None  # what has no data cannot be saved, and was refused
-        return digest_of_pieces(pieces_of(data, piece_bytes=piece_bytes))
+        return digest_of_parts(pieces_of(data, piece_bytes=piece_bytes))
 
 
 def _error(found: list[Divergence], known: dict[str, list[str]]) -> MismatchError:

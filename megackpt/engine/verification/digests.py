@@ -27,7 +27,7 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import WholeFile
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
-from megackpt.storage import COMMON_POOL, LENT_BYTES, FileDigester, Store, lend
+from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES, FileDigester, Store, lend
 
 T = TypeVar("T")
 
@@ -102,8 +102,8 @@ def _check_file(file: WholeFile, store: Store, progress: Progress, found: list[D
     try:
         # Of another size it is damaged, and that is said by whoever knows what its size is for.
         if store.exists(file.name) and store.size(file.name) == file.nbytes:
-            for start in range(0, file.nbytes, LENT_BYTES):
-                with lend(store, file.name, start, min(LENT_BYTES, file.nbytes - start)) as data:
+            for start in range(0, file.nbytes, MAX_BORROWED_BYTES):
+                with lend(store, file.name, start, min(MAX_BORROWED_BYTES, file.nbytes - start)) as data:
                     digest.update(data)
                     read += len(data)
                     progress.advance(len(data))
@@ -116,7 +116,7 @@ def _check_file(file: WholeFile, store: Store, progress: Progress, found: list[D
 
 def _parts(chunks: Chunks, rows: Sequence[int]) -> Iterator[Part]:
     for row in rows:
-        for start, stop in parts_of(chunks, row, buffer_bytes=LENT_BYTES):
+        for start, stop in parts_of(chunks, row, buffer_bytes=MAX_BORROWED_BYTES):
             yield Part(row, start, stop)
 
 
@@ -133,7 +133,9 @@ def _neighbours(chunks: LiesInFiles, parts: Sequence[Part]) -> Iterator[list[Par
     files, offsets = chunks.file[rows].tolist(), chunks.offset_bytes[rows].tolist()
     for part, file, offset in zip(parts, files, offsets, strict=True):
         begin, stop = offset + part.start, offset + part.stop
-        is_near = file == number and first <= begin <= end + _NEAR_BYTES and stop - first <= LENT_BYTES
+        is_near = (
+            file == number and first <= begin <= end + _NEAR_BYTES and stop - first <= MAX_BORROWED_BYTES
+        )
         if group and not is_near:
             yield group
             group = []

@@ -20,9 +20,9 @@ from megackpt.formats.index_file import read_small
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
 from megackpt.formats.strategy import Json, WholeFile
-from megackpt.storage import LENT_BYTES, FileDigester, Store, check_name, lend
+from megackpt.storage import MAX_BORROWED_BYTES, FileDigester, Store, check_name, lend
 
-STEP_BYTES = LENT_BYTES
+STEP_BYTES = MAX_BORROWED_BYTES
 """How much of each file of a group is in memory at a time."""
 
 

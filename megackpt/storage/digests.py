@@ -43,7 +43,7 @@ def digest_of(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_of_pieces(pieces: Iterable[memoryview]) -> str:
+def digest_of_parts(pieces: Iterable[memoryview]) -> str:
     """Like `digest_of`, for the bytes of a file that come one piece after the other."""
     digest = xxhash.xxh3_128()
     for piece in pieces:

@@ -50,7 +50,8 @@ def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None 
     return refused
 
 
-class refusals:  # named as `contextlib.suppress` is; no generator, which would cost as much as a short write
+# Lower case like `contextlib.suppress`. A class, as a generator would cost as much as a short write.
+class translated_errors:
     """Within the block, an OSError becomes a StorageError that says what was tried; our own errors pass.
 
     It may be entered again and again.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from megackpt.storage.store import Store, StreamWriter, check_name
 
 
-class StoreBelow:
+class PrefixStore:
     """The files below a directory of another store. A `Store`; see there for what each method does.
 
     >>> from megackpt.storage import MemoryStore

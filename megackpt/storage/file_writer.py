@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from megackpt.storage.buffers import BufferPool
+from megackpt.storage.error_translation import translated_errors
 from megackpt.storage.rawio import enable_direct, reserve
-from megackpt.storage.refusal import refusals
 from megackpt.storage.residency import is_in_memory
 from megackpt.storage.sinks import BufferedSink, DirectSink, FileOptions, Sink
 from megackpt.storage.sized_writer import SizedWriter
@@ -40,10 +40,10 @@ class FileWriter(SizedWriter):
         super().__init__(path, nbytes)
         self._descriptor = descriptor
         self._remove = remove
-        self._writing = refusals("write", path, nbytes=nbytes)
+        self._writing = translated_errors("write", path, nbytes=nbytes)
         self._sink: Sink = BufferedSink(descriptor)
         try:
-            with refusals("reserve space", path, nbytes=nbytes):
+            with translated_errors("reserve space", path, nbytes=nbytes):
                 reserve(descriptor, nbytes)
             is_long = nbytes >= options.direct_from_bytes and not is_in_memory(descriptor)
             if options.direct and is_long and enable_direct(descriptor):
@@ -69,7 +69,7 @@ class FileWriter(SizedWriter):
         except BaseException:
             self._abandon()
             raise
-        with refusals("close", self._path):
+        with translated_errors("close", self._path):
             self._release()
 
     def _abandon(self) -> None:

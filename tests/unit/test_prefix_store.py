@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megackpt import StorageError
-from megackpt.storage import MemoryStore, StoreBelow
+from megackpt.storage import MemoryStore, PrefixStore
 from megackpt.testing.store_suite import StoreConformance
 
 
@@ -13,16 +13,16 @@ class TestStoreBelow(StoreConformance):
     checks_wording = True
 
     @pytest.fixture
-    def store(self) -> StoreBelow:
+    def store(self) -> PrefixStore:
         whole = MemoryStore()
         whole.write("runs", b"")
         whole.write("run-a", b"")
-        return StoreBelow(whole, "run/a")
+        return PrefixStore(whole, "run/a")
 
 
 def test_names_stay_below() -> None:
     whole = MemoryStore(files={"run/a": b"1", "runs/a": b"2", "a": b"3"})
-    part = StoreBelow(whole, "run")
+    part = PrefixStore(whole, "run")
     assert part.names() == ["a"]
     assert part.names("a") == ["a"]
     part.delete(["a"])
@@ -31,4 +31,4 @@ def test_names_stay_below() -> None:
         with pytest.raises(StorageError):
             part.write(name, b"")
     with pytest.raises(StorageError):
-        StoreBelow(whole, "..")
+        PrefixStore(whole, "..")

@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megackpt.errors import StorageError
+from megackpt.storage.error_translation import ends_early, too_large
 from megackpt.storage.lending import check_lendable
-from megackpt.storage.object_library import (
+from megackpt.storage.object_client import (
     ObjectOptions,
     checked_url,
     obstore,
     open_client,
     repeating,
 )
-from megackpt.storage.object_refusal import object_refusals
+from megackpt.storage.object_refusal import translated_object_errors
 from megackpt.storage.object_upload import ObjectWriter
-from megackpt.storage.refusal import ends_early, too_large
 from megackpt.storage.store import check_name, is_allowed_name
 
 T = TypeVar("T")
@@ -153,12 +153,12 @@ class ObjectStore:
             batches = obstore().list(self._client, directory or None, chunk_size=1000)
             return [one for batch in batches for one in batch]
 
-        with object_refusals("list", self._path(prefix)):
+        with translated_object_errors("list", self._path(prefix)):
             return repeating(collect, self._options)
 
     def directories(self) -> list[str]:
         """Return the first parts of names that have several, sorted: one request for each 1,000."""
-        with object_refusals("list", self._url):
+        with translated_object_errors("list", self._url):
             found = repeating(lambda: obstore().list_with_delimiter(self._client), self._options)
         return sorted(found["common_prefixes"])
 
@@ -218,7 +218,7 @@ class ObjectStore:
 
     def _ask(self, action: str, name: str, request: Callable[[], T]) -> T:
         """Make an idempotent request, again where it may help."""
-        with object_refusals(action, self._checked(name)):
+        with translated_object_errors(action, self._checked(name)):
             return repeating(request, self._options)
 
     def _checked(self, name: str) -> str:

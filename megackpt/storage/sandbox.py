@@ -22,7 +22,7 @@ _OPEN_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Beneath:
+class Sandbox:
     """The files beneath `root`, an absolute path.
 
     Refusals arrive as the system's OSError; what is no regular file or lies behind a link as StorageError.

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megackpt.storage.buffers import COMMON_POOL, Octets
+from megackpt.storage.buffers import COMMON_POOL, ByteArray
 from megackpt.storage.descriptors import DescriptorCache
-from megackpt.storage.lending import LENT_BYTES, check_lendable
+from megackpt.storage.error_translation import ends_early, translated_errors
+from megackpt.storage.lending import MAX_BORROWED_BYTES, check_lendable
 from megackpt.storage.rawio import ALIGNMENT, enable_direct, read_some
-from megackpt.storage.refusal import ends_early, refusals
 from megackpt.storage.residency import is_cached, is_in_memory, is_sampled_cached
 
 DIRECT_FROM_BYTES = 64 << 10
@@ -73,8 +73,8 @@ class FileReader:
                 yield from filled_cached(descriptor, self._path(name), offset, out)
                 return
         target = np.frombuffer(out, np.uint8)
-        for start in range(0, len(out), LENT_BYTES):
-            piece = target[start : start + LENT_BYTES]
+        for start in range(0, len(out), MAX_BORROWED_BYTES):
+            piece = target[start : start + MAX_BORROWED_BYTES]
             with COMMON_POOL.lend() as buffer:
                 np.copyto(piece, self._read_around(name, offset + start, len(piece), buffer))
             yield start + len(piece)
@@ -115,14 +115,14 @@ class FileReader:
             self._has_disk = not is_in_memory(descriptor)
         return self._has_disk
 
-    def _read_around(self, name: str, offset: int, nbytes: int, buffer: Octets) -> Octets:
+    def _read_around(self, name: str, offset: int, nbytes: int, buffer: ByteArray) -> ByteArray:
         """Return the bytes, somewhere in buffer."""
         low = offset // ALIGNMENT * ALIGNMENT
         wanted = -(-(offset + nbytes - low) // ALIGNMENT) * ALIGNMENT
         done = 0
         with self._around.borrow(name) as descriptor:
             while True:
-                with refusals("read", self._path(name)):
+                with translated_errors("read", self._path(name)):
                     count = read_some(descriptor, buffer.data[done:wanted], low + done)
                 if low + done + count >= offset + nbytes:
                     break
@@ -148,7 +148,7 @@ def filled_cached(descriptor: int, path: str, offset: int, out: memoryview) -> I
     """Like `fill_cached`; yield after each piece how many bytes are there."""
     done = 0
     while done < len(out):
-        with refusals("read", path):
+        with translated_errors("read", path):
             count = read_some(descriptor, out[done : done + _CACHED_PIECE_BYTES], offset + done)
         if not count:
             raise ends_early(path, offset + done, offset, len(out))
