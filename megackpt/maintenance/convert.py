@@ -185,7 +185,7 @@ def _open(job: _Job) -> _Opened:
     for row in plan.rows_of(job.group.rank).tolist():
         if _is_object(plan, int(plan.table.array[row])):
             key = plan.table.arrays[int(plan.table.array[row])].key
-            data = read_chunk(chunks, int(plan.slot[row]))
+            data = read_chunk(chunks, int(plan.entity[row]))
             value = contents.decode_object(data, f"{job.source.location}: object {key!r}")
             blobs[row] = job.strategy.encode_object(value, path=key)
     if job.group.rank > 0:
@@ -219,7 +219,7 @@ def _only_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable:
 def _declared(plan: SavePlan) -> DeclaredChunks:
     rows = len(plan.table)
     yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
-    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.slot)
+    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)
 
 
 def _refuse_place(job: _Job) -> None:
@@ -264,13 +264,13 @@ def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> Planned
     buffers = Buffers()
 
     def pieces(row: int) -> Iterator[memoryview]:
-        slot = int(plan.slot[row])
+        entity = int(plan.entity[row])
         of_row: Iterator[memoryview] = (
             iter([memoryview(local.blobs[row])])
             if row in local.blobs
             else buffers.pieces(
                 local.chunks,
-                slot,
+                entity,
                 start=int(local.start[row]),
                 stop=int(local.start[row] + plan.table.nbytes[row]),
                 buffer_bytes=job.options.buffer_bytes,
@@ -311,10 +311,10 @@ def _verify(job: _Job, local: _Opened, planned: PlannedSave) -> None:
 
 def _part(local: _Opened, row: int) -> Part:
     """Return the blocks of the source that a row of the plan begins, so that each belongs to one row."""
-    slot, block = int(local.plan.slot[row]), local.chunks.block_bytes
+    entity, block = int(local.plan.entity[row]), local.chunks.block_bytes
     start, stop = int(local.start[row]), int(local.start[row] + local.plan.table.nbytes[row])
-    whole = stop == int(local.chunks.table.nbytes[slot])
-    return Part(slot, start // block * block, stop if whole else stop // block * block)
+    whole = stop == int(local.chunks.table.nbytes[entity])
+    return Part(entity, start // block * block, stop if whole else stop // block * block)
 
 
 def _take_back(job: _Job, local: _Opened, attempt: str) -> None:
@@ -358,7 +358,7 @@ def _compare_objects(local: _Opened, written: Contents, where: str) -> None:
     source = local.plan.table
     for row, blob in local.blobs.items():
         key = source.arrays[int(source.array[row])].key
-        at = rows.get(_place(local.chunks, int(local.plan.slot[row])))
+        at = rows.get(_place(local.chunks, int(local.plan.entity[row])))
         if at is None or read_chunk(found, at) != blob:
             raise IntegrityError(
                 f"{key!r} {source.describe(row)}: {where} has not the object that was written.",

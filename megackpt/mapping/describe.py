@@ -21,7 +21,7 @@ from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, DeclaredChu
 def describe(
     entities: Sequence[ShardedTensor | ShardedObject], *, rank: int, object_nbytes: Sequence[int] = ()
 ) -> DeclaredChunks:
-    """Return this rank's declarations; row i is entity i, its slot.
+    """Return this rank's declarations; row i declares entity i.
 
     object_nbytes gives the encoded length of each ShardedObject in order (zeros, if empty: nothing is to be
     written). Local, pure.

@@ -18,32 +18,32 @@ from megackpt.metadata.columns import (
     unpack_columns,
     unpack_strings,
 )
-from megackpt.metadata.declared import DeclaredChunks, decode_declarations, merge_declarations
+from megackpt.metadata.declarations import DeclaredChunks, decode_declarations, merge_declarations
 from megackpt.metadata.dtypes import DTYPES, OBJECT
-from megackpt.metadata.holdings import (
-    PART_OF_RANKS,
-    REPLICATED,
-    Holdings,
-    Lists,
-    lists_of,
-    merge_lists,
+from megackpt.metadata.merged_declarations import (
+    ON_SOME_RANKS,
+    REPLICATED_VALUE,
+    MergedDeclarations,
+    PackedDeclarations,
+    merge_packed_declarations,
+    pack_declarations,
 )
 from megackpt.metadata.row_numbers import place_bases
-from megackpt.metadata.stored import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
+from megackpt.metadata.stored_chunks import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
 __all__ = [
     "DIGEST_BLOCK_BYTES",
     "DTYPES",
     "OBJECT",
-    "PART_OF_RANKS",
-    "REPLICATED",
+    "ON_SOME_RANKS",
+    "REPLICATED_VALUE",
     "ArraySpec",
     "ChunkTable",
     "Column",
     "DeclaredChunks",
     "DecodedArrays",
-    "Holdings",
-    "Lists",
+    "MergedDeclarations",
+    "PackedDeclarations",
     "StoredChunks",
     "block_counts",
     "column",
@@ -51,11 +51,11 @@ __all__ = [
     "decode_declarations",
     "integers",
     "itemsizes",
-    "lists_of",
     "merge_declarations",
-    "merge_lists",
+    "merge_packed_declarations",
     "narrow_dtype",
     "pack_columns",
+    "pack_declarations",
     "pack_strings",
     "pad_shapes",
     "place_bases",

@@ -21,7 +21,7 @@ class BlockCopy:
     """One strided block; numbers in elements, dims of extent 1 left out and contiguous ones joined.
 
     Attributes:
-        slot: the requester's entity.
+        entity: the requester's entity.
         shape: extents.
         source: first element in the stored chunk.
         source_stride: strides there.
@@ -29,7 +29,7 @@ class BlockCopy:
         target_stride: strides there.
     """
 
-    slot: int
+    entity: int
     shape: tuple[int, ...]
     source: int
     source_stride: tuple[int, ...]
@@ -60,7 +60,7 @@ class Blocks:
 
     Attributes:
         stored: row of the stored chunk, `[m]`.
-        slot: the requester's entity, `[m]`.
+        entity: the requester's entity, `[m]`.
         ndim: number of dims, `[m]`; those behind have extent 1 and stride 0.
         shape: extents, `[m, dims]`.
         source: first element in the stored chunk, `[m]`.
@@ -70,7 +70,7 @@ class Blocks:
     """
 
     stored: Ints
-    slot: Ints
+    entity: Ints
     ndim: Ints
     shape: Ints
     source: Ints
@@ -102,7 +102,7 @@ class Blocks:
             source_stride[rows, into], target_stride[rows, into] = source, target
             ndim[rows] = into + 1
         return cls(
-            copies.stored, copies.slot, ndim, shape, copies.source_first, source_stride,
+            copies.stored, copies.entity, ndim, shape, copies.source_first, source_stride,
             copies.target_first, target_stride,
         )  # fmt: skip
 
@@ -131,9 +131,10 @@ class Blocks:
     def copies(self, first: int, stop: int) -> list[BlockCopy]:
         """Return the blocks `[first, stop)` one by one."""
         columns = (column[first:stop].tolist() for column in (
-            self.slot, self.ndim, self.shape, self.source, self.source_stride, self.target, self.target_stride
+            self.entity, self.ndim, self.shape, self.source, self.source_stride, self.target,
+            self.target_stride,
         ))  # fmt: skip
         return [
-            BlockCopy(slot, tuple(shape[:n]), source, tuple(away[:n]), target, tuple(into[:n]))
-            for slot, n, shape, source, away, target, into in zip(*columns, strict=True)
+            BlockCopy(entity, tuple(shape[:n]), source, tuple(away[:n]), target, tuple(into[:n]))
+            for entity, n, shape, source, away, target, into in zip(*columns, strict=True)
         ]

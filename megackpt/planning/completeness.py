@@ -111,7 +111,7 @@ def with_one_source(
 ) -> Copies:
     """Prove that copies fill all that is needed; return them, each element from one stored chunk.
 
-    copies are those of all stored chunks, sorted by `slot`, which here is the row of wanted, and filled is
+    copies are those of all stored chunks, sorted by `entity`, which here is the row of wanted, and filled is
     what they fill. Of overlapping chunks the last in index order is copied from.
 
     Raises:
@@ -120,15 +120,15 @@ def with_one_source(
     overlapping = _overlapping(filled, needed, wanted, where)
     if not overlapping.any():
         return copies
-    rows = np.flatnonzero(overlapping[copies.slot])
-    rest = np.flatnonzero(~overlapping[copies.slot])
+    rows = np.flatnonzero(overlapping[copies.entity])
+    rest = np.flatnonzero(~overlapping[copies.entity])
     cut, parent = _last_of_each(copies.take(rows), stored, where)
     order = np.argsort(np.concatenate((rest, rows[parent])), kind="stable")
     both = Copies(
         *(np.concatenate((getattr(copies, n)[rest], getattr(cut, n)))[order] for n in Copies.__slots__)
     )
     start = both.target_start
-    filled = Filled(both.stored, Rectangles(both.slot, start, start + both.shape))
+    filled = Filled(both.stored, Rectangles(both.entity, start, start + both.shape))
     _refuse_short(filled.numel(len(wanted)) < needed.numel, filled, needed, wanted, where)
     return both
 
@@ -175,7 +175,7 @@ def _last_of_each(copies: Copies, stored: ChunkTable, where: str) -> tuple[Copie
     """
     dims = copies.shape.shape[1]
     # Along each dim, edges are numbered in the order of requests and places: a cell lies between neighbours.
-    edges = [_edges(copies.slot, copies.target_start[:, d], copies.shape[:, d]) for d in range(dims)]
+    edges = [_edges(copies.entity, copies.target_start[:, d], copies.shape[:, d]) for d in range(dims)]
     low = np.column_stack([edge.low for edge in edges])
     cells = np.column_stack([edge.high for edge in edges]) - low
     if cells.prod(axis=1, dtype=float).sum() > MAX_CELLS:
@@ -223,13 +223,13 @@ class _Edges(NamedTuple):
     value: Ints
 
 
-def _edges(slot: Ints, start: Ints, extent: Ints) -> _Edges:
-    both, value = np.concatenate((slot, slot)), np.concatenate((start, start + extent))
+def _edges(entity: Ints, start: Ints, extent: Ints) -> _Edges:
+    both, value = np.concatenate((entity, entity)), np.concatenate((start, start + extent))
     order = np.lexsort((value, both))
     begins = np.append(True, (np.diff(both[order]) != 0) | (np.diff(value[order]) != 0))
     number = np.empty(len(order), np.int64)
     number[order] = np.cumsum(begins) - 1
-    return _Edges(number[: len(slot)], number[len(slot) :], value[order][begins])
+    return _Edges(number[: len(entity)], number[len(entity) :], value[order][begins])
 
 
 def _refuse_short(

@@ -13,7 +13,7 @@ class Copies:
 
     Attributes:
         stored: row of the stored chunk, `[m]`.
-        slot: the requester's entity, `[m]`.
+        entity: the requester's entity, `[m]`.
         shape: extents of the block, `[m, dims]`.
         source_first: its first element in the stored chunk, `[m]`.
         source_stride: strides there, `[m, dims]`.
@@ -23,7 +23,7 @@ class Copies:
     """
 
     stored: Ints
-    slot: Ints
+    entity: Ints
     shape: Ints
     source_first: Ints
     source_stride: Ints

@@ -42,7 +42,7 @@ def _digest_of_rows(declared: DeclaredChunks) -> bytes:
         table.flat_stop,
         table.nbytes,
         declared.resizable,
-        declared.slot,
+        declared.entity,
     ):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest.digest()

@@ -109,7 +109,7 @@ class ExchangePlan:
         units: what is read.
         deliveries: who needs what of it.
         copies: where elements of a unit go, sorted as `deliveries`: `stored` is the unit, sources are counted
-            from its first element, `slot` is the requester's.
+            from its first element, `entity` is the requester's.
         rounds: number of rounds.
     """
 
@@ -165,7 +165,7 @@ def plan_exchange(
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
     dims = max(merged.table.dims, stored.dims)
     found = np.unique(overlapping_chunks(padded_to(merged.table, dims), padded_to(stored, dims))[1])
-    numbered = replace(merged, slot=np.arange(len(merged), dtype=np.int64))
+    numbered = replace(merged, entity=np.arange(len(merged), dtype=np.int64))
     if exceed_arrays(stored.take(found)):  # chunks overlap: cut only those that something is copied from
         found = np.unique(plan_load(numbered, stored, where=where).stored)
     bounds = _bounds(merged, stored.nbytes[found], mode, buffer_bytes, size)
@@ -173,8 +173,8 @@ def plan_exchange(
     copies = plan_load(numbered, table, where=where)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
     copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
-    group = merged.rank[copies.slot]
-    copies = replace(copies, slot=merged.slot[copies.slot])
+    group = merged.rank[copies.entity]
+    copies = replace(copies, entity=merged.entity[copies.entity])
     copies, rank = for_each_rank(copies, group, groups)
     return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds, readers)
 

@@ -38,7 +38,7 @@ def plan_load(requested: DeclaredChunks, stored: ChunkTable, *, where: str) -> C
     needed = _needed(requested, want, have)
     filled = _filled(want, have, asked, found, copies)
     copies = with_one_source(copies, filled, needed, want, have, where=where)
-    return replace(copies, slot=requested.slot[copies.slot])
+    return replace(copies, entity=requested.entity[copies.entity])
 
 
 def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
@@ -157,7 +157,7 @@ def _ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
 
 
 def _intersect(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints) -> Copies:
-    """Cut both chunks of every pair into rectangles and intersect those; slots are wanted rows."""
+    """Cut both chunks of every pair into rectangles and intersect those; entities are wanted rows."""
     pair_a, start_a, stop_a = _rectangles(want, asked)
     pair_b, start_b, stop_b = _rectangles(have, found)
     first_b = np.searchsorted(pair_b, np.arange(len(asked) + 1))
@@ -171,7 +171,7 @@ def _intersect(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints) -> 
     target_start = start - want.start[asked]
     return Copies(
         stored=found,
-        slot=asked,
+        entity=asked,
         shape=shape,
         source_first=((start - have.start[found]) * source_stride).sum(axis=1) - have.flat_start[found],
         source_stride=source_stride,
@@ -207,7 +207,7 @@ def _filled(want: ChunkTable, have: ChunkTable, asked: Ints, found: Ints, copies
         joined = replace(have.take(found[first]), flat_stop=have.flat_stop[found[last]])
         copies = _intersect(want, joined, asked[first], np.arange(len(first)))
     start = copies.target_start
-    return Filled(copies.stored, Rectangles(copies.slot, start, start + copies.shape))
+    return Filled(copies.stored, Rectangles(copies.entity, start, start + copies.shape))
 
 
 def _needed(requested: DeclaredChunks, want: ChunkTable, have: ChunkTable) -> Needed:

@@ -17,28 +17,28 @@ def pack_rows(plan: SavePlan, *, ranks: int) -> list[bytes]:
     table = plan.table
     order = np.argsort(plan.writer, kind="stable")
     matrix = np.column_stack(
-        (plan.slot, table.flat_start, table.flat_stop, table.nbytes, table.start, table.shape)
+        (plan.entity, table.flat_start, table.flat_stop, table.nbytes, table.start, table.shape)
     )[order]
     ends = np.cumsum(np.bincount(plan.writer, minlength=ranks)).tolist()
     head = np.array([table.dims], np.int64).tobytes()
     return [head + matrix[start:end].tobytes() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def unpack_rows(packed: bytes, declared: DeclaredChunks, slots: Ints, *, rank: int) -> SavePlan:
+def unpack_rows(packed: bytes, declared: DeclaredChunks, entities: Ints, *, rank: int) -> SavePlan:
     """Return the plan of what one rank writes: the rows of the whole plan, in the same order.
 
-    declared is what it has declared, and slots gives for each slot that the rows name the one it stands for.
+    declared is what the rank has declared; entities translates the numbers that the rows carry.
     """
     dims = int(np.frombuffer(packed, np.int64, 1)[0])
     matrix = np.frombuffer(packed, np.int64, offset=8).reshape(-1, 4 + 2 * dims)
-    slot = slots[matrix[:, 0]]
+    entity = entities[matrix[:, 0]]
     own = declared.table.dims  # of the arrays that this rank declares; others may have more
     table = ChunkTable(
         declared.table.arrays,
-        declared.table.array[slot],
+        declared.table.array[entity],
         matrix[:, 4 : 4 + own],
         matrix[:, 4 + dims : 4 + dims + own],
         *matrix[:, 1:4].T,
     )
     writer = np.full(len(table), rank, np.int64)
-    return SavePlan(table, writer, slot, place_in_files(table, writer))
+    return SavePlan(table, writer, entity, place_in_files(table, writer))

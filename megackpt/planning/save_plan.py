@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megackpt.geometry import Ints
-from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, Holdings, itemsizes
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, MergedDeclarations, itemsizes
 from megackpt.metadata.chunk_table import Rows
 from megackpt.options import Spread
 from megackpt.planning.assign import assign_writers
@@ -24,13 +24,13 @@ class SavePlan:
     Attributes:
         table: the chunks, sorted by array, start and flat range; empty ones are left out.
         writer: the rank that writes each, `[n]`.
-        slot: position of the chunk in that rank's own entities, `[n]`.
+        entity: position of the chunk in that rank's own entities, `[n]`.
         offset_bytes: where it begins in the data of the writer's file, `[n]`.
     """
 
     table: ChunkTable
     writer: Ints
-    slot: Ints
+    entity: Ints
     offset_bytes: Ints
 
     def rows_of(self, rank: int) -> Ints:
@@ -51,13 +51,13 @@ def plan_save(
     labels: Ints | None = None,
     part_bytes: int | None = PART_BYTES,
 ) -> SavePlan:
-    """Decide who writes what of rows in the order of ranks, each of one holder; see `plan_holdings`."""
-    held = Holdings.of_each(declared, ranks=ranks)
-    return plan_holdings(held, spread=spread, labels=labels, part_bytes=part_bytes)
+    """Decide who writes what of rows in the order of ranks, each of one holder; see `plan_merged_save`."""
+    held = MergedDeclarations.of_single_owners(declared, ranks=ranks)
+    return plan_merged_save(held, spread=spread, labels=labels, part_bytes=part_bytes)
 
 
-def plan_holdings(
-    held: Holdings,
+def plan_merged_save(
+    held: MergedDeclarations,
     *,
     spread: Spread = "world",
     labels: Ints | None = None,
@@ -81,7 +81,7 @@ def plan_holdings(
     table = held.declared.table
     first = first_of_equal_chunks(table)
     chunk_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(table))))
-    row, rank = held.holders()
+    row, rank = held.owners()
     if spread == "group" and labels is not None:
         kept = _beside_a_main_replica(held, chunk_of[row], row, rank, labels)
         row, rank = row[kept], rank[kept]
@@ -96,10 +96,10 @@ def plan_holdings(
         parts, of = parts.take(order), of[order]
     choice = assign_writers(parts.nbytes, starts, rank, ranks=held.ranks, set_of=of)
     writer = rank[choice]
-    return SavePlan(parts, writer, held.slots_of(row[choice], writer), place_in_files(parts, writer))
+    return SavePlan(parts, writer, held.entities_of(row[choice], writer), place_in_files(parts, writer))
 
 
-def _with_mains(held: Holdings) -> Holdings:
+def _with_mains(held: MergedDeclarations) -> MergedDeclarations:
     """Sort rows into index order, and leave out the chunks of which nobody has the main replica."""
     held = held.take(_index_order(held.declared.table))
     first = first_of_equal_chunks(held.declared.table)
@@ -119,7 +119,9 @@ def _by_chunk_and_rank(chunk: Ints, row: Ints, rank: Ints, ranks: int) -> tuple[
     return row[order], rank[order]
 
 
-def _beside_a_main_replica(held: Holdings, chunk: Ints, row: Ints, rank: Ints, labels: Ints) -> Rows:
+def _beside_a_main_replica(
+    held: MergedDeclarations, chunk: Ints, row: Ints, rank: Ints, labels: Ints
+) -> Rows:
     """Choose the holders that have the label of a rank with the chunk's main replica."""
     _, label = np.unique(labels, return_inverse=True)
     place = chunk * len(labels) + label.reshape(-1)[rank]
@@ -134,7 +136,7 @@ def plan_own(declared: DeclaredChunks) -> SavePlan:
     """
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
     mains = mains.take(_index_order(mains.table))
-    return SavePlan(mains.table, mains.rank, mains.slot, place_in_files(mains.table, mains.rank))
+    return SavePlan(mains.table, mains.rank, mains.entity, place_in_files(mains.table, mains.rank))
 
 
 COPIED_BYTES = 16 * 1024 * 1024
@@ -147,7 +149,7 @@ class CopyPlan:
     """Chunks to be written as parts of those that a checkpoint has.
 
     Attributes:
-        plan: who writes which; the slot of each is the row of the stored chunk.
+        plan: who writes which; the entity of each is the row of the stored chunk.
         start: where it begins in the stored chunk, in bytes, `[n]`.
     """
 

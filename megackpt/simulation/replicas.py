@@ -209,13 +209,13 @@ def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunk
 
 
 def joined(declared: Sequence[DeclaredChunks]) -> DeclaredChunks:
-    """Put declarations of one job into one table, in the order of ranks; number the rows of each: slots."""
+    """Merge the declarations of one job, in the order of ranks, and number the entities of each rank."""
     merged = merge_declarations(declared)
     if len(merged) and (np.diff(merged.rank) < 0).any():
         merged = merged.take(np.argsort(merged.rank, kind="stable"))
     begins = np.flatnonzero(np.diff(merged.rank, prepend=-1))
     counts = np.diff(np.append(begins, len(merged)))
-    return replace(merged, slot=np.arange(len(merged)) - np.repeat(begins, counts))
+    return replace(merged, entity=np.arange(len(merged)) - np.repeat(begins, counts))
 
 
 @dataclass(frozen=True, slots=True)

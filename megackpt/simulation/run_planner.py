@@ -18,13 +18,13 @@ from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
     DeclaredChunks,
-    Lists,
+    PackedDeclarations,
     block_counts,
-    lists_of,
-    merge_lists,
+    merge_packed_declarations,
     pack_columns,
+    pack_declarations,
 )
-from megackpt.planning import Copies, SavePlan, pack_rows, plan_holdings, plan_load, unpack_rows
+from megackpt.planning import Copies, SavePlan, pack_rows, plan_load, plan_merged_save, unpack_rows
 from megackpt.planning.bounding import sorted_for_search, with_bounding_boxes
 from megackpt.planning.load_plan import Places, overlapping_chunks
 from megackpt.storage import MemoryStore, digest_of
@@ -58,39 +58,41 @@ class Region:
     seconds: float
 
 
-def list_of(declared: DeclaredChunks) -> tuple[Lists, bytes, float]:
+def list_of(declared: DeclaredChunks) -> tuple[PackedDeclarations, bytes, float]:
     """Pack what one rank sends; return it, the digest of its shared list, and how long that took."""
     began = time.thread_time()
-    lists = lists_of(declared, replicated=frozenset(), part_of_ranks=frozenset())
-    digest = bytes.fromhex(digest_of(lists.shared))
+    lists = pack_declarations(declared, replicated=frozenset(), part_of_ranks=frozenset())
+    digest = bytes.fromhex(digest_of(lists.replica_rows))
     return lists, digest, time.thread_time() - began
 
 
 def plan_all(
-    alone: Sequence[bytes], shared: Sequence[bytes], sharers: Sequence[Ints]
+    alone: Sequence[bytes], shared: Sequence[bytes], owner_groups: Sequence[Ints]
 ) -> tuple[SavePlan, list[bytes], Coordinated]:
     """Do what rank 0 does: merge the lists of all ranks, prove coverage, plan, and pack the rows of each.
 
-    shared has the lists that several ranks have alike, and sharers the ranks that have each.
+    shared has the lists that several ranks have alike, and owner_groups the ranks that have each.
 
     Raises:
         CoverageError: main replicas do not cover everything once.
     """
     clock = _Clock()
-    held, _ = merge_lists(alone, shared, sharers)
+    held, _ = merge_packed_declarations(alone, shared, owner_groups)
     merge_s = clock.lap()
     check_coverage(held.declared)
     prove_s = clock.lap()
-    plan = plan_holdings(held)
+    plan = plan_merged_save(held)
     plan_s = clock.lap()
     rows = pack_rows(plan, ranks=len(alone))
     return plan, rows, Coordinated(merge_s=merge_s, prove_s=prove_s, plan_s=plan_s, pack_s=clock.lap())
 
 
-def take_rows(rows: bytes, declared: DeclaredChunks, lists: Lists, *, rank: int) -> tuple[SavePlan, float]:
+def take_rows(
+    rows: bytes, declared: DeclaredChunks, lists: PackedDeclarations, *, rank: int
+) -> tuple[SavePlan, float]:
     """Make one rank's plan of the rows that it is sent; return it and how long that took."""
     began = time.thread_time()
-    plan = unpack_rows(rows, declared, lists.slots, rank=rank)
+    plan = unpack_rows(rows, declared, lists.entities, rank=rank)
     return plan, time.thread_time() - began
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from megackpt.geometry import Ints
-from megackpt.metadata import ChunkTable, DeclaredChunks, Lists
+from megackpt.metadata import ChunkTable, DeclaredChunks, PackedDeclarations
 from megackpt.planning import SavePlan
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
@@ -69,7 +69,7 @@ def simulate_save(
         sent.add(rank, *run_planner.list_of(declared))
         advance(1)
     plan, rows, coordinated = run_planner.plan_all(
-        sent.alone, [data for _, data in sent.shared.values()], sent.sharers()
+        sent.alone, [data for _, data in sent.shared.values()], sent.owner_groups()
     )
     for rank, declared in each_rank(stages, arrays):
         _, seconds = run_planner.take_rows(rows[rank], declared, sent.lists[rank], rank=rank)
@@ -105,7 +105,7 @@ class _Sent:
         seconds: `[world]`.
     """
 
-    lists: list[Lists]
+    lists: list[PackedDeclarations]
     alone: list[bytes]
     shared: dict[bytes, tuple[int, bytes]]
     kind: Ints
@@ -113,16 +113,16 @@ class _Sent:
 
     @classmethod
     def nothing(cls, world: int) -> _Sent:
-        none = Lists(np.zeros(0, np.int64), b"", b"")
+        none = PackedDeclarations(np.zeros(0, np.int64), b"", b"")
         return cls([none] * world, [b""] * world, {}, np.zeros(world, np.int64), np.zeros(world))
 
-    def add(self, rank: int, lists: Lists, digest: bytes, seconds: float) -> None:
-        number, _ = self.shared.setdefault(digest, (len(self.shared), lists.shared))
+    def add(self, rank: int, lists: PackedDeclarations, digest: bytes, seconds: float) -> None:
+        number, _ = self.shared.setdefault(digest, (len(self.shared), lists.replica_rows))
         self.kind[rank] = number
-        self.lists[rank], self.alone[rank] = replace(lists, alone=b"", shared=b""), lists.alone
+        self.lists[rank], self.alone[rank] = replace(lists, main_rows=b"", replica_rows=b""), lists.main_rows
         self.seconds[rank] = seconds
 
-    def sharers(self) -> list[Ints]:
+    def owner_groups(self) -> list[Ints]:
         return [np.flatnonzero(self.kind == kind) for kind in range(len(self.shared))]
 
     @property
@@ -146,7 +146,7 @@ def _outcome(
 ) -> SaveOutcome:
     nbytes = np.zeros(layout.world, np.int64)
     np.add.at(nbytes, plan.writer, plan.table.nbytes)
-    columns = (plan.writer, plan.slot, plan.offset_bytes)
+    columns = (plan.writer, plan.entity, plan.offset_bytes)
     return SaveOutcome(
         layout=layout,
         nbytes=nbytes,

@@ -251,14 +251,14 @@ def report_arrays(
 ) -> tuple[ArrayReport, ...]:
     """Return how each array of one rank's request is answered."""
     table = requested.table
-    slots = int(requested.slot.max(initial=-1)) + 1
-    filled = np.bincount(copies.slot, copies.shape.prod(axis=1).astype(np.float64), minlength=slots).astype(
-        np.int64
-    )
+    entities = int(requested.entity.max(initial=-1)) + 1
+    filled = np.bincount(
+        copies.entity, copies.shape.prod(axis=1).astype(np.float64), minlength=entities
+    ).astype(np.int64)
     held = table.flat_stop - table.flat_start
     itemsize = np.where(held > 0, table.nbytes // np.maximum(held, 1), 0)
-    padded = np.where(held > 0, held - filled[requested.slot], 0) * itemsize
-    moved = (held > 0) & ~_one_whole_chunk(requested, chunks, copies, slots)
+    padded = np.where(held > 0, held - filled[requested.entity], 0) * itemsize
+    moved = (held > 0) & ~_one_whole_chunk(requested, chunks, copies, entities)
     arrays = len(table.arrays)
     nbytes = np.zeros(arrays, np.int64)
     np.add.at(nbytes, table.array, np.where(held > 0, table.nbytes, 0))
@@ -284,14 +284,14 @@ def report_arrays(
 
 
 def _one_whole_chunk(
-    requested: DeclaredChunks, chunks: ChunkTable, copies: Copies, slots: int
+    requested: DeclaredChunks, chunks: ChunkTable, copies: Copies, entities: int
 ) -> npt.NDArray[np.bool_]:
     """Tell of each row requested whether it is answered by one stored chunk, and is all of that, `[n]`."""
     table = requested.table
-    pieces = np.bincount(copies.slot, minlength=slots)[requested.slot]
-    source = np.full(slots, -1, np.int64)
-    source[copies.slot] = copies.stored
-    other = source[requested.slot]
+    pieces = np.bincount(copies.entity, minlength=entities)[requested.entity]
+    source = np.full(entities, -1, np.int64)
+    source[copies.entity] = copies.stored
+    other = source[requested.entity]
     if not len(chunks):
         return np.zeros(len(table), np.bool_)
     dims = min(table.dims, chunks.dims)  # rows are padded to the widest array, which may not be the same

@@ -35,12 +35,12 @@ from megackpt.metadata import (
     ArraySpec,
     ChunkTable,
     DeclaredChunks,
-    Lists,
+    PackedDeclarations,
     itemsizes,
-    lists_of,
-    merge_lists,
+    merge_packed_declarations,
+    pack_declarations,
 )
-from megackpt.planning import SavePlan, pack_rows, plan_holdings, unpack_rows
+from megackpt.planning import SavePlan, pack_rows, plan_merged_save, unpack_rows
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.validation import check_coverage
 
@@ -137,10 +137,10 @@ def _described(rows: list[tuple[str, str, Param, int, int, bool]], rank: int, ra
     nbytes = (high - low) * itemsizes(arrays)[array]
     nbytes[-1] = OBJECT_BYTES
     main = np.array([*(r[5] for r in rows), True])
-    none, slots = np.zeros(len(array), np.bool_), np.arange(len(array))
+    none, entities = np.zeros(len(array), np.bool_), np.arange(len(array))
     table = ChunkTable(arrays, array, start, shape, low, high, nbytes)
-    order = np.argsort(array, kind="stable") if arrays[-1].key < arrays[-2].key else slots
-    return DeclaredChunks(table.take(order), main[order], none, np.full(len(array), rank), slots)
+    order = np.argsort(array, kind="stable") if arrays[-1].key < arrays[-2].key else entities
+    return DeclaredChunks(table.take(order), main[order], none, np.full(len(array), rank), entities)
 
 
 def _two(values: tuple[int, ...], fill: int) -> tuple[int, int]:
@@ -164,24 +164,24 @@ def bench_ours(layout: Layout) -> dict[str, float]:
         for rank, of_rank in declare(layout, p, t):
             declared[rank] = of_rank
     found = {"declared rows": sum(map(len, declared)), "build inputs s": clock.lap()}
-    lists: list[Lists] = []
+    lists: list[PackedDeclarations] = []
     digests: list[str] = []
     own_s = np.zeros(ranks)
     for rank in range(ranks):
         clock.lap()
-        lists.append(lists_of(declared[rank], replicated=frozenset(), part_of_ranks=frozenset()))
-        digests.append(digest_of(lists[rank].shared))
+        lists.append(pack_declarations(declared[rank], replicated=frozenset(), part_of_ranks=frozenset()))
+        digests.append(digest_of(lists[rank].replica_rows))
         own_s[rank] = clock.lap()
     first: dict[str, int] = {}
     for rank, digest in enumerate(digests):
         first.setdefault(digest, rank)
-    sent = np.array([len(of.alone) for of in lists])
-    sent[list(first.values())] += [len(lists[rank].shared) for rank in first.values()]
+    sent = np.array([len(of.main_rows) for of in lists])
+    sent[list(first.values())] += [len(lists[rank].replica_rows) for rank in first.values()]
     plan, rows, laps = _coordinate(lists, digests, first)
     found |= laps
     for rank in range(ranks):
         clock.lap()
-        own = unpack_rows(rows[rank], declared[rank], lists[rank].slots, rank=rank)
+        own = unpack_rows(rows[rank], declared[rank], lists[rank].entities, rank=rank)
         own_s[rank] += clock.lap()
         assert len(own.table) == np.count_nonzero(plan.writer == rank) or rank % 97
     written = np.bincount(plan.writer, plan.table.nbytes, minlength=ranks)
@@ -203,16 +203,18 @@ def bench_ours(layout: Layout) -> dict[str, float]:
 
 
 def _coordinate(
-    lists: list[Lists], digests: list[str], first: dict[str, int]
+    lists: list[PackedDeclarations], digests: list[str], first: dict[str, int]
 ) -> tuple[SavePlan, list[bytes], dict[str, float]]:
     clock, laps = _Clock(), {}
     kinds, kind = np.unique(np.array(digests), return_inverse=True)
-    sharers: list[Ints] = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
-    held, _ = merge_lists([of.alone for of in lists], [lists[first[str(k)]].shared for k in kinds], sharers)
+    owner_groups: list[Ints] = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
+    held, _ = merge_packed_declarations(
+        [of.main_rows for of in lists], [lists[first[str(k)]].replica_rows for k in kinds], owner_groups
+    )
     laps["merge s"] = clock.lap()
     check_coverage(held.declared)
     laps["prove s"] = clock.lap()
-    plan = plan_holdings(held)
+    plan = plan_merged_save(held)
     laps["plan s"] = clock.lap()
     rows = pack_rows(plan, ranks=len(lists))
     laps["pack s"] = clock.lap()

@@ -131,8 +131,10 @@ def _messages(ranks: list[Rank]) -> list[bytes]:
             array, start, shape, low, high, (high - low) * 4,
         )  # fmt: skip
         none = np.zeros(len(rows), np.bool_)
-        slots = np.arange(len(rows))
-        return pack_columns(DeclaredChunks(table, main, none, np.full(len(rows), rank), slots).to_columns())
+        entities = np.arange(len(rows))
+        return pack_columns(
+            DeclaredChunks(table, main, none, np.full(len(rows), rank), entities).to_columns()
+        )
 
     return [of(rank) for rank in range(len(ranks))]
 

@@ -155,8 +155,8 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     assert np.array_equal(np.repeat(made.deliveries.unit, counts), made.copies.stored)
     for number, entities in enumerate(asked):
         mine = rank == number
-        for slot, entity in enumerate(entities):
-            numel = made.copies.shape[mine & (made.copies.slot == slot)].prod(axis=1).sum()
+        for number, entity in enumerate(entities):
+            numel = made.copies.shape[mine & (made.copies.entity == number)].prod(axis=1).sum()
             assert numel == (0 if entity.data is None else entity.data.numel())
     again = plan(requested, table, mode, 1 << 20)
     assert again.fingerprint() == plan(requested, table, mode, 1 << 20).fingerprint()

@@ -30,8 +30,8 @@ def test_arrays_that_are_together_longer_than_64_bits_are_told_apart() -> None:
         np.full(arrays // 2, 7),
     )
     no = np.zeros(arrays // 2, np.bool_)
-    slots = np.arange(arrays // 2)
-    copies = plan_load(DeclaredChunks(wanted, ~no, no, 0 * slots, slots), stored, where="here")
+    entities = np.arange(arrays // 2)
+    copies = plan_load(DeclaredChunks(wanted, ~no, no, 0 * entities, entities), stored, where="here")
     assert copies.stored.tolist() == [4 * i + 3 for i in range(arrays // 2)]
     assert copies.source_first.tolist() == [5] * (arrays // 2)
 

@@ -20,13 +20,13 @@ def rows_of_ranks() -> DeclaredChunks:
     """Rank r holds the rows r, r + RANKS and r + 2 RANKS of a long array, and row r of a short one."""
     arrays = (ArraySpec("long", "float64", (3 * RANKS, LONG)), ArraySpec("short", "float64", (RANKS, SHORT)))
     rank = np.repeat(np.arange(RANKS), 4)
-    slot = np.tile(np.arange(4), RANKS)
-    start = np.stack([rank + np.where(slot < 3, slot, 0) * RANKS, np.zeros_like(rank)], axis=1)
-    width = np.where(slot < 3, LONG, SHORT)
+    entity = np.tile(np.arange(4), RANKS)
+    start = np.stack([rank + np.where(entity < 3, entity, 0) * RANKS, np.zeros_like(rank)], axis=1)
+    width = np.where(entity < 3, LONG, SHORT)
     shape = np.stack([np.ones_like(width), width], axis=1)
-    array = (slot == 3).astype(np.int64)
+    array = (entity == 3).astype(np.int64)
     table = ChunkTable(arrays, array, start, shape, np.zeros_like(width), width, 8 * width)
-    return DeclaredChunks(table, np.ones(len(rank), np.bool_), np.zeros(len(rank), np.bool_), rank, slot)
+    return DeclaredChunks(table, np.ones(len(rank), np.bool_), np.zeros(len(rank), np.bool_), rank, entity)
 
 
 def test_digests_of_many_ranks_come_to_the_rows_they_are_of() -> None:

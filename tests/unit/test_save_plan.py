@@ -127,5 +127,5 @@ def test_a_rank_plans_its_own_main_replicas_as_the_plan_of_all_ranks_says() -> N
     for rank, declared in enumerate(per_rank):
         alone = plan_own(declared)
         rows = whole.rows_of(rank)
-        assert alone.slot[alone.rows_of(rank)].tolist() == whole.slot[rows].tolist()
+        assert alone.entity[alone.rows_of(rank)].tolist() == whole.entity[rows].tolist()
         assert alone.offset_bytes[alone.rows_of(rank)].tolist() == whole.offset_bytes[rows].tolist()

@@ -55,7 +55,7 @@ def check_declarations(sizes: ModelSizes, where: JobLayout) -> None:
         mine = everyone.take(everyone.rank == rank)
         flattened = flatten_state(real_state(sizes, where, rank), rank=rank, ranks=where.world)
         assert rows_of(mine) == rows_of(describe(flattened.entities, rank=rank))
-        assert sorted(mine.slot.tolist()) == list(range(len(mine)))
+        assert sorted(mine.entity.tolist()) == list(range(len(mine)))
 
 
 @pytest.mark.parametrize(("layout", "query_groups"), [("tp4,pp2,dp2", 2), ("tp4,dp3", 1), ("tp2,dp2", 1)])

@@ -195,10 +195,10 @@ def test_plans_by_bounding_boxes_are_the_plans_by_boxes() -> None:
             requested.main,
             requested.resizable,
             requested.rank,
-            requested.slot,
+            requested.entity,
         )
         fast = plan_load(bounded, told.take(order), where="x")
-        columns = ("slot", "source_first", "target_first")
+        columns = ("entity", "source_first", "target_first")
 
         def rows(copies: object, stored_rows: np.ndarray, columns: tuple[str, ...] = columns) -> list[object]:
             plain_columns = [getattr(copies, name).tolist() for name in columns]

@@ -47,7 +47,7 @@ def read_tensors(
     tensors: Sequence[ShardedTensor],
     options: LoadOptions,
 ) -> None:
-    """Fill the tensors' data in place as the copies say; slots index into tensors. Local.
+    """Fill the tensors' data in place as the copies say; entities index into tensors. Local.
 
     Raises:
         IntegrityError: a block does not have the digest it was stored with.
@@ -128,16 +128,16 @@ class Target:
 def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]) -> Copies:
     """Replace row-major targets by real strides where a tensor is a view that is not contiguous."""
     first, stride = copies.target_first.copy(), copies.target_stride.copy()
-    for slot in [i for i, b in enumerate(bits) if not b.is_contiguous()]:
-        rows = np.flatnonzero(copies.slot == slot)
-        if tensors[slot].flattened_range is not None:  # 1-D: positions in it are linear already
-            first[rows] *= bits[slot].stride(0)
-            stride[rows] *= bits[slot].stride(0)
+    for entity in [i for i, b in enumerate(bits) if not b.is_contiguous()]:
+        rows = np.flatnonzero(copies.entity == entity)
+        if tensors[entity].flattened_range is not None:  # 1-D: positions in it are linear already
+            first[rows] *= bits[entity].stride(0)
+            stride[rows] *= bits[entity].stride(0)
             continue
         # Prepended axes and the padding behind have extent 1 and so no stride.
         real = np.zeros(stride.shape[1], np.int64)
-        axis = tensors[slot].prepend_axis_num
-        real[axis : axis + bits[slot].ndim] = bits[slot].stride()
+        axis = tensors[entity].prepend_axis_num
+        real[axis : axis + bits[entity].ndim] = bits[entity].stride()
         first[rows] = (copies.target_start[rows] * real).sum(axis=1)
         stride[rows] = real
     return replace(copies, target_first=first, target_stride=stride)
@@ -179,10 +179,10 @@ class _Reader:
 
     def _straight_jobs(self, reads: Reads, rows: Ints) -> Iterator[Callable[[], None]]:
         """Yield what is to be done for reads of one contiguous copy each."""
-        stored, slot = reads.stored[rows], reads.blocks.slot[reads.first[rows]]
+        stored, entity = reads.stored[rows], reads.blocks.entity[reads.first[rows]]
         into = reads.blocks.target[reads.first[rows]] * self._itemsize[stored]
         lengths = reads.stop[rows] - reads.start[rows]
-        columns = (rows, slot, stored, reads.start[rows], into, into + lengths)
+        columns = (rows, entity, stored, reads.start[rows], into, into + lengths)
         for read, number, row, start, begin, end in zip(*(c.tolist() for c in columns), strict=True):
             octets = self._octets[number]
             if octets is None:
@@ -199,14 +199,16 @@ class _Reader:
         is_whole = (begin[first] == reads.start) & (
             begin[first] + blocks.spans()[first] * width == reads.stop
         )
-        is_one_run = (np.diff(reads.first) == 1) & blocks.are_runs()[first] & takes_bytes[blocks.slot[first]]
+        is_one_run = (
+            (np.diff(reads.first) == 1) & blocks.are_runs()[first] & takes_bytes[blocks.entity[first]]
+        )
         is_long = reads.stop - reads.start >= (0 if self._in_files is None else STRAIGHT_BYTES)
         return np.asarray(is_whole & is_one_run & is_long)
 
     def _read_strided(self, reads: Reads, read: int) -> None:
         """Read one contiguous copy into a tensor that is not contiguous itself."""
         ((copy,),) = reads.copies([read])
-        into = run_in(self._targets[copy.slot].memory, copy)
+        into = run_in(self._targets[copy.entity].memory, copy)
         assert into is not None  # by _are_straight
         self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
 
@@ -227,8 +229,8 @@ class _Reader:
 
     def _copy_out(self, copies: Sequence[BlockCopy], data: memoryview, begins: int) -> None:
         for copy in copies:
-            target = self._targets[copy.slot]
-            octets = self._octets[copy.slot]
+            target = self._targets[copy.entity]
+            octets = self._octets[copy.entity]
             if octets is not None:
                 copy_octets(data, begins, target.element.itemsize, octets, copy)
             elif not target.memory.is_cuda:

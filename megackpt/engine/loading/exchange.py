@@ -57,7 +57,7 @@ class Wanted:
     """What one rank wants of a checkpoint.
 
     Attributes:
-        requested: its declarations; slots are those of tensors, then of objects.
+        requested: its declarations; entities are those of tensors, then of objects.
         tensors: filled in place.
         blobs: a buffer of the right length for each object, filled in place; 1-D uint8.
     """
@@ -278,7 +278,7 @@ class Exchanger:
         width = int(self._plan.units.width[self._plan.deliveries.unit[arrival.delivery]])
         at = 0
         for copy in self._copies_of(arrival.delivery):
-            target = self._targets[copy.slot]
+            target = self._targets[copy.entity]
             if arrival.begins is None:  # packed: the elements of the copies, one after the other
                 source = replace(copy, source=at, source_stride=row_major_strides(copy.shape))
                 copy_block(arrival.data.view(target.element), 0, target.memory, source)
@@ -293,7 +293,7 @@ class Exchanger:
         if first[1] - first[0] != 1:
             return None
         (copy,) = self._copies_of(delivery)
-        target = self._targets[copy.slot]
+        target = self._targets[copy.entity]
         return None if target.is_cast else run_in(target.memory, copy)
 
 

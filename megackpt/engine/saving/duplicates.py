@@ -15,7 +15,13 @@ from megackpt.engine.data.device_copies import pieces_of
 from megackpt.engine.state.flatten import FlattenedState
 from megackpt.geometry import Box, Ints
 from megackpt.mapping import is_main_replica
-from megackpt.metadata import DIGEST_BLOCK_BYTES, PART_OF_RANKS, REPLICATED, DeclaredChunks, Holdings
+from megackpt.metadata import (
+    DIGEST_BLOCK_BYTES,
+    ON_SOME_RANKS,
+    REPLICATED_VALUE,
+    DeclaredChunks,
+    MergedDeclarations,
+)
 from megackpt.planning import first_of_equal_chunks
 from megackpt.storage import BlockDigester, digest_of
 
@@ -51,7 +57,7 @@ def without_copies(declared: DeclaredChunks, keys: set[str]) -> DeclaredChunks:
     return replace(declared, main=main)
 
 
-def with_mains_chosen(held: Holdings, marks: Ints) -> Holdings:
+def with_mains_chosen(held: MergedDeclarations, marks: Ints) -> MergedDeclarations:
     """Choose the main replicas that no rank could choose alone, of marked rows. Pure.
 
     A replicated value is written by the lowest rank that holds it.
@@ -59,14 +65,14 @@ def with_mains_chosen(held: Holdings, marks: Ints) -> Holdings:
     of_array = np.zeros(len(held.declared.table.arrays), np.int64)
     np.bitwise_or.at(of_array, held.declared.table.array, marks)
     keys = [a.key for a in held.declared.table.arrays]
-    parts = {keys[i] for i in np.flatnonzero(of_array & PART_OF_RANKS).tolist()}
+    parts = {keys[i] for i in np.flatnonzero(of_array & ON_SOME_RANKS).tolist()}
     held = replace(held, declared=without_copies(held.declared, parts))
-    rows = np.flatnonzero(marks & REPLICATED)
-    row, rank = held.take(rows).holders()
+    rows = np.flatnonzero(marks & REPLICATED_VALUE)
+    row, rank = held.take(rows).owners()
     order = np.lexsort((rank, held.declared.table.array[rows][row]))
     first = order[np.unique(held.declared.table.array[rows][row][order], return_index=True)[1]]
     chosen, writers = rows[row[first]], rank[first]
-    return held.with_alone(chosen, writers)
+    return held.with_main_rows(chosen, writers)
 
 
 def with_one_main_each(declared: DeclaredChunks, replicated: set[str]) -> DeclaredChunks:

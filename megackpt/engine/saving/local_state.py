@@ -29,7 +29,7 @@ from megackpt.geometry import Ints, strides_of
 from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe
 from megackpt.mapping.tree import ABSENT, Steps, dotted, without_empty
-from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, Lists, lists_of
+from megackpt.metadata import DIGEST_BLOCK_BYTES, DeclaredChunks, PackedDeclarations, pack_declarations
 from megackpt.options import PlainTensors, Policy, Spread
 from megackpt.planning import SavePlan
 from megackpt.storage import digest_of, digest_of_parts
@@ -93,7 +93,7 @@ class LocalState:
         strategy: the format that writes it.
         expanded: the state taken apart.
         blobs: its objects, encoded; empty where another rank writes them.
-        declared: its declarations; slots count tensors, then objects.
+        declared: its declarations; entities count tensors, then objects.
         said: what these were made of, see `CachedPlan`.
         earlier: a plan for which it has declared the same.
         spread_label: see `SaveRequest`.
@@ -145,7 +145,7 @@ class LocalState:
         replicated = {key: digest_of(leaves(value)) for key, value in held.items()}
         return {"replicated": replicated, "copies": digests_of_copies(self.flattened)}
 
-    def lists(self) -> Lists:
+    def lists(self) -> PackedDeclarations:
         """Return what this rank declares as it is sent to the one that plans."""
         return self._lists(self.declared)
 
@@ -162,8 +162,8 @@ class LocalState:
         lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
         keeps_all = not takes_own_rows(self.strategy)
         who = [self.rank, self.ranks, self.request.spread, self.spread_label]
-        besides = json.dumps([*who, len(lists.alone), keeps_all]).encode()
-        return digest_of(b"".join((besides, lists.slots.tobytes(), lists.alone, lists.shared)))
+        besides = json.dumps([*who, len(lists.main_rows), keeps_all]).encode()
+        return digest_of(b"".join((besides, lists.entities.tobytes(), lists.main_rows, lists.replica_rows)))
 
     def kept(self, plan: SavePlan, whole: SavePlan | None) -> CachedPlan:
         """Return what is kept of a plan for the next save that declares the same."""
@@ -176,38 +176,40 @@ class LocalState:
     def object_sizes(self, plan: SavePlan, *, rank: int) -> Ints:
         """Return the lengths of the objects of a plan that this rank writes, in the order of its rows."""
         first = len(self.flattened.tensors)
-        slots = plan.slot[plan.writer == rank]
-        return np.array([len(self.blobs[s - first]) for s in slots.tolist() if s >= first], np.int64)
+        entities = plan.entity[plan.writer == rank]
+        return np.array([len(self.blobs[s - first]) for s in entities.tolist() if s >= first], np.int64)
 
     def pieces(self, plan: SavePlan, row: int, *, piece_bytes: int) -> Iterator[memoryview]:
         """Return the bytes of a row of a plan that this rank writes."""
-        slot, tensors = int(plan.slot[row]), self.flattened.tensors
-        if slot >= len(tensors):
-            return iter([memoryview(self.blobs[slot - len(tensors)])])
+        entity, tensors = int(plan.entity[row]), self.flattened.tensors
+        if entity >= len(tensors):
+            return iter([memoryview(self.blobs[entity - len(tensors)])])
         return pieces_of(self.elements(plan, row), piece_bytes=piece_bytes)
 
     def elements(self, plan: SavePlan, row: int) -> torch.Tensor:
         """Return the part of a tensor that a row stands for: a box of it, or a range of a flat one."""
-        slot, part, whole = int(plan.slot[row]), plan.table, self.declared.table
-        data = self.flattened.tensors[slot].data
+        entity, part, whole = int(plan.entity[row]), plan.table, self.declared.table
+        data = self.flattened.tensors[entity].data
         assert data is not None
-        if part.nbytes[row] == whole.nbytes[slot]:
+        if part.nbytes[row] == whole.nbytes[entity]:
             return data
         # Rows are padded to the widest array of those who declare them, which need not be the same here.
-        axes = len(whole.arrays[int(whole.array[slot])].global_shape)
-        start = part.start[row, :axes] - whole.start[slot, :axes]
+        axes = len(whole.arrays[int(whole.array[entity])].global_shape)
+        start = part.start[row, :axes] - whole.start[entity, :axes]
         shape = part.shape[row, :axes]
-        if self.flattened.tensors[slot].flattened_range is not None:
+        if self.flattened.tensors[entity].flattened_range is not None:
             # A flat tensor that is all of its box was declared, and so cut, as a box.
-            before = int((start * strides_of(whole.shape[[slot], :axes])[0]).sum())
-            low = before + int(part.flat_start[row] - whole.flat_start[slot])
+            before = int((start * strides_of(whole.shape[[entity], :axes])[0]).sum())
+            low = before + int(part.flat_start[row] - whole.flat_start[entity])
             return data[low : low + int(part.flat_stop[row] - part.flat_start[row])]
         own = zip(start.tolist()[axes - data.ndim :], shape.tolist()[axes - data.ndim :], strict=True)
         return data[tuple(slice(a, a + n) for a, n in own)]
 
-    def _lists(self, declared: DeclaredChunks) -> Lists:
+    def _lists(self, declared: DeclaredChunks) -> PackedDeclarations:
         flattened = self.flattened
-        return lists_of(declared, replicated=flattened.replicated, part_of_ranks=flattened.part_of_ranks)
+        return pack_declarations(
+            declared, replicated=flattened.replicated, part_of_ranks=flattened.part_of_ranks
+        )
 
 
 class StateRowParts:
@@ -240,7 +242,7 @@ class StateRowParts:
         )
 
     def _is_copied(self, row: int) -> bool:
-        return int(self._plan.slot[row]) in self._copied and self._plan.table.nbytes[row] > 0
+        return int(self._plan.entity[row]) in self._copied and self._plan.table.nbytes[row] > 0
 
 
 def prepare(

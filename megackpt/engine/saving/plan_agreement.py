@@ -23,11 +23,11 @@ from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
     Column,
-    Holdings,
+    MergedDeclarations,
     column,
     decode_declarations,
     merge_declarations,
-    merge_lists,
+    merge_packed_declarations,
     pack_columns,
     unpack_columns,
 )
@@ -35,7 +35,7 @@ from megackpt.planning import (
     SavePlan,
     object_sizes,
     pack_rows,
-    plan_holdings,
+    plan_merged_save,
     plan_own,
     unpack_rows,
     with_object_sizes,
@@ -130,13 +130,13 @@ def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> 
         label = local.spread_label.to_bytes(8, "little", signed=True)
         return b"".join((digest, label, bytes.fromhex(digest_of(samples))))
 
-    digest = bytes.fromhex(digest_of(lists.shared))
+    digest = bytes.fromhex(digest_of(lists.replica_rows))
     said = together(group, introduce, doing="comparing declarations")
     # What several ranks have alike is sent by the first of them.
     sends = next(rank for rank, other in enumerate(said) if other[:16] == digest) == group.rank
     if any(other[24:] == said[group.rank][24:] for other in said[: group.rank]):
         samples = b""
-    messages = group.gather(_joined([lists.alone, lists.shared if sends else b"", values, samples]))
+    messages = group.gather(_joined([lists.main_rows, lists.replica_rows if sends else b"", values, samples]))
     whole: list[SavePlan] = []
 
     def plan() -> list[bytes]:
@@ -144,14 +144,14 @@ def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> 
         return pack_rows(whole[0], ranks=group.size)
 
     rows = given_by_root(group, plan, doing="planning the save")
-    own = unpack_rows(rows, local.declared, lists.slots, rank=group.rank)
+    own = unpack_rows(rows, local.declared, lists.entities, rank=group.rank)
     if takes_own_rows(local.strategy):
         return of_own_rows(local, own, whole[0] if whole else None, rank=group.rank)
     packed = _pack_plan(whole[0]) if whole else b""
     everything = _unpack_plan(from_root(group, packed, doing="sharing the plan"))
-    slot = everything.slot.copy()
-    slot[everything.writer == group.rank] = own.slot
-    return PlanAgreement(replace(everything, slot=slot))
+    entity = everything.entity.copy()
+    entity[everything.writer == group.rank] = own.entity
+    return PlanAgreement(replace(everything, entity=entity))
 
 
 def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group: Group) -> PlanAgreement:
@@ -201,12 +201,12 @@ def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[by
     digests = np.frombuffer(b"".join(said), _INTRODUCTION)
     _, first, kind = np.unique(digests["digest"], return_index=True, return_inverse=True)
     order = np.argsort(kind, kind="stable")
-    sharers = np.split(order, np.cumsum(np.bincount(kind, minlength=len(first)))[:-1])
+    owner_groups = np.split(order, np.cumsum(np.bincount(kind, minlength=len(first)))[:-1])
     values = [json.loads(part[2]) for part in parts] if parts[0][2] else []
     if values and "common" in values[0]:  # tensors of common state are declared, too: this error says more
         check_common_equal([of_rank["common"] for of_rank in values])
     alone, shared = [part[0] for part in parts], [parts[rank][1] for rank in first.tolist()]
-    held, marks = merge_lists(alone, shared, sharers)
+    held, marks = merge_packed_declarations(alone, shared, owner_groups)
     held = with_mains_chosen(held, marks)
     _check_coverage(held)
     _, first, of_rank = np.unique(digests["samples"], return_index=True, return_inverse=True)
@@ -214,14 +214,14 @@ def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[by
     check_samples(distinct, of_rank.reshape(-1), held.declared.table, local.request.sample_replicas)
     if values:
         _check_values(values)
-    return plan_holdings(held, spread=local.request.spread, labels=digests["label"].astype(np.int64))
+    return plan_merged_save(held, spread=local.request.spread, labels=digests["label"].astype(np.int64))
 
 
-def _check_coverage(held: Holdings) -> None:
+def _check_coverage(held: MergedDeclarations) -> None:
     try:
         check_coverage(held.declared)
     except CoverageError:
-        check_coverage(held.of_all())  # the same error, and names every rank
+        check_coverage(held.expanded())  # the same error, and names every rank
         raise
 
 
@@ -258,7 +258,7 @@ def _sizes(reports: Sequence[bytes]) -> Ints:
 
 
 def _pack_plan(plan: SavePlan) -> bytes:
-    columns = {"writer": plan.writer, "slot": plan.slot, "offset_bytes": plan.offset_bytes}
+    columns = {"writer": plan.writer, "entity": plan.entity, "offset_bytes": plan.offset_bytes}
     return pack_columns({**plan.table.to_columns(), **columns})
 
 
@@ -266,8 +266,10 @@ def _unpack_plan(packed: bytes) -> SavePlan:
     where = "plan of rank 0"
     columns = unpack_columns(packed, where=where)
     table = ChunkTable.from_columns(columns, where=where)
-    writer, slot, offset = (column(columns, name, where=where) for name in ("writer", "slot", "offset_bytes"))
-    return SavePlan(table, writer, slot, offset)
+    writer, entity, offset = (
+        column(columns, name, where=where) for name in ("writer", "entity", "offset_bytes")
+    )
+    return SavePlan(table, writer, entity, offset)
 
 
 def _unpack(messages: Sequence[bytes]) -> list[dict[str, Column]]:

@@ -275,7 +275,7 @@ def _has_changed(local: LocalState, kept: CachedPlan, *, rank: int) -> Declarati
     moved = [
         planned.table.arrays[int(planned.table.array[row])].key
         for row in planned.rows_of(rank).tolist()
-        if not _is_same(planned.table, row, now, int(planned.slot[row]))
+        if not _is_same(planned.table, row, now, int(planned.entity[row]))
     ]
     what = f"{moved[0]!r}: the" if moved else "The"
     return DeclarationError(
@@ -286,17 +286,17 @@ def _has_changed(local: LocalState, kept: CachedPlan, *, rank: int) -> Declarati
     )
 
 
-def _is_same(table: ChunkTable, row: int, other: ChunkTable, slot: int) -> bool:
+def _is_same(table: ChunkTable, row: int, other: ChunkTable, entity: int) -> bool:
     """Whether a row of one table is that of another, or a part of it, but for its size."""
-    if slot >= len(other):
+    if entity >= len(other):
         return False
-    arrays = table.arrays[int(table.array[row])], other.arrays[int(other.array[slot])]
+    arrays = table.arrays[int(table.array[row])], other.arrays[int(other.array[entity])]
     if arrays[0] != arrays[1]:
         return False
     dims = len(arrays[0].global_shape)
     start, shape = table.start[row, :dims], table.shape[row, :dims]
-    first, extents = other.start[slot, :dims], other.shape[slot, :dims]
+    first, extents = other.start[entity, :dims], other.shape[entity, :dims]
     if np.array_equal(start, first) and np.array_equal(shape, extents):
-        low, high = other.flat_start[slot], other.flat_stop[slot]
+        low, high = other.flat_start[entity], other.flat_stop[entity]
         return bool(low <= table.flat_start[row] and table.flat_stop[row] <= high)
     return bool(((first <= start) & (start + shape <= first + extents)).all())

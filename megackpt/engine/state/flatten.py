@@ -74,7 +74,7 @@ class FlattenedState:
 
     @property
     def entities(self) -> list[ShardedTensor | ShardedObject]:
-        """Tensors, then objects: the slots of a declaration."""
+        """Tensors, then objects: the entities of a declaration."""
         return [*self.tensors, *self.objects]
 
 

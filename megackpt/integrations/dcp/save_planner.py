@@ -67,7 +67,7 @@ class _Said:
 
     Attributes:
         columns: its declarations.
-        slots: the items of each declared entity.
+        entity_items: the items of each declared entity.
         shared: keys of arrays of which several ranks may hold copies that no replica id tells apart.
         replicated: digests of replicated values, by key.
         copies: digests of such copies, by chunk.
@@ -76,7 +76,7 @@ class _Said:
     """
 
     columns: bytes
-    slots: list[list[WriteItem]]
+    entity_items: list[list[WriteItem]]
     shared: frozenset[str]
     replicated: dict[str, str]
     copies: dict[str, str]
@@ -143,19 +143,19 @@ class MegackptSavePlanner(SavePlanner):
         """Return an item for each rectangle, object and value of this rank. DCP calls it on every rank."""
         entities: list[ShardedTensor | ShardedObject] = [*self._tensors, *self._flattened.objects]
         nbytes = [len(self._objects[entity.unique_key][1]) for entity in self._flattened.objects]
-        slots = [self._items_of(tensor) for tensor in self._tensors]
-        slots += [[_bytes_item(entity.unique_key)] for entity in self._flattened.objects]
+        entity_items = [self._items_of(tensor) for tensor in self._tensors]
+        entity_items += [[_bytes_item(entity.unique_key)] for entity in self._flattened.objects]
         held = {o.key: o.data for o in self._flattened.objects if o.key in self._flattened.replicated}
         said = _Said(
             columns=pack_columns(describe(entities, rank=self._rank, object_nbytes=nbytes).to_columns()),
-            slots=slots,
+            entity_items=entity_items,
             shared=self._shared,
             replicated={key: str(sorted(leaf_digests(value).items())) for key, value in held.items()},
             copies=digests_of_copies(self._flattened) if self._validate else {},
             common=leaf_digests(self._flattened.common) if self._validate else {},
             values={name: steps for name, (steps, _) in self._values.items()},
         )
-        return SavePlan([item for items in slots for item in items], planner_data=said)
+        return SavePlan([item for items in entity_items for item in items], planner_data=said)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide who writes what, after proving the declarations right. DCP calls it on the coordinator.
@@ -265,14 +265,15 @@ def _is_array(value: Any) -> bool:
 def _chosen_items(merged: DeclaredChunks, said: list[_Said]) -> list[list[WriteItem]]:
     """Return the items that each rank writes."""
     plan = plan_save(merged, ranks=len(said), part_bytes=None)
-    slots = [plan.slot[plan.rows_of(rank)].tolist() for rank in range(len(said))]
+    entity_items = [plan.entity[plan.rows_of(rank)].tolist() for rank in range(len(said))]
     planned = set(plan.table.array.tolist())
     for number in range(len(merged.table.arrays)):
         if number not in planned:  # an array without elements: only its name is stored
             row = int(np.flatnonzero(merged.table.array == number)[0])
-            slots[int(merged.rank[row])].append(int(merged.slot[row]))
+            entity_items[int(merged.rank[row])].append(int(merged.entity[row]))
     return [
-        [item for slot in of_rank for item in s.slots[slot]] for of_rank, s in zip(slots, said, strict=True)
+        [item for entity in of_rank for item in s.entity_items[entity]]
+        for of_rank, s in zip(entity_items, said, strict=True)
     ]
 
 

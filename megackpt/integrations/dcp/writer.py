@@ -169,10 +169,10 @@ class MegackptStorageWriter(Stager, StorageWriter):
         strategy = save_strategy(None)
 
         def pieces(row: int) -> Iterator[memoryview]:
-            slot = int(own.slot[row])
-            if slot >= len(parts.tensors):
-                return iter([memoryview(parts.blobs[slot - len(parts.tensors)])])
-            data = _resolved(planner, parts.items[slot], parts.tensors[slot])
+            entity = int(own.entity[row])
+            if entity >= len(parts.tensors):
+                return iter([memoryview(parts.blobs[entity - len(parts.tensors)])])
+            data = _resolved(planner, parts.items[entity], parts.tensors[entity])
             return pieces_of(data, piece_bytes=self._options.piece_bytes)
 
         with opened(self.path) as store:

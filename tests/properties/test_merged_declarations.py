@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from megackpt import CoverageError, MismatchError, ShardedObject, ShardedTensor
 from megackpt.errors import CheckpointError
 from megackpt.mapping.describe import describe
-from megackpt.metadata import DeclaredChunks, Holdings, Lists, lists_of, merge_declarations, merge_lists
+from megackpt.metadata import (
+    DeclaredChunks,
+    MergedDeclarations,
+    PackedDeclarations,
+    merge_declarations,
+    merge_packed_declarations,
+    pack_declarations,
+)
 from megackpt.options import Spread
-from megackpt.planning import SavePlan, plan_holdings, plan_save
+from megackpt.planning import SavePlan, plan_merged_save, plan_save
 from megackpt.testing.layouts import arrays, held_chunks
 from megackpt.validation import check_coverage
 
@@ -27,12 +34,12 @@ def described(world: World) -> list[DeclaredChunks]:
     return [describe(of, rank=rank, object_nbytes=sizes[rank]) for rank, of in enumerate(world)]
 
 
-def gathered(world: Sequence[DeclaredChunks]) -> tuple[Holdings, list[Lists]]:
+def gathered(world: Sequence[DeclaredChunks]) -> tuple[MergedDeclarations, list[PackedDeclarations]]:
     """What rank 0 learns: the second list of each kind once."""
-    lists = [lists_of(declared, replicated=set(), part_of_ranks=set()) for declared in world]
-    kinds = list(dict.fromkeys(of.shared for of in lists))
-    sharers = [np.flatnonzero([of.shared == kind for of in lists]) for kind in kinds]
-    held, _ = merge_lists([of.alone for of in lists], kinds, sharers)
+    lists = [pack_declarations(declared, replicated=set(), part_of_ranks=set()) for declared in world]
+    kinds = list(dict.fromkeys(of.replica_rows for of in lists))
+    owner_groups = [np.flatnonzero([of.replica_rows == kind for of in lists]) for kind in kinds]
+    held, _ = merge_packed_declarations([of.main_rows for of in lists], kinds, owner_groups)
     return held, lists
 
 
@@ -68,14 +75,14 @@ def test_the_plan_is_that_from_the_declarations_of_all(
     labels = np.arange(ranks) // 2
     expected = plan_save(merged, ranks=ranks, spread=spread, labels=labels, part_bytes=part_bytes)
     held, lists = gathered(declared)
-    plan = plan_holdings(held, spread=spread, labels=labels, part_bytes=part_bytes)
+    plan = plan_merged_save(held, spread=spread, labels=labels, part_bytes=part_bytes)
     assert plan.table.arrays == expected.table.arrays
     for column in ("array", "start", "shape", "flat_start", "flat_stop", "nbytes"):
         assert np.array_equal(getattr(plan.table, column), getattr(expected.table, column))
     assert np.array_equal(plan.writer, expected.writer)
     assert np.array_equal(plan.offset_bytes, expected.offset_bytes)
-    slots = [lists[rank].slots[slot] for rank, slot in zip(plan.writer, plan.slot, strict=True)]
-    assert np.array_equal(slots, expected.slot)
+    entities = [lists[rank].entities[entity] for rank, entity in zip(plan.writer, plan.entity, strict=True)]
+    assert np.array_equal(entities, expected.entity)
 
 
 @given(worlds(), st.sampled_from([8, 40, 200]))
@@ -85,25 +92,25 @@ def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_holders(
 ) -> None:
     declared = described(world)
     held, lists = gathered(declared)
-    plan = plan_holdings(held, part_bytes=part_bytes)
+    plan = plan_merged_save(held, part_bytes=part_bytes)
     rows = len(plan.table)
     yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
-    check_coverage(DeclaredChunks(plan.table, yes, no, plan.writer, plan.slot))
+    check_coverage(DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity))
     for row in range(rows):
         mine = declared[int(plan.writer[row])]
-        slot = int(lists[int(plan.writer[row])].slots[plan.slot[row]])
+        entity = int(lists[int(plan.writer[row])].entities[plan.entity[row]])
         key = plan.table.arrays[int(plan.table.array[row])].key
-        assert mine.table.arrays[int(mine.table.array[slot])].key == key
-        assert is_inside(plan, row, mine, slot)
+        assert mine.table.arrays[int(mine.table.array[entity])].key == key
+        assert is_inside(plan, row, mine, entity)
 
 
-def is_inside(plan: SavePlan, row: int, declared: DeclaredChunks, slot: int) -> bool:
+def is_inside(plan: SavePlan, row: int, declared: DeclaredChunks, entity: int) -> bool:
     part, whole, dims = plan.table, declared.table, declared.table.dims
     start, shape = part.start[row, :dims], part.shape[row, :dims]
-    if np.array_equal(start, whole.start[slot]) and np.array_equal(shape, whole.shape[slot]):
-        low, high = whole.flat_start[slot], whole.flat_stop[slot]
+    if np.array_equal(start, whole.start[entity]) and np.array_equal(shape, whole.shape[entity]):
+        low, high = whole.flat_start[entity], whole.flat_stop[entity]
         return bool(low <= part.flat_start[row] and part.flat_stop[row] <= high)
-    inside = (start >= whole.start[slot]) & (start + shape <= whole.start[slot] + whole.shape[slot])
+    inside = (start >= whole.start[entity]) & (start + shape <= whole.start[entity] + whole.shape[entity])
     return bool(inside.all()) and int(part.flat_start[row]) == 0
 
 
@@ -112,9 +119,9 @@ def replicated(rows: int) -> World:
     return [[ShardedTensor.from_rank_offsets("w", data, replica_id=rank)] for rank in range(8)]
 
 
-def test_one_long_chunk_is_spread_over_all_its_holders() -> None:
+def test_one_long_chunk_is_spread_over_all_its_owners() -> None:
     held, _ = gathered(described(replicated(8000)))
-    plan = plan_holdings(held, part_bytes=100)
+    plan = plan_merged_save(held, part_bytes=100)
     written = np.bincount(plan.writer, plan.table.nbytes, minlength=8)
     assert written.max() <= 1.05 * written.mean()
 
@@ -122,7 +129,7 @@ def test_one_long_chunk_is_spread_over_all_its_holders() -> None:
 def test_equal_lists_are_sent_once() -> None:
     held, _ = gathered(described(replicated(8)))
     assert len(held.declared) == 2  # that of the main replica, and that of seven others
-    assert [ranks.tolist() for ranks in held.sharers] == [[0], list(range(1, 8))]
+    assert [ranks.tolist() for ranks in held.owner_groups] == [[0], list(range(1, 8))]
 
 
 def raised(do: object, *args: object) -> CheckpointError:
@@ -143,6 +150,6 @@ def test_ranks_are_named_as_if_all_had_sent_everything() -> None:
     world = replicated(8)
     world[0] = []
     held, _ = gathered(described(world))
-    error = raised(check_coverage, held.of_all())
+    error = raised(check_coverage, held.expanded())
     assert isinstance(error, CoverageError)
     assert str(error) == str(raised(check_coverage, merge_declarations(described(world))))

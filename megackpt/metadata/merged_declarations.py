@@ -14,100 +14,104 @@ import numpy as np
 from megackpt.errors import FormatError
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata.chunk_table import ArraySpec, ChunkTable, DecodedArrays, Rows, itemsizes
-from megackpt.metadata.declared import DeclaredChunks, conflict_error
+from megackpt.metadata.declarations import DeclaredChunks, conflict_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holdings:
+class MergedDeclarations:
     """Chunks held by ranks; a list of rows that several ranks have alike stands here once.
 
     Attributes:
         declared: the rows; `rank` is that of the one holder, or `ranks + i` for a row that all of
-            `sharers[i]` hold.
-        sharers: ranks that have a list alike, ascending; a rank has at most one such list.
-        slots_before: how many slots each rank has before those of its shared list, `[ranks]`.
+            `owner_groups[i]` hold.
+        owner_groups: ranks that have a list alike, ascending; a rank has at most one such list.
+        slots_before: how many entities each rank has before those of its shared list, `[ranks]`.
     """
 
     declared: DeclaredChunks
-    sharers: tuple[Ints, ...]
-    slots_before: Ints
+    owner_groups: tuple[Ints, ...]
+    entities_before: Ints
 
     @classmethod
-    def of_each(cls, declared: DeclaredChunks, *, ranks: int) -> Holdings:
+    def of_single_owners(cls, declared: DeclaredChunks, *, ranks: int) -> MergedDeclarations:
         """Take rows each of which has its one holder."""
         return cls(declared, (), np.zeros(ranks, np.int64))
 
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        return len(self.slots_before)
+        return len(self.entities_before)
 
-    def take(self, rows: Rows) -> Holdings:
+    def take(self, rows: Rows) -> MergedDeclarations:
         """Return the chosen rows."""
         return replace(self, declared=self.declared.take(rows))
 
-    def holders(self) -> tuple[Ints, Ints]:
+    def owners(self) -> tuple[Ints, Ints]:
         """Return pairs of a row and a rank that holds it: rows, ascending, and ranks, ascending in each."""
         rows = np.arange(len(self.declared))
-        if not self.sharers:
+        if not self.owner_groups:
             return rows, self.declared.rank
-        sizes = np.concatenate([np.ones(self.ranks, np.int64), [len(s) for s in self.sharers]])
-        member = np.concatenate([np.arange(self.ranks), *self.sharers])
+        sizes = np.concatenate([np.ones(self.ranks, np.int64), [len(s) for s in self.owner_groups]])
+        member = np.concatenate([np.arange(self.ranks), *self.owner_groups])
         first = np.cumsum(sizes) - sizes
         count = sizes[self.declared.rank]
         return np.repeat(rows, count), member[joined_ranges(first[self.declared.rank], count)]
 
-    def slots_of(self, rows: Ints, ranks: Ints) -> Ints:
-        """Return the slot that each of these rows has on one of its holders."""
+    def entities_of(self, rows: Ints, ranks: Ints) -> Ints:
+        """Return the entity that each of these rows has on one of its holders."""
         shared = self.declared.rank[rows] >= self.ranks
-        return self.declared.slot[rows] + np.where(shared, self.slots_before[ranks], 0)
+        return self.declared.entity[rows] + np.where(shared, self.entities_before[ranks], 0)
 
-    def with_alone(self, rows: Ints, ranks: Ints) -> Holdings:
+    def with_main_rows(self, rows: Ints, ranks: Ints) -> MergedDeclarations:
         """Return these rows once more behind the others: one holder of each is its main replica."""
         every = np.concatenate([np.arange(len(self.declared)), rows])
         more, count = self.declared.take(every), len(self.declared)  # copies of the columns
-        more.slot[count:] = self.slots_of(rows, ranks)
+        more.entity[count:] = self.entities_of(rows, ranks)
         more.main[count:], more.rank[count:] = True, ranks
         return replace(self, declared=more)
 
-    def of_all(self) -> DeclaredChunks:
+    def expanded(self) -> DeclaredChunks:
         """Return a row for each holder of each row, in the order of ranks: long, to describe faults."""
-        rows, rank = self.holders()
+        rows, rank = self.owners()
         order = np.argsort(rank, kind="stable")
         rows, rank = rows[order], rank[order]
-        return replace(self.declared.take(rows), rank=rank, slot=self.slots_of(rows, rank))
+        return replace(self.declared.take(rows), rank=rank, entity=self.entities_of(rows, rank))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lists:
+class PackedDeclarations:
     """What one rank declares, in two lists.
 
     Attributes:
-        slots: the slot of each row of the first list, then of the second, `[n]`.
-        alone: the rows of which it is the main replica, packed.
-        shared: other rows, packed: equal on ranks that hold the same.
+        entities: the entity of each row of the first list, then of the second, `[n]`.
+        main_rows: the rows of which it is the main replica, packed.
+        replica_rows: other rows, packed: equal on ranks that hold the same.
     """
 
-    slots: Ints
-    alone: bytes
-    shared: bytes
+    entities: Ints
+    main_rows: bytes
+    replica_rows: bytes
 
 
-REPLICATED, PART_OF_RANKS = 1, 2
+REPLICATED_VALUE, ON_SOME_RANKS = 1, 2
 """Marks of rows: the array is a replicated value, whose main replica is to be chosen; it lies on a mesh that
 is not all ranks, beside which others may hold copies."""
 
 
-def lists_of(declared: DeclaredChunks, *, replicated: Set[str], part_of_ranks: Set[str]) -> Lists:
+def pack_declarations(
+    declared: DeclaredChunks, *, replicated: Set[str], part_of_ranks: Set[str]
+) -> PackedDeclarations:
     """Pack the declarations of one rank; the sets name arrays whose rows get a mark."""
     keys = [a.key for a in declared.table.arrays]
-    marks = np.array([REPLICATED * (k in replicated) | PART_OF_RANKS * (k in part_of_ranks) for k in keys])
+    marks = np.array(
+        [REPLICATED_VALUE * (k in replicated) | ON_SOME_RANKS * (k in part_of_ranks) for k in keys]
+    )
     marks = marks.astype(np.int64)[declared.table.array]
-    alone = declared.main & (marks & REPLICATED == 0)
-    slots = np.concatenate((np.flatnonzero(alone), np.flatnonzero(~alone)))
-    first, second = slots[: alone.sum()], slots[alone.sum() :]
-    return Lists(
-        declared.slot[slots],
+    alone = declared.main & (marks & REPLICATED_VALUE == 0)
+    entities = np.concatenate((np.flatnonzero(alone), np.flatnonzero(~alone)))
+    first, second = entities[: alone.sum()], entities[alone.sum() :]
+    return PackedDeclarations(
+        declared.entity[entities],
         _packed(declared.table.take(first), marks[first]),
         _packed(declared.table.take(second), marks[second]),
     )
@@ -132,13 +136,13 @@ def _spec(entry: bytes) -> ArraySpec:
     return ArraySpec(key, dtype, tuple(int(n) for n in shape.split(",") if n))
 
 
-def merge_lists(
-    alone: Sequence[bytes], shared: Sequence[bytes], sharers: Sequence[Ints]
-) -> tuple[Holdings, Ints]:
+def merge_packed_declarations(
+    alone: Sequence[bytes], shared: Sequence[bytes], owner_groups: Sequence[Ints]
+) -> tuple[MergedDeclarations, Ints]:
     """Put the lists of ranks into one table with one list of arrays; return the marks of its rows, too.
 
-    alone has the first list of each rank; shared has the different second ones, and sharers the ranks that
-    have each. Slots are places in the two lists of a rank, one behind the other.
+    alone has the first list of each rank; shared has the different second ones, and owner_groups the ranks
+    that have each. `entity` counts the rows of the two lists of a rank, one after the other.
 
     Raises:
         MismatchError: ranks give different dtypes or global shapes for a key; all such keys are listed,
@@ -170,7 +174,7 @@ def merge_lists(
     order = sorted(range(len(specs)), key=lambda i: specs[i].key)
     if len({s.key for s in specs}) < len(specs):
         holders = [np.array([rank], np.int64) for rank in range(len(alone))]
-        raise _conflict(specs, ids, [*holders, *sharers])
+        raise _conflict(specs, ids, [*holders, *owner_groups])
     place = np.empty(len(specs), np.int64)
     place[order] = np.arange(len(specs))
     joined = np.concatenate([np.zeros((0, 5 + 2 * dims), np.int64), *matrices])
@@ -180,10 +184,10 @@ def merge_lists(
         arrays_sorted, array, joined[:, 5 : 5 + dims], joined[:, 5 + dims :], *joined[:, 1:4].T
     )
     holder = np.repeat(np.arange(len(messages)), counts)
-    slot = joined_ranges(0, counts)
-    _check_inside(table, holder, ranks=len(alone), sharers=sharers)
-    declared = DeclaredChunks(table, holder < len(alone), np.zeros(len(table), np.bool_), holder, slot)
-    return Holdings(declared, tuple(sharers), counts[: len(alone)]), joined[:, 4]
+    entity = joined_ranges(0, counts)
+    _check_inside(table, holder, ranks=len(alone), owner_groups=owner_groups)
+    declared = DeclaredChunks(table, holder < len(alone), np.zeros(len(table), np.bool_), holder, entity)
+    return MergedDeclarations(declared, tuple(owner_groups), counts[: len(alone)]), joined[:, 4]
 
 
 def _widened(matrix: Ints, own_dims: int, dims: int) -> Ints:
@@ -194,13 +198,13 @@ def _widened(matrix: Ints, own_dims: int, dims: int) -> Ints:
     return wide
 
 
-def _check_inside(table: ChunkTable, holder: Ints, *, ranks: int, sharers: Sequence[Ints]) -> None:
+def _check_inside(table: ChunkTable, holder: Ints, *, ranks: int, owner_groups: Sequence[Ints]) -> None:
     decoded = DecodedArrays(table.arrays, table.padded_global_shape(), itemsizes(table.arrays))
     try:
         table.check(decoded, "declarations")
     except FormatError:
         for at in np.unique(holder).tolist():  # slow, to name the rank
-            rank = at if at < ranks else int(sharers[at - ranks][0])
+            rank = at if at < ranks else int(owner_groups[at - ranks][0])
             table.take(holder == at).check(decoded, f"declarations of rank {rank}")
         raise
 

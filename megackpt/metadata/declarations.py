@@ -27,14 +27,14 @@ class DeclaredChunks:
         main: whether the row is the main replica, `[n]`.
         resizable: whether the global shape may differ from the stored one (`allow_shape_mismatch`), `[n]`.
         rank: who holds the row, `[n]`.
-        slot: position in that rank's own list of entities, `[n]`.
+        entity: position in that rank's own list of entities, `[n]`.
     """
 
     table: ChunkTable
     main: npt.NDArray[np.bool_]
     resizable: npt.NDArray[np.bool_]
     rank: Ints
-    slot: Ints
+    entity: Ints
 
     def __len__(self) -> int:
         return len(self.table)
@@ -42,12 +42,17 @@ class DeclaredChunks:
     def take(self, rows: Rows) -> DeclaredChunks:
         """Return the chosen rows."""
         return DeclaredChunks(
-            self.table.take(rows), self.main[rows], self.resizable[rows], self.rank[rows], self.slot[rows]
+            self.table.take(rows), self.main[rows], self.resizable[rows], self.rank[rows], self.entity[rows]
         )
 
     def to_columns(self) -> dict[str, Column]:
         """Encode one rank's declarations for the exchange; the rank is known from who sent them."""
-        return {**self.table.to_columns(), "main": self.main, "resizable": self.resizable, "slot": self.slot}
+        return {
+            **self.table.to_columns(),
+            "main": self.main,
+            "resizable": self.resizable,
+            "entity": self.entity,
+        }
 
     @classmethod
     def from_columns(
@@ -61,7 +66,7 @@ class DeclaredChunks:
             column(columns, "main", where=where, length=len(table)).astype(np.bool_),
             column(columns, "resizable", where=where, length=len(table)).astype(np.bool_),
             np.full(len(table), rank, np.int64),
-            column(columns, "slot", where=where, length=len(table)),
+            column(columns, "entity", where=where, length=len(table)),
         )
 
 
@@ -103,7 +108,7 @@ def merge_declarations(per_rank: Sequence[DeclaredChunks]) -> DeclaredChunks:
         np.concatenate([np.zeros(0, np.bool_), *(d.main for d in per_rank)]),
         np.concatenate([np.zeros(0, np.bool_), *(d.resizable for d in per_rank)]),
         _cat([d.rank for d in per_rank]),
-        _cat([d.slot for d in per_rank]),
+        _cat([d.entity for d in per_rank]),
     )
 
 
