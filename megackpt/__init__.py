@@ -23,7 +23,8 @@ if TYPE_CHECKING:
         save,
     )
     from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
-    from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject, register_codec
+    from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject
+    from megackpt.codec.registering import register_codec
     from megackpt.config import CheckpointConfig
     from megackpt.engine.saving.plan_cache import PlanCache
     from megackpt.errors import (
@@ -141,7 +142,8 @@ _NAMES_OF = {
         "MemoryTier",
         "SaveInterval",
     ),
-    "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject", "register_codec"),
+    "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject"),
+    "megackpt.codec.registering": ("register_codec",),
     "megackpt.config": ("CheckpointConfig",),
     "megackpt.engine.saving.plan_cache": ("PlanCache",),
     "megackpt.errors": (

@@ -19,7 +19,7 @@ from megackpt.comm import BulkGroup, Group, moves_bulk, together
 from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.engine.tiers.save import NodePlace
 from megackpt.errors import DeclarationError
-from megackpt.planning import Nodes
+from megackpt.planning.nodes import Nodes
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from megackpt.codec.foreign import (
     carrying_unknown,
 )
 from megackpt.codec.reference import ArrayReference
-from megackpt.codec.registering import register_codec
 from megackpt.codec.tree import Encoded, dump_tree, load_tree
 
 __all__ = [
@@ -34,6 +33,5 @@ __all__ = [
     "leaves",
     "load_tree",
     "pack",
-    "register_codec",
     "unpack",
 ]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megackpt.geometry import Runs, runs_of
 from megackpt.metadata import DTYPES, OBJECT, ChunkTable
-from megackpt.storage import Crc64
+from megackpt.storage.crc64 import Crc64
 
 Contributions = npt.NDArray[np.uint64]
 """Of each chunk of a table, `[n]`."""

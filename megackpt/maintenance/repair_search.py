@@ -17,7 +17,8 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy, save_strategy
 from megackpt.formats.strategy import MANIFEST, Json, RebuildsFiles
 from megackpt.options import RepairOptions, VerifyOptions
-from megackpt.storage import Patch, PatchedStore, Store
+from megackpt.storage import Store
+from megackpt.storage.patched import Patch, PatchedStore
 from megackpt.validation import PARITY
 
 _ROUNDS = 8  # each mends at least one file, or ends the search

@@ -9,7 +9,6 @@ from megackpt.mapping.base import (
     is_main_replica,
 )
 from megackpt.mapping.factory import ShardedTensorFactory
-from megackpt.mapping.keys import add_prefix_for_sharding
 from megackpt.mapping.layout import Layout
 from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.plain import PerRank, Replicated
@@ -33,6 +32,5 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "StateDict",
-    "add_prefix_for_sharding",
     "is_main_replica",
 ]

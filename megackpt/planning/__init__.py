@@ -1,15 +1,10 @@
 """Plans: declarations in, who writes or reads what out. Pure, over columns."""
 
-from megackpt.planning.assign import assign_writers
 from megackpt.planning.blocks import BlockCopy, Blocks
 from megackpt.planning.copies import Copies
-from megackpt.planning.exchange import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.nodes import Nodes
 from megackpt.planning.own_rows import pack_rows, unpack_rows
-from megackpt.planning.parity import parity_groups, parity_writer
 from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
-from megackpt.planning.readers import Readers
 from megackpt.planning.save_plan import (
     CopyPlan,
     SavePlan,
@@ -28,21 +23,14 @@ __all__ = [
     "Blocks",
     "Copies",
     "CopyPlan",
-    "ExchangePlan",
-    "Nodes",
-    "Readers",
     "Reads",
     "SavePlan",
-    "assign_writers",
     "first_of_equal_chunks",
     "group_reads",
     "needed_ranges",
     "object_sizes",
     "pack_rows",
-    "parity_groups",
-    "parity_writer",
     "plan_copy",
-    "plan_exchange",
     "plan_load",
     "plan_merged_save",
     "plan_own",

@@ -22,11 +22,9 @@ from megackpt.arguments import check_count, check_seconds
 from megackpt.errors import DeclarationError, MissingExtraError, StorageError
 from megackpt.storage.buffers import BUFFER_BYTES
 from megackpt.storage.object_refusal import is_of_library, passes
+from megackpt.storage.paths import SCHEMES
 
 T = TypeVar("T")
-
-SCHEMES = ("s3", "gs", "az")
-"""Kinds of URLs that name object stores. Only s3 is tested."""
 
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[A-Za-z0-9._-]+)(?P<prefix>/[^?#]*)?")
 _HTTP = re.compile(r"https?://[^/\s]")
@@ -96,11 +94,6 @@ def obstore() -> ModuleType:
             f"Install it with: pip install 'megackpt[s3]'"
         ) from error
     return module
-
-
-def is_object_url(text: str) -> bool:
-    """Say whether a location names an object store."""
-    return text.partition("://")[0] in SCHEMES and "://" in text
 
 
 def checked_url(url: str) -> str:

@@ -9,14 +9,15 @@ import os
 import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from megackpt.errors import CheckpointError, DeclarationError, StorageError
 from megackpt.storage.local import LocalStore
-from megackpt.storage.object_client import SCHEMES, ObjectOptions, is_object_url
-from megackpt.storage.object_store import ObjectStore
-from megackpt.storage.paths import expanded_path
+from megackpt.storage.paths import SCHEMES, expanded_path, is_object_url
 from megackpt.storage.store import Store
+
+if TYPE_CHECKING:
+    from megackpt.storage.object_client import ObjectOptions
 
 ENTRY_POINTS = "megackpt.stores"
 """Entry points of other packages: by the scheme of its URLs, a function that returns the store of an URL."""
@@ -40,6 +41,8 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
     """
     text = checked_path(path)
     if is_object_url(text):
+        from megackpt.storage.object_store import ObjectStore
+
         return ObjectStore(text, options=objects)
     return _store_of_package(text) if is_url(text) else LocalStore(text)
 

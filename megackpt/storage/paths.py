@@ -1,8 +1,16 @@
-"""Local paths as users give them: relative ones, and those below a home directory."""
+"""Paths and URLs as users give them: relative paths, paths below a home directory, URLs of object stores."""
 
 from __future__ import annotations
 
 import os
+
+SCHEMES = ("s3", "gs", "az")
+"""Schemes of URLs that name object stores. Only s3 is tested."""
+
+
+def is_object_url(text: str) -> bool:
+    """Say whether a location is the URL of an object store."""
+    return text.partition("://")[0] in SCHEMES and "://" in text
 
 
 def expanded_path(path: str | os.PathLike[str]) -> str:

@@ -3,7 +3,7 @@
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage, uncovered
 from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
-from megackpt.validation.mended import PARITY, Mended, merged
+from megackpt.validation.mended import PARITY, Mended
 from megackpt.validation.renaming import rename_keys
 from megackpt.validation.replicas import CLAIM, Divergence, divergences
 from megackpt.validation.report import ArrayReport, LoadReport
@@ -35,7 +35,6 @@ __all__ = [
     "check_coverage",
     "check_replicated_equal",
     "divergences",
-    "merged",
     "rename_keys",
     "report_arrays",
     "settle_differences",

@@ -27,7 +27,8 @@ from megackpt.formats.array_digests import ArrayDigester
 from megackpt.maintenance.diff import find_difference
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
 from megackpt.options import DiffOptions, VerifyOptions
-from megackpt.storage import Crc64, block_digests, open_store
+from megackpt.storage import block_digests, open_store
+from megackpt.storage.crc64 import Crc64
 from tests.benchmarks.bench_integrity import State, Times, emptied, shards
 
 DIGESTED = SaveOptions(array_digests=True)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedError, SaveOptions, ShardedTensor
 from megackpt.api import save_request
-from megackpt.comm import Group, StoreGroup
+from megackpt.comm import Group
+from megackpt.comm.store_group import StoreGroup
 from megackpt.engine.background.messages import Job, Place
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver

@@ -15,7 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 from megackpt import Checkpointer, CheckpointError, LocalTier
-from megackpt.comm import Group, LinkedGroup, Parcel
+from megackpt.comm import Group, Parcel
+from megackpt.comm.linked_group import LinkedGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.storage import Store

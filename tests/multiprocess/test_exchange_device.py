@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import LoadOptions, ShardedTensor
-from megackpt.comm import DeviceGroup
+from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.loading import exchange
 from megackpt.testing.ranks import RankPool
 

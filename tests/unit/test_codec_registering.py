@@ -9,7 +9,8 @@ import typing
 import pytest
 import torch
 
-from megackpt.codec import dump_tree, encode, pack, register_codec, unpack
+from megackpt.codec import dump_tree, encode, pack, unpack
+from megackpt.codec.registering import register_codec
 from megackpt.codec.registry import REGISTRY
 from megackpt.errors import DeclarationError, FormatError, UnserializableError
 from megackpt.testing.identical import difference

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megackpt.errors import MissingExtraError
-from megackpt.storage import Crc64
+from megackpt.storage.crc64 import Crc64
 
 pytest.importorskip("awscrt.checksums", reason="the extra digests is not installed")
 

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from megackpt import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
-from megackpt.planning import (
-    BlockCopy,
-    ExchangePlan,
-    Readers,
-    exchange,
-    needed_ranges,
-    plan_exchange,
-    plan_own,
-)
-from megackpt.planning.exchange import UNIT_BYTES, aligned
+from megackpt.planning import BlockCopy, exchange, needed_ranges, plan_own
+from megackpt.planning.exchange import UNIT_BYTES, ExchangePlan, aligned, plan_exchange
+from megackpt.planning.readers import Readers
 from megackpt.testing.layouts import arrays, held_chunks
 
 MIB = 1 << 20

@@ -14,15 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from megackpt import WriterFailedError
-from megackpt.comm import (
-    LinkedGroup,
-    StoreAddress,
-    connect_store,
-    moves_bulk,
-    store_group,
-    together,
-)
+from megackpt.comm import moves_bulk, store_group, together
+from megackpt.comm.linked_group import LinkedGroup
 from megackpt.comm.links import host_towards
+from megackpt.comm.store_group import StoreAddress, connect_store
 
 MIB = 1 << 20
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megackpt import StorageError
-from megackpt.storage import MemoryStore, PrefixStore
+from megackpt.storage import MemoryStore
+from megackpt.storage.prefix_store import PrefixStore
 from megackpt.testing.store_suite import StoreConformance
 
 

@@ -9,7 +9,8 @@ import torch
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks, itemsizes, merge_declarations
-from megackpt.planning import SavePlan, assign_writers, plan_own, plan_save
+from megackpt.planning import SavePlan, plan_own, plan_save
+from megackpt.planning.assign import assign_writers
 
 
 def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable, DeclaredChunks
-from megackpt.planning import plan_exchange, plan_load, plan_reads
+from megackpt.planning import plan_load, plan_reads
 from megackpt.planning.bounding import sorted_for_search, with_bounding_boxes
+from megackpt.planning.exchange import plan_exchange
 from megackpt.simulation import (
     JobLayout,
     ModelSizes,

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megackpt import WriterFailedError
-from megackpt.comm import StoreAddress, StoreGroup, connect_store
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
+from megackpt.comm.store_group import StoreAddress, StoreGroup, connect_store
 
 _SERVER = """
 import sys, time

@@ -14,18 +14,14 @@ import torch.distributed as dist
 from megackpt import RankFailedError, StorageError
 from megackpt.comm import (
     Numbers,
-    StoreAddress,
-    StoreGroup,
-    StoreHost,
     compare,
-    connect_store,
     encode_error,
     given_by_root,
     store_group,
     together,
     together_at_root,
 )
-from megackpt.comm.store_group import PART_BYTES
+from megackpt.comm.store_group import PART_BYTES, StoreAddress, StoreGroup, StoreHost, connect_store
 
 RANKS = 3
 

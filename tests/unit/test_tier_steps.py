@@ -29,7 +29,7 @@ from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.engine.tiers import transfer as tier_transfer
-from megackpt.planning import Nodes
+from megackpt.planning.nodes import Nodes
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld

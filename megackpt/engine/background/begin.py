@@ -10,7 +10,8 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-from megackpt.comm import Group, decode_error, encode_error
+from megackpt.comm import Group, encode_error
+from megackpt.comm.store_group import decode_error
 from megackpt.engine.background.session import WriterSession
 from megackpt.engine.background.stage_ahead import Ahead, stage_ahead
 from megackpt.engine.saving.local_state import LocalState

@@ -12,8 +12,9 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
-from megackpt.comm import Group, LinkedGroup, Numbers, compare, encode_error, moves_bulk
+from megackpt.comm import Group, Numbers, compare, encode_error, moves_bulk
 from megackpt.comm.group import common_error
+from megackpt.comm.linked_group import LinkedGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import PlannedSave, write_out

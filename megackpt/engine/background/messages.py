@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
-from megackpt.comm import StoreAddress
+from megackpt.comm.store_group import StoreAddress
 from megackpt.engine.checkpoint.steps import step_places
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import CommonFiles

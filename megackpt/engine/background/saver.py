@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.comm import Group, Numbers, StoreHost, compare, encode_error
+from megackpt.comm import Group, Numbers, compare, encode_error
 from megackpt.comm.group import common_error
+from megackpt.comm.store_group import StoreHost
 from megackpt.engine.background.begin import Beginning
 from megackpt.engine.background.messages import Job, meetings_of
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, shares_bytes

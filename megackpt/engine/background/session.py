@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from megackpt.comm import Group, StoreHost, host_store
+from megackpt.comm import Group
+from megackpt.comm.store_group import StoreHost, host_store
 from megackpt.engine.background.idle_writers import give_writer, take_writer
 from megackpt.engine.background.prepared_save import PreparedSave
 from megackpt.engine.background.process import WriterProcess

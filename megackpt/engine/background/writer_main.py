@@ -24,15 +24,9 @@ from typing import Any
 
 import torch
 
-from megackpt.comm import (
-    Group,
-    LinkedGroup,
-    SingleProcess,
-    StoreGroup,
-    connect_store,
-    decode_error,
-    encode_error,
-)
+from megackpt.comm import Group, SingleProcess, encode_error
+from megackpt.comm.linked_group import LinkedGroup
+from megackpt.comm.store_group import StoreGroup, connect_store, decode_error
 from megackpt.engine.background.heartbeat import Heartbeat
 from megackpt.engine.background.jobs import Hook, carry_out, failure_of, planned_by
 from megackpt.engine.background.messages import (

@@ -24,18 +24,18 @@ from megackpt.storage import (
     LocalStore,
     ObjectOptions,
     ObjectStore,
-    PrefixStore,
     Store,
     absolute_path,
     as_store,
     checked_path,
     is_in_memory,
-    is_object_url,
     is_url,
     open_store,
 )
 from megackpt.storage.error_translation import translated_errors
 from megackpt.storage.names import is_temporary_name
+from megackpt.storage.paths import is_object_url
+from megackpt.storage.prefix_store import PrefixStore
 
 _AT_ONCE = 16  # requests, when many steps are looked at
 _MOST = 1 << 62  # as `megackpt.arguments.checked_step` has it

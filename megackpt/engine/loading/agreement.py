@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megackpt.comm import DeviceGroup, GivenGroup, Group, check_subgroup, subgroup
+from megackpt.comm import GivenGroup, Group, check_subgroup, subgroup
+from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.loading.exchange import ExchangeRanks
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.options import LoadOptions

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megackpt.comm import BulkGroup, DeviceGroup
+from megackpt.comm import BulkGroup
+from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.read import Target, placed_in
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, copy_block, run_in
 from megackpt.engine.loading.transport import Arrival, Buffers, Step, steps_of, transport_for
@@ -25,15 +26,9 @@ from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
 from megackpt.options import LoadOptions
-from megackpt.planning import (
-    BlockCopy,
-    Blocks,
-    Copies,
-    ExchangePlan,
-    Readers,
-    needed_ranges,
-    plan_exchange,
-)
+from megackpt.planning import BlockCopy, Blocks, Copies, needed_ranges
+from megackpt.planning.exchange import ExchangePlan, plan_exchange
+from megackpt.planning.readers import Readers
 from megackpt.validation import PhaseTimes
 
 

@@ -31,7 +31,8 @@ from megackpt.formats.damage import damage_of
 from megackpt.metadata import ChunkTable
 from megackpt.notices import notice
 from megackpt.storage import Store, open_store
-from megackpt.validation import PARITY, Mended, merged
+from megackpt.validation import PARITY, Mended
+from megackpt.validation.mended import merged
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
-from megackpt.comm import BulkGroup, DeviceGroup, Parcel
+from megackpt.comm import BulkGroup, Parcel
+from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.tensor_bytes import byte_view
-from megackpt.planning import ExchangePlan
-from megackpt.planning.exchange import aligned
+from megackpt.planning.exchange import ExchangePlan, aligned
 
 Directly: TypeAlias = Callable[[int], "memoryview | None"]
 """Returns the memory that a delivery may be received into."""

@@ -21,7 +21,7 @@ from megackpt.engine.tiers.transfer import Sized, broadcast_files, copy_files, f
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, Json, KnowsFiles, SaveStrategy
-from megackpt.planning import Nodes
+from megackpt.planning.nodes import Nodes
 from megackpt.storage import MemoryStore, Store
 
 

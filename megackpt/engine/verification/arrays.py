@@ -20,7 +20,7 @@ from megackpt.formats.array_digests import ArrayDigester
 from megackpt.formats.contents import Part
 from megackpt.formats.damage import Damage
 from megackpt.metadata import ChunkTable
-from megackpt.storage import Crc64
+from megackpt.storage.crc64 import Crc64
 
 
 @dataclass(frozen=True, slots=True)

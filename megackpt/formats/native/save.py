@@ -31,8 +31,10 @@ from megackpt.formats.native.receipts import Digesting, unpacked
 from megackpt.formats.strategy import Covered, Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import StoredChunks, block_counts
-from megackpt.planning import SavePlan, first_of_equal_chunks, parity_groups, parity_writer
-from megackpt.storage import Crc64, Store
+from megackpt.planning import SavePlan, first_of_equal_chunks
+from megackpt.planning.parity import parity_groups, parity_writer
+from megackpt.storage import Store
+from megackpt.storage.crc64 import Crc64
 
 _STEP_BYTES = 1 << 20
 _RANKS_AT_ONCE = 64  # whose digests are put in order together: what is still in the processor's cache

@@ -21,8 +21,8 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
-    add_prefix_for_sharding,
 )
+from megackpt.mapping.keys import add_prefix_for_sharding
 
 __all__ = [
     "add_prefix_for_sharding",
