@@ -16,13 +16,14 @@ from megackpt import (
 from megackpt.comm import SingleProcess
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.storage import Store
+from tests.states import filled
 
 OPTIONS = SaveOptions(timeout_s=20)
 
 
 def part(value: float, rows: int = 1000) -> ShardedTensor:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    return ShardedTensor.from_rank_offsets("w", torch.full((rows, 10), value + rank), (0, rank, ranks))
+    return filled(value + rank, rows, 10, rank=rank, ranks=ranks)
 
 
 def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
@@ -42,7 +43,7 @@ def ones() -> dict[str, ShardedTensor]:
 def is_alive(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or while it was read
         return False
     return state != "Z"
 

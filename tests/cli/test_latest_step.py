@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from megackpt import Checkpointer, ShardedTensor
+from megackpt import Checkpointer
 from megackpt.cli import main
+from tests.states import filled
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def root(tmp_path: Path) -> Path:
     """A run with steps 1 and 2, and an incomplete newer one."""
     with Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2, 3):
-            tensor = ShardedTensor.from_rank_offsets("w", torch.full((4,), float(step)))
+            tensor = filled(step, 4)
             checkpointer.save(step, {"w": tensor})
     (tmp_path / "run" / "iter_0000003" / "metadata.json").unlink()
     return tmp_path / "run"

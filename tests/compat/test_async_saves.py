@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from megackpt import CheckpointError, RankFailedError
 from megackpt.compat.megatron import dist_checkpointing
-from megackpt.compat.megatron.dist_checkpointing.mapping import ShardedTensor
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megackpt.compat.megatron.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megackpt.testing.ranks import RankPool
+from tests.states import filled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multiprocess
 def state(value: float) -> dict[str, Any]:
     """A state in which ranks disagree about common state, as Megatron's optimizers make them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    shard = ShardedTensor.from_rank_offsets("w", torch.full((8,), value), (0, rank, size))
+    shard = filled(value, 8, rank=rank, ranks=size)
     return {"w": shard, "iteration": int(value), "stage": rank}
 
 

@@ -27,6 +27,7 @@ from megackpt.storage import MemoryStore
 from megackpt.testing.identical import difference
 from megackpt.testing.world import SimulatedWorld
 from tests.effort import is_thorough
+from tests.states import filled
 
 Files = dict[str, bytes]
 CASES = 5000
@@ -119,10 +120,7 @@ PARTS = 22_500
 
 def of_parts(*, empty: bool, parts: range) -> dict[str, object]:
     tensors = [
-        ShardedTensor.from_rank_offsets(
-            "many", torch.full((2,), 0.0 if empty else float(number)), (0, number, PARTS)
-        )
-        for number in parts
+        filled(0.0 if empty else float(number), 2, key="many", rank=number, ranks=PARTS) for number in parts
     ]
     return request(empty=empty) | {"many": tensors}
 

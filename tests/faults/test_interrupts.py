@@ -35,6 +35,7 @@ import megackpt
 from megackpt import AsyncOptions, Checkpointer, CheckpointError, ShardedTensor
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough, seed
+from tests.states import filled
 from tests.writer_faults import wait_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -88,7 +89,7 @@ def state(value: float, name: str = "w") -> dict[str, Any]:
     data = torch.full((3000,), value)
     return {
         name: ShardedTensor.from_rank_offsets(name, data),
-        "b": ShardedTensor.from_rank_offsets("b", torch.full((7,), value)),
+        "b": filled(value, 7, key="b"),
         "step": int(value),
     }
 
@@ -231,7 +232,7 @@ def test_ctrl_c_at_any_line_lets_nothing_hang_and_the_next_save_works(
 
 def part(value: float) -> ShardedTensor:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return ShardedTensor.from_rank_offsets("w", torch.full((1000,), value), (0, rank, size))
+    return filled(value, 1000, rank=rank, ranks=size)
 
 
 def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float, tuple[int, ...]]:

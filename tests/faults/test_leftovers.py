@@ -16,6 +16,7 @@ from megackpt.engine.checkpoint.manifest import files_of_saves, is_leftover
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
+from tests.states import filled
 
 Strategy = tuple[str, int]
 STRATEGIES: list[Strategy] = [("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)]
@@ -24,7 +25,7 @@ REFUSED = (("torch_dist", 1), ("zarr", 1))  # its common.pt would be replaced be
 
 
 def state(value: float, names: str = "ab") -> dict[str, object]:
-    tensors = [ShardedTensor.from_rank_offsets(f"t.{n}", torch.full((4, 3), value)) for n in names]
+    tensors = [filled(value, 4, 3, key=f"t.{n}") for n in names]
     return {"model": tensors, "value": value}
 
 

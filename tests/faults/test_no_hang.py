@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import CheckpointError, LoadOptions, RankFailedError, SaveOptions, ShardedTensor
+from megackpt import CheckpointError, LoadOptions, RankFailedError, SaveOptions
 from megackpt.comm.group import run_step
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough, seed
+from tests.states import filled, replica
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -46,8 +47,8 @@ def work(kind: Work, directory: Path, *, timeout_s: float = PATIENT_S) -> None:
     """Save or load, on every rank; one tensor is sharded, the other replicated."""
     rank, size = dist.get_rank(), dist.get_world_size()
     state = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.full((64,), 1.0), (0, rank, size)),
-        "r": ShardedTensor.from_rank_offsets("r", torch.full((64,), 2.0), replica_id=rank),
+        "w": filled(1.0, 64, rank=rank, ranks=size),
+        "r": replica(2.0, 64, rank=rank),
         "step": 1,
     }
     if kind in ("save", "overwrite"):

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import megackpt
@@ -34,6 +33,7 @@ from megackpt.comm import world_group
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import is_alive, saver_of
 from tests.effort import is_thorough, seed
+from tests.states import filled
 from tests.writer_faults import wait_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -100,7 +100,7 @@ def stops(count: int, seed: int) -> list[Stop]:
 
 def part(value: float) -> ShardedTensor:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return ShardedTensor.from_rank_offsets("w", torch.full((1 << 16,), float(value)), (0, rank, size))
+    return filled(value, 1 << 16, rank=rank, ranks=size)
 
 
 def use_store(launcher_port: int) -> None:

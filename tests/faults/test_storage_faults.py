@@ -14,10 +14,11 @@ from megackpt import RankFailedError, ShardedTensor, StorageError, load, load_pl
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import READS, FaultyStore, access_denied, io_error, no_space
 from megackpt.testing.world import SimulatedWorld
+from tests.states import filled
 
 
 def state(value: float) -> dict[str, object]:
-    tensors = [ShardedTensor.from_rank_offsets(f"t{i}", torch.full((1000,), value)) for i in range(3)]
+    tensors = [filled(value, 1000, key=f"t{i}") for i in range(3)]
     return {"model": tensors, "value": value, "blob": torch.full((3,), value)}
 
 
@@ -124,7 +125,7 @@ def test_what_a_death_inside_of_the_commit_leaves_is_removed_by_the_next_save(tm
 
 def test_a_rank_lost_right_after_the_commit_does_not_take_the_checkpoint_with_it(tmp_path: Path) -> None:
     def shard(rank: int, value: float) -> dict[str, object]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value), (0, rank, 2))}
+        return {"w": filled(value, 4, rank=rank, ranks=2)}
 
     class SlowCommit(LocalStore):
         def replace(self, name: str, data: bytes) -> None:

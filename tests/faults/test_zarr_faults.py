@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from megackpt import NotACheckpointError, ShardedObject, ShardedTensor, StorageError, load, save
+from megackpt import NotACheckpointError, ShardedObject, StorageError, load, save
 from megackpt.api import load_plain_tensors
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore, Operation
+from tests.states import filled
 
 Strategy = tuple[str, int]
 STRATEGIES: list[Strategy] = [("zarr", 1), ("zarr", 3)]
 
 
 def state(value: float, *, names: str = "ab") -> dict[str, object]:
-    tensors = [ShardedTensor.from_rank_offsets(f"t.{n}", torch.full((10, 3), value)) for n in names]
+    tensors = [filled(value, 10, 3, key=f"t.{n}") for n in names]
     return {"model": tensors, "value": value, "o": ShardedObject("o", value, (1,), (0,))}
 
 

@@ -24,6 +24,7 @@ from megackpt.integrations.dcp import (
 from megackpt.testing.ranks import RankPool
 from tests.dcp_world import arguments_of, save_by, six_sharded
 from tests.dtensor_world import full, same
+from tests.states import filled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -198,7 +199,7 @@ def test_a_load_that_fails_says_why_on_every_rank(
 
 def _load_partly(path: str) -> dict[str, Any]:
     save_by(six_sharded(), path, "own")
-    kept = megackpt.ShardedTensor.from_rank_offsets("more", torch.full((2,), 9.0))
+    kept = filled(9.0, 2, key="more")
     state = {**six_sharded(0.0), "more": kept, "note": "mine"}
     planner = MegackptLoadPlanner(allow_partial_load=True)
     dcp.load(state, storage_reader=MegackptStorageReader(path), planner=planner)

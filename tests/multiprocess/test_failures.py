@@ -29,6 +29,7 @@ from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import Outcome, RankPool
 from tests.effort import only_thorough
+from tests.states import filled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,7 +38,7 @@ DEADLINE_S = 30.0
 
 def shard(value: float = 1.0, numel: int = 4096) -> ShardedTensor:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return ShardedTensor.from_rank_offsets("w", torch.full((numel,), value), (0, rank, size))
+    return filled(value, numel, rank=rank, ranks=size)
 
 
 def timed(outcomes: list[Outcome], began: float) -> list[BaseException | None]:

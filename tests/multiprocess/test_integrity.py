@@ -19,6 +19,7 @@ from megackpt import (
 )
 from megackpt.options import Policy
 from megackpt.testing.ranks import RankPool
+from tests.states import replica
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,7 +31,7 @@ def state(rank: int, value: float) -> dict[str, ShardedTensor]:
     rows = torch.arange(float(LONG)) * value + rank
     return {
         "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, RANKS)),
-        "copy": ShardedTensor.from_rank_offsets("copy", torch.full((3,), value), replica_id=rank),
+        "copy": replica(value, 3, key="copy", rank=rank),
     }
 
 

@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megackpt import Checkpointer, CheckpointError, SaveOptions, ShardedTensor, load, save
+from megackpt import Checkpointer, CheckpointError, SaveOptions, load, save
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import saver_of
+from tests.states import filled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,7 +55,7 @@ def fresh_pool() -> Iterator[RankPool]:
 
 def state(value: float) -> dict[str, Any]:
     rank = dist.get_rank()
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value + rank), (0, rank, 2))}
+    return {"w": filled(value + rank, 4, rank=rank, ranks=2)}
 
 
 def imported() -> list[str]:

@@ -16,12 +16,13 @@ from megackpt.comm import Numbers, compare, world_group
 from megackpt.engine.background import saver
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import OPTIONS, part
+from tests.states import replica
 
 pytestmark = pytest.mark.multiprocess
 
 
 def shared(key: str, value: float) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, torch.full((50, 7), value), replica_id=dist.get_rank())
+    return replica(value, 50, 7, key=key, rank=dist.get_rank())
 
 
 def data_of(entity: ShardedTensor) -> torch.Tensor:

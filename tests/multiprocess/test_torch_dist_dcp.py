@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megackpt import ShardedObject, ShardedTensor, load, load_plain_tensors, save
 from megackpt.testing.ranks import RankPool
+from tests.states import bits
 
 pytestmark = pytest.mark.multiprocess
 
@@ -111,10 +112,6 @@ def placed(array: torch.Tensor, placement: Any) -> DTensor:
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=array.shape, stride=array.stride()
     )
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
 def dcp_loads(directory: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megackpt import (
@@ -20,11 +19,11 @@ from megackpt import (
     MemoryTier,
     SaveInterval,
     SaveOptions,
-    ShardedTensor,
     load,
     save,
 )
 from megackpt.testing.ranks import RankPool
+from tests.states import filled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,7 +35,7 @@ Given = dict[str, Any]
 
 def state() -> dict[str, Any]:
     rank = dist.get_rank()
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(rank)), (0, rank, 2))}
+    return {"w": filled(rank, 4, rank=rank, ranks=2)}
 
 
 def unlike_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:

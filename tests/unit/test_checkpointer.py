@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
-from megackpt import Checkpointer, DeclarationError, NotACheckpointError, ShardedTensor
+from megackpt import Checkpointer, DeclarationError, NotACheckpointError
 from megackpt.storage import LocalStore
+from tests.states import filled
 
 
 def state(value: float) -> dict[str, object]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((3,), float(value)))}
+    return {"w": filled(value, 3)}
 
 
 def value_of(checkpointer: Checkpointer, step: int | None = None) -> float:

@@ -20,6 +20,7 @@ from megackpt.mapping import (
     ShardedTensorFactory,
 )
 from megackpt.mapping.sharded_object import UNKNOWN
+from tests.states import filled
 
 # --- unique keys
 
@@ -199,7 +200,7 @@ def test_a_nonpersistent_value_is_not_saved_and_answers_with_the_local_one(tmp_p
 
 def test_a_list_of_common_sharded_and_local_elements_comes_back_as_that_list(tmp_path: Path) -> None:
     def mixed(value: int, local: str) -> list[Any]:
-        w = ShardedTensor.from_rank_offsets("w", torch.full((2,), float(value)))
+        w = filled(value, 2)
         return [
             value,
             w,
@@ -215,7 +216,7 @@ def test_a_list_of_common_sharded_and_local_elements_comes_back_as_that_list(tmp
 
 def test_a_dict_with_integer_keys_stays_a_dict(tmp_path: Path) -> None:
     def state(value: int) -> dict[int, Any]:
-        return {0: value, 1: ShardedTensor.from_rank_offsets("w", torch.full((2,), float(value)))}
+        return {0: value, 1: filled(value, 2)}
 
     save({"params": state(1)}, tmp_path / "c")
     loaded = load({"params": state(2)}, tmp_path / "c")["params"]

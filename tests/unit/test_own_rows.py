@@ -15,6 +15,7 @@ from megackpt.planning import SavePlan
 from megackpt.planning.save_plan import PART_BYTES
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.states import filled, replica
 
 RANKS = 4
 
@@ -38,8 +39,8 @@ class NeedsAll(Noting):
 
 def state(rank: int, number: int) -> dict[str, Any]:
     return {
-        "w": ShardedTensor.from_rank_offsets("w", torch.full((2,), number + rank), (0, rank, RANKS)),
-        "r": ShardedTensor.from_rank_offsets("r", torch.full((5,), number), replica_id=rank),
+        "w": filled(number + rank, 2, rank=rank, ranks=RANKS),
+        "r": replica(number, 5, rank=rank),
         "o": ShardedObject("o", "x" * (number * 10 + rank), (RANKS,), (rank,)),
     }
 

@@ -22,6 +22,7 @@ from megackpt import (
 )
 from megackpt.comm import Group
 from megackpt.testing.world import SimulatedWorld
+from tests.states import filled, replica
 
 
 def test_per_rank_values_are_never_merged_and_come_back_to_their_ranks(tmp_path: Path) -> None:
@@ -78,12 +79,9 @@ def test_replicated_values_that_differ_are_named_with_the_ranks(tmp_path: Path) 
 
 def test_without_validation_all_kinds_are_stored_too(tmp_path: Path) -> None:
     def state(rank: int, value: float) -> dict[str, Any]:
-        shard = ShardedTensor.from_rank_offsets("w", torch.full((3,), value * (rank + 1)), (0, rank, 3))
-        shared = ShardedTensor.from_rank_offsets("s", torch.full((2,), value), replica_id=rank)
-        many = [
-            ShardedTensor.from_rank_offsets(f"many{i}", torch.full((2,), value), (0, rank, 3))
-            for i in range(200)
-        ]
+        shard = filled(value * (rank + 1), 3, rank=rank, ranks=3)
+        shared = replica(value, 2, key="s", rank=rank)
+        many = [filled(value, 2, key=f"many{i}", rank=rank, ranks=3) for i in range(200)]
         return {
             "w": shard,
             "s": shared,

@@ -22,6 +22,7 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
+from tests.states import filled, replica
 
 RANKS = 4
 
@@ -29,8 +30,8 @@ RANKS = 4
 def state(rank: int, number: int, *, rows: int = 2) -> dict[str, Any]:
     """Declare a sharded tensor, a replicated one and an object whose encoding grows with the number."""
     return {
-        "w": ShardedTensor.from_rank_offsets("w", torch.full((rows, 3), number + rank), (0, rank, RANKS)),
-        "r": ShardedTensor.from_rank_offsets("r", torch.full((5,), number), replica_id=rank),
+        "w": filled(number + rank, rows, 3, rank=rank, ranks=RANKS),
+        "r": replica(number, 5, rank=rank),
         "o": ShardedObject("o", "x" * (number * 10 + rank), (RANKS,), (rank,)),
         "seed": Replicated("seed", {"n": number}),
         "step": number,

@@ -12,6 +12,7 @@ import torch
 from megackpt.formats.torch_dist import item as items
 from megackpt.formats.torch_dist.item import HEAD_BYTES, frame_of, locate, stream
 from megackpt.metadata import DTYPES
+from tests.states import bits
 
 SHAPES = [(), (0,), (2, 0, 3), (5,), (2, 3), (1, 4, 1), (130, 257)]
 
@@ -25,10 +26,6 @@ def raw_bytes(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def written(dtype: str, shape: tuple[int, ...], raw: torch.Tensor) -> bytes:
     return b"".join(stream(frame_of(dtype, shape), [memoryview(raw.numpy())]))
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

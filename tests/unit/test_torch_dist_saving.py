@@ -44,6 +44,7 @@ from megackpt.options import ConvertOptions, VerifyOptions
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
+from tests.states import filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -256,7 +257,7 @@ def test_arrays_are_removed_for_us_and_for_dcp(tmp_path: Path) -> None:
 
 
 def values(value: float) -> dict[str, Any]:
-    tensors = [ShardedTensor.from_rank_offsets(f"t{i}", torch.full((1000,), value)) for i in range(3)]
+    tensors = [filled(value, 1000, key=f"t{i}") for i in range(3)]
     return {"model": tensors, "value": value, "o": ShardedObject("o", value, (1,), (0,))}
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megackpt import Checkpointer, ShardedTensor, StorageError
+from megackpt import Checkpointer, StorageError
 from tests.slow_strategy import SlowStrategy
+from tests.states import filled
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((3,), value))}
+    return {"w": filled(value, 3)}
 
 
 def loaded(root: Path, step: int) -> float:

@@ -19,6 +19,7 @@ from megackpt.formats.zarr.grids import GridRules
 from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.metadata import DTYPES
+from tests.states import bits
 
 zarr = pytest.importorskip("zarr", minversion="3", reason="zarr 3 needs Python 3.11")
 
@@ -41,10 +42,6 @@ def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def octets(array: np.ndarray[Any, Any]) -> bytes:
     return np.ascontiguousarray(array).tobytes()
-
-
-def bits(data: torch.Tensor) -> bytes:
-    return data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
 
 
 def group_of(directory: Path) -> Path:
