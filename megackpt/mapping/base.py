@@ -5,7 +5,6 @@ Owns the base class, replica ids and the aliases of state dicts; each kind of en
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
@@ -25,33 +24,6 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     Source: Megatron-Core `dist_checkpointing.mapping.is_main_replica`.
     """
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
-
-
-def is_dtensor(value: object) -> bool:
-    """Say whether a value is a DTensor of torch, without loading its module: before that there is none."""
-    return is_dtensor_class(type(value))
-
-
-def is_dtensor_class(kind: type) -> bool:
-    """Say whether a class is DTensor of torch, or derives from it."""
-    cls: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return issubclass(kind, cls)
-
-
-def is_torch_sharded(value: object) -> bool:
-    """Say whether a value is a tensor of torch that is cut over ranks: a DTensor or a ShardedTensor."""
-    return is_torch_sharded_class(type(value))
-
-
-def is_torch_sharded_class(kind: type) -> bool:
-    """Say whether a class is DTensor or ShardedTensor of torch, or derives from one of them."""
-    return is_dtensor_class(kind) or is_sharded_tensor_class(kind)
-
-
-def is_sharded_tensor_class(kind: type) -> bool:
-    """Say whether a class is ShardedTensor of torch (FSDP version 1 makes them), or derives from it."""
-    cls: Any = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor.api"), "ShardedTensor", ())
-    return issubclass(kind, cls)
 
 
 class ShardedBase(ABC):

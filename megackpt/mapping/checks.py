@@ -14,7 +14,8 @@ from operator import index
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping.base import ReplicaId, is_dtensor, is_torch_sharded
+from megackpt.mapping.base import ReplicaId
+from megackpt.mapping.recognition import is_dtensor, is_torch_sharded
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that are neither DTensors nor anything but tensors."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +15,9 @@ import torch
 from megackpt.errors import DeclarationError
 from megackpt.geometry import MeshCut, mesh_boxes
 from megackpt.mapping.checks import refusal
-from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.sharded_tensor import ShardedTensor, TorchSharded
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchSharded:
-    """A DTensor, or a ShardedTensor of torch, of a state dict, with what this rank holds of it.
-
-    Attributes:
-        key: its path in the state dict, joined with dots.
-        data: the tensor; a load fills its local tensor or shards and returns it.
-        parts: the boxes that this rank holds, as views of its memory; none on a rank outside of the mesh.
-        ranks: number of ranks in the mesh or process group.
-    """
-
-    key: str
-    data: torch.Tensor
-    parts: tuple[ShardedTensor, ...]
-    ranks: int
 
 
 def hold(key: str, dtensor: Any) -> TorchSharded:

@@ -13,11 +13,11 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
+from megackpt.mapping.recognition import MEGATRON_MODULE
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import map_leaves
 
-FOREIGN_MODULE = "megatron.core.dist_checkpointing.mapping"
 _TENSOR_FIELDS = (
     "key",
     "data",
@@ -55,7 +55,7 @@ def _adopt_leaf(path: str, leaf: Any) -> Any:
 
 def _known_class(kind: type) -> str | None:
     """Return the name of the entity that a class is, or that it derives from; None for others."""
-    names = (cls.__name__ for cls in kind.__mro__ if cls.__module__ == FOREIGN_MODULE)
+    names = (cls.__name__ for cls in kind.__mro__ if cls.__module__ == MEGATRON_MODULE)
     return next((name for name in names if name in _ADOPT), None)
 
 

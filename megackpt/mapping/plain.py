@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from megackpt.mapping.base import is_torch_sharded
+from megackpt.mapping.recognition import is_torch_sharded, xla_tensor_of
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import (
@@ -27,7 +27,6 @@ from megackpt.mapping.tree import (
     map_leaves,
     same_name,
 )
-from megackpt.mapping.xla import xla_tensor_of
 
 
 @dataclass(eq=False)

@@ -405,3 +405,20 @@ def place_on_grid(
 
 
 _SAID = attrgetter(*(one.name for one in fields(ShardedTensor) if one.init and one.name != "data"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchSharded:
+    """A DTensor, or a ShardedTensor of torch, of a state dict, with what this rank holds of it.
+
+    Attributes:
+        key: its path in the state dict, joined with dots.
+        data: the tensor; a load fills its local tensor or shards and returns it.
+        parts: the boxes that this rank holds, as views of its memory; none on a rank outside of the mesh.
+        ranks: number of ranks in the mesh or process group.
+    """
+
+    key: str
+    data: torch.Tensor
+    parts: tuple[ShardedTensor, ...]
+    ranks: int

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from megackpt.mapping import dtensor
-from megackpt.mapping.base import is_dtensor, is_torch_sharded, is_torch_sharded_class
 from megackpt.mapping.checks import refusal
-from megackpt.mapping.dtensor import TorchSharded
-from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.recognition import is_dtensor, is_torch_sharded, is_torch_sharded_class
+from megackpt.mapping.sharded_tensor import ShardedTensor, TorchSharded
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
 
 

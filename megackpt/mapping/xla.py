@@ -8,66 +8,19 @@ replication several devices of one host may hold the same one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.mapping.base import ReplicaId, is_sharded_tensor_class
+from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.local import LocalNonpersistentObject
+from megackpt.mapping.recognition import XLA_PACKAGE, XlaShard, XlaTensor, may_have_xla, xla_tensor_of
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
-
-XLA_CLASS = "XLAShardedTensor"
-XLA_PACKAGE = "torch_xla"
-
-
-class XlaShard(Protocol):
-    """What one device holds of a tensor. Source: torch_xla 2.9, `distributed.spmd.XLAShard`.
-
-    Attributes:
-        data: a copy in host memory, padded at the ends of the array to the shape that all shards have.
-        indices: the box without padding, one slice per dim; Ellipsis where every device has it all.
-        shard_device: name of the device.
-        replica_id: which copy of the box this is, counted over the devices of all hosts.
-    """
-
-    data: torch.Tensor
-    indices: Any  # Ellipsis, whose type has no name before Python 3.10's types.EllipsisType, or slices
-    shard_device: str
-    replica_id: int
-
-
-class XlaTensor(Protocol):
-    """The part of `XLAShardedTensor` that is used here. Source: torch_xla 2.9.
-
-    Attributes:
-        shape: of the global array.
-        dtype: of the global array.
-        global_tensor: the tensor that the user sees; of a replicated one only it can be filled.
-    """
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the global array."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-
-    @property
-    def global_tensor(self) -> torch.Tensor:
-        """The tensor without its wrapper."""
-
-    @property
-    def local_shards(self) -> Sequence[XlaShard]:
-        """What the devices of this host hold, copied to host memory."""
-
-    def load_local_shards_(self, shards: Sequence[XlaShard]) -> None:
-        """Put the data of shards, one of every device of this host, onto the devices."""
 
 
 def adopt_xla(state: Any, kinds: Set[type], names: PathKeys) -> Any:
@@ -79,38 +32,13 @@ def adopt_xla(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     Raises:
         DeclarationError: two leaves get one key.
     """
-    if not any(issubclass(kind, torch.Tensor) or _is_xla(kind) for kind in kinds):
+    if not may_have_xla(kinds):
         return state
 
     def adopt_leaf(steps: Steps, leaf: Any) -> Any:
         return leaf if xla_tensor_of(leaf) is None else declare_xla(names.key_of(steps), leaf)
 
     return map_leaves(adopt_leaf, state, (), step=add_step)
-
-
-def xla_tensor_of(leaf: Any) -> XlaTensor | None:
-    """Return the XLAShardedTensor that a leaf is, or that a tensor marked as sharded stands for, or None.
-
-    `mark_sharding` leaves parameters what they are, so a model's state dict has plain tensors, which
-    torch_xla wraps on demand.
-    """
-    if _is_xla(type(leaf)):
-        found: XlaTensor = leaf
-        return found
-    # torch warns of every attribute of its ShardedTensor, so a tensor's device is asked for after its class.
-    if not isinstance(leaf, torch.Tensor) or is_sharded_tensor_class(type(leaf)):
-        return None
-    if leaf.device.type == "xla":
-        spmd = sys.modules.get(f"{XLA_PACKAGE}.distributed.spmd")
-        wrapped = leaf if spmd is None else spmd.wrap_if_sharded(leaf)
-        return None if wrapped is leaf else cast("XlaTensor", wrapped)
-    return None
-
-
-def _is_xla(kind: type) -> bool:
-    return any(
-        cls.__name__ == XLA_CLASS and cls.__module__.split(".")[0] == XLA_PACKAGE for cls in kind.__mro__
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.mapping.foreign import FOREIGN_MODULE, adopt
+from megackpt.mapping.foreign import adopt
+from megackpt.mapping.recognition import MEGATRON_MODULE
 from megackpt.mapping.tree import leaf_types
 
 
 def _theirs(cls: type) -> type:
-    cls.__module__ = FOREIGN_MODULE
+    cls.__module__ = MEGATRON_MODULE
     return cls
 
 

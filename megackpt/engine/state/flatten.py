@@ -25,11 +25,14 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.mapping.base import is_torch_sharded
-from megackpt.mapping.dtensor import TorchSharded
-from megackpt.mapping.foreign import adopt
 from megackpt.mapping.plain import has_tensors, whole_tensors
-from megackpt.mapping.torch_sharded import adopt_torch_sharded
+from megackpt.mapping.recognition import (
+    is_megatron_class,
+    is_torch_sharded,
+    is_torch_sharded_class,
+    may_have_xla,
+)
+from megackpt.mapping.sharded_tensor import TorchSharded
 from megackpt.mapping.tree import (
     ABSENT,
     PathKeys,
@@ -40,7 +43,6 @@ from megackpt.mapping.tree import (
     merge,
     without_positions,
 )
-from megackpt.mapping.xla import adopt_xla
 
 Dropped = Set[str]
 """Keys for which nothing was loaded."""
@@ -104,7 +106,7 @@ def flatten_state(
     try:
         kinds = leaf_types(sharded_state_dict)
         names = PathKeys()
-        ours = adopt_torch_sharded(adopt_xla(adopt(sharded_state_dict, kinds), kinds, names), kinds, names)
+        ours = _with_sharded_tensors(_with_own_entities(sharded_state_dict, kinds), kinds, names)
         state = whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
     except RecursionError as error:
         raise UnserializableError(
@@ -243,7 +245,7 @@ class _LeafCollector:
                 )
             return self.add(inner, leaf)
 
-        finishes = map_leaves(finish_of, _adopted(factory.build()), path)
+        finishes = map_leaves(finish_of, _built(factory), path)
 
         def finish(dropped: Dropped) -> Any:
             # Each leaf is finished once: it may be a factory whose merge_fn works in place.
@@ -255,8 +257,36 @@ class _LeafCollector:
         return finish
 
 
-def _adopted(built: Any) -> Any:
-    return adopt(built, leaf_types(built))
+def _built(factory: ShardedTensorFactory) -> Any:
+    """Return what a factory builds, with Megatron-Core's entities as ours."""
+    built = factory.build()
+    return _with_own_entities(built, leaf_types(built))
+
+
+# Adapters of other libraries are imported where a state dict has leaves of their classes.
+
+
+def _with_own_entities(state: Any, kinds: Set[type]) -> Any:
+    """Return the tree with Megatron-Core's entities as ours; kinds are the classes of its leaves."""
+    if not any(map(is_megatron_class, kinds)):
+        return state
+    from megackpt.mapping.foreign import adopt
+
+    return adopt(state, kinds)
+
+
+def _with_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
+    """Return the tree with the sharded tensors of torch and torch_xla as entities."""
+    # XLA first: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
+    if may_have_xla(kinds):
+        from megackpt.mapping.xla import adopt_xla
+
+        state = adopt_xla(state, kinds, names)
+    if any(map(is_torch_sharded_class, kinds)):
+        from megackpt.mapping.torch_sharded import adopt_torch_sharded
+
+        state = adopt_torch_sharded(state, kinds, names)
+    return state
 
 
 def _refuse_hidden_entities(leaf: Any, path: str) -> None:

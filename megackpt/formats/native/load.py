@@ -17,9 +17,6 @@ from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import StoredIndex, open_index
 from megackpt.formats.native import names
-from megackpt.formats.native.checking import check_files, whole_files
-from megackpt.formats.native.parity import read_groups
-from megackpt.formats.native.rebuilding import RebuiltFiles
 from megackpt.formats.strategy import Json, WholeFile
 from megackpt.storage import Store
 
@@ -36,10 +33,14 @@ class NativeLoadStrategy:
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with documents, index and headers."""
+        from megackpt.formats.native.checking import check_files
+
         return check_files(store, manifest)
 
     def whole_files(self, store: Store, manifest: Json) -> Sequence[WholeFile]:
         """Return parity files and the files they protect; see `ListsWholeFiles`."""
+        from megackpt.formats.native.checking import whole_files
+
         return whole_files(store, manifest)
 
     def writer_of(self, name: str) -> int | None:
@@ -51,6 +52,9 @@ class NativeLoadStrategy:
         index = open_index(store, manifest)
 
         def rebuilt() -> Contents:
+            from megackpt.formats.native.parity import read_groups
+            from megackpt.formats.native.rebuilding import RebuiltFiles
+
             return _contents(RebuiltFiles(store, read_groups(store, manifest)), index, manifest)
 
         contents = _contents(store, index, manifest)
@@ -58,6 +62,9 @@ class NativeLoadStrategy:
 
     def rebuilt_files(self, store: Store, manifest: Json) -> Store | None:
         """Return a view of data files and parity files, each computed from the others of its group."""
+        from megackpt.formats.native.parity import read_groups
+        from megackpt.formats.native.rebuilding import RebuiltFiles
+
         groups = read_groups(store, manifest)
         return RebuiltFiles(store, groups) if groups else None
 

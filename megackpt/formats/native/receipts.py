@@ -6,12 +6,15 @@ Owns what is computed of bytes as they pass, and how it is told to the rank that
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megackpt.formats.array_digests import ArrayDigester, ChunkDigest, Contributions
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, Column, pack_columns, unpack_columns
 from megackpt.storage import BlockDigester
+
+if TYPE_CHECKING:
+    from megackpt.formats.array_digests import ArrayDigester, ChunkDigest, Contributions
 
 
 class Digesting:
@@ -19,7 +22,11 @@ class Digesting:
 
     def __init__(self, chunks: ChunkTable, *, of_arrays: bool) -> None:
         self._blocks = BlockDigester(DIGEST_BLOCK_BYTES)
-        self._arrays = ArrayDigester(chunks) if of_arrays else None
+        self._arrays: ArrayDigester | None = None
+        if of_arrays:
+            from megackpt.formats.array_digests import ArrayDigester
+
+            self._arrays = ArrayDigester(chunks)
         self._chunk: ChunkDigest | None = None
         self._contributions: Contributions = np.zeros(len(chunks), np.uint64)
 

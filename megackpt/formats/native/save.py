@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 
 from megackpt.codec import encode, pack
-from megackpt.formats.array_digests import ArrayDigester
 from megackpt.formats.documents import attempt_in_manifest
 from megackpt.formats.index_file import (
     check_files,
@@ -26,15 +25,12 @@ from megackpt.formats.index_writer import write_index
 from megackpt.formats.joined import Joined
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
-from megackpt.formats.native.parity import ParityGroup, list_of, read_groups, write_parity_file
 from megackpt.formats.native.receipts import Digesting, unpacked
 from megackpt.formats.strategy import Covered, Json, Pieces, pieces_in_order
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import StoredChunks, block_counts
 from megackpt.planning import SavePlan, first_of_equal_chunks
-from megackpt.planning.parity import parity_groups, parity_writer
 from megackpt.storage import Store
-from megackpt.storage.crc64 import Crc64
 
 _STEP_BYTES = 1 << 20
 _RANKS_AT_ONCE = 64  # whose digests are put in order together: what is still in the processor's cache
@@ -54,6 +50,8 @@ class NativeSaveStrategy:
 
     def with_array_digests(self, covered: Covered) -> NativeSaveStrategy:
         """Return one that stores digests of arrays."""
+        from megackpt.storage.crc64 import Crc64
+
         Crc64()  # or its refusal, before anything is written
         digesting = copy.copy(self)
         digesting._covered = covered
@@ -133,6 +131,8 @@ class NativeSaveStrategy:
         first = first_of_equal_chunks(stored.table)
         once = stored if len(first) == len(stored) else stored.take(first)
         if self._covered is not None:
+            from megackpt.formats.array_digests import ArrayDigester
+
             contributions = np.zeros(len(stored), np.uint64)
             due = [np.zeros(0, np.uint64), *(of_rank["contributions"] for of_rank in told)]
             contributions[in_files] = np.concatenate(due)
@@ -144,6 +144,8 @@ class NativeSaveStrategy:
         self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
     ) -> list[bytes]:
         """Return for each rank, as JSON, the numbers of the parity files it writes, and of which files."""
+        from megackpt.planning.parity import parity_groups, parity_writer
+
         nbytes = np.zeros(len(receipts), np.int64)
         np.add.at(nbytes, plan.writer, plan.table.nbytes)
         writers = np.unique(plan.writer)
@@ -157,6 +159,8 @@ class NativeSaveStrategy:
 
     def write_parity(self, store: Store, *, attempt: str, work: bytes) -> bytes:
         """Write the parity files of a rank, one after the other."""
+        from megackpt.formats.native.parity import write_parity_file
+
         written = []
         for number, members in json.loads(work):
             named = [(name, nbytes) for name, nbytes in members]
@@ -165,6 +169,8 @@ class NativeSaveStrategy:
 
     def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
         """Write the list of parity files."""
+        from megackpt.formats.native.parity import ParityGroup, list_of
+
         entries = [entry for receipt in receipts for entry in json.loads(receipt)]
         where = "receipts of parity files"
         groups = [ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries]
@@ -201,11 +207,15 @@ class NativeSaveStrategy:
 
         Return the entry of the others, the files that they need, and those that are not needed any more.
         """
+        if "parity" not in manifest:
+            return {}, set(), set()
+        from megackpt.formats.native.parity import list_of, read_groups
+
         groups = read_groups(store, manifest)
         kept = [group for group in groups if any(member.name in files for member in group.members)]
         needed = {listed.name for group in kept for listed in (group.parity, *group.members)}
         if len(kept) == len(groups):
-            return {name: manifest[name] for name in ("parity",) if name in manifest}, needed, set()
+            return {"parity": manifest["parity"]}, needed, set()
         gone = {listed.name for g in groups for listed in (g.parity, *g.members)} - needed
         old = manifest["parity"]["file"]
         new = names.parity_list(manifest["attempt"], revision=names.revision_of(old) + 1)
