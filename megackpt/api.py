@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import torch
 
 from megackpt.arguments import check_kind
-from megackpt.comm import GivenGroup, Group, SingleProcess, check_group, subgroup_label, world_group
+from megackpt.comm import AnyGroup, Group, SingleProcess, check_group, subgroup_label, world_group
 from megackpt.engine.checkpoint.claims import check_claims
 from megackpt.engine.checkpoint.inline_arrays import read_whole_common
 from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
@@ -62,7 +62,7 @@ def save(
     options: SaveOptions | None = None,
     group: Group | None = None,
     plans: PlanCache | None = None,
-    spread_group: GivenGroup | None = None,
+    spread_group: AnyGroup | None = None,
 ) -> None:
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
@@ -131,7 +131,7 @@ def save_request(
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: Any = None,
     plans: PlanCache | None = None,
-    spread_group: GivenGroup | None = None,
+    spread_group: AnyGroup | None = None,
     alike: Mapping[str, Any] | None = None,
 ) -> SaveRequest:
     """Return what the engine is asked for in a save with these arguments of `save`. Local.
@@ -167,7 +167,7 @@ def save_request(
     )
 
 
-def label_to_spread(options: SaveOptions, spread_group: GivenGroup | None, *, rank: int) -> int:
+def label_to_spread(options: SaveOptions, spread_group: AnyGroup | None, *, rank: int) -> int:
     """Return what tells a rank's spread group from others, 0 without one.
 
     Collective over the group, unless it is one of torch's.
@@ -193,7 +193,7 @@ def load(
     strict: ReturnsKeys,
     options: LoadOptions | None = ...,
     group: Group | None = ...,
-    exchange_group: GivenGroup | None = ...,
+    exchange_group: AnyGroup | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
 
@@ -206,7 +206,7 @@ def load(
     strict: ReturnsState = ...,
     options: LoadOptions | None = ...,
     group: Group | None = ...,
-    exchange_group: GivenGroup | None = ...,
+    exchange_group: AnyGroup | None = ...,
 ) -> StateDict: ...
 
 
@@ -218,7 +218,7 @@ def load(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
     group: Group | None = None,
-    exchange_group: GivenGroup | None = None,
+    exchange_group: AnyGroup | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Fill the tensors of a sharded state dict from a checkpoint saved at any layout.
 
@@ -275,7 +275,7 @@ def load_with_report(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     options: LoadOptions | None = None,
     group: Group | None = None,
-    exchange_group: GivenGroup | None = None,
+    exchange_group: AnyGroup | None = None,
 ) -> tuple[StateDict, LoadReport]:
     """Like `load`, and say what was done.
 
@@ -294,7 +294,7 @@ def _load(
     options: LoadOptions | None,
     group: Group | None,
     strict: StrictHandling | str,
-    exchange_group: GivenGroup | None = None,
+    exchange_group: AnyGroup | None = None,
     choice: LoadChoice = None,
 ) -> Loaded:
     options = _given_options(options, LoadOptions)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megackpt.comm import agreement, group
-from megackpt.comm.group import run_step
+from megackpt.comm import collectives
 from megackpt.engine.verification import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
@@ -188,19 +187,13 @@ def in_trouble(store: Store) -> Store:
     order = order_for(store)
     begun = 0
 
-    def troubled(step: Callable[[], Any]) -> Any:
+    def begin_step(doing: str) -> None:
         nonlocal begun
         begun += 1
-        number = begun
+        if order is not None and order_for(store) == order:  # it is of this save, not of the one before
+            order.obey(begun)
 
-        def instead() -> Any:
-            if order is not None and order_for(store) == order:  # it is of this save, not of the one before
-                order.obey(number)
-            return step()
-
-        return run_step(instead)
-
-    agreement.run_step = group.run_step = troubled
+    collectives.begin_step = begin_step
     if order is not None:
         order.obey(0)
     return store

@@ -28,7 +28,7 @@ from megackpt.bench.peers import settle_threads
 from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
-from megackpt.comm.starting import without_current_directory
+from megackpt.comm.child_processes import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 
 _TIMEOUT = timedelta(minutes=30)

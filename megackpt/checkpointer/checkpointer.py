@@ -32,7 +32,7 @@ from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
-from megackpt.comm import GivenGroup, Group, world_group
+from megackpt.comm import AnyGroup, Group, world_group
 from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest
@@ -114,8 +114,8 @@ class Checkpointer(Run):
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: Group | None = None,
-        spread_group: GivenGroup | None = None,
-        exchange_group: GivenGroup | None = None,
+        spread_group: AnyGroup | None = None,
+        exchange_group: AnyGroup | None = None,
         objects: ObjectOptions | None = None,
     ) -> None:
         check_given(

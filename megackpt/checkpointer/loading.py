@@ -16,7 +16,7 @@ from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_ste
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tier_set import TierSet
-from megackpt.comm import GivenGroup, Group, together
+from megackpt.comm import AnyGroup, Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepPlaces, step_name
 from megackpt.errors import NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -57,7 +57,7 @@ class RootLoading:
     steps: Callable[[], Sequence[int]]
     latest: Callable[[], int | None]
     options: LoadOptions
-    exchange_group: GivenGroup | None
+    exchange_group: AnyGroup | None
 
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
@@ -143,5 +143,5 @@ def _as_rank_0(group: Group, look: Callable[[], int | None], *, doing: str) -> i
     def say() -> bytes:
         return json.dumps(look() if group.rank == 0 else None).encode()
 
-    found: int | None = json.loads(together(group, say, doing=doing)[0])
+    found: int | None = json.loads(run_on_all_ranks(group, say, doing=doing)[0])
     return found

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from megackpt.checkpointer.going_back import with_copies_of_step
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
-from megackpt.comm import BulkGroup, from_root, together, together_at_root
+from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalPlaces, step_name
 from megackpt.engine.loading.fallback import DAMAGE
 from megackpt.engine.loading.load import load_state
 from megackpt.engine.tiers.recover import (
-    HeldStep,
-    StepNeeds,
+    NodeStep,
+    StepFiles,
     damaged_files,
     describe_step,
-    held_steps,
+    list_node_steps,
     share_step,
 )
 from megackpt.engine.tiers.transfer import from_rank
@@ -64,7 +64,7 @@ class Recovery:
     """One search for the newest step. Every method is collective; rank 0 decides."""
 
     def __init__(
-        self, group: BulkGroup, nodes: Nodes, places: Sequence[LocalPlaces], names: Sequence[str], root: Root
+        self, group: Group, nodes: Nodes, places: Sequence[LocalPlaces], names: Sequence[str], root: Root
     ) -> None:
         """Look at all of it. places are this node's directories of the tiers, names what they are called."""
         self._group, self._nodes, self._places, self._names = group, nodes, places, names
@@ -117,15 +117,15 @@ class Recovery:
                 return b""
             return json.dumps([self._held_in(place) for place in self._places]).encode()
 
-        told = together_at_root(group, tell, doing="looking for checkpoints on its node")
+        told = run_and_gather(group, tell, doing="looking for checkpoints on its node")
         said = [json.loads(told[leader]) for leader in self._nodes.leaders()] if told else []
-        of_nodes = [[[HeldStep.from_json(h) for h in tier] for tier in node] for node in said]
+        of_nodes = [[[NodeStep.from_json(h) for h in tier] for tier in node] for node in said]
         held = [[{h.name: h for h in node[tier]} for node in of_nodes] for tier in range(len(self._places))]
         return Survey(held, self._root_steps() if group.rank == 0 else [])
 
     def _held_in(self, place: LocalPlaces) -> list[list[object]]:
         try:
-            return [held.to_json() for held in held_steps(place)]
+            return [held.to_json() for held in list_node_steps(place)]
         except OSError as error:  # other nodes may have what is needed
             log.warning("%s cannot be looked at, so nothing is taken from it: %s", place.location, error)
             return []
@@ -141,7 +141,7 @@ class Recovery:
         """Return the candidates, the same on every rank."""
         found = [c for c in self._survey.candidates() if step in (None, c.step)]
         said = json.dumps([[c.step, c.tier, c.commit] for c in found]).encode()
-        told = from_root(self._group, said, doing="choosing a checkpoint")
+        told = broadcast_from_rank_0(self._group, said, doing="choosing a checkpoint")
         return [Candidate(step=s, tier=tier, commit=commit) for s, tier, commit in json.loads(told)]
 
     def _try(self, candidate: Candidate, act: Callable[[], T | None]) -> T | None:
@@ -173,7 +173,7 @@ class Recovery:
                 return describe_step(store).to_bytes()
 
         doing = "looking into a checkpoint"
-        needs = StepNeeds.from_bytes(from_rank(group, describe, source=leaders[donor], doing=doing))
+        needs = StepFiles.from_bytes(from_rank(group, describe, source=leaders[donor], doing=doing))
         told = None
         if group.rank == 0:
             told = [survey.holders(candidate, needs), list(survey.lacking(candidate, needs).items())]
@@ -227,7 +227,7 @@ class Recovery:
             with self._opened(candidate.tier, name) as store:
                 return json.dumps(damaged_files(store)).encode()
 
-        told = together_at_root(group, check, doing="checking its copies of a checkpoint")
+        told = run_and_gather(group, check, doing="checking its copies of a checkpoint")
         is_news = False
         for node, leader in enumerate(leaders if told else ()):
             is_news |= self._survey.note_damage(candidate, node, json.loads(told[leader]))
@@ -263,7 +263,9 @@ class Recovery:
             log.warning("Step %s was loaded from %s.", candidate.step, where)
             if damaged:
                 log.warning("Damaged copies were left out:\n%s", truncated_list(damaged))
-        together(self._group, lambda: self._remove(useless), doing="removing torn steps from its node")
+        run_on_all_ranks(
+            self._group, lambda: self._remove(useless), doing="removing torn steps from its node"
+        )
         return LastLoad(
             step=candidate.step, where=where, passed_over=tuple(self._passed), damaged=tuple(damaged)
         )
@@ -289,12 +291,12 @@ class _Placed:
         lacking: by leader of a node that lacks some, its small files, and whether it lacks the commit.
     """
 
-    needs: StepNeeds
+    needs: StepFiles
     donor: int
     holders: Mapping[str, Sequence[int]]
     lacking: Mapping[int, tuple[tuple[str, ...], bool]]
 
 
-def _agreed(group: BulkGroup, value: Any) -> Any:  # plain JSON values
+def _agreed(group: Group, value: Any) -> Any:  # plain JSON values
     """Return what rank 0 has as value. Collective."""
-    return json.loads(from_root(group, json.dumps(value).encode(), doing="choosing a checkpoint"))
+    return json.loads(broadcast_from_rank_0(group, json.dumps(value).encode(), doing="choosing a checkpoint"))

@@ -16,7 +16,7 @@ from typing import SupportsFloat
 from megackpt.checkpointer.failures import Failures
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
-from megackpt.comm import Group, together
+from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepPlaces, step_name
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.saving.write import PlannedSave, write_out
@@ -93,7 +93,7 @@ class RootSaving:
                 self.housekeeping.committed(step, damages)
             return b""
 
-        together(group, follow, doing=work_after_commit(damages))
+        run_on_all_ranks(group, follow, doing=work_after_commit(damages))
 
     def clean_up(self, step: int, group: Group) -> None:
         """Let go of what is beside the files of a save that failed, on rank 0. Local."""
@@ -128,4 +128,4 @@ class RootSaving:
                 write_metrics(root, step, found)
             return b""
 
-        together(group, note, doing="storing metrics")
+        run_on_all_ranks(group, note, doing="storing metrics")

@@ -13,7 +13,7 @@ from megackpt.checkpointer.destinations import Destinations
 from megackpt.checkpointer.failures import Around
 from megackpt.checkpointer.saving import RootSaving
 from megackpt.checkpointer.tier_saving import destinations_in_tiers, in_native_format
-from megackpt.checkpointer.tier_set import TierSet, bulk_of
+from megackpt.checkpointer.tier_set import TierSet
 from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination
@@ -88,7 +88,7 @@ class SavingBehind:
         self.wait()
         requests = [request]
         if len(self._tiers):
-            self._tiers.open(bulk_of(group))
+            self._tiers.open(group)
             requests.append(in_native_format(request))
         for one in requests:
             self._running().warm_up(one, group, self._saving.options)

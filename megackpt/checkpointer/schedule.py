@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from megackpt.checkpointer.interval import SaveInterval, passes_multiple, steps_until_meeting
 from megackpt.checkpointer.signals import MOST_SIGNALS, SignalWatch, asks_to_exit
-from megackpt.comm import Group, Numbers, compare
+from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.errors import DeclarationError
 
 
@@ -96,9 +96,11 @@ class Schedule:
             received = self._signals.received()
             return Numbers((step, settings), (timed, apart, *received, *[0] * (MOST_SIGNALS - len(received))))
 
-        found = compare(group, say, alike=2, largest=2 + MOST_SIGNALS, doing="agreeing whether to save")
-        if not all(found.alike):
-            what = "save_interval and save_on_signal" if found.alike[0] else "the same step"
+        found = run_and_compare(
+            group, say, equal=2, largest=2 + MOST_SIGNALS, doing="agreeing whether to save"
+        )
+        if not all(found.equal):
+            what = "save_interval and save_on_signal" if found.equal[0] else "the same step"
             raise DeclarationError(
                 f"Ranks differ in what they ask should_save or maybe_save: give {what} on all of them, and "
                 f"call it on all ranks at every step (this is rank {group.rank}, step {step}).",

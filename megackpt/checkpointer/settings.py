@@ -13,7 +13,7 @@ from megackpt.arguments import check_count, check_flag, check_kind
 from megackpt.checkpointer.interval import SaveInterval
 from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.checkpointer.tiers import Tier, check_tiers
-from megackpt.comm import Group, check_given_group, check_group
+from megackpt.comm import Group, check_group, check_group_argument
 from megackpt.engine.saving.settings import compare_settings
 from megackpt.errors import DeclarationError
 from megackpt.options import AsyncOptions, LoadOptions, SaveOptions
@@ -120,7 +120,7 @@ def check_given(
         check_group(group)
     for name, given in (("spread_group", spread_group), ("exchange_group", exchange_group)):
         if given is not None:
-            check_given_group(name, given)
+            check_group_argument(name, given)
 
 
 def _tier_said(tier: Tier) -> list[object]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megackpt.engine.checkpoint.steps import step_name, step_of
-from megackpt.engine.tiers.recover import HeldStep, StepNeeds
+from megackpt.engine.tiers.recover import NodeStep, StepFiles
 from megackpt.validation import LoadReport
 
 ROOT = -1
@@ -79,7 +79,7 @@ class Survey:
         unfit: nodes whose index or commit of a step is damaged, as (tier, name of the step, node).
     """
 
-    held: Sequence[Sequence[Mapping[str, HeldStep]]]
+    held: Sequence[Sequence[Mapping[str, NodeStep]]]
     in_root: Sequence[int]
     damaged: set[tuple[int, str, int, str]] = field(default_factory=set)
     unfit: set[tuple[int, str, int]] = field(default_factory=set)
@@ -113,7 +113,7 @@ class Survey:
                 return node
         return None
 
-    def holders(self, candidate: Candidate, needs: StepNeeds) -> dict[str, list[int]]:
+    def holders(self, candidate: Candidate, needs: StepFiles) -> dict[str, list[int]]:
         """Return the nodes that have each file of chunks, whole as far as is known."""
         name = step_name(candidate.step)
         files: dict[str, list[int]] = {file: [] for file in needs.data}
@@ -125,7 +125,7 @@ class Survey:
                     files[file].append(node)
         return files
 
-    def lacking(self, candidate: Candidate, needs: StepNeeds) -> dict[int, tuple[list[str], bool]]:
+    def lacking(self, candidate: Candidate, needs: StepFiles) -> dict[int, tuple[list[str], bool]]:
         """Return for each node that lacks some which small files, and whether the commit."""
         name = step_name(candidate.step)
         found = {}

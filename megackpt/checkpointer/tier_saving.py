@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.checkpointer.tier_set import TierSet, bulk_of
+from megackpt.checkpointer.tier_set import TierSet
 from megackpt.checkpointer.tiers import Tier
-from megackpt.comm import BulkGroup, Group, Numbers, compare
+from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.steps import LocalPlaces, step_of
 from megackpt.engine.saving.save import SaveRequest, plan_state
-from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
+from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
@@ -44,11 +44,11 @@ class TierSaving:
         Raises:
             CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
         """
-        native, bulk, is_saved = in_native_format(request), bulk_of(group), False
+        native, is_saved = in_native_format(request), False
         for number in due:
-            place = self.tiers.place(number, step, bulk)
+            place = self.tiers.place(number, step, group)
             try:
-                self._save(place, native, bulk)
+                self._save(place, native, group)
                 is_saved = True
                 if group.rank == 0:
                     warn_of_newer(place, self.tiers[number])
@@ -56,7 +56,7 @@ class TierSaving:
                 warn_of_refusal(place, self.tiers[number], error, rank=group.rank)
         return is_saved
 
-    def _save(self, place: NodePlace, request: SaveRequest, group: BulkGroup) -> None:
+    def _save(self, place: NodeLocation, request: SaveRequest, group: Group) -> None:
         planned, strategy = plan_state(request, None, group, self.options)
         with contextlib.closing(place.open()) as store:
             save_on_nodes(planned, store, strategy, group, place)
@@ -65,7 +65,7 @@ class TierSaving:
             clean_node(place, rank=group.rank)
             return Numbers(())
 
-        compare(group, clean, alike=0, doing="removing old steps from its node")
+        run_and_compare(group, clean, equal=0, doing="removing old steps from its node")
 
 
 def destinations_in_tiers(
@@ -76,12 +76,12 @@ def destinations_in_tiers(
     Raises:
         DeclarationError: as `TierSet.open`; or the group cannot send files.
     """
-    bulk, native = bulk_of(group), in_native_format(request)
+    native = in_native_format(request)
     for number in due:
-        yield _destination(tiers.place(number, step, bulk), tiers[number], native, group)
+        yield _destination(tiers.place(number, step, group), tiers[number], native, group)
 
 
-def _destination(place: NodePlace, tier: Tier, request: SaveRequest, group: Group) -> Destination:
+def _destination(place: NodeLocation, tier: Tier, request: SaveRequest, group: Group) -> Destination:
     def follow(_: Sequence[Damage] | None) -> None:
         warn_of_newer(place, tier)
 
@@ -105,7 +105,7 @@ def in_native_format(request: SaveRequest) -> SaveRequest:
     return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
 
 
-def warn_of_refusal(place: NodePlace, tier: Tier, error: StorageError, *, rank: int) -> None:
+def warn_of_refusal(place: NodeLocation, tier: Tier, error: StorageError, *, rank: int) -> None:
     """Say, on rank 0, that a tier does not have a step."""
     if rank == 0:
         log.warning(
@@ -113,7 +113,7 @@ def warn_of_refusal(place: NodePlace, tier: Tier, error: StorageError, *, rank: 
         )  # fmt: skip
 
 
-def warn_of_newer(place: NodePlace, tier: Tier) -> None:
+def warn_of_newer(place: NodeLocation, tier: Tier) -> None:
     """Say that a step will not be the newest of a tier, if this node has a newer one. Local."""
     with contextlib.suppress(OSError):
         names = LocalPlaces.at(place.root).names()

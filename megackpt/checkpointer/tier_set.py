@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.tiers import MemoryTier, Tier
-from megackpt.comm import BulkGroup, Group, moves_bulk, together
+from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalPlaces
-from megackpt.engine.tiers.save import NodePlace
+from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import DeclarationError
 from megackpt.planning.nodes import Nodes
 
@@ -44,11 +44,10 @@ class TierSet:
 
     def recovery(self, group: Group, root: Root) -> Recovery:
         """Look at all tiers and the root. Collective."""
-        bulk = bulk_of(group)
-        nodes, places = self.open(bulk)
-        return Recovery(bulk, nodes, places, [str(tier) for tier in self._tiers], root)
+        nodes, places = self.open(group)
+        return Recovery(group, nodes, places, [str(tier) for tier in self._tiers], root)
 
-    def open(self, group: BulkGroup) -> tuple[Nodes, tuple[LocalPlaces, ...]]:
+    def open(self, group: Group) -> tuple[Nodes, tuple[LocalPlaces, ...]]:
         """Return the nodes of the job, and this node's directory of each tier. Collective at the first call.
 
         Raises:
@@ -64,7 +63,7 @@ class TierSet:
             def tell() -> bytes:
                 return json.dumps([label, [_identity(place) for place in places]]).encode()
 
-            told = [json.loads(said) for said in together(group, tell, doing="opening its tiers")]
+            told = [json.loads(said) for said in run_on_all_ranks(group, tell, doing="opening its tiers")]
             nodes = Nodes.of_labels([of_rank[0] for of_rank in told])
             for number, tier in enumerate(self._tiers):
                 _check_directories(tier, [of_rank[1][number] for of_rank in told], told, nodes)
@@ -73,11 +72,11 @@ class TierSet:
             self._set_up = nodes, places
         return self._set_up
 
-    def place(self, number: int, step: int, group: BulkGroup) -> NodePlace:
+    def place(self, number: int, step: int, group: Group) -> NodeLocation:
         """Return where a step lies in a tier, as this rank sees it. Collective as `open` is."""
         nodes, places = self.open(group)
         tier = self._tiers[number]
-        return NodePlace(
+        return NodeLocation(
             root=places[number].location,
             step=step,
             nodes=nodes,
@@ -85,20 +84,6 @@ class TierSet:
             jump=tier.jump,
             keep_last=tier.keep_last,
         )
-
-
-def bulk_of(group: Group) -> BulkGroup:
-    """Return the group as one that moves bulk data.
-
-    Raises:
-        DeclarationError: it cannot.
-    """
-    if not moves_bulk(group):
-        raise DeclarationError(
-            f"Tiers send files between nodes, which a {type(group).__name__} cannot. Add the methods of "
-            f"megackpt.comm.BulkGroup, leave the group to torch.distributed, or save without tiers."
-        )
-    return group
 
 
 def _label(node: str | int | None, rank: int) -> str:

@@ -1,57 +1,45 @@
-"""The door to other ranks: messages and bulk data, errors that are common, deadlines."""
+"""Communication between ranks: messages, bulk bytes, errors that are raised on all ranks, deadlines."""
 
-from megackpt.comm.agreement import (
-    MOST_NUMBERS,
+from megackpt.comm.collectives import (
     Numbers,
-    ReducingGroup,
-    compare,
-    from_root,
-    given_by_root,
-    together_at_root,
+    broadcast_from_rank_0,
+    errors_on_all_ranks,
+    run_and_compare,
+    run_and_gather,
+    run_on_all_ranks,
+    scatter_from_rank_0,
 )
-from megackpt.comm.group import (
-    BulkGroup,
-    Group,
-    Parcel,
-    SingleProcess,
-    check_group,
-    encode_error,
-    moves_bulk,
-    together,
-)
-from megackpt.comm.known_groups import world_group
-from megackpt.comm.subgroup import (
-    GivenGroup,
-    check_given_group,
-    check_subgroup,
+from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer, SingleProcess, check_group
+from megackpt.comm.messages import encode_error
+from megackpt.comm.process_groups import (
+    AnyGroup,
+    check_group_argument,
     subgroup,
     subgroup_label,
     subgroup_members,
+    world_group,
 )
 from megackpt.comm.torch_group import TorchGroup
 
 __all__ = [
-    "MOST_NUMBERS",
-    "BulkGroup",
-    "GivenGroup",
+    "MAX_NUMBERS",
+    "AnyGroup",
     "Group",
     "Numbers",
-    "Parcel",
-    "ReducingGroup",
+    "PeerBuffer",
     "SingleProcess",
     "TorchGroup",
-    "check_given_group",
+    "broadcast_from_rank_0",
     "check_group",
-    "check_subgroup",
-    "compare",
+    "check_group_argument",
     "encode_error",
-    "from_root",
-    "given_by_root",
-    "moves_bulk",
+    "errors_on_all_ranks",
+    "run_and_compare",
+    "run_and_gather",
+    "run_on_all_ranks",
+    "scatter_from_rank_0",
     "subgroup",
     "subgroup_label",
     "subgroup_members",
-    "together",
-    "together_at_root",
     "world_group",
 ]

@@ -1,93 +1,136 @@
-"""Groups of ranks that act together.
+"""The protocol between ranks: small messages, numbers, and bulk bytes between buffers.
 
-Owns the protocol that the engine speaks, the group of one process, and the rule that makes failures common:
-a step's error on one rank is the same error on all. Nothing here depends on torch.
+`Group` is the base class of every group. A subclass must implement `all_gather` and `gather`; every other
+method has a default that uses these two, and which a group for many ranks or many bytes replaces. Nothing in
+this module depends on torch.
 """
 
 from __future__ import annotations
 
-import json
+import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import TypeAlias
 
-from megackpt import errors
-from megackpt.errors import CheckpointError, DeclarationError, RankFailedError
+from megackpt.comm.messages import check_same_step, step_header
+from megackpt.errors import DeclarationError
 
-T = TypeVar("T")
+PeerBuffer: TypeAlias = tuple[int, memoryview]
+"""A rank of the group, and the buffer that is sent to it or received from it."""
 
-Parcel: TypeAlias = tuple[int, memoryview]
-"""A rank of the group, and bytes that go there or come from there."""
-
-
-class Group(Protocol):
-    """Ranks that exchange small messages; every method is a collective."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process in the group."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in rank order.
-
-        Raises:
-            RankFailedError: a rank did not answer before the deadline.
-        """
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return on rank 0 what every rank gave, in rank order; nothing on the others."""
+MAX_NUMBERS = 28
+"""The most numbers that one `all_reduce_max` of the engine takes, so that its messages have one length."""
 
 
-class BulkGroup(Group, Protocol):
-    """A group that also moves much data, between buffers of the caller's: none is made by the group.
+class Group(ABC):
+    """Ranks that call the same methods in the same order: every method but the constructor is a collective.
 
-    Every method is a collective, and buffers are contiguous and writable.
+    Buffers (memoryviews) are contiguous and writable and belong to the caller.
+
+    Attributes:
+        rank: number of this process in the group.
+        size: number of ranks.
 
     Raises:
-        RankFailedError: from every method, when a rank did not answer before the deadline.
+        RankFailedError: from every method, when a rank did not answer before the deadline of the group.
     """
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Move parcels between pairs of ranks: the i-th sent to a rank fills the i-th received from this one.
+    rank: int
+    size: int
 
-        Both have equal lengths. One buffer may be sent to several ranks.
+    @abstractmethod
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank, in rank order. Lengths may differ between ranks."""
+
+    @abstractmethod
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return on rank 0 the data of every rank, in rank order, and an empty list on the other ranks."""
+
+    def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+        """Return the element-wise maximum over all ranks.
+
+        Args:
+            numbers: equally many on all ranks, each representable in 64 bits.
+            step: header of the step (see `messages.step_header`), for the error if ranks are at different
+                steps.
         """
+        packed = struct.pack(f"<{len(numbers)}q", *numbers)
+        messages = self.all_gather(step + packed)
+        check_same_step(messages, step)
+        columns = zip(*(struct.unpack(f"<{len(numbers)}q", m[len(step) :]) for m in messages), strict=True)
+        return [max(column) for column in columns]
+
+    def begin_all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
+        """Send the numbers, and return a function that waits for the other ranks and returns the maximum.
+
+        The caller calls that function before any other method. A group that cannot send without waiting does
+        everything in the function.
+        """
+        return lambda: self.all_reduce_max(numbers, step=step)
+
+    def all_reduce_max_then_gather(
+        self, numbers: Sequence[int], data: bytes, *, step: bytes
+    ) -> tuple[list[int], Callable[[], list[bytes]]]:
+        """Return the element-wise maximum, and a function that gathers data on rank 0.
+
+        Either all ranks call that function next, or none does. A group may send short data together with the
+        numbers.
+        """
+        return self.all_reduce_max(numbers, step=step), lambda: self.gather(data)
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part. Rank 0 gives the parts of all ranks; other ranks give an empty list."""
+        step = step_header("scatter")
+        messages = self.all_gather(step + struct.pack(f"<{len(parts)}q", *map(len, parts)) + b"".join(parts))
+        check_same_step(messages, step)
+        message = memoryview(messages[0])[len(step) :]
+        lengths_of_parts = struct.unpack(f"<{self.size}q", message[: 8 * self.size])
+        begin = 8 * self.size + sum(lengths_of_parts[: self.rank])
+        return bytes(message[begin : begin + lengths_of_parts[self.rank]])
+
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
+        """Move bytes between pairs of ranks, all pairs at once.
+
+        The i-th buffer that a rank sends to another fills the i-th buffer that the other receives from it;
+        both have equal lengths. One buffer may be sent to several ranks.
+        """
+        heads = b"".join(struct.pack("<qq", peer, data.nbytes) for peer, data in sends)
+        message = struct.pack("<q", len(sends)) + heads + b"".join(data for _, data in sends)
+        incoming = [_buffers_for(self.rank, m) for m in self.all_gather(message)]
+        for peer, buffer in receives:
+            buffer[:] = incoming[peer].pop(0)
 
     def broadcast(self, data: memoryview, *, root: int) -> None:
-        """Fill data on every rank with what root has in it; equally long everywhere."""
+        """Fill data on every rank with the bytes that root has in it. The length is equal on all ranks."""
+        data[:] = self.all_gather(bytes(data) if self.rank == root else b"")[root]
 
-    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
-        """Fill everyone with what each rank has in data, in rank order; equally long everywhere."""
-
-
-def moves_bulk(group: Group) -> TypeGuard[BulkGroup]:
-    """Say whether a group can move much data."""
-    return all(hasattr(group, name) for name in ("exchange", "broadcast", "all_gather_into"))
+    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
+        """Fill gathered with the data of each rank, in rank order. All ranks give equally many bytes."""
+        gathered[:] = b"".join(self.all_gather(bytes(data)))
 
 
-def is_group(group: object) -> bool:
-    """Say whether something has the methods of a group; a process group of torch has not."""
-    return all(hasattr(group, name) for name in ("rank", "size", "all_gather", "gather"))
+def all_gather_by_exchange(group: Group, data: memoryview, gathered: memoryview) -> None:
+    """Do `Group.all_gather_into` with one exchange between all pairs of ranks. Collective."""
+    buffers = [gathered[r * data.nbytes : (r + 1) * data.nbytes] for r in range(group.size)]
+    peers = [r for r in range(group.size) if r != group.rank]
+    buffers[group.rank][:] = data
+    group.exchange([(r, data) for r in peers], [(r, buffers[r]) for r in peers])
 
 
-def check_group(group: object) -> None:
-    """Check that something is a group, by its methods. Local.
+def _buffers_for(rank: int, message: bytes) -> list[bytes]:
+    """Return the buffers for one rank in a message of the default `Group.exchange`."""
+    (count,) = struct.unpack_from("<q", message)
+    heads = [struct.unpack_from("<qq", message, 8 + 16 * i) for i in range(count)]
+    begin, buffers = 8 + 16 * count, []
+    for peer, nbytes in heads:
+        if peer == rank:
+            buffers.append(message[begin : begin + nbytes])
+        begin += nbytes
+    return buffers
 
-    Raises:
-        DeclarationError: it is none, a process group of torch for instance.
-    """
-    if not is_group(group):
-        raise DeclarationError(
-            f"group is {group!r}, which lacks the methods of megackpt.comm.Group. Leave it out for all ranks "
-            f"of torch.distributed; for some give megackpt.comm.TorchGroup(ranks=[...], timeout_s=...)."
-        )
 
-
-class SingleProcess:
-    """The group of a process that is alone."""
+class SingleProcess(Group):
+    """The group of a process that has no other ranks."""
 
     rank = 0
     size = 1
@@ -100,130 +143,28 @@ class SingleProcess:
         """Return the data alone."""
         return [data]
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Copy from each buffer into the one it belongs to."""
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
+        """Copy each sent buffer into the received buffer of the same position."""
         for (_, data), (_, out) in zip(sends, receives, strict=True):
             out[:] = data
 
     def broadcast(self, data: memoryview, *, root: int) -> None:
         """Do nothing."""
 
-    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
+    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
         """Copy the data."""
-        everyone[:] = data
+        gathered[:] = data
 
 
-def together(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
-    """Run a step on every rank and return all ranks' results; a failure on any rank is raised on all of them.
-
-    Collective. doing says what is done, for the error's text.
+def check_group(group: object) -> None:
+    """Check that an argument is a `Group`. Local.
 
     Raises:
-        CheckpointError: of the class that the first failing rank raised (RankFailedError where it was not
-            one of ours); it names the rank and its cause. On that rank the original stands behind it as
-            `__cause__`.
+        DeclarationError: the argument is something else, for example a process group of torch.
     """
-    result, error = run_step(step)
-    return settle(group, result or b"", error, doing=doing)
-
-
-def run_step(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what a step returned, or its error."""
-    try:
-        return step(), None
-    except Exception as error:  # noqa: BLE001 - handed over to all ranks, and raised again there
-        return None, error
-
-
-def settle(group: Group, result: bytes, error: Exception | None, *, doing: str) -> list[bytes]:
-    """Return all ranks' results, or raise the common error if there is one; see `together`. Collective."""
-    if error is not None and group.size == 1:
-        raise error
-    told = (b"\x00" + result) if error is None else (b"\x01" + encode_error(error))
-    step = named_step(doing)
-    try:
-        answers = group.all_gather(step + told)
-    except RankFailedError as lost:
-        raise_lost(lost, error)
-    check_one_step(answers, step)
-    at = len(step)
-    failures = {rank: a[at + 1 :] for rank, a in enumerate(answers) if a[at : at + 1] != b"\x00"}
-    if failures:
-        raise common_error(failures, doing) from error
-    return [answer[at + 1 :] for answer in answers]
-
-
-def raise_lost(lost: RankFailedError, error: Exception | None) -> NoReturn:
-    """Raise that ranks do not answer, or what a step that failed here has noticed of that before."""
-    if isinstance(error, RankFailedError):  # lost in the step already: that names who was missing first
-        raise error from lost
-    raise lost from error
-
-
-def named_step(doing: str) -> bytes:
-    """Return what each message of a step begins with."""
-    return len(doing.encode()).to_bytes(4, "little") + doing.encode()
-
-
-def check_one_step(answers: Sequence[bytes], step: bytes) -> None:
-    """Check that all messages are from one step, which those of this rank begin with.
-
-    Raises:
-        RankFailedError: some are from another step, so what follows would be taken for what it is not.
-    """
-    others = [rank for rank, answer in enumerate(answers) if not answer.startswith(step)]
-    if others:
-        raise RankFailedError(
-            f"Ranks are at different steps: rank(s) {describe_ranks(others)} sent "
-            f"{_step_of(answers[others[0]])} while this one sent {_step_of(step)}. Call the same "
-            f"functions in the same order on all ranks, with equal arguments and options.",
-            rank=others[0],
+    if not isinstance(group, Group):
+        raise DeclarationError(
+            f"group is {group!r}, which is not a megackpt.comm.Group. Leave it out for all ranks of "
+            f"torch.distributed; for some ranks give megackpt.comm.TorchGroup(ranks=[...], timeout_s=...); a "
+            f"group of your own must be a subclass of megackpt.comm.Group."
         )
-
-
-def step_in(message: bytes) -> bytes:
-    """Return what a message of a step begins with, which may be empty for other messages."""
-    return message[: 4 + int.from_bytes(message[:4], "little")]
-
-
-def _step_of(answer: bytes) -> str:
-    """Say which step a message is from."""
-    length = int.from_bytes(answer[:4], "little")
-    name = answer[4 : 4 + length]
-    is_name = len(answer) >= 4 + length and name.isascii() and name.decode("ascii").isprintable()
-    return f"what belongs to {name.decode('ascii')!r}" if is_name and name else "a message of another kind"
-
-
-def encode_error(error: BaseException) -> bytes:
-    """Return an error as it is sent to other ranks."""
-    if isinstance(error, CheckpointError):
-        where = {"key": error.key, "rank": error.rank, "path": error.path}
-        return json.dumps({"class": type(error).__name__, "text": error.message, **where}).encode()
-    fields = {"class": "", "text": f"{type(error).__name__}: {error}", "key": None, "path": None}
-    return json.dumps(fields).encode()
-
-
-def common_error(failures: dict[int, bytes], doing: str) -> CheckpointError:
-    """Return the error of all ranks for the encoded ones of some."""
-    first = min(failures)
-    fields = json.loads(failures[first])
-    others = sorted(set(failures) - {first})
-    also = (
-        f" Ranks {', '.join(map(str, others[:8]))}{', ...' if len(others) > 8 else ''} failed too."
-        if others
-        else ""
-    )
-    kind = error_class(fields["class"])
-    text = f"Rank {first} failed while {doing}: {fields['text']}{also}"
-    return kind(text, key=fields["key"], rank=first, path=fields["path"])
-
-
-def error_class(name: str) -> type[CheckpointError]:
-    """Look a class of our own error tree up by name; anything else becomes a RankFailedError."""
-    found: object = getattr(errors, name, None) if name else None
-    return found if isinstance(found, type) and issubclass(found, CheckpointError) else RankFailedError
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text, the first eight of them: `0, 2, 5`."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megackpt.comm import store_group
-from megackpt.comm.group import Parcel
+from megackpt.comm.group import PeerBuffer, all_gather_by_exchange
 from megackpt.comm.links import LatePeersError, LinkAddress, Links, LostPeerError, host_towards
 from megackpt.comm.store_group import StoreAddress, StoreGroup
 from megackpt.errors import WriterFailedError
@@ -21,7 +21,7 @@ _PAUSE_S = 0.05
 
 
 class LinkedGroup(StoreGroup):
-    """A `StoreGroup` that also moves much data. See `BulkGroup`.
+    """A `StoreGroup` that also moves much data. See `Group`.
 
     address is that of the store: where it is reached, ranks on its host are. Connections are made when they
     are needed, between those ranks that send each other something, and end with the group.
@@ -46,7 +46,7 @@ class LinkedGroup(StoreGroup):
         self._looked = 0.0
         self._has_answered = False
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         """Move parcels between pairs of ranks, all of them at once."""
         try:
             self._opened().move(sends, receives, timeout_s=self._timeout_s)
@@ -64,12 +64,9 @@ class LinkedGroup(StoreGroup):
         below = [place + (1 << bit) for bit in reversed(range(bits)) if place + (1 << bit) < self.size]
         self.exchange([((one + root) % self.size, data) for one in below], [])
 
-    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
-        """Fill everyone with what each rank has in data, in rank order."""
-        parts = [everyone[r * data.nbytes : (r + 1) * data.nbytes] for r in range(self.size)]
-        others = [r for r in range(self.size) if r != self.rank]
-        parts[self.rank][:] = data
-        self.exchange([(r, data) for r in others], [(r, parts[r]) for r in others])
+    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
+        """Fill gathered with the data of each rank, in rank order."""
+        all_gather_by_exchange(self, data, gathered)
 
     def leave(self) -> None:
         """Let go of the connections, and leave the meetings."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megackpt.comm.group import Parcel
+from megackpt.comm.group import PeerBuffer
 
 _SECRET_BYTES = 16
 _HELLO_BYTES = _SECRET_BYTES + 4  # of the process that is called, and the rank that calls
@@ -98,7 +98,7 @@ class Links:
         self._from: dict[int, socket.socket] = {}
         self._to: dict[int, socket.socket] = {}
 
-    def move(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, timeout_s: float) -> None:
+    def move(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], *, timeout_s: float) -> None:
         """Send and receive parcels, those of each pair of ranks in order, until all have been moved.
 
         Raises:
@@ -194,7 +194,7 @@ def host_towards(host: str, port: int) -> str:
     return host
 
 
-def _by_rank(parcels: Sequence[Parcel]) -> dict[int, deque[memoryview]]:
+def _by_rank(parcels: Sequence[PeerBuffer]) -> dict[int, deque[memoryview]]:
     found: dict[int, deque[memoryview]] = {}
     for rank, data in parcels:
         if data.nbytes:

@@ -19,9 +19,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from megackpt.comm.agreement import given_by_root
-from megackpt.comm.group import Group, describe_ranks, encode_error, error_class, together
+from megackpt.comm.collectives import run_on_all_ranks, scatter_from_rank_0
+from megackpt.comm.group import Group
 from megackpt.comm.links import is_loopback, listen
+from megackpt.comm.messages import decode_error, describe_ranks, encode_error
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 
@@ -108,7 +109,9 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
         RankFailedError: a rank cannot reach it, or rank 0 cannot serve.
     """
     served: list[StoreClient] = []
-    names = together(group, lambda: socket.gethostname().encode(), doing="naming the hosts of the writers")
+    names = run_on_all_ranks(
+        group, lambda: socket.gethostname().encode(), doing="naming the hosts of the writers"
+    )
 
     def serve() -> list[bytes]:
         is_one_host = host is None and len(set(names)) == 1
@@ -119,14 +122,16 @@ def host_store(group: Group, *, timeout_s: float, host: str | None = None) -> St
         served.append(_open_store(StoreAddress(at, port), listener=listener, timeout_s=timeout_s))
         return [json.dumps([at, port]).encode()] * group.size
 
-    address = StoreAddress(*json.loads(given_by_root(group, serve, doing="serving the store of the writers")))
+    address = StoreAddress(
+        *json.loads(scatter_from_rank_0(group, serve, doing="serving the store of the writers"))
+    )
 
     def connect() -> bytes:
         if group.rank:
             served.append(connect_store(address, timeout_s=timeout_s))
         return b""
 
-    together(group, connect, doing="connecting to the store of the writers")
+    run_on_all_ranks(group, connect, doing="connecting to the store of the writers")
     return StoreHost(served[0], address)
 
 
@@ -172,7 +177,7 @@ def _open_store(
     )
 
 
-class StoreGroup:
+class StoreGroup(Group):
     """Ranks that meet under one prefix of a store, each meeting once, with a deadline. See `Group`.
 
     Rank 0 collects and tells; what was said is removed from the store as soon as all have read it. Made anew
@@ -216,7 +221,7 @@ class StoreGroup:
         """Return on rank 0 what every rank gave; nothing on the others, which do not wait."""
         return self._collect(data)
 
-    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         """Return the largest of what the ranks gave, number by number."""
         everyone = [json.loads(said) for said in self._collect(json.dumps(list(numbers)).encode())]
         if len({len(one) for one in everyone}) > 1:
@@ -369,13 +374,6 @@ class StoreGroup:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._meetings}/{name}"
-
-
-def decode_error(data: bytes) -> CheckpointError:
-    """Return the error that `encode_error` was given, or a RankFailedError with its text."""
-    fields = json.loads(data)
-    kind = error_class(fields["class"])
-    return kind(fields["text"], key=fields["key"], rank=fields.get("rank"), path=fields["path"])
 
 
 def _first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:

@@ -22,14 +22,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megackpt.comm.agreement import MOST_NUMBERS
-from megackpt.comm.group import (
-    Parcel,
-    check_one_step,
-    describe_ranks,
-    step_in,
+from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer, all_gather_by_exchange
+from megackpt.comm.messages import check_same_step, describe_ranks, read_step_header
+from megackpt.comm.missing_ranks import (
+    ROLL_CALL_S,
+    describe_lost_rendezvous,
+    find_missing_ranks,
+    rendezvous_port,
+    rendezvous_rank,
 )
-from megackpt.comm.roll_call import ROLL_CALL_S, call_roll, lost_rendezvous, rendezvous_port, rendezvous_rank
 from megackpt.comm.store_client import CallThread
 from megackpt.errors import RankFailedError
 
@@ -40,7 +41,7 @@ _c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds o
 _CONNECTED: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 _ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT = 1, 2, 3, 4, 5
-_WORDS = 3 + MOST_NUMBERS
+_WORDS = 3 + MAX_NUMBERS
 _MOST_ENCLOSED_BYTES = 2048  # by each rank, of what a meeting gathers: the rest is sent afterwards
 _STEP_BYTES = 200
 _SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
@@ -61,7 +62,7 @@ class _Opened:
     enclosed: list[bytes]
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """Messages between the ranks of a torch process group, each with a deadline.
 
     ranks are those of torch.distributed, ascending; None for all of them. Creating one is a collective over
@@ -110,7 +111,7 @@ class TorchGroup:
         except TimeoutError:
             raise RankFailedError(
                 f"The ranks could not be connected within {most_s:g} s (seen by rank {dist.get_rank()}): "
-                f"{lost_rendezvous()}",
+                f"{describe_lost_rendezvous()}",
                 rank=rendezvous_rank(),
             ) from None
         except RuntimeError as error:  # what the rendezvous store and gloo raise
@@ -159,20 +160,20 @@ class TorchGroup:
         self._meetings += 1
         return self._guarded(lambda: self._gather(data))
 
-    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         """Return the largest of what the ranks gave, number by number; each sends each one small message."""
-        return self.open_maximum(numbers, step=step)()
+        return self.begin_all_reduce_max(numbers, step=step)()
 
-    def open_maximum(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
-        """Send what `maximum` does; return a function that waits for the others and returns the largest."""
+    def begin_all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
+        """Send the numbers; return a function that waits for the other ranks and returns the maximum."""
         self._meetings += 1
         opened = self._guarded(lambda: self._opening(_MAXIMUM, numbers, step))
         return lambda: self._guarded(lambda: opened().numbers[: len(numbers)])
 
-    def collect(
+    def all_reduce_max_then_gather(
         self, numbers: Sequence[int], data: bytes, *, step: bytes
     ) -> tuple[list[int], Callable[[], list[bytes]]]:
-        """`maximum`, and what `gather` returns, by a function that all call next or none."""
+        """`all_reduce_max`, and what `gather` returns, by a function that all call next or none."""
         self._meetings += 1
         return self._guarded(lambda: self._collect(numbers, data, step))
 
@@ -181,7 +182,7 @@ class TorchGroup:
         self._meetings += 1
         return self._guarded(lambda: self._scatter(parts))
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         """Move parcels between pairs of ranks, all of them at once."""
         self._guarded(lambda: self._exchange(sends, receives))
 
@@ -192,17 +193,14 @@ class TorchGroup:
             options.rootRank = root
             self._guarded(lambda: self._group.broadcast([_tensor_over(data)], options).wait())
 
-    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
-        """Fill everyone with what each rank has in data, in rank order.
+    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
+        """Fill gathered with the data of each rank, in rank order.
 
-        By parcels: gloo's own all-gather makes copies of all of it in between.
+        Not with gloo's all-gather, which makes a copy of everything.
         """
-        parts = [everyone[r * data.nbytes : (r + 1) * data.nbytes] for r in range(self.size)]
-        others = [r for r in range(self.size) if r != self.rank]
-        parts[self.rank][:] = data
-        self.exchange([(r, data) for r in others], [(r, parts[r]) for r in others])
+        all_gather_by_exchange(self, data, gathered)
 
-    def _exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def _exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         deadline = time.monotonic() + self._timeout_s
         # The tag is the number of the message between two ranks, so that none takes another's place.
         coming, going = Counter[int](), Counter[int]()
@@ -255,8 +253,8 @@ class TorchGroup:
         of_ranks = heard.numpy().reshape(self.size, -1)
         found: list[int] = of_ranks[:, :head].copy().view(np.int64).max(0).tolist()
         if found[0] != -found[1]:  # every rank sees it, so they can ask each other
-            step = step_in(said)[:_STEP_BYTES]
-            check_one_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
+            step = read_step_header(said)[:_STEP_BYTES]
+            check_same_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
             raise RankFailedError(
                 "Ranks are at different steps, which have no names. Call the same functions in the same "
                 "order on all ranks, with equal options."
@@ -357,7 +355,7 @@ class TorchGroup:
 
     def _absent(self, name: str, mark: int, *, tolerance: int) -> tuple[int | None, str, str]:
         """Ask which ranks are missing: return the first of them, text that names all, and a further hint."""
-        absent = call_roll(
+        absent = find_missing_ranks(
             name,
             rank=self.rank,
             size=self.size,
@@ -366,7 +364,7 @@ class TorchGroup:
             timeout_s=min(ROLL_CALL_S, self._timeout_s),
         )
         if absent is None:
-            return rendezvous_rank(), "a rank", f" {lost_rendezvous()}"
+            return rendezvous_rank(), "a rank", f" {describe_lost_rendezvous()}"
         missing = [self._ranks[r] for r in absent]
         if not missing:
             return None, "a rank that has answered since", ""

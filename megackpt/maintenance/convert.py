@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.codec import carrying_unknown, leaf_digests
-from megackpt.comm import Group, together
+from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.inline_arrays import read_whole_common, without_referenced
 from megackpt.engine.checkpoint.opening import read_common_and_references
@@ -129,7 +129,7 @@ def convert_checkpoint(
         said = {"opened": opened[0].contents.identity, "attempt": manifest.new_attempt()}
         return json.dumps({**said, "lengths": sorted(lengths.items())}).encode()
 
-    answers = [json.loads(a) for a in together(group, open_source, doing="opening the source")]
+    answers = [json.loads(a) for a in run_on_all_ranks(group, open_source, doing="opening the source")]
     if any(answer["opened"] != answers[0]["opened"] for answer in answers):
         raise MismatchError(
             f"{source.location} was saved anew while it was being opened: ranks see different checkpoints. "
@@ -306,7 +306,7 @@ def _verify(job: _Job, local: _Opened, planned: PlannedSave) -> None:
             _compare_common(local.common, _common_of(job, written, job.target), job.target.location)
         return b""
 
-    together(job.group, compare, doing="verifying the new checkpoint")
+    run_on_all_ranks(job.group, compare, doing="verifying the new checkpoint")
 
 
 def _part(local: _Opened, row: int) -> Part:

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megackpt.comm.starting import child_environment, without_current_directory
+from megackpt.comm.child_processes import child_environment, without_current_directory
 
 JOB_TIMEOUT_S = 120.0
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from megackpt.comm import BulkGroup, Parcel
-from megackpt.comm.group import check_one_step
+from megackpt.comm import Group, PeerBuffer
+from megackpt.comm.messages import check_same_step
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
@@ -108,15 +108,15 @@ class SimulatedWorld:
         return self._gone - set(self._slots)
 
 
-class SimulatedRank:
-    """One rank's group; see `BulkGroup` for what its methods do."""
+class SimulatedRank(Group):
+    """One rank's group; see `Group` for what its methods do."""
 
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
         self.size = world.size
 
-    def subgroup(self, ranks: Sequence[int]) -> BulkGroup:
+    def subgroup(self, ranks: Sequence[int]) -> Group:
         """Return the group of some ranks of this one, each of which calls it. Local."""
         members = tuple(ranks)
         return SimulatedRank(self._world._part(members), members.index(self.rank))
@@ -131,10 +131,10 @@ class SimulatedRank:
         everyone = self._world._meet(self.rank, data, len(data))
         return everyone if self.rank == 0 else []
 
-    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         """Return the largest of what the ranks gave, number by number."""
         everyone = self._world._meet(self.rank, (step, list(numbers)), 8 * len(numbers))
-        check_one_step(_messages(everyone), step)
+        check_same_step(_messages(everyone), step)
         return [max(column) for column in zip(*(numbers for _, numbers in everyone), strict=True)]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
@@ -142,7 +142,7 @@ class SimulatedRank:
         everyone = self._world._meet(self.rank, list(parts), sum(map(len, parts)))
         return bytes(everyone[0][self.rank])
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         """Move parcels between pairs of ranks."""
         going = [(peer, bytes(data)) for peer, data in sends]
         everyone = self._world._meet(self.rank, going, sum(len(data) for _, data in going))
@@ -158,9 +158,9 @@ class SimulatedRank:
         mine = bytes(data) if self.rank == root else b""
         data[:] = self._world._meet(self.rank, mine, len(mine))[root]
 
-    def all_gather_into(self, data: memoryview, everyone: memoryview) -> None:
-        """Fill everyone with what each rank has in data."""
-        everyone[:] = b"".join(self._world._meet(self.rank, bytes(data), len(data)))
+    def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
+        """Fill gathered with what each rank has in data."""
+        gathered[:] = b"".join(self._world._meet(self.rank, bytes(data), len(data)))
 
 
 def _messages(everyone: Sequence[Any]) -> list[bytes]:

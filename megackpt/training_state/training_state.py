@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megackpt.comm import Group, together, world_group
+from megackpt.comm import Group, run_on_all_ranks, world_group
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedStateDict
 from megackpt.training_state.resumable import Resumable
@@ -60,7 +60,9 @@ class TrainingState:
             return json.dumps([note for note in notes if note]).encode()
 
         group = self._group or world_group(timeout_s=self._timeout_s)
-        notes: list[str] = json.loads(together(group, resume_here, doing="resuming the training state")[0])
+        notes: list[str] = json.loads(
+            run_on_all_ranks(group, resume_here, doing="resuming the training state")[0]
+        )
         return notes
 
     def _resume_part(self, name: str, part: Resumable, loaded: Mapping[str, Any], step: int) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from megackpt import PlanCache, SaveOptions, ShardedObject, ShardedTensor
-from megackpt.comm import SingleProcess, together
+from megackpt.comm import Group, SingleProcess, run_on_all_ranks
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.geometry import Ints
@@ -221,7 +221,7 @@ def _coordinate(
     return plan, rows, laps
 
 
-class _Everyone:
+class _Everyone(Group):
     """A group in which all ranks say the same."""
 
     def __init__(self, ranks: int) -> None:
@@ -237,7 +237,7 @@ class _Everyone:
 def bench_meeting(ranks: int) -> float:
     """Return the seconds that a rank takes to look through the digests of all."""
     clock = _Clock()
-    said = together(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
+    said = run_on_all_ranks(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
     assert next(i for i, other in enumerate(said) if other[:16] == said[-1][:16]) == 0
     return clock.lap()
 

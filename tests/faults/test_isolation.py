@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.comm.starting import without_current_directory
+from megackpt.comm.child_processes import without_current_directory
 from megackpt.engine.background.process_start import search_path
 from megackpt.testing.ranks import RankPool
 

@@ -68,9 +68,9 @@ class MortalGroup(StoreGroup):
         self.machine.check_alive(self.rank)
         return super().gather(data)
 
-    def maximum(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         self.machine.check_alive(self.rank)
-        return super().maximum(numbers, step=step)
+        return super().all_reduce_max(numbers, step=step)
 
     def leave(self) -> None:
         with suppress(Stopped):

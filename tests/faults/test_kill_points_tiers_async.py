@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megackpt import Checkpointer, CheckpointError, LocalTier
-from megackpt.comm import Group, Parcel
+from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.linked_group import LinkedGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.checkpoint.steps import LocalPlaces
@@ -63,7 +63,7 @@ class Nodes:
 class MortalLinkedGroup(MortalGroup, LinkedGroup):
     """Writers that send each other files as long as they live."""
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
         self.machine.check_alive(self.rank)
         super().exchange(sends, receives)
 

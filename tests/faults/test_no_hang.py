@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import CheckpointError, LoadOptions, RankFailedError, SaveOptions
-from megackpt.comm.group import run_step
 from megackpt.testing.ranks import RankPool
 from tests.effort import is_thorough, seed
 from tests.states import filled, replica
@@ -63,21 +62,12 @@ def in_trouble(before: int, act: Callable[[], None]) -> Iterator[list[int]]:
     """Within the block this rank's step of that number begins with an act; yields how many were begun."""
     begun = [0]
 
-    def troubled(step: Callable[[], Any]) -> Any:
+    def begin_step(doing: str) -> None:
         begun[0] += 1
-        if begun[0] - 1 != before:
-            return run_step(step)
-
-        def instead() -> Any:
+        if begun[0] - 1 == before:
             act()
-            return step()
 
-        return run_step(instead)
-
-    with (
-        patch("megackpt.comm.group.run_step", troubled),
-        patch("megackpt.comm.agreement.run_step", troubled),
-    ):
+    with patch("megackpt.comm.collectives.begin_step", begin_step):
         yield begun
 
 

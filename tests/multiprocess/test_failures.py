@@ -24,7 +24,7 @@ from megackpt import (
     ShardedTensorFactory,
     StorageError,
 )
-from megackpt.comm import together, world_group
+from megackpt.comm import run_on_all_ranks, world_group
 from megackpt.storage import LocalStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.ranks import Outcome, RankPool
@@ -151,7 +151,7 @@ def take_different_steps() -> None:
     if dist.get_rank() == 2:
         group.all_gather(b"\xff\xfe\xfd\xfc\xfb")
     else:
-        together(group, lambda: b"\xff", doing="reading" if first else "writing")
+        run_on_all_ranks(group, lambda: b"\xff", doing="reading" if first else "writing")
 
 
 def test_ranks_at_different_steps_are_told_so(rank_pool: RankPool) -> None:

@@ -28,7 +28,7 @@ def say():  # registered first, so called last
 atexit.register(say)
 import torch.distributed as dist
 from megackpt.comm import world_group
-from megackpt.comm.known_groups import torch_subgroup
+from megackpt.comm.process_groups import torch_subgroup
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 groups = world_group(timeout_s=60), torch_subgroup(dist.new_group([0, 1]), timeout_s=30)
@@ -63,12 +63,12 @@ def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
 def begin_at_different_times() -> None:
     rank, group = dist.get_rank(), TorchGroup(timeout_s=60)
     assert group.is_idle
-    begun = group.open_maximum([rank], step=b"one") if rank else None
+    begun = group.begin_all_reduce_max([rank], step=b"one") if rank else None
     dist.barrier()
     is_idle = group.is_idle
     dist.barrier()  # rank 0 does not begin before rank 1 has looked
     assert is_idle == (rank == 0)  # what rank 1 has begun cannot be over
-    begun = begun or group.open_maximum([rank], step=b"one")
+    begun = begun or group.begin_all_reduce_max([rank], step=b"one")
     assert begun() == [1]
     assert group.is_idle
     child = os.fork()

@@ -6,7 +6,15 @@ import pytest
 import torch.distributed as dist
 
 from megackpt import RankFailedError
-from megackpt.comm import Numbers, compare, from_root, given_by_root, together, together_at_root, world_group
+from megackpt.comm import (
+    Numbers,
+    broadcast_from_rank_0,
+    run_and_compare,
+    run_and_gather,
+    run_on_all_ranks,
+    scatter_from_rank_0,
+    world_group,
+)
 from megackpt.testing.ranks import RankPool
 
 pytestmark = pytest.mark.multiprocess
@@ -16,11 +24,11 @@ def exchange_of(nbytes: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = world_group(timeout_s=60)
     parts = [bytes([r]) * (nbytes * r) for r in range(size)]  # rank 0 has none, and is given none
-    assert given_by_root(group, lambda: parts, doing="giving") == parts[rank]
-    assert together_at_root(group, lambda: parts[rank], doing="sending") == (parts if rank == 0 else [])
-    assert together(group, lambda: parts[rank], doing="sharing") == parts
-    assert from_root(group, parts[-1] if rank == 0 else b"", doing="telling") == parts[-1]
-    found = compare(group, lambda: Numbers((1, rank), (rank,)), alike=2, largest=1, doing="comparing")
+    assert scatter_from_rank_0(group, lambda: parts, doing="giving") == parts[rank]
+    assert run_and_gather(group, lambda: parts[rank], doing="sending") == (parts if rank == 0 else [])
+    assert run_on_all_ranks(group, lambda: parts[rank], doing="sharing") == parts
+    assert broadcast_from_rank_0(group, parts[-1] if rank == 0 else b"", doing="telling") == parts[-1]
+    found = run_and_compare(group, lambda: Numbers((1, rank), (rank,)), equal=2, largest=1, doing="comparing")
     assert found == Numbers((1, 0), (size - 1,))
 
 
@@ -32,9 +40,9 @@ def test_messages_arrive_whatever_their_lengths(rank_pool: RankPool, nbytes: int
 def meet_differently() -> None:
     group = world_group(timeout_s=60)
     if dist.get_rank() == 0:
-        compare(group, lambda: Numbers((1,)), alike=1, doing="saving")
+        run_and_compare(group, lambda: Numbers((1,)), equal=1, doing="saving")
     elif dist.get_rank() == 1:
-        together(group, lambda: b"what is read", doing="loading")
+        run_on_all_ranks(group, lambda: b"what is read", doing="loading")
     else:
         group.gather(b"\xff" * 300)
 

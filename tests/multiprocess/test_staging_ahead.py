@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, ShardedTensor, StorageError
-from megackpt.comm import Numbers, compare, world_group
+from megackpt.comm import Numbers, run_and_compare, world_group
 from megackpt.engine.background import saver
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import OPTIONS, part
@@ -82,22 +82,22 @@ def meet_while_something_else_goes_on() -> None:
         return Numbers((1,), (rank,))
 
     for _ in range(2):
-        found = compare(
+        found = run_and_compare(
             group,
             lambda: Numbers((1,), (rank,)),
-            alike=1,
+            equal=1,
             largest=1,
             doing="meeting",
             meanwhile=lambda: seen.append(rank),
         )
         assert found == Numbers((1,), (2,))
     with pytest.raises(ZeroDivisionError) if rank == 0 else nullcontext():  # and it meets the others
-        compare(
-            group, lambda: Numbers(()), alike=0, doing="meeting", meanwhile=lambda: seen.append(1 // rank)
+        run_and_compare(
+            group, lambda: Numbers(()), equal=0, doing="meeting", meanwhile=lambda: seen.append(1 // rank)
         )
     before = len(seen)
     with pytest.raises(StorageError, match="Rank 1 failed while meeting: no room"):
-        compare(group, fail, alike=1, largest=1, doing="meeting", meanwhile=lambda: seen.append(rank))
+        run_and_compare(group, fail, equal=1, largest=1, doing="meeting", meanwhile=lambda: seen.append(rank))
     assert len(seen) - before == int(rank != 1)
 
 

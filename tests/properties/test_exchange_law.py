@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt.api import load, save
-from megackpt.comm import BulkGroup
+from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.options import LoadOptions
@@ -76,7 +76,7 @@ def test_any_way_loads_what_direct_reading_loads(
     target = [data.draw(held_chunks(tuple(a.shape), ranks=target_ranks)) for a in both]
     store = CountingStore()
 
-    def save_rank(group: BulkGroup) -> None:
+    def save_rank(group: Group) -> None:
         state = {k: declare(s, k, a, group.rank) for k, s, a in zip(keys, source, both, strict=True)}
         thing = ShardedObject("object", {"rank": group.rank}, (source_ranks,), (group.rank,))
         save({**state, "object": thing}, store, group=group)

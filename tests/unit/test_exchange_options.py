@@ -9,21 +9,22 @@ import torch
 
 from megackpt import DeclarationError, LoadOptions, ShardedTensor
 from megackpt.api import load, load_with_report, save
-from megackpt.comm import SingleProcess
+from megackpt.comm import Group, SingleProcess
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 
 
-class SmallTalk:
-    """A group that only passes messages."""
+class MessagesOnly(Group):
+    """A group of a user, with only the two methods that a group must implement."""
 
-    rank, size = 0, 1
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        return [data]
+        return self._group.all_gather(data)
 
     def gather(self, data: bytes) -> list[bytes]:
-        return [data]
+        return self._group.gather(data)
 
 
 def state(replica: int = 0) -> dict[str, ShardedTensor]:
@@ -51,10 +52,23 @@ def test_groups_that_make_no_sense_are_refused() -> None:
         DeclarationError, match=r"exchange_group is given, and LoadOptions\.exchange is 'direct'"
     ):
         load(state(), store, exchange_group=SingleProcess())
-    with pytest.raises(DeclarationError, match="SmallTalk has no methods exchange"):
-        load(state(), store, options=LoadOptions(exchange="all_to_all"), group=SmallTalk())
+    with pytest.raises(DeclarationError, match=r"which is not a megackpt\.comm\.Group"):
+        load(state(), store, options=LoadOptions(exchange="all_to_all"), group=object())  # type: ignore[call-overload]
     with pytest.raises(DeclarationError, match="cpu_transfer=False broadcasts between devices"):
         load(state(), store, options=LoadOptions(exchange="broadcast", cpu_transfer=False))
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "broadcast", "gather_rounds", "gather_object"])
+def test_a_group_of_a_user_needs_two_methods_to_exchange(exchange: str) -> None:
+    store = MemoryStore()
+
+    def run(group: SimulatedRank) -> list[float]:
+        save(state(group.rank), store, group=group)
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000), replica_id=group.rank)}
+        load(wanted, store, options=LoadOptions(exchange=exchange), group=MessagesOnly(group))  # type: ignore[arg-type]
+        return wanted["w"].data.tolist()  # type: ignore[union-attr]
+
+    assert SimulatedWorld(3).run(run) == [torch.arange(1000.0).tolist()] * 3
 
 
 def test_one_process_alone_exchanges_with_nobody() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megackpt import WriterFailedError
-from megackpt.comm import moves_bulk, store_group, together
+from megackpt.comm import run_on_all_ranks, store_group
 from megackpt.comm.linked_group import LinkedGroup
 from megackpt.comm.links import host_towards
 from megackpt.comm.store_group import StoreAddress, connect_store
@@ -65,7 +65,6 @@ def test_parcels_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any
     ranks = 3
 
     def meet(group: LinkedGroup) -> None:
-        assert moves_bulk(group)
         others = [r for r in range(ranks) if r != group.rank]
         for _ in range(2):
             sends = [(r, text(group.rank, r, n)) for r in others for n in (nbytes, 0, 7)]
@@ -77,7 +76,7 @@ def test_parcels_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any
         everyone = memoryview(bytearray(ranks * 3))
         group.all_gather_into(text(group.rank, 0, 3), everyone)
         assert everyone == b"".join(text(r, 0, 3) for r in range(ranks))
-        together(group, lambda: b"", doing="ending")
+        run_on_all_ranks(group, lambda: b"", doing="ending")
 
     before = server.num_keys()
     assert on_ranks(server, ranks, meet) == [None] * ranks
@@ -102,7 +101,7 @@ def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
             for said in (b"", bytes(5), bytes(16) + (1).to_bytes(4, "little") + b"bytes of others"):
                 with socket.create_connection(("localhost", address.port)) as stranger:
                     stranger.sendall(said)
-        together(group, lambda: b"", doing="beginning")
+        run_on_all_ranks(group, lambda: b"", doing="beginning")
         data = memoryview(bytearray(b"bytes of rank 1" if group.rank else 15))
         group.exchange([(0, data)] if group.rank else [], [(1, data)] if group.rank == 0 else [])
         return bytes(data)
@@ -112,7 +111,7 @@ def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
 
 def receive_from_next(group: LinkedGroup) -> None:
     """Each rank but the last waits for the next one."""
-    together(group, lambda: b"", doing="beginning")
+    run_on_all_ranks(group, lambda: b"", doing="beginning")
     group.exchange([], [(group.rank + 1, memoryview(bytearray(4)))])
 
 
@@ -121,7 +120,7 @@ def test_a_rank_that_is_late_is_named_also_by_those_who_wait_for_others(server: 
 
     def meet(group: LinkedGroup) -> None:
         if group.rank == 3:
-            together(group, lambda: b"", doing="beginning")
+            run_on_all_ranks(group, lambda: b"", doing="beginning")
             is_over.wait(20)
             return
         try:
@@ -144,7 +143,7 @@ def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: An
         if group.rank < 2:
             receive_from_next(group)
             return
-        together(group, lambda: b"", doing="beginning")
+        run_on_all_ranks(group, lambda: b"", doing="beginning")
         group.exchange([(1, memoryview(bytearray(2)))], [])  # half of what it waits for
         if says_why:
             group.abort(WriterFailedError("rank 2 was killed", rank=2))
@@ -163,10 +162,10 @@ def test_a_rank_whose_port_is_closed_is_named(server: Any) -> None:
     def meet(group: LinkedGroup) -> None:
         if group.rank:
             group._opened()._listener.close()
-        together(group, lambda: b"", doing="beginning")
+        run_on_all_ranks(group, lambda: b"", doing="beginning")
         if group.rank == 0:
             group.exchange([(1, memoryview(bytearray(4)))], [])
-        together(group, lambda: b"", doing="ending")
+        run_on_all_ranks(group, lambda: b"", doing="ending")
 
     for error in on_ranks(server, 2, meet):
         assert isinstance(error, WriterFailedError)

@@ -89,7 +89,7 @@ def test_a_hit_exchanges_one_small_message() -> None:
     run.save(1)
     counted: list[int] = []
 
-    class Counting:
+    class Counting(Group):
         def __init__(self, group: Group) -> None:
             self.rank, self.size, self._group = group.rank, group.size, group
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megackpt import RankFailedError, StorageError
 from megackpt.comm import (
     Numbers,
-    compare,
     encode_error,
-    given_by_root,
+    run_and_compare,
+    run_and_gather,
+    run_on_all_ranks,
+    scatter_from_rank_0,
     store_group,
-    together,
-    together_at_root,
 )
 from megackpt.comm.store_group import PART_BYTES, StoreAddress, StoreGroup, StoreHost, connect_store
 
@@ -54,10 +54,12 @@ def test_messages_arrive_and_nothing_of_them_stays(server: Any, nbytes: int) -> 
 
     def meet(group: StoreGroup) -> None:
         mine = parts[group.rank]
-        assert together(group, lambda: mine, doing="sharing") == parts
-        assert together_at_root(group, lambda: mine, doing="sending") == ([] if group.rank else parts)
-        assert given_by_root(group, lambda: parts, doing="giving") == mine
-        found = compare(group, lambda: Numbers((1, group.rank), (group.rank,)), alike=2, largest=1, doing="x")
+        assert run_on_all_ranks(group, lambda: mine, doing="sharing") == parts
+        assert run_and_gather(group, lambda: mine, doing="sending") == ([] if group.rank else parts)
+        assert scatter_from_rank_0(group, lambda: parts, doing="giving") == mine
+        found = run_and_compare(
+            group, lambda: Numbers((1, group.rank), (group.rank,)), equal=2, largest=1, doing="x"
+        )
         assert found == Numbers((1, 0), (RANKS - 1,))
         group.leave()
 
@@ -73,7 +75,7 @@ def test_an_error_of_one_rank_is_that_of_all(server: Any) -> None:
                 raise StorageError("the disk is full", path="/data")
             return b""
 
-        together(group, step, doing="writing")
+        run_on_all_ranks(group, step, doing="writing")
 
     for error in on_ranks(server, meet):
         assert isinstance(error, StorageError)
@@ -84,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named_to_all(server: Any, monkeypatch: pyt
     def meet(group: StoreGroup) -> None:
         group._while_waiting = lambda: beats.append(group.rank)
         if group.rank != 1:
-            together(group, lambda: b"", doing="waiting")
+            run_on_all_ranks(group, lambda: b"", doing="waiting")
 
     beats: list[int] = []  # of those who wait: they are not stuck
     monkeypatch.setattr(store_group, "LOOK_EVERY_S", 0.1)
@@ -104,7 +106,7 @@ def test_those_who_wait_hear_that_a_rank_has_given_up(server: Any) -> None:
         if group.rank == 1:
             host.abort("job", encode_error(RankFailedError("the writer was killed", rank=1)))
             return
-        together(group, lambda: b"", doing="waiting")
+        run_on_all_ranks(group, lambda: b"", doing="waiting")
 
     first, _, last = on_ranks(server, meet, timeout_s=60)
     assert str(first) == str(last) == "the writer was killed"
@@ -118,7 +120,7 @@ def test_a_store_that_goes_away_is_an_error_that_says_so() -> None:
     group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)
     threading.Timer(0.3, held.clear).start()
     with pytest.raises(RankFailedError, match="Rank 0 hosts it") as found:
-        together(group, lambda: b"", doing="waiting")
+        run_on_all_ranks(group, lambda: b"", doing="waiting")
     assert found.value.rank == 0
 
 

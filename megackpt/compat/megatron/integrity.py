@@ -12,7 +12,7 @@ import logging
 import os
 from typing import Any
 
-from megackpt.comm import Group, given_by_root, world_group
+from megackpt.comm import Group, scatter_from_rank_0, world_group
 from megackpt.errors import CheckpointError, FormatError, IntegrityError
 from megackpt.formats.documents import parse_document
 from megackpt.storage import Store, open_store
@@ -53,7 +53,7 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str], group: Gro
         return [b""] * ranks.size
 
     ranks = world_group(timeout_s=_TIMEOUT_S) if group is None else group
-    given_by_root(ranks, check, doing=f"verifying {INTEGRITY_FNAME}")
+    scatter_from_rank_0(ranks, check, doing=f"verifying {INTEGRITY_FNAME}")
 
 
 def write_on_rank_0(checkpoint_dir: str | os.PathLike[str], group: Group | None = None) -> None:
@@ -64,7 +64,7 @@ def write_on_rank_0(checkpoint_dir: str | os.PathLike[str], group: Group | None 
         return [b""] * ranks.size
 
     ranks = world_group(timeout_s=_TIMEOUT_S) if group is None else group
-    given_by_root(ranks, write, doing=f"writing {INTEGRITY_FNAME}")
+    scatter_from_rank_0(ranks, write, doing=f"writing {INTEGRITY_FNAME}")
 
 
 def _verify(checkpoint_dir: str | os.PathLike[str]) -> None:

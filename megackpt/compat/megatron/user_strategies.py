@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.codec import leaf_digests
-from megackpt.comm import Group, together, world_group
+from megackpt.comm import Group, run_on_all_ranks, world_group
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
@@ -94,7 +94,7 @@ def save_with(
                 common_strategy.save_sharded_objects(objects, place)
         return b""
 
-    together(group, move, doing=f"saving with {type(strategy).__name__}")
+    run_on_all_ranks(group, move, doing=f"saving with {type(strategy).__name__}")
     if not enclosing.is_taken:
         _commit(strategy, common_strategy, place, group)
 
@@ -139,7 +139,7 @@ def request_with(
                 common_strategy.save_sharded_objects(objects, place)
         return b""
 
-    together(group, begin, doing=f"preparing an asynchronous save with {type(strategy).__name__}")
+    run_on_all_ranks(group, begin, doing=f"preparing an asynchronous save with {type(strategy).__name__}")
     (request,) = requests
     if not enclosing.is_taken:
         # A frozen request is replaced, not refused: the commit must follow it.
@@ -188,7 +188,7 @@ def load_with(
         prepared.append((sharded_by, common_by, common, sharded, factories, stored))
         return json.dumps(sorted(asked)).encode()
 
-    answers = together(group, prepare, doing=f"preparing a load with {type(strategy).__name__}")
+    answers = run_on_all_ranks(group, prepare, doing=f"preparing a load with {type(strategy).__name__}")
     sharded_by, common_by, common, sharded, factories, stored = prepared[0]
     missing: frozenset[str] = frozenset()
     if strict.looks_for_missing_keys:
@@ -203,7 +203,7 @@ def load_with(
         loaded.append(apply_factory_merges(common, _present(factories, common)))
         return b""
 
-    together(group, move, doing=f"loading with {type(strategy).__name__}")
+    run_on_all_ranks(group, move, doing=f"loading with {type(strategy).__name__}")
     if strict.returns_keys:
         return loaded[0], set(missing), set(unexpected)
     return loaded[0]
@@ -240,7 +240,7 @@ def _prepared(
         leaves = json.dumps(leaf_digests(compared), sort_keys=True).encode()
         return len(leaves).to_bytes(8, "little") + leaves + declared
 
-    answers = together(group, describe_own, doing="preparing the save")
+    answers = run_on_all_ranks(group, describe_own, doing="preparing the save")
     if validate:
         lengths = [int.from_bytes(answer[:8], "little") for answer in answers]
         pairs = list(zip(answers, lengths, strict=True))
@@ -322,7 +322,7 @@ def _make_room(place: Path | str, group: Group) -> None:
                 store.sync()
         return b""
 
-    together(group, step, doing="preparing the directory")
+    run_on_all_ranks(group, step, doing="preparing the directory")
 
 
 def _commit(strategy: Any, common_strategy: Any, place: Path | str, group: Group) -> None:
@@ -341,7 +341,7 @@ def _commit(strategy: Any, common_strategy: Any, place: Path | str, group: Group
                 store.replace(MANIFEST, json.dumps(said, indent=1, sort_keys=True).encode())
         return b""
 
-    together(group, step, doing="committing the checkpoint")
+    run_on_all_ranks(group, step, doing="committing the checkpoint")
 
 
 def _split_objects(

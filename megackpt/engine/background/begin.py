@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megackpt.comm import Group, encode_error
-from megackpt.comm.store_group import decode_error
+from megackpt.comm.messages import decode_error
 from megackpt.engine.background.session import WriterSession
 from megackpt.engine.background.stage_ahead import Ahead, stage_ahead
 from megackpt.engine.saving.local_state import LocalState

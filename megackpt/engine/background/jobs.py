@@ -12,13 +12,13 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
-from megackpt.comm import Group, Numbers, compare, encode_error, moves_bulk
-from megackpt.comm.group import common_error
+from megackpt.comm import Group, Numbers, encode_error, run_and_compare
 from megackpt.comm.linked_group import LinkedGroup
+from megackpt.comm.messages import common_error
 from megackpt.engine.background.messages import Job
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import PlannedSave, write_out
-from megackpt.engine.tiers.save import NodePlace, clean_node, save_on_nodes
+from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError
@@ -75,11 +75,11 @@ def carry_out(job: Job, planned: PlannedSave, group: Group, here: JobServices) -
         opened.append((here.open(job), _unpickled(job.strategy)))
         return Numbers(())
 
-    compare(group, prepare, alike=0, doing="preparing to write")
+    run_and_compare(group, prepare, equal=0, doing="preparing to write")
     store, strategy = opened[0]
     damages: list[Damage] | None = None
     try:
-        if isinstance(job.place, NodePlace):
+        if isinstance(job.place, NodeLocation):
             _save_on_nodes(job, job.place, planned, store, strategy, group)
         else:
             write_out(planned, store, strategy, group)
@@ -89,19 +89,18 @@ def carry_out(job: Job, planned: PlannedSave, group: Group, here: JobServices) -
         store.close()
 
     def follow() -> Numbers:
-        if isinstance(job.place, NodePlace):
+        if isinstance(job.place, NodeLocation):
             clean_node(job.place, rank=group.rank)
         if group.rank == 0:
             here.follow(job, damages)
         return Numbers(())
 
-    compare(group, follow, alike=0, doing=work_after_commit(damages))
+    run_and_compare(group, follow, equal=0, doing=work_after_commit(damages))
 
 
 def _save_on_nodes(
-    job: Job, place: NodePlace, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
+    job: Job, place: NodeLocation, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
 ) -> None:
-    assert moves_bulk(group)  # it was made for this job
     try:
         save_on_nodes(planned, store, strategy, group, place)
     except Exception as error:

@@ -14,7 +14,7 @@ from megackpt.comm.store_group import StoreAddress
 from megackpt.engine.checkpoint.steps import step_places
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import CommonFiles
-from megackpt.engine.tiers.save import NodePlace
+from megackpt.engine.tiers.save import NodeLocation
 from megackpt.formats.damage import Damage
 from megackpt.geometry import Ints
 from megackpt.options import VerifyOptions
@@ -97,7 +97,7 @@ class Job:
     number: int
     label: str
     attempt: str
-    place: CheckpointLocation | NodePlace
+    place: CheckpointLocation | NodeLocation
     strategy: bytes
     plan: int
     sizes: Ints

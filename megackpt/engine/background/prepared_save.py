@@ -17,7 +17,7 @@ from megackpt.engine.background.staging_memory import RowLayout, lay_out_rows
 from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler
 from megackpt.engine.saving.save import SaveRequest
 from megackpt.engine.saving.write import CommonFiles, PlannedSave
-from megackpt.engine.tiers.save import NodePlace
+from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import DeclarationError
 from megackpt.formats.strategy import SaveStrategy, writes_in_order
 from megackpt.options import VerifyOptions
@@ -38,7 +38,7 @@ class Destination:
     """
 
     request: SaveRequest
-    place: CheckpointLocation | NodePlace
+    place: CheckpointLocation | NodeLocation
     label: str
     follow: CommitHandler
     failed: FailureHandler

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from megackpt.comm import encode_error
-from megackpt.comm.group import common_error
-from megackpt.comm.store_group import StoreHost, decode_error
+from megackpt.comm.messages import common_error, decode_error, encode_error
+from megackpt.comm.store_group import StoreHost
 from megackpt.engine.background.heartbeat import BEAT_S, ProgressWatch
 from megackpt.engine.background.messages import (
     CancelledMessage,

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.comm import Group, Numbers, compare, encode_error
-from megackpt.comm.group import common_error
+from megackpt.comm import Group, Numbers, encode_error, run_and_compare
+from megackpt.comm.messages import common_error
 from megackpt.comm.store_group import StoreHost
 from megackpt.engine.background.begin import Beginning
 from megackpt.engine.background.messages import Job, meetings_of
@@ -82,7 +82,7 @@ class AsyncSaver:
         self._meet(group, options, doing="warming up for asynchronous saves")
         ready = self._prepare(request, group, options)
         self._use_plan(ready.planned)
-        compare(group, self._await_ready, alike=0, doing="starting its writer process")
+        run_and_compare(group, self._await_ready, equal=0, doing="starting its writer process")
 
     def may_save(self, group: Group, options: SaveOptions, *, waits: bool = False) -> bool:
         """Wait as long as `when_busy` says, and say whether the next save is to be made. Collective.
@@ -206,7 +206,7 @@ class AsyncSaver:
         def look() -> Numbers:
             return Numbers((), beginning.numbers())
 
-        found = compare(group, look, alike=0, largest=beginning.count, doing=doing)
+        found = run_and_compare(group, look, equal=0, largest=beginning.count, doing=doing)
         beginning.heard(found.largest)
         return not (self.skips and beginning.is_any_busy)
 
@@ -232,7 +232,7 @@ class AsyncSaver:
                     self._session.host.abort(meetings_of(planned.attempt), encode_error(said))
                 raise
         else:
-            compare(group, make, alike=0, doing="making room for its state")
+            run_and_compare(group, make, equal=0, doing="making room for its state")
             self._session.roomy.append(planned.kept)
         return made[0]
 

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from megackpt.comm import Group, SingleProcess, encode_error
+from megackpt.comm import Group, SingleProcess
 from megackpt.comm.linked_group import LinkedGroup
-from megackpt.comm.store_group import StoreGroup, connect_store, decode_error
+from megackpt.comm.messages import decode_error, encode_error
+from megackpt.comm.store_group import StoreGroup, connect_store
 from megackpt.engine.background.heartbeat import Heartbeat
 from megackpt.engine.background.jobs import Hook, carry_out, failure_of, planned_by
 from megackpt.engine.background.messages import (
@@ -49,7 +50,7 @@ from megackpt.engine.background.messages import (
 from megackpt.engine.background.staging_memory import ByteArray, lay_out_rows, map_memory
 from megackpt.engine.background.stream import StagedStream, StreamRowParts
 from megackpt.engine.saving.write import PlannedSave
-from megackpt.engine.tiers.save import NodePlace
+from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.formats.damage import Damage
 from megackpt.planning import with_object_sizes
@@ -177,7 +178,7 @@ class Writer:
             except RankFailedError as error:  # its rank has reached it, so it was lost since
                 raise WriterFailedError(error.message, rank=error.rank) from error
         prefix, timeout_s, beat = meetings_of(job.attempt), to.timeout_s, self.beat
-        if isinstance(job.place, NodePlace):  # files go from node to node
+        if isinstance(job.place, NodeLocation):  # files go from node to node
             return LinkedGroup(
                 self._store,
                 address=to.address,

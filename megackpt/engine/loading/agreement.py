@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megackpt.comm import GivenGroup, Group, check_subgroup, subgroup
+from megackpt.comm import AnyGroup, Group, check_group_argument, subgroup
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.loading.exchange import ExchangeRanks
 from megackpt.errors import DeclarationError, MismatchError
@@ -69,14 +69,15 @@ _SAID_ALIKE = {
 }
 
 
-def check_exchange(options: LoadOptions, group: Group, exchange_group: GivenGroup | None) -> None:
+def check_exchange(options: LoadOptions, exchange_group: AnyGroup | None) -> None:
     """Check what can be known about the ranks that exchange before they meet.
 
     Raises:
         DeclarationError: the options and the group do not fit each other.
     """
     if options.exchange != "direct":
-        check_subgroup(group if exchange_group is None else exchange_group)
+        if exchange_group is not None:
+            check_group_argument("exchange_group", exchange_group)
         if not options.cpu_transfer:
             DeviceGroup(exchange_group)
     elif exchange_group is not None:
@@ -86,7 +87,7 @@ def check_exchange(options: LoadOptions, group: Group, exchange_group: GivenGrou
         )
 
 
-def exchange_ranks(options: LoadOptions, group: Group, exchange_group: GivenGroup | None) -> ExchangeRanks:
+def exchange_ranks(options: LoadOptions, group: Group, exchange_group: AnyGroup | None) -> ExchangeRanks:
     """Connect the ranks that exchange. Collective over them at the first call.
 
     Raises:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megackpt.comm import BulkGroup
+from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.read import Target, placed_in
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, copy_block, run_in
@@ -42,7 +42,7 @@ class ExchangeRanks:
         holders: by file of chunks the ranks that can read it, ascending; None where all can read all.
     """
 
-    group: BulkGroup
+    group: Group
     devices: DeviceGroup | None = None
     holders: Mapping[str, Sequence[int]] | None = None
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megackpt.comm import GivenGroup, Group, subgroup_members, together
+from megackpt.comm import AnyGroup, Group, run_on_all_ranks, subgroup_members
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common, refuse_unreadable
 from megackpt.engine.loading.agreement import check_alike, check_exchange, exchange_ranks
 from megackpt.engine.loading.exchange import ExchangeRanks
@@ -59,7 +59,7 @@ def load_state(
     options: LoadOptions,
     strict: StrictHandling | str,
     *,
-    exchange_group: GivenGroup | None = None,
+    exchange_group: AnyGroup | None = None,
     holders: Mapping[str, Sequence[int]] | None = None,
 ) -> Loaded:
     """Load into a sharded state dict. Collective over the group.
@@ -80,7 +80,7 @@ def _load(
     group: Group,
     options: LoadOptions,
     strict: StrictHandling | str,
-    exchange_group: GivenGroup | None,
+    exchange_group: AnyGroup | None,
     holders: Mapping[str, Sequence[int]] | None,
     opened: ExitStack,
 ) -> Loaded:
@@ -90,7 +90,7 @@ def _load(
 
     def prepare() -> bytes:
         rules = Rules(options.rules, StrictHandling.of(strict))
-        check_exchange(options, group, exchange_group)
+        check_exchange(options, exchange_group)
         with held_notices() as notices:
             fallback = opened.enter_context(_fallback(open_store(), options))
             prepared.append(PreparedLoad(state, fallback, options, rules, group))
@@ -121,7 +121,7 @@ def _load(
         loaded.append(prepared[0].finish())
         return json.dumps([times.read, times.exchange, times.copy]).encode()
 
-    answers = [json.loads(a) for a in together(group, prepare, doing="preparing the load")]
+    answers = [json.loads(a) for a in run_on_all_ranks(group, prepare, doing="preparing the load")]
     where, rules = prepared[0].where, prepared[0].rules
     check_alike(answers, where)
     if group.rank == 0:
@@ -135,8 +135,8 @@ def _load(
         if group.rank == 0:
             log_notices([notices])
     if options.exchange != "direct":
-        together(group, connect, doing="connecting the ranks that exchange")
-    spent = together(group, read, doing="reading")
+        run_on_all_ranks(group, connect, doing="connecting the ranks that exchange")
+    spent = run_on_all_ranks(group, read, doing="reading")
     if not all(spent):
         raise RankFailedError(f"{where}: the exchange of what was read broke off. Load again.")
     times = LoadTimes.over([PhaseTimes(*json.loads(said)) for said in spent])
@@ -168,14 +168,16 @@ def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: 
     def ask() -> bytes:
         return json.dumps(prepared.asked_below(names)).encode()
 
-    asked = {key for of_rank in together(group, ask, doing="comparing keys") for key in json.loads(of_rank)}
+    asked = {
+        key for of_rank in run_on_all_ranks(group, ask, doing="comparing keys") for key in json.loads(of_rank)
+    }
 
     def settle() -> bytes:
         with held_notices() as notices:
             settle_unasked(prepared.unasked_below(names, asked), prepared.rules, where=prepared.where)
         return json.dumps(notices).encode()
 
-    notices = together(group, settle, doing="comparing keys")
+    notices = run_on_all_ranks(group, settle, doing="comparing keys")
     if group.rank == 0:
         log_notices([json.loads(of_rank) for of_rank in notices])
 

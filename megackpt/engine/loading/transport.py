@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
-from megackpt.comm import BulkGroup, Parcel
+from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.tensor_bytes import byte_view
 from megackpt.planning.exchange import ExchangePlan, aligned
@@ -168,7 +168,7 @@ class Transport(Protocol):
 
 def transport_for(
     plan: ExchangePlan,
-    group: BulkGroup,
+    group: Group,
     buffers: Buffers,
     *,
     directly: Directly,
@@ -187,7 +187,7 @@ def transport_for(
 class _AllToAll:
     """Each rank is sent what it needs: large ranges as they lie in the unit, all else in one parcel."""
 
-    def __init__(self, plan: ExchangePlan, group: BulkGroup, buffers: Buffers, directly: Directly) -> None:
+    def __init__(self, plan: ExchangePlan, group: Group, buffers: Buffers, directly: Directly) -> None:
         self._plan, self._group, self._buffers, self._directly = plan, group, buffers, directly
 
     def move(self, step: Step, parity: int) -> list[Arrival]:
@@ -204,9 +204,9 @@ class _AllToAll:
         self._group.exchange(sends, receives)
         return arrivals
 
-    def _expect(self, step: Step) -> tuple[list[Parcel], list[Arrival]]:
+    def _expect(self, step: Step) -> tuple[list[PeerBuffer], list[Arrival]]:
         deliveries, at = self._plan.deliveries, 0
-        receives: list[Parcel] = []
+        receives: list[PeerBuffer] = []
         arrivals, parcels = [], {}
         for peer, nbytes in step.coming.items():
             parcels[peer] = self._buffers.take[at : at + nbytes]
@@ -232,7 +232,7 @@ class _AllToAll:
 class _Whole:
     """What the ways have in common that give whole sections, all units of a reader, to everyone."""
 
-    def __init__(self, plan: ExchangePlan, group: BulkGroup, buffers: Buffers) -> None:
+    def __init__(self, plan: ExchangePlan, group: Group, buffers: Buffers) -> None:
         self._plan, self._group, self._buffers = plan, group, buffers
 
     def _arrivals(self, step: Step, sections: Mapping[int, torch.Tensor]) -> list[Arrival]:
@@ -249,7 +249,7 @@ class _Broadcast(_Whole):
     """Each reader in turn broadcasts what it has read."""
 
     def __init__(
-        self, plan: ExchangePlan, group: BulkGroup, buffers: Buffers, device: DeviceGroup | None
+        self, plan: ExchangePlan, group: Group, buffers: Buffers, device: DeviceGroup | None
     ) -> None:
         super().__init__(plan, group, buffers)
         self._device = device

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megackpt.comm import Group, given_by_root, together_at_root
+from megackpt.comm import Group, run_and_gather, scatter_from_rank_0
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import SaveStrategy, WritesParity
 from megackpt.planning import SavePlan
@@ -49,8 +49,8 @@ def write_parity(
         whole, receipts = written()
         return strategy.plan_parity(attempt=attempt, plan=whole, receipts=receipts, most=most)
 
-    work = given_by_root(group, plan, doing="planning parity")
-    return together_at_root(
+    work = scatter_from_rank_0(group, plan, doing="planning parity")
+    return run_and_gather(
         group,
         lambda: strategy.write_parity(store, attempt=attempt, work=work),
         doing="writing parity files",

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megackpt.comm import Group, from_root, given_by_root, together, together_at_root
+from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks, scatter_from_rank_0
 from megackpt.engine.saving.duplicates import with_mains_chosen
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.replica_samples import check_samples, samples_of
@@ -131,7 +131,7 @@ def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> 
         return b"".join((digest, label, bytes.fromhex(digest_of(samples))))
 
     digest = bytes.fromhex(digest_of(lists.replica_rows))
-    said = together(group, introduce, doing="comparing declarations")
+    said = run_on_all_ranks(group, introduce, doing="comparing declarations")
     # What several ranks have alike is sent by the first of them.
     sends = next(rank for rank, other in enumerate(said) if other[:16] == digest) == group.rank
     if any(other[24:] == said[group.rank][24:] for other in said[: group.rank]):
@@ -143,12 +143,12 @@ def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> 
         whole.append(_plan(local, [_split(message) for message in messages], said))
         return pack_rows(whole[0], ranks=group.size)
 
-    rows = given_by_root(group, plan, doing="planning the save")
+    rows = scatter_from_rank_0(group, plan, doing="planning the save")
     own = unpack_rows(rows, local.declared, lists.entities, rank=group.rank)
     if takes_own_rows(local.strategy):
         return of_own_rows(local, own, whole[0] if whole else None, rank=group.rank)
     packed = _pack_plan(whole[0]) if whole else b""
-    everything = _unpack_plan(from_root(group, packed, doing="sharing the plan"))
+    everything = _unpack_plan(broadcast_from_rank_0(group, packed, doing="sharing the plan"))
     entity = everything.entity.copy()
     entity[everything.writer == group.rank] = own.entity
     return PlanAgreement(replace(everything, entity=entity))
@@ -161,7 +161,7 @@ def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group:
     if not len(object_sizes(plan)):
         return PlanAgreement(plan)
     mine = local.object_sizes(plan, rank=group.rank).tobytes()
-    reports = together(group, lambda: mine, doing="comparing sizes of objects")
+    reports = run_on_all_ranks(group, lambda: mine, doing="comparing sizes of objects")
     return PlanAgreement(plan, _sizes(reports))
 
 
@@ -187,13 +187,13 @@ def compare_values(local: LocalState, group: Group, unequal: ValuesToCompare) ->
     Raises:
         MismatchError: what differs, and on which ranks.
     """
-    said = together_at_root(group, lambda: _values(local, unequal), doing="comparing values")
+    said = run_and_gather(group, lambda: _values(local, unequal), doing="comparing values")
 
     def compare() -> list[bytes]:
         _check_values([json.loads(text) for text in said])
         return [b""] * group.size
 
-    given_by_root(group, compare, doing="comparing values")
+    scatter_from_rank_0(group, compare, doing="comparing values")
 
 
 def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[bytes]) -> SavePlan:

@@ -11,7 +11,7 @@ import logging
 
 import numpy as np
 
-from megackpt.comm import Group, from_root, given_by_root, together_at_root
+from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, scatter_from_rank_0
 from megackpt.engine.data.device_copies import pieces_of
 from megackpt.engine.saving.local_state import LocalState, leaves
 from megackpt.errors import MismatchError, truncated_list
@@ -36,13 +36,13 @@ def compare_replicas(local: LocalState, group: Group, policy: Policy, *, piece_b
     if policy is Policy.IGNORE:
         return
     claims = _Claims(local)
-    said = together_at_root(group, lambda: claims.digests(piece_bytes).tobytes(), doing=_DOING)
+    said = run_and_gather(group, lambda: claims.digests(piece_bytes).tobytes(), doing=_DOING)
     found = divergences([np.frombuffer(of_rank, CLAIM) for of_rank in said])
-    names = from_root(group, b"".join(f.name for f in found), doing=_DOING)
+    names = broadcast_from_rank_0(group, b"".join(f.name for f in found), doing=_DOING)
     if not names:
         return
     asked = {names[at : at + 16] for at in range(0, len(names), 16)}
-    labels = together_at_root(group, lambda: claims.labels(asked), doing="naming replicas that differ")
+    labels = run_and_gather(group, lambda: claims.labels(asked), doing="naming replicas that differ")
 
     def settle() -> list[bytes]:
         known = {name: label for of_rank in labels for name, label in json.loads(of_rank).items()}
@@ -52,7 +52,7 @@ def compare_replicas(local: LocalState, group: Group, policy: Policy, *, piece_b
         log.warning("%s", error)
         return [b""] * group.size
 
-    given_by_root(group, settle, doing=_DOING)
+    scatter_from_rank_0(group, settle, doing=_DOING)
 
 
 class _Claims:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megackpt.comm import Group, Numbers, compare, together
+from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.manifest import new_attempt
 from megackpt.engine.saving.array_digests import with_array_digests
@@ -139,10 +139,10 @@ def plan_state(
             )
 
     def compare_numbers() -> Numbers:
-        return compare(
+        return run_and_compare(
             group,
             begin,
-            alike=_ALIKE,
+            equal=_ALIKE,
             largest=_LARGEST + count,
             doing="preparing the save",
             meanwhile=meanwhile if beside is not None else None,
@@ -151,12 +151,12 @@ def plan_state(
     count = beside.count if beside is not None else 0
     found = compare_numbers()
     if found.largest[_IS_NOT_IMPORTED]:  # on some rank, which has compared its settings only
-        if not found.alike[_SETTINGS]:
+        if not found.equal[_SETTINGS]:
             _name_settings(settings[0], group)
         found = compare_numbers()
     if beside is not None:
         beside.heard(found.largest[_LARGEST:])
-    if not found.alike[_SETTINGS]:
+    if not found.equal[_SETTINGS]:
         _name_settings(settings[0], group)
     local = prepared[0]
     attempt = f"{found.largest[0]:08x}{found.largest[1]:08x}"
@@ -224,17 +224,17 @@ def _agree(local: LocalState, found: Numbers, attempt: str, group: Group) -> Pla
     if not local.request.validate:
         return plan_alone(local, group)
     plans = local.request.plans
-    all_assume = bool(found.alike[_ASSUMED]) and _is_assumed(local)
+    all_assume = bool(found.equal[_ASSUMED]) and _is_assumed(local)
     # A rank that assumes has said nothing of its values.
-    is_compared = bool(found.alike[_ASSUMED]) and not all_assume
+    is_compared = bool(found.equal[_ASSUMED]) and not all_assume
     unequal = ValuesToCompare(
-        common=not (is_compared and found.alike[_COMMON]), values=not (is_compared and found.alike[_VALUES])
+        common=not (is_compared and found.equal[_COMMON]), values=not (is_compared and found.equal[_VALUES])
     )
     missing = found.largest[2 : 2 + OFFERED]
-    if plans is None or not found.alike[_PLANS] or 0 not in missing:
+    if plans is None or not found.equal[_PLANS] or 0 not in missing:
         agreed = plan_together(local, group, unequal)
         if plans is not None:
-            if not found.alike[_PLANS]:  # from now on all ranks keep the same
+            if not found.equal[_PLANS]:  # from now on all ranks keep the same
                 plans.clear()
             plans.keep(attempt, local.kept(agreed.kept, agreed.whole))
         return agreed
@@ -265,7 +265,7 @@ def _settings(request: SaveRequest, name: tuple[str, int], options: SaveOptions)
 
 def _name_settings(settings: bytes, group: Group) -> None:
     """Refuse ranks that are not about to do the same; every rank comes to the same result."""
-    said = together(group, lambda: settings, doing="comparing settings")
+    said = run_on_all_ranks(group, lambda: settings, doing="comparing settings")
     check_settings([json.loads(settings) for settings in said], what="Ranks save differently")
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megackpt.comm import Group, Numbers, compare, together
+from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
 from megackpt.errors import DeclarationError
 from megackpt.storage import digest_of
 
@@ -27,9 +27,9 @@ def compare_settings(group: Group, settings: Settings, *, what: str, doing: str)
         RankFailedError: a rank did not come, or is about to do something else.
     """
     said = json.dumps(settings).encode()
-    found = compare(group, lambda: Numbers((as_number(said),)), alike=1, doing=doing)
-    if not all(found.alike):
-        everyone = together(group, lambda: said, doing=doing)
+    found = run_and_compare(group, lambda: Numbers((as_number(said),)), equal=1, doing=doing)
+    if not all(found.equal):
+        everyone = run_on_all_ranks(group, lambda: said, doing=doing)
         check_settings([json.loads(one) for one in everyone], what=what)
 
 
@@ -51,5 +51,5 @@ def check_settings(of_ranks: Sequence[Settings], *, what: str) -> None:
 
 
 def as_number(data: bytes) -> int:
-    """Return a digest that fits among what `compare` compares."""
+    """Return a digest that fits among what `run_and_compare` compares."""
     return int(digest_of(data)[:15], 16)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.comm import Group, Numbers, compare, together, together_at_root
+from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.saving.parity import write_parity
 from megackpt.formats.strategy import Json, Pieces, SaveStrategy, WritesParity
@@ -107,7 +107,7 @@ def write_out(planned: PlannedSave, store: Store, strategy: SaveStrategy, group:
                 finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size, parity=parity)
             return Numbers(())
 
-        compare(group, finish, alike=0, doing="writing the index")
+        run_and_compare(group, finish, equal=0, doing="writing the index")
     except Exception:
         if group.rank == 0:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
@@ -124,7 +124,7 @@ def _looked(planned: PlannedSave, store: Store, strategy: SaveStrategy, group: G
             found.append(manifest.earlier_in(store, strategy))
         return Numbers(())
 
-    compare(group, look, alike=0, doing="looking at the place")
+    run_and_compare(group, look, equal=0, doing="looking at the place")
     return replace(planned, earlier=found[0] if found else manifest.Earlier())
 
 
@@ -161,11 +161,11 @@ def write_rounds(
         return len(report).to_bytes(8, "little") + report + receipt
 
     if strategy.writes_in_place:
-        together(group, begin, doing="clearing the place")
+        run_on_all_ranks(group, begin, doing="clearing the place")
     told: list[list[tuple[bytes, bytes]]] = []
     while not told or len(told) < len(rounds):
         step = partial(write, len(told))
-        told.append([_split(t) for t in together_at_root(group, step, doing="writing its chunks")])
+        told.append([_split(t) for t in run_and_gather(group, step, doing="writing its chunks")])
     receipts = [[receipt for _, receipt in of_rank] for of_rank in zip(*told, strict=True)]
     return receipts, [report for report, _ in told[0]]
 

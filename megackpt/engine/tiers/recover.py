@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.comm import BulkGroup, together
+from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.steps import StepPlaces, step_of
 from megackpt.engine.data.progress import Unseen
@@ -30,7 +30,7 @@ from megackpt.storage import Store, digest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldStep:
+class NodeStep:
     """What one node has of one step.
 
     Attributes:
@@ -50,7 +50,7 @@ class HeldStep:
         return [self.name, self.commit, dict(self.files), self.is_described]
 
     @classmethod
-    def from_json(cls, said: Sequence[object]) -> HeldStep:
+    def from_json(cls, said: Sequence[object]) -> NodeStep:
         """Return what `to_json` was made of."""
         name, commit, files, is_described = said
         assert isinstance(name, str)
@@ -60,7 +60,7 @@ class HeldStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepNeeds:
+class StepFiles:
     """What a committed step consists of, with sizes in bytes.
 
     Attributes:
@@ -78,13 +78,13 @@ class StepNeeds:
         return json.dumps([self.commit, dict(self.small), dict(self.data)]).encode()
 
     @classmethod
-    def from_bytes(cls, said: bytes) -> StepNeeds:
+    def from_bytes(cls, said: bytes) -> StepFiles:
         """Return what `to_bytes` was made of."""
         commit, small, data = json.loads(said)
         return cls(commit=commit, small=small, data=data)
 
 
-def held_steps(places: StepPlaces) -> Iterator[HeldStep]:
+def list_node_steps(places: StepPlaces) -> Iterator[NodeStep]:
     """Yield what there is of each step below a root. Local. What goes meanwhile is passed over."""
     for name in places.names():
         if step_of(name) is None:
@@ -95,7 +95,7 @@ def held_steps(places: StepPlaces) -> Iterator[HeldStep]:
             with contextlib.suppress(CheckpointError):
                 commit, small = _commit_in(store)
             described = small is not None and small <= files.keys()
-            yield HeldStep(name=name, commit=commit, files=files, is_described=described)
+            yield NodeStep(name=name, commit=commit, files=files, is_described=described)
 
 
 def _commit_in(store: Store) -> tuple[str, set[str] | None]:
@@ -123,7 +123,7 @@ def _small_files(store: Store, said: Json) -> list[str]:
         ) from error
 
 
-def describe_step(store: Store) -> StepNeeds:
+def describe_step(store: Store) -> StepFiles:
     """Return what a committed step consists of, from its index. Local.
 
     Raises:
@@ -142,7 +142,7 @@ def describe_step(store: Store) -> StepNeeds:
     until = np.zeros(len(ranges.files), np.int64)
     np.maximum.at(until, ranges.file, ranges.stop)
     data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
-    return StepNeeds(
+    return StepFiles(
         commit=data.decode(),
         small={name: store.size(name) for name in _small_files(store, said)},
         data=dict(zip(ranges.files, until.tolist(), strict=True)),
@@ -150,7 +150,7 @@ def describe_step(store: Store) -> StepNeeds:
 
 
 def share_step(
-    group: BulkGroup, store: Store, needs: StepNeeds, *, source: int, takes: Sequence[str], commits: bool
+    group: Group, store: Store, needs: StepFiles, *, source: int, takes: Sequence[str], commits: bool
 ) -> None:
     """Give what every node needs of a step to the nodes that lack it. Collective.
 
@@ -167,7 +167,7 @@ def share_step(
             store.create()
         return json.dumps([list(takes), commits]).encode()
 
-    told = [json.loads(said) for said in together(group, begin, doing=doing)]
+    told = [json.loads(said) for said in run_on_all_ranks(group, begin, doing=doing)]
     lacking = {name for names, _ in told for name in names}
     files = sorted((name, nbytes) for name, nbytes in needs.small.items() if name in lacking)
     if not files and not any(is_lacking for _, is_lacking in told):
@@ -181,7 +181,7 @@ def share_step(
             store.replace(MANIFEST, needs.commit.encode())
         return b""
 
-    together(group, commit, doing=doing)
+    run_on_all_ranks(group, commit, doing=doing)
 
 
 def damaged_files(store: Store) -> list[tuple[str, bool]]:

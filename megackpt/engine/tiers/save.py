@@ -13,11 +13,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.comm import BulkGroup, Numbers, compare, together_at_root
+from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.steps import LocalPlaces, step_name, step_of
 from megackpt.engine.saving.write import PlannedSave, finish_attempt, write_rounds
-from megackpt.engine.tiers.transfer import Sized, broadcast_files, copy_files, from_rank, told_to_keepers
+from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_files, from_rank, send_to_keepers
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, Json, KnowsFiles, SaveStrategy
@@ -26,7 +26,7 @@ from megackpt.storage import MemoryStore, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlace:
+class NodeLocation:
     """Where a step lies in a tier, as a rank sees it; all but root is equal on all ranks.
 
     Attributes:
@@ -51,7 +51,7 @@ class NodePlace:
 
 
 def save_on_nodes(
-    planned: PlannedSave, store: Store, strategy: SaveStrategy, group: BulkGroup, place: NodePlace
+    planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group, place: NodeLocation
 ) -> None:
     """Write this rank's part into store, the place opened; when all have theirs, commit on each node.
 
@@ -70,7 +70,7 @@ def save_on_nodes(
             earlier[0] = manifest.earlier_in(store, strategy)
         return Numbers(())
 
-    compare(group, begin, alike=0, doing="opening the directory of its node")
+    run_and_compare(group, begin, equal=0, doing="opening the directory of its node")
     keepers = place.nodes.keepers(copies=place.replication_factor, jump=place.jump)
     try:
         said = _write_and_copy(planned, store, strategy, group, keepers, is_leader=is_leader)
@@ -84,10 +84,10 @@ def save_on_nodes(
             manifest.commit(store, said, attempt=planned.attempt, earlier=earlier[0], strategy=strategy)
         return Numbers(())
 
-    compare(group, commit, alike=0, doing="committing on its node")
+    run_and_compare(group, commit, equal=0, doing="committing on its node")
 
 
-def clean_node(place: NodePlace, *, rank: int) -> None:
+def clean_node(place: NodeLocation, *, rank: int) -> None:
     """Remove torn steps up to this one and committed ones that are too many, as far as that is possible.
 
     Local, by one rank of each node, when all nodes have committed the step.
@@ -109,7 +109,7 @@ def _write_and_copy(
     planned: PlannedSave,
     store: Store,
     strategy: SaveStrategy,
-    group: BulkGroup,
+    group: Group,
     keepers: Sequence[Sequence[int]],
     *,
     is_leader: bool,
@@ -123,15 +123,15 @@ def _write_and_copy(
         mine.append(json.dumps(_written(store, strategy, planned.attempt, group.rank)).encode())
         return mine[0]
 
-    everyone = together_at_root(group, tell, doing="listing what it has written")
-    said_by = {group.rank: mine[0], **told_to_keepers(group, mine[0], keepers)}
+    everyone = run_and_gather(group, tell, doing="listing what it has written")
+    said_by = {group.rank: mine[0], **send_to_keepers(group, mine[0], keepers)}
     files = {rank: _sized(said) for rank, said in said_by.items()}
     copy_files(group, files, keepers, store, doing="copying its data to another node")
 
     # In memory first: rank 0 may have no data file of the attempt but its own, and every node gets the same.
     names = [name for said in everyone for name, _ in _sized(said)]
     drafts = MemoryStore(store.location, files=dict.fromkeys(names, b""))
-    small: list[Sized] = []
+    small: list[SizedFile] = []
 
     def finish() -> bytes:
         plan = planned.complete(reports) if planned.complete is not None else planned.plan
@@ -150,11 +150,11 @@ def _write_and_copy(
     return parse_document(said.encode(), where=f"{store.location}/{MANIFEST}")
 
 
-def _sized(said: bytes) -> list[Sized]:
+def _sized(said: bytes) -> list[SizedFile]:
     return [(name, nbytes) for name, nbytes in json.loads(said)]
 
 
-def _written(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> list[Sized]:
+def _written(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> list[SizedFile]:
     """Return the data files that a rank has written in an attempt."""
     named = {"sharded_backend": strategy.backend, "sharded_backend_version": strategy.version}
     reader = load_strategy(named, where=store.location)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeAlias
 
-from megackpt.comm import BulkGroup, Numbers, compare
+from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.storage import Store, StreamWriter
 
 PIECE_BYTES = 4 * 1024 * 1024
 
-Sized: TypeAlias = tuple[str, int]
+SizedFile: TypeAlias = tuple[str, int]
 """Name and length of a file."""
 
 
-def from_rank(group: BulkGroup, make: Callable[[], bytes], *, source: int, doing: str) -> bytes:
+def from_rank(group: Group, make: Callable[[], bytes], *, source: int, doing: str) -> bytes:
     """Return on every rank what make returns on one of them. Collective.
 
     Raises:
@@ -32,13 +32,13 @@ def from_rank(group: BulkGroup, make: Callable[[], bytes], *, source: int, doing
             made.append(make())
         return Numbers((), (len(made[0]) if made else 0,))
 
-    (length,) = compare(group, begin, alike=0, largest=1, doing=doing).largest
+    (length,) = run_and_compare(group, begin, equal=0, largest=1, doing=doing).largest
     buffer = bytearray(made[0] if made else length)
     group.broadcast(memoryview(buffer), root=source)
     return bytes(buffer)
 
 
-def told_to_keepers(group: BulkGroup, said: bytes, keepers: Sequence[Sequence[int]]) -> dict[int, bytes]:
+def send_to_keepers(group: Group, said: bytes, keepers: Sequence[Sequence[int]]) -> dict[int, bytes]:
     """Return what those ranks say for which this one keeps copies, by rank. Collective."""
     sources = _sources(group, keepers)
     lengths = {rank: bytearray(8) for rank in sources}
@@ -52,8 +52,8 @@ def told_to_keepers(group: BulkGroup, said: bytes, keepers: Sequence[Sequence[in
 
 
 def broadcast_files(
-    group: BulkGroup,
-    files: Sequence[Sized],
+    group: Group,
+    files: Sequence[SizedFile],
     *,
     source: int,
     read_from: Store,
@@ -83,8 +83,8 @@ def broadcast_files(
 
 
 def copy_files(
-    group: BulkGroup,
-    files: Mapping[int, Sequence[Sized]],
+    group: Group,
+    files: Mapping[int, Sequence[SizedFile]],
     keepers: Sequence[Sequence[int]],
     store: Store,
     *,
@@ -103,7 +103,7 @@ def copy_files(
         mine = files[group.rank]
         return Numbers((), (len(mine), max((len(_pieces(nbytes)) for _, nbytes in mine), default=0)))
 
-    most_files, most_pieces = compare(group, count, alike=0, largest=2, doing=doing).largest
+    most_files, most_pieces = run_and_compare(group, count, equal=0, largest=2, doing=doing).largest
     faults: list[Exception] = []
     for number in range(most_files):
         now = {rank: of_rank[number] for rank, of_rank in files.items() if number < len(of_rank)}
@@ -112,8 +112,8 @@ def copy_files(
 
 
 def _copy_one_each(
-    group: BulkGroup,
-    files: Mapping[int, Sized],
+    group: Group,
+    files: Mapping[int, SizedFile],
     keepers: Sequence[Sequence[int]],
     most_pieces: int,
     store: Store,
@@ -142,12 +142,12 @@ def _copy_one_each(
         taker.close()
 
 
-def _sources(group: BulkGroup, keepers: Sequence[Sequence[int]]) -> list[int]:
+def _sources(group: Group, keepers: Sequence[Sequence[int]]) -> list[int]:
     """Return the ranks for which this one keeps copies."""
     return [rank for rank, of_rank in enumerate(keepers) if group.rank in of_rank]
 
 
-def _longest(file: Sized | None) -> int:
+def _longest(file: SizedFile | None) -> int:
     return min(PIECE_BYTES, file[1]) if file is not None else 0
 
 
@@ -158,7 +158,7 @@ def _pieces(nbytes: int) -> list[tuple[int, int]]:
 class _Taker:
     """Writes one file as it comes, until something goes wrong; that is noted, and the rest is dropped."""
 
-    def __init__(self, store: Store, file: Sized | None, faults: list[Exception]) -> None:
+    def __init__(self, store: Store, file: SizedFile | None, faults: list[Exception]) -> None:
         self._faults = faults
         self._writer: StreamWriter | None = None
         if file is not None:
@@ -193,11 +193,11 @@ def _attempt(faults: list[Exception], act: Callable[[], None]) -> bool:
     return True
 
 
-def _finish(group: BulkGroup, store: Store, faults: list[Exception], doing: str) -> None:
+def _finish(group: Group, store: Store, faults: list[Exception], doing: str) -> None:
     def tell() -> Numbers:
         if faults:
             raise faults[0]
         store.sync()
         return Numbers(())
 
-    compare(group, tell, alike=0, doing=doing)
+    run_and_compare(group, tell, equal=0, doing=doing)

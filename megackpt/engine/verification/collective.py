@@ -12,8 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megackpt.comm import Group, Numbers, compare, given_by_root, together, together_at_root
-from megackpt.comm.group import run_step
+from megackpt.comm import (
+    Group,
+    Numbers,
+    run_and_compare,
+    run_and_gather,
+    run_on_all_ranks,
+    scatter_from_rank_0,
+)
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.verification.arrays import ArrayShare, compare_arrays
 from megackpt.engine.verification.shares import WHOLE
@@ -40,7 +46,7 @@ def verify_on_all_ranks(
 
     Raises:
         CheckpointError: the same on every rank: StorageError where one has read nothing for so long, else
-            what a look has raised, as `together`.
+            what a look has raised, as `run_on_all_ranks`.
     """
     if group.size == 1:
         return list(look(_Reading(while_reading), WHOLE).damages)
@@ -48,20 +54,20 @@ def verify_on_all_ranks(
     try:
         is_under_way, is_damaged, has_arrays = 1, 0, 0
         while is_under_way:
-            found = compare(group, work.state, alike=0, largest=3, doing="verifying the step")
+            found = run_and_compare(group, work.state, equal=0, largest=3, doing="verifying the step")
             is_under_way, is_damaged, has_arrays = found.largest
     finally:
         work.stop()
     if not is_damaged:
         return _compare_arrays(group, work.arrays()) if has_arrays else []
-    told = together(group, work.told, doing="verifying the step")
+    told = run_on_all_ranks(group, work.told, doing="verifying the step")
     return [*dict.fromkeys(Damage(**damage) for of_rank in told for damage in json.loads(of_rank))]
 
 
 def _compare_arrays(group: Group, mine: Sequence[ArrayShare]) -> list[Damage]:
     """Compare digests of arrays of which each rank has read a part; nothing where a rank cannot digest."""
     said = json.dumps([[share.read, share.contribution] for share in mine]).encode()
-    told = together_at_root(group, lambda: said, doing="verifying the step")
+    told = run_and_gather(group, lambda: said, doing="verifying the step")
 
     def compared() -> list[bytes]:
         shares = [json.loads(of_rank) for of_rank in told]
@@ -74,7 +80,7 @@ def _compare_arrays(group: Group, mine: Sequence[ArrayShare]) -> list[Damage]:
         _, damages = compare_arrays(parts)
         return [json.dumps(_shown(damages)).encode()] * group.size
 
-    answer = given_by_root(group, compared, doing="verifying the step")
+    answer = scatter_from_rank_0(group, compared, doing="verifying the step")
     return [Damage(**damage) for damage in json.loads(answer)]
 
 
@@ -138,7 +144,10 @@ class _Work:
         self._thread.start()
 
     def _run(self, look: Look, share: tuple[int, int]) -> None:
-        self._found, self._error = run_step(lambda: look(self.reading, share))
+        try:
+            self._found = look(self.reading, share)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks, by `state`
+            self._error = error
 
     def state(self) -> Numbers:
         """Wait a little; say whether the look is under way, and whether it has found damage.

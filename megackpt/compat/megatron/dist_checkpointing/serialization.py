@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megackpt import api
-from megackpt.comm import subgroup, together, world_group
+from megackpt.comm import run_on_all_ranks, subgroup, world_group
 from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
@@ -182,7 +182,7 @@ def load_plain_tensors(checkpoint_dir: str) -> StateDict:
         tensors.update(api.load_plain_tensors(checkpoint_dir))
         return b""
 
-    together(world_group(timeout_s=LoadOptions().timeout_s), read, doing="loading plain tensors")
+    run_on_all_ranks(world_group(timeout_s=LoadOptions().timeout_s), read, doing="loading plain tensors")
     return tensors
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megackpt.comm import Group, Numbers, compare, world_group
+from megackpt.comm import Group, Numbers, run_and_compare, world_group
 from megackpt.compat.megatron.deferred import DeferredSave
 from megackpt.compat.megatron.refusal import refused
 from megackpt.engine.background.saver import AsyncSaver
@@ -198,11 +198,11 @@ class AsyncCallsQueue:
             if no_dist:
                 return self._is_over(call, blocking)
             group = world_group(timeout_s=_TIMEOUT_S)
-            found = compare(group, look, alike=1, largest=1, doing="looking after asynchronous saves")
+            found = run_and_compare(group, look, equal=1, largest=1, doing="looking after asynchronous saves")
         except Exception:
             self._calls.remove(call)
             raise
-        if not found.alike[0]:
+        if not found.equal[0]:
             raise DeclarationError(
                 f"Ranks have different requests in their queues; this one is at number {call.number}. "
                 f"Schedule and finalize on all ranks alike."

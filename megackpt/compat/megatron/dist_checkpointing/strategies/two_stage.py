@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import api
-from megackpt.comm import BulkGroup, SingleProcess, subgroup, together, world_group
+from megackpt.comm import Group, SingleProcess, run_on_all_ranks, subgroup, world_group
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     nested_values,
@@ -166,7 +166,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         logger.info("two-stage load: %s", "nothing was loaded yet" if self.times is None else self.times)
         group = world_group(timeout_s=_TIMEOUT_S)
         own = {name: sum(times) for name, times in timers.items()}
-        answers = together(group, lambda: json.dumps(own).encode(), doing="summarising load times")
+        answers = run_on_all_ranks(group, lambda: json.dumps(own).encode(), doing="summarising load times")
         ranks: list[dict[str, float]] = [json.loads(answer) for answer in answers]
         if group.rank == 0:
             for name in sorted({name for times in ranks for name in times}):
@@ -248,7 +248,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
                     chunks.append(torch.empty(asked.local_shape, dtype=asked.dtype))
                 return b""
 
-            together(group, take, doing=f"reading {asked.key!r}")
+            run_on_all_ranks(group, take, doing=f"reading {asked.key!r}")
             (chunk,) = chunks
             if group.size > 1 and chunk.numel():
                 chunk = self._broadcast(chunk, meta, group)
@@ -273,7 +273,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
 
         dict_list_map_inplace(filled, sharded_state_dict)
 
-    def _broadcast(self, chunk: torch.Tensor, meta: _ShardedTensorMetadata, group: BulkGroup) -> torch.Tensor:
+    def _broadcast(self, chunk: torch.Tensor, meta: _ShardedTensorMetadata, group: Group) -> torch.Tensor:
         if self.cpu_transfer:
             raw: Any = chunk.reshape(-1).view(torch.uint8).numpy()
             group.broadcast(memoryview(raw), root=meta.dist_group_rank)
@@ -294,7 +294,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         filled: StateDict = dict_list_map_inplace(loaded, state)
         return filled
 
-    def _connected(self) -> BulkGroup:
+    def _connected(self) -> Group:
         if len(self.dp_group_ranks) == 1:
             return SingleProcess()
         pg = self.data_parallel_group or dist.group.WORLD

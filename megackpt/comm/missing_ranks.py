@@ -20,7 +20,7 @@ ROLL_CALL_S = 3.0
 _PAUSE_S = 0.05
 
 
-def call_roll(
+def find_missing_ranks(
     name: str, *, rank: int, size: int, mark: int, tolerance: int, timeout_s: float
 ) -> list[int] | None:
     """Return the ranks of a group that do not report that it broke; None if the store does not answer. Local.
@@ -41,7 +41,7 @@ def call_roll(
     return absent
 
 
-def lost_rendezvous() -> str:
+def describe_lost_rendezvous() -> str:
     """Say which process is gone or stopped if the rendezvous store does not answer."""
     port = rendezvous_port()
     where = f" at port {port}" if port is not None else ""

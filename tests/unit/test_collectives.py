@@ -7,12 +7,20 @@ from collections.abc import Callable
 import pytest
 
 from megackpt import CoverageError, RankFailedError, StorageError
-from megackpt.comm import Group, Numbers, compare, from_root, given_by_root, together, together_at_root
+from megackpt.comm import (
+    Group,
+    Numbers,
+    broadcast_from_rank_0,
+    run_and_compare,
+    run_and_gather,
+    run_on_all_ranks,
+    scatter_from_rank_0,
+)
 from megackpt.testing.world import SimulatedWorld
 
 
-class Plain:
-    """A group with the two methods that every group has."""
+class Plain(Group):
+    """A group that has only the two methods that a group must implement."""
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self._group = group.rank, group.size, group
@@ -33,7 +41,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def test_ranks_learn_what_is_alike_and_what_is_largest(kind: str, ranks: int) -> None:
     def run(group: Group) -> Numbers:
         said = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
-        return compare(KINDS[kind](group), lambda: said, alike=3, largest=2, doing="comparing")
+        return run_and_compare(KINDS[kind](group), lambda: said, equal=3, largest=2, doing="comparing")
 
     for found in SimulatedWorld(ranks).run(run):
         assert found == Numbers((1, int(ranks == 1), 1), (ranks - 1, 2**61))
@@ -47,7 +55,7 @@ def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
         return Numbers((1,))
 
     def run(group: Group) -> Numbers:
-        return compare(KINDS[kind](group), lambda: step(group.rank), alike=1, doing="comparing")
+        return run_and_compare(KINDS[kind](group), lambda: step(group.rank), equal=1, doing="comparing")
 
     for error in SimulatedWorld(3).outcomes(run):
         assert isinstance(error, StorageError)
@@ -56,14 +64,14 @@ def test_a_failure_of_one_rank_is_that_of_all(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("other", ["together", "compare"])
+@pytest.mark.parametrize("other", ["run_on_all_ranks", "run_and_compare"])
 def test_ranks_that_compare_while_others_do_something_else_are_told_so(kind: str, other: str) -> None:
     def run(simulated: Group) -> object:
         group = KINDS[kind](simulated)
-        if group.rank == 1 and other == "together":
-            return together(group, lambda: b"x", doing="reading")
+        if group.rank == 1 and other == "run_on_all_ranks":
+            return run_on_all_ranks(group, lambda: b"x", doing="reading")
         doing = "reading" if group.rank == 1 else "comparing"
-        return compare(group, lambda: Numbers((1,)), alike=1, doing=doing)
+        return run_and_compare(group, lambda: Numbers((1,)), equal=1, doing=doing)
 
     for rank, error in enumerate(SimulatedWorld(2).outcomes(run)):
         assert isinstance(error, RankFailedError)
@@ -75,9 +83,9 @@ def test_ranks_that_compare_while_others_do_something_else_are_told_so(kind: str
 def test_rank_0_gives_each_rank_its_part_and_gathers_what_they_have(kind: str, ranks: int) -> None:
     def run(simulated: Group) -> tuple[bytes, bytes, list[bytes]]:
         group = KINDS[kind](simulated)
-        part = given_by_root(group, lambda: [bytes([r] * r) for r in range(ranks)], doing="giving")
-        shared = from_root(group, b"abc" if group.rank == 0 else b"", doing="sharing")
-        return part, shared, together_at_root(group, lambda: part, doing="gathering")
+        part = scatter_from_rank_0(group, lambda: [bytes([r] * r) for r in range(ranks)], doing="giving")
+        shared = broadcast_from_rank_0(group, b"abc" if group.rank == 0 else b"", doing="sharing")
+        return part, shared, run_and_gather(group, lambda: part, doing="gathering")
 
     parts = [bytes([r] * r) for r in range(ranks)]
     for rank, found in enumerate(SimulatedWorld(ranks).run(run)):
@@ -90,7 +98,7 @@ def test_what_rank_0_finds_wrong_with_others_is_said_as_it_is(kind: str) -> None
         raise CoverageError("nobody saves 'w'", key="w", rank=2)
 
     def run(group: Group) -> bytes:
-        return given_by_root(KINDS[kind](group), find, doing="planning")
+        return scatter_from_rank_0(KINDS[kind](group), find, doing="planning")
 
     for error in SimulatedWorld(3).outcomes(run):
         assert isinstance(error, CoverageError)
@@ -103,7 +111,7 @@ def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
         raise ZeroDivisionError("oh")
 
     def run(group: Group) -> bytes:
-        return given_by_root(KINDS[kind](group), fail, doing="planning")
+        return scatter_from_rank_0(KINDS[kind](group), fail, doing="planning")
 
     for error in SimulatedWorld(3).outcomes(run):
         assert isinstance(error, RankFailedError)
@@ -112,7 +120,7 @@ def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("meeting", ["compare", "given_by_root"])
+@pytest.mark.parametrize("meeting", ["run_and_compare", "scatter_from_rank_0"])
 def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, meeting: str) -> None:
     def run(simulated: Group, own: Exception) -> object:
         group = KINDS[kind](simulated)
@@ -122,9 +130,9 @@ def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, 
 
         if group.rank == 1:
             return None  # does not come
-        if meeting == "compare":
-            return compare(group, fail, alike=0, doing="comparing")
-        return given_by_root(group, fail, doing="giving")  # type: ignore[arg-type]
+        if meeting == "run_and_compare":
+            return run_and_compare(group, fail, equal=0, doing="comparing")
+        return scatter_from_rank_0(group, fail, doing="giving")  # type: ignore[arg-type]
 
     mistake = ZeroDivisionError("oh")
     error = SimulatedWorld(2).outcomes(lambda group: run(group, mistake))[0]
