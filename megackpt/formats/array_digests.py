@@ -13,7 +13,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Runs, runs_of
+from megackpt.geometry import BoxRanges, box_ranges
 from megackpt.metadata import DTYPES, OBJECT, ChunkTable
 from megackpt.storage.crc64 import Crc64
 
@@ -44,7 +44,7 @@ class ArrayDigester:
         dims = len(spec.global_shape)
         itemsize = DTYPES[spec.dtype].itemsize
         box = table.start[row, :dims].tolist(), table.shape[row, :dims].tolist()
-        runs = runs_of(*box, spec.global_shape, itemsize=itemsize)
+        runs = box_ranges(*box, spec.global_shape, itemsize=itemsize)
         begin = int(table.flat_start[row]) * itemsize + start
         return ChunkDigest(self._crc, runs, begin=begin, array_nbytes=spec.nbytes)
 
@@ -66,7 +66,7 @@ class ChunkDigest:
     A run of which only a part is there counts as if the rest of it were zeros.
     """
 
-    def __init__(self, crc: Crc64, runs: Runs, *, begin: int, array_nbytes: int) -> None:
+    def __init__(self, crc: Crc64, runs: BoxRanges, *, begin: int, array_nbytes: int) -> None:
         self._crc, self._runs, self._array_nbytes = crc, runs, array_nbytes
         self._at = begin  # in the bytes of the box
         self._first = begin // runs.nbytes  # of the runs that wait

@@ -16,8 +16,8 @@ from megackpt.errors import FormatError, IntegrityError
 from megackpt.formats.index_digests import KNOWN, VALUE, digests_in
 from megackpt.formats.index_layout import ROW_COLUMNS, Span, column_in, damaged, parse_header, require
 from megackpt.formats.strategy import Json
-from megackpt.geometry import Ints
-from megackpt.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays, place_bases
+from megackpt.geometry import Ints, position_bases
+from megackpt.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays
 from megackpt.storage import Store, digest_of_parts
 
 Marks = npt.NDArray[np.bool_]
@@ -109,7 +109,7 @@ class IndexHead:
 
     def blocks_meeting(self, wanted: Sequence[ChunkTable]) -> Marks:
         """Say which blocks may have rows that meet one of these boxes along dim 0, `[m]`."""
-        bases, bound = place_bases(self.decoded.whole[:, 0])
+        bases, bound = position_bases(self.decoded.whole[:, 0])
         of_block = np.searchsorted(self.first_row, self.first_rows_of_blocks(), side="right") - 1
         place = bases[of_block] + np.minimum(self.block_start, bound)
         marked = np.zeros(len(self.block_start), np.bool_)

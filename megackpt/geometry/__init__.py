@@ -1,27 +1,28 @@
 """Pure integer geometry of global arrays: boxes, splits, flat ranges. No torch, no I/O."""
 
-from megackpt.geometry.box import Box, row_major_strides
+from megackpt.geometry.box import Box, BoxRanges, box_ranges, row_major_strides
 from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
 from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
-from megackpt.geometry.ranges import joined_ranges
-from megackpt.geometry.runs import Runs, runs_of
-from megackpt.geometry.split import split_range
+from megackpt.geometry.ranges import joined_ranges, split_range
+from megackpt.geometry.sort_keys import lexicographic_keys, position_bases
 from megackpt.geometry.view import Axis, View
 
 __all__ = [
     "Axis",
     "Box",
+    "BoxRanges",
     "Ints",
     "MeshBox",
     "MeshCut",
     "Rectangles",
-    "Runs",
     "View",
+    "box_ranges",
     "joined_ranges",
+    "lexicographic_keys",
     "mesh_boxes",
+    "position_bases",
     "rectangles_of",
     "row_major_strides",
-    "runs_of",
     "split_range",
     "strides_of",
 ]

@@ -32,7 +32,7 @@ from megackpt.maintenance.leaves import leaves_of
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.options import DiffOptions
 from megackpt.storage import Store
-from megackpt.validation import uncovered
+from megackpt.validation import coverage_faults
 
 _WIDEST = 16  # bytes of the widest element
 
@@ -220,7 +220,7 @@ def _compare_arrays(
 
 
 def _refuse_gaps(chunks: Chunks, keys: Sequence[str]) -> None:
-    faults = uncovered(chunks.table, set(keys))
+    faults = coverage_faults(chunks.table, set(keys))
     if faults:
         key = faults[0].spec.key
         raise CoverageError(

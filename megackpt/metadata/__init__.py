@@ -28,7 +28,6 @@ from megackpt.metadata.merged_declarations import (
     merge_packed_declarations,
     pack_declarations,
 )
-from megackpt.metadata.row_numbers import place_bases
 from megackpt.metadata.stored_chunks import DIGEST_BLOCK_BYTES, StoredChunks, block_counts
 
 __all__ = [
@@ -58,7 +57,6 @@ __all__ = [
     "pack_declarations",
     "pack_strings",
     "pad_shapes",
-    "place_bases",
     "unpack_columns",
     "unpack_strings",
 ]

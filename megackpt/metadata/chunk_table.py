@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, lexicographic_keys
 from megackpt.metadata.columns import Column, column, integers, pack_strings, unpack_strings
 from megackpt.metadata.dtypes import DTYPES, OBJECT
-from megackpt.metadata.row_numbers import row_numbers
 
 Rows = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 
@@ -88,16 +87,16 @@ class ChunkTable:
         columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "arrays"}
         return replace(self, **columns)
 
-    def places(self) -> Ints:
+    def start_keys(self) -> Ints:
         """Numbers that sort the rows as `(array, start)` does, equal where these are, `[n]`.
 
         One integer a row is sorted and compared many times faster than `1 + dims` columns.
         """
-        return row_numbers(self.array, self.start, self.padded_global_shape() + 1)
+        return lexicographic_keys(self.array, self.start, self.padded_global_shape() + 1)
 
-    def extents(self) -> Ints:
+    def shape_keys(self) -> Ints:
         """Numbers that sort the rows as `(array, shape)` does, equal where these are, `[n]`."""
-        return row_numbers(self.array, self.shape, self.padded_global_shape() + 1)
+        return lexicographic_keys(self.array, self.shape, self.padded_global_shape() + 1)
 
     def describe(self, row: int) -> str:
         """One chunk as a person writes it: `[0:4, 2:6]`, with `flat a:b` where it is a range of the box."""

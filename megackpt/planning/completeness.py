@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, truncated_list
-from megackpt.geometry import Ints, joined_ranges
+from megackpt.geometry import Ints, joined_ranges, lexicographic_keys
 from megackpt.geometry.tiling import Rectangles, joined_cells, uncovered_arrays, uncovered_regions
 from megackpt.metadata import ArraySpec, ChunkTable
-from megackpt.metadata.row_numbers import row_numbers
 from megackpt.planning.copies import Copies
 
 MAX_CELLS = 2**22
@@ -195,7 +194,7 @@ def _last_of_each(copies: Copies, stored: ChunkTable, where: str) -> tuple[Copie
         rest = rest // cells[of, d]
     # Of the copies that have a cell, the one of the last stored chunk keeps it.
     radix = np.array([[len(edge.value) for edge in edges]])
-    number = row_numbers(np.zeros_like(of), cell, radix)
+    number = lexicographic_keys(np.zeros_like(of), cell, radix)
     order = np.lexsort((copies.stored[of], number))
     last = np.append(np.diff(number[order]) != 0, True)
     won = order[last]

@@ -33,7 +33,7 @@ def cut_into_rows(table: ChunkTable, *, most: int, only: Rows | None = None) -> 
     rows = np.flatnonzero(long)
     widths = itemsizes(table.arrays)
     grids = {int(array): _grid_steps(table, int(array)) for array in np.unique(table.array[rows])}
-    _, alike = np.unique(table.take(rows).extents(), return_inverse=True)
+    _, alike = np.unique(table.take(rows).shape_keys(), return_inverse=True)
     by_kind = np.split(rows[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
     cut = _joined([_cut_alike(table, of_kind, most, widths, grids) for of_kind in by_kind])
     width = widths[table.array[cut.of]]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.geometry import Ints, rectangles_of, strides_of
+from megackpt.geometry import Ints, position_bases, rectangles_of, strides_of
 from megackpt.geometry.tiling import Rectangles
-from megackpt.metadata import ChunkTable, DeclaredChunks, place_bases
+from megackpt.metadata import ChunkTable, DeclaredChunks
 from megackpt.metadata.chunk_table import widen
 from megackpt.planning.bounding import with_bounding_boxes
 from megackpt.planning.completeness import Filled, Needed, distinct_chunks, with_one_source
@@ -56,7 +56,7 @@ def padded_to(table: ChunkTable, dims: int) -> ChunkTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where stored rows begin along dim 0, array after array; see `place_bases`. There are a arrays, n rows.
+    """Where n stored rows of a arrays begin along dim 0, array after array; see `position_bases`.
 
     Attributes:
         number: of each array, by key.
@@ -84,7 +84,7 @@ class Places:
         if some.size:
             reach[some] = np.maximum.reduceat(have.shape[:, 0], first[some])
             extent[some] = have.start[first[some + 1] - 1, 0]  # the last one begins furthest
-        bases, bound = place_bases(extent)
+        bases, bound = position_bases(extent)
         place = np.repeat(bases, counts) + np.minimum(have.start[:, 0], bound)
         number = {spec.key: i for i, spec in enumerate(have.arrays)}
         return cls(number, extent, reach, bases, bound, place)

@@ -209,7 +209,7 @@ def _objects(plan: SavePlan) -> Ints:
 
 def _index_order(table: ChunkTable) -> Ints:
     """Sort by array, start, shape and flat range; copies keep the order of merged rows, that of ranks."""
-    return np.lexsort((table.flat_stop, table.flat_start, table.extents(), table.places()))
+    return np.lexsort((table.flat_stop, table.flat_start, table.shape_keys(), table.start_keys()))
 
 
 def first_of_equal_chunks(table: ChunkTable) -> Ints:

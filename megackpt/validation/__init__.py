@@ -1,46 +1,54 @@
-"""Proofs over declarations: pure, over columns."""
+"""Checks of declarations, requests and replicas before a byte is read or written. Pure."""
 
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
-from megackpt.validation.coverage import check_coverage, uncovered
-from megackpt.validation.load_times import LoadTimes, OverRanks, PhaseTimes
-from megackpt.validation.mended import PARITY, Mended
+from megackpt.validation.coverage import check_coverage, coverage_faults
 from megackpt.validation.renaming import rename_keys
-from megackpt.validation.replicas import CLAIM, Divergence, divergences
-from megackpt.validation.report import ArrayReport, LoadReport
+from megackpt.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
+from megackpt.validation.report import (
+    PARITY,
+    ArrayReport,
+    LoadReport,
+    LoadTimes,
+    PhaseTimes,
+    RecoveredBytes,
+    TimeSummary,
+    merge_recovered,
+)
 from megackpt.validation.request import (
-    Rules,
+    LoadRules,
+    check_dtypes_and_shapes,
+    check_empty_containers,
+    check_missing_keys,
+    check_resharding,
+    check_unexpected_keys,
     report_arrays,
-    settle_differences,
-    settle_missing,
-    settle_resharded,
-    settle_unasked,
-    settle_unexpected,
 )
 from megackpt.validation.strictness import StrictHandling
 
 __all__ = [
-    "CLAIM",
     "PARITY",
+    "REPLICA_DIGEST",
     "ArrayReport",
     "Divergence",
     "LoadReport",
+    "LoadRules",
     "LoadTimes",
-    "Mended",
-    "OverRanks",
     "PhaseTimes",
-    "Rules",
+    "RecoveredBytes",
     "StrictHandling",
+    "TimeSummary",
     "check_common_equal",
     "check_copies_equal",
     "check_coverage",
+    "check_dtypes_and_shapes",
+    "check_empty_containers",
+    "check_missing_keys",
     "check_replicated_equal",
-    "divergences",
+    "check_resharding",
+    "check_unexpected_keys",
+    "coverage_faults",
+    "find_divergences",
+    "merge_recovered",
     "rename_keys",
     "report_arrays",
-    "settle_differences",
-    "settle_missing",
-    "settle_resharded",
-    "settle_unasked",
-    "settle_unexpected",
-    "uncovered",
 ]

@@ -1,8 +1,8 @@
 """Proof that every element of every global array, and every object, is saved exactly once.
 
-Owns what declarations mean for that, and the text of the error; the geometry is `tiling`'s, the wording for
-objects `objects`'. Nothing else about how ranks cut an array has to agree: equal fragments, or the same ones
-on every rank, are not needed where the union of what is written is the array itself.
+The chunks of main replicas become rectangles, and `geometry.tiling` proves that they tile the arrays. Ranks
+may cut an array in any way: fragments need not be equal, as long as their union is the array and none
+overlap.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from megackpt.errors import CoverageError, rank_list, truncated_list
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.geometry.tiling import Mask, Rectangles, Regions, uncovered_regions
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, DeclaredChunks
-from megackpt.validation.objects import object_fault
 
 SHOWN = 10
-"""Faults of one kind that the error describes; the others are counted."""
+"""How many faults of one kind the error describes. The others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +29,10 @@ class Fault:
         spec: the array.
         start: first element.
         stop: one past the last.
-        count: how many main replicas cover each element; -1 for parts of the region some number other than 1.
-        savers: whose main replicas meet the region.
-        copies: who holds replicas that meet it, but are not main ones.
-        declarers: who declares something of the array at all.
+        count: how many main replicas cover each element; -1 where this differs within the region.
+        savers: ranks whose main replicas overlap the region.
+        copies: ranks whose other replicas overlap it.
+        declarers: ranks that declare any chunk of the array.
     """
 
     spec: ArraySpec
@@ -46,15 +44,24 @@ class Fault:
     declarers: tuple[int, ...]
 
     def __str__(self) -> str:
-        if self.spec.dtype == OBJECT and self.count >= 0:
-            what = object_fault(self.spec, self.start, self.count, self.savers)
-        else:
-            what = _element_fault(self)
+        is_object = self.spec.dtype == OBJECT and self.count >= 0
+        what = _object_fault(self) if is_object else _element_fault(self)
         if self.count != 0:
             return what
         if self.copies:
-            return f"{what}; ranks {rank_list(self.copies)} hold copies, none of which is the main one"
-        return f"{what}; ranks {rank_list(self.declarers)} declare other parts" if self.declarers else what
+            return f"{what}; ranks {rank_list(self.copies)} declare replicas, none of which is the main one"
+        if self.declarers:
+            return f"{what}; ranks {rank_list(self.declarers)} declare other chunks"
+        return what
+
+
+def _object_fault(fault: Fault) -> str:
+    """Describe an object by its `ShardedObject.unique_key`, which users know better than an offset."""
+    offset, shape = (".".join(map(str, numbers)) for numbers in (fault.start, fault.spec.global_shape))
+    name = f"object {f'{fault.spec.key}/shard_{offset}_{shape}'!r}"
+    if fault.count == 0:
+        return f"{name} is saved by no rank"
+    return f"{name} is saved by more than one main replica ({_savers_text(fault)})"
 
 
 def _element_fault(fault: Fault) -> str:
@@ -67,30 +74,36 @@ def _element_fault(fault: Fault) -> str:
             f"{fault.spec.key!r}: many elements within [{region}] are saved by no rank or by more than one "
             f"main replica {shape}"
         )
-    who = f"ranks {rank_list(fault.savers)}" if len(fault.savers) > 1 else f"all of rank {fault.savers[0]}"
-    return f"{fault.spec.key!r}: elements [{region}] are saved by more than one main replica ({who}) {shape}"
+    return (
+        f"{fault.spec.key!r}: elements [{region}] are saved by more than one main replica "
+        f"({_savers_text(fault)}) {shape}"
+    )
 
 
-def uncovered(table: ChunkTable, keys: Collection[str]) -> list[Fault]:
+def _savers_text(fault: Fault) -> str:
+    return f"ranks {rank_list(fault.savers)}" if len(fault.savers) > 1 else f"all of rank {fault.savers[0]}"
+
+
+def coverage_faults(table: ChunkTable, keys: Collection[str]) -> list[Fault]:
     """Return every region of the arrays of these keys that the chunks of a table do not cover exactly once.
 
-    In the order of arrays and places; the ranks in a fault stand for nothing. An array that is not asked for
-    may lack all of its chunks.
+    Faults are in the order of arrays and regions; they name no ranks. Other arrays may lack all of their
+    chunks.
     """
-    pieces = _pieces(table, table.flat_stop > table.flat_start)
     faults = []
-    for regions in uncovered_regions(pieces, table.padded_global_shape()):
+    chunks = _rectangles(table, table.flat_stop > table.flat_start)
+    for regions in uncovered_regions(chunks, table.padded_global_shape()):
         spec = table.arrays[regions.array]
         if spec.key not in keys:
             continue
         dims = len(spec.global_shape)
-        places = zip(
+        boxes = zip(
             regions.start[:, :dims].tolist(),
             regions.stop[:, :dims].tolist(),
             regions.count.tolist(),
             strict=True,
         )
-        faults += [Fault(spec, tuple(a), tuple(b), count, (), (), ()) for a, b, count in places]
+        faults += [Fault(spec, tuple(a), tuple(b), count, (), (), ()) for a, b, count in boxes]
     return faults
 
 
@@ -98,27 +111,29 @@ def check_coverage(declared: DeclaredChunks) -> None:
     """Prove that main replicas cover every element of every array exactly once.
 
     Raises:
-        CoverageError: the first faults of each kind, sorted by key and place, and how many there are: the
-            region, the ranks that cover it, and who holds copies of what nobody saves.
+        CoverageError: lists the first faults of each kind, sorted by key and region, and how many there are.
+            Each fault names the region, the ranks that save it, and the ranks that declare other replicas.
     """
     table = declared.table
     is_counted = declared.main & (table.flat_stop > table.flat_start)
-    regions = uncovered_regions(_pieces(table, is_counted), table.padded_global_shape())
+    regions = uncovered_regions(_rectangles(table, is_counted), table.padded_global_shape())
     if regions:
         raise _coverage_error(declared, regions)
 
 
-def _pieces(table: ChunkTable, is_counted: Mask) -> Rectangles:
-    """Return the counted chunks as rectangles; flat ranges that together fill a box become that box.
+def _rectangles(table: ChunkTable, is_counted: Mask) -> Rectangles:
+    """Return the counted chunks as rectangles; flat ranges that fill a box become that box.
 
-    Such ranges are what a sharded optimizer declares. Cut one by one each would be up to 2 n - 1 rectangles.
+    A sharded optimizer declares such ranges. Cut one by one, each would be up to 2 n - 1 rectangles.
     """
     numel = table.shape.prod(axis=1)
     is_flat = table.flat_stop - table.flat_start < numel
     whole, flat = np.flatnonzero(is_counted & ~is_flat), np.flatnonzero(is_counted & is_flat)
-    flat = flat[np.lexsort((table.flat_start[flat], table.places()[flat]))]
-    joined, loose = _joined_ranges(table.take(flat), numel[flat])
-    boxes, loose = np.concatenate((whole, flat[joined])), flat[loose]
+    # After this, the flat ranges of one box are neighbours, in the order of their elements.
+    flat = flat[np.lexsort((table.flat_start[flat], table.start_keys()[flat]))]
+    filled, loose = _filled_boxes(table.take(flat), numel[flat])
+    boxes, loose = np.concatenate((whole, flat[filled])), flat[loose]
+    # Only ranges that do not fill a box have to be cut.
     cut = rectangles_of(table.shape[loose], table.flat_start[loose], table.flat_stop[loose])
     cut_row = loose[cut.row]
     cut_start = table.start[cut_row] + cut.start
@@ -129,20 +144,26 @@ def _pieces(table: ChunkTable, is_counted: Mask) -> Rectangles:
     )
 
 
-def _joined_ranges(table: ChunkTable, numel: Ints) -> tuple[Ints, Ints]:
-    """Of flat ranges sorted by place: one row for each box they fill exactly once, and all other rows."""
+def _filled_boxes(table: ChunkTable, numel: Ints) -> tuple[Ints, Ints]:
+    """Find the boxes that flat ranges, sorted by box and start, fill exactly once.
+
+    Returns one row for each such box, and the rows of all other boxes.
+    """
     if not len(table):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    # The rows of one box are a stretch that begins where the array or the start changes.
     begins = np.ones(len(table), np.bool_)
     begins[1:] = np.diff(table.array) != 0
     begins[1:] |= (table.start[1:] != table.start[:-1]).any(axis=1)
     first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(table)) - 1
+    # A box is filled if its first range begins at 0, each one begins where the one before ends (boxes of
+    # equal start but other shape break the chain), and the last one ends with the box.
     follows = np.ones(len(table), np.bool_)
     follows[1:] = (table.flat_start[1:] == table.flat_stop[:-1]) & (table.shape[1:] == table.shape[:-1]).all(
         axis=1
     )
     follows[first] = table.flat_start[first] == 0
-    last = np.append(first[1:], len(table)) - 1
     follows[last] &= table.flat_stop[last] == numel[last]
     fills = np.logical_and.reduceat(follows, first)
     return first[fills], np.flatnonzero(np.repeat(~fills, np.diff(np.append(first, len(table)))))
@@ -151,16 +172,16 @@ def _joined_ranges(table: ChunkTable, numel: Ints) -> tuple[Ints, Ints]:
 def _coverage_error(declared: DeclaredChunks, regions: Sequence[Regions]) -> CoverageError:
     """Describe the faults, kind by kind: elements, then objects; saved by no rank, then by several."""
     is_object = np.array([spec.dtype == OBJECT for spec in declared.table.arrays])
-    found: list[list[Fault]] = []
+    faults_of_kinds: list[list[Fault]] = []
     sections: list[str] = []
     for of_objects in (False, True):
-        mine = [r for r in regions if is_object[r.array] == of_objects]
+        of_kind = [r for r in regions if is_object[r.array] == of_objects]
         for title, several in (("Saved by no rank", False), ("Saved more than once", True)):
-            faults, total = _first_faults(declared, mine, several=several, one_by_one=of_objects)
+            faults, total = _first_faults(declared, of_kind, several=several, one_by_one=of_objects)
             if total:
-                found.append(faults)
+                faults_of_kinds.append(faults)
                 sections.append(f"{title}:\n{truncated_list([str(f) for f in faults], total=total)}")
-    first = min((faults[0] for faults in found), key=lambda f: (f.spec.key, f.start))
+    first = min((faults[0] for faults in faults_of_kinds), key=lambda f: (f.spec.key, f.start))
     return CoverageError(
         "The ranks' declarations do not cover everything exactly once.\n" + "\n".join(sections) + "\n"
         "Check global_offset and replica_id in the sharded_state_dict() of these keys, and the spelling of "
@@ -185,44 +206,43 @@ def _first_faults(
             start, stop = of_array.start[row], of_array.stop[row]
             count = int(of_array.count[row])
             singly = one_by_one and count >= 0
-            places = _elements(start, stop, SHOWN - len(faults)) if singly else [(start, stop)]
-            faults += [_fault(declared, of_array.array, low, high, count) for low, high in places]
+            boxes = _elements(start, stop, SHOWN - len(faults)) if singly else [(start, stop)]
+            faults += [_fault(declared, of_array.array, low, high, count) for low, high in boxes]
     return faults, total
 
 
 def _elements(start: Ints, stop: Ints, limit: int) -> list[tuple[Ints, Ints]]:
-    """The first boxes of one element each of a box, in row-major order."""
+    """Return the first elements of a box, each as a box of its own, in row-major order."""
     shape = (stop - start).tolist()
     count = min(limit, int(np.prod(shape)))
-    places = start + np.column_stack(np.unravel_index(np.arange(count), shape))
-    return [(place, place + 1) for place in places]
+    elements = start + np.column_stack(np.unravel_index(np.arange(count), shape))
+    return [(element, element + 1) for element in elements]
 
 
 def _fault(declared: DeclaredChunks, array: int, start: Ints, stop: Ints, count: int) -> Fault:
     spec = declared.table.arrays[array]
-    rows = np.flatnonzero(declared.table.array == array)
-    mine = declared.take(rows)
-    meets = _meets(mine.table, start, stop)
+    of_array = declared.take(np.flatnonzero(declared.table.array == array))
+    overlaps = _overlaps(of_array.table, start, stop)
     dims = len(spec.global_shape)
     return Fault(
         spec,
         tuple(start[:dims].tolist()),
         tuple(stop[:dims].tolist()),
         count,
-        savers=_distinct(mine.rank[meets & mine.main]),
-        copies=_distinct(mine.rank[meets & ~mine.main]),
-        declarers=_distinct(mine.rank),
+        savers=_distinct(of_array.rank[overlaps & of_array.main]),
+        copies=_distinct(of_array.rank[overlaps & ~of_array.main]),
+        declarers=_distinct(of_array.rank),
     )
 
 
-def _meets(table: ChunkTable, start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
-    """Which chunks have elements in a box."""
+def _overlaps(table: ChunkTable, start: Ints, stop: Ints) -> Mask:
+    """Return which chunks have elements in a box, `[n]`."""
     cut = rectangles_of(table.shape, table.flat_start, table.flat_stop)
     low = table.start[cut.row] + cut.start
     inside = ((low < stop) & (low + cut.shape > start)).all(axis=1)
-    meets = np.zeros(len(table), np.bool_)
-    meets[cut.row[inside]] = True
-    return meets
+    overlaps = np.zeros(len(table), np.bool_)
+    overlaps[cut.row[inside]] = True
+    return overlaps
 
 
 def _distinct(ranks: Ints) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megackpt.errors import rank_list
 
-CLAIM = np.dtype([("name", "V16"), ("digest", "V16")])
+REPLICA_DIGEST = np.dtype([("name", "V16"), ("digest", "V16")])
 """What a rank says of a chunk that it holds: what stands for its key and box, and for its bits."""
 
 
@@ -43,7 +43,7 @@ class Divergence:
         return f"{others} differ{'s' if is_one else ''} from the majority, {_ranks(self.majority)}"
 
 
-def divergences(said: Sequence[npt.NDArray[np.void]]) -> list[Divergence]:
+def find_divergences(said: Sequence[npt.NDArray[np.void]]) -> list[Divergence]:
     """Compare what ranks say, an array of CLAIM of each, `[chunks]`; return what differs, by name. Pure.
 
     Names and digests may be shorter than those of CLAIM, and are as long on all ranks.

@@ -1,16 +1,15 @@
-"""What a load did, key by key: the load report.
+"""The load report: how each array was loaded, which bytes were recovered, how long each phase took.
 
-Owns the report and its text. Making it from a plan is `request`'s affair; what is an error in it was decided
-by rules.
+`request` makes the entries of arrays from a plan. The engine measures the times and records the recovered
+bytes. Whether a difference is an error was decided before by `LoadRules`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from megackpt.errors import truncated_list
-from megackpt.validation.load_times import LoadTimes
-from megackpt.validation.mended import Mended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +17,12 @@ class ArrayReport:
     """How one array was loaded on this rank.
 
     Attributes:
-        key: as asked for.
+        key: key of the array in the request.
         stored_dtype: dtype in the checkpoint.
-        dtype: dtype asked for.
+        dtype: requested dtype.
         stored_shape: global shape in the checkpoint.
-        global_shape: global shape asked for.
-        nbytes: bytes of this rank's chunks of it, in the dtype asked for.
+        global_shape: requested global shape.
+        nbytes: bytes of this rank's chunks of the array, in the requested dtype.
         padded_nbytes: how many of these are not stored and became 0.
         resharded: whether some chunk is not exactly a stored one.
     """
@@ -44,13 +43,120 @@ class ArrayReport:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the array asked for is larger than the stored one along some axis."""
+        """Whether the requested array is larger than the stored one along some axis."""
         return any(a > b for a, b in zip(self.global_shape, self.stored_shape, strict=True))
 
     @property
     def is_cut(self) -> bool:
-        """Whether the array asked for is smaller than the stored one along some axis."""
+        """Whether the requested array is smaller than the stored one along some axis."""
         return any(a < b for a, b in zip(self.global_shape, self.stored_shape, strict=True))
+
+
+PARITY = "parity"
+"""`RecoveredBytes.source` of bytes that were computed from parity. For a copy it is the copy's location."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredBytes:
+    """Bytes that a load read from another source, because the checkpoint's own are damaged.
+
+    Attributes:
+        source: `parity`, or the location of a copy.
+        why: what is wrong with the bytes of the checkpoint.
+        file: name of the damaged file in the checkpoint; empty if no single file is known.
+        key: array or object that the bytes belong to; None for common state, the index and the commit.
+        box: the stored chunk, as `ChunkTable.describe` writes it.
+        start: first byte in the file, if known.
+        stop: one past the last.
+    """
+
+    source: str
+    why: str
+    file: str = ""
+    key: str | None = None
+    box: str | None = None
+    start: int | None = None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        of_chunk = " ".join(filter(None, (repr(self.key) if self.key is not None else "", self.box)))
+        bytes_of = f"bytes {self.start}:{self.stop} of {self.file}" if self.start is not None else self.file
+        return f"{', '.join(filter(None, (bytes_of, of_chunk)))}: taken from {self.source}"
+
+    def is_continued_by(self, other: RecoveredBytes) -> bool:
+        """Whether `other` begins in this range or at its end, and is of the same chunk and source."""
+        if self.stop is None or other.start is None or other.start > self.stop:
+            return False
+        return replace(self, start=other.start, stop=other.stop, why=other.why) == other
+
+
+def merge_recovered(records: Iterable[RecoveredBytes]) -> tuple[RecoveredBytes, ...]:
+    """Sort records, and join ranges of one chunk and source that follow each other.
+
+    >>> parts = [RecoveredBytes(source="parity", why="", file="f", start=a, stop=a + 4) for a in (4, 0, 12)]
+    >>> [(r.start, r.stop) for r in merge_recovered(parts)]
+    [(0, 8), (12, 16)]
+    """
+    joined: list[RecoveredBytes] = []
+    for record in sorted(records, key=lambda r: (r.file, r.start or 0, r.key or "", r.source)):
+        if joined and joined[-1].is_continued_by(record):
+            joined[-1] = replace(joined[-1], stop=max(joined[-1].stop or 0, record.stop or 0))
+        else:
+            joined.append(record)
+    return tuple(joined)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds that one rank spent in the phases of a load. Phases overlap.
+
+    Attributes:
+        read: while reads from storage were under way.
+        exchange: sending to other ranks and receiving from them, including waiting for them.
+        copy: copying what other ranks sent from buffers into tensors.
+    """
+
+    read: float = 0.0
+    exchange: float = 0.0
+    copy: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSummary:
+    """The time of one phase over all ranks, in seconds."""
+
+    min: float
+    mean: float
+    max: float
+
+    def __str__(self) -> str:
+        return f"min {self.min:.3f} s, mean {self.mean:.3f} s, max {self.max:.3f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """The phases of a load over all ranks.
+
+    Attributes:
+        read, exchange, copy: see `PhaseTimes`.
+    """
+
+    read: TimeSummary
+    exchange: TimeSummary
+    copy: TimeSummary
+
+    @classmethod
+    def over(cls, ranks: Sequence[PhaseTimes]) -> LoadTimes:
+        """Summarise the times of all ranks; at least one."""
+
+        def summary(phase: str) -> TimeSummary:
+            times = [getattr(times, phase) for times in ranks]
+            return TimeSummary(min(times), sum(times) / len(times), max(times))
+
+        return cls(summary("read"), summary("exchange"), summary("copy"))
+
+    def __str__(self) -> str:
+        return "; ".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +166,12 @@ class LoadReport:
     Attributes:
         arrays: the arrays that were loaded.
         objects: unique keys of the objects that were loaded.
-        missing: keys in the checkpoint that no rank asked for.
-        unexpected: keys this rank asked for that the checkpoint lacks; nothing was loaded for them.
-        excluded: keys this rank asked for that `LoadOptions.exclude` left out.
-        mended: bytes that came from another source, as those of the checkpoint are damaged; see
+        missing: keys in the checkpoint that no rank requested.
+        unexpected: keys that this rank requested and the checkpoint lacks; nothing was loaded for them.
+        excluded: keys that this rank requested and `LoadOptions.exclude` left out.
+        recovered: bytes that were read from another source, because the checkpoint's own are damaged; see
             `LoadOptions.on_corrupt`.
-        times: how long reading, exchanging and copying took on all ranks; None before they are done.
+        times: how long reading, exchanging and copying took on all ranks; None until they are done.
     """
 
     arrays: tuple[ArrayReport, ...] = ()
@@ -73,7 +179,7 @@ class LoadReport:
     missing: frozenset[str] = field(default_factory=frozenset)
     unexpected: frozenset[str] = field(default_factory=frozenset)
     excluded: frozenset[str] = field(default_factory=frozenset)
-    mended: tuple[Mended, ...] = ()
+    recovered: tuple[RecoveredBytes, ...] = ()
     times: LoadTimes | None = None
 
     @property
@@ -83,7 +189,7 @@ class LoadReport:
 
     @property
     def cast(self) -> tuple[ArrayReport, ...]:
-        """Arrays whose values were converted."""
+        """Arrays whose values were converted to another dtype."""
         return tuple(a for a in self.arrays if a.is_cast)
 
     @property
@@ -98,7 +204,7 @@ class LoadReport:
 
     @property
     def resharded(self) -> tuple[ArrayReport, ...]:
-        """Arrays that were stored in other chunks than this rank asked for."""
+        """Arrays that were stored in other chunks than this rank requested."""
         return tuple(a for a in self.arrays if a.resharded)
 
     @property
@@ -121,12 +227,12 @@ class LoadReport:
             keys: frozenset[str] = getattr(self, name)
             if keys:
                 lines += [f"{name}: {len(keys)}", truncated_list(sorted(keys))]
-        if self.mended:
-            lines += [f"mended: {len(self.mended)}", truncated_list([str(m) for m in self.mended])]
+        if self.recovered:
+            lines += [f"recovered: {len(self.recovered)}", truncated_list([str(r) for r in self.recovered])]
         return "\n".join(lines)
 
 
 def _difference(array: ArrayReport) -> str:
-    stored, asked = f"{array.stored_dtype} {array.stored_shape}", f"{array.dtype} {array.global_shape}"
+    stored, requested = f"{array.stored_dtype} {array.stored_shape}", f"{array.dtype} {array.global_shape}"
     padding = f", {array.padded_nbytes:,} bytes of 0" if array.padded_nbytes else ""
-    return f"{array.key!r}: stored as {stored}, loaded as {asked}{padding}"
+    return f"{array.key!r}: stored as {stored}, loaded as {requested}{padding}"

@@ -25,7 +25,7 @@ from megackpt.validation.strictness import StrictHandling
 log = logging.getLogger(__name__)
 
 
-class Rules:
+class LoadRules:
     """What a load does about each difference: given rules, then the defaults of a mode."""
 
     def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling) -> None:
@@ -83,8 +83,8 @@ class Rules:
         return self.policy("missing", key, default=self._strict.on_unexpected)
 
 
-def settle_unexpected(
-    asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str, plain: Container[str] = ()
+def check_unexpected_keys(
+    asked: Iterable[str], stored: Iterable[str], rules: LoadRules, *, where: str, plain: Container[str] = ()
 ) -> frozenset[str]:
     """Return the keys asked for that are not stored; those must not be loaded.
 
@@ -115,8 +115,8 @@ def settle_unexpected(
     return frozenset(unexpected)
 
 
-def settle_missing(
-    asked: Iterable[str], stored: Iterable[str], rules: Rules, *, where: str
+def check_missing_keys(
+    asked: Iterable[str], stored: Iterable[str], rules: LoadRules, *, where: str
 ) -> frozenset[str]:
     """Return the stored keys that are not among those asked for by all ranks.
 
@@ -138,7 +138,7 @@ def settle_missing(
     return frozenset(missing)
 
 
-def settle_unasked(lost: Mapping[str, Iterable[str]], rules: Rules, *, where: str) -> None:
+def check_empty_containers(lost: Mapping[str, Iterable[str]], rules: LoadRules, *, where: str) -> None:
     """Do what the rules say about stored keys below empty dicts or lists of the request.
 
     lost has the keys that no rank asks for, by the name of the container.
@@ -170,8 +170,8 @@ def settle_unasked(lost: Mapping[str, Iterable[str]], rules: Rules, *, where: st
     _settle(sorted(name_of), rules.on_unasked, error)
 
 
-def settle_differences(
-    requested: DeclaredChunks, stored: Mapping[str, ArraySpec], rules: Rules, *, where: str
+def check_dtypes_and_shapes(
+    requested: DeclaredChunks, stored: Mapping[str, ArraySpec], rules: LoadRules, *, where: str
 ) -> frozenset[str]:
     """Compare dtypes and global shapes; return the keys whose arrays are padded or cut.
 
@@ -225,7 +225,7 @@ def settle_differences(
     return frozenset(resized)
 
 
-def settle_resharded(arrays: Iterable[ArrayReport], rules: Rules, *, where: str) -> None:
+def check_resharding(arrays: Iterable[ArrayReport], rules: LoadRules, *, where: str) -> None:
     """Do what the rules say about arrays that were stored in other chunks than this rank asks for.
 
     Raises:

@@ -233,7 +233,7 @@ def damaged_data(files: Files, case: int) -> tuple[Files, str, str]:
     return result, name, f"case {case}: {kind} at {at} of {name}"
 
 
-def test_any_damage_to_one_data_file_is_mended_by_parity(protected: Files) -> None:
+def test_any_damage_to_one_data_file_is_recovered_by_parity(protected: Files) -> None:
     def read(files: Files) -> tuple[object, LoadReport]:
         asked = of_rank(0, empty=True) | {
             "rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(500_000), (0, 0, 1))
@@ -242,13 +242,13 @@ def test_any_damage_to_one_data_file_is_mended_by_parity(protected: Files) -> No
         return load_with_report(asked, MemoryStore(files=files), options=fallback)
 
     expected, report = read(protected)
-    assert not report.mended
-    mended = 0
+    assert not report.recovered
+    recovered = 0
     for case in range(PROTECTED_CASES):
         files, name, what = damaged_data(protected, case)
         found, report = read(files)
         assert difference(found, expected) is None, what
-        assert {m.file for m in report.mended} <= {name}, what
-        assert {m.source for m in report.mended} <= {"parity"}, what
-        mended += bool(report.mended)
-    assert mended > PROTECTED_CASES // 2  # where it was not, the damage lies in what no load reads
+        assert {m.file for m in report.recovered} <= {name}, what
+        assert {m.source for m in report.recovered} <= {"parity"}, what
+        recovered += bool(report.recovered)
+    assert recovered > PROTECTED_CASES // 2  # where it was not, the damage lies in what no load reads

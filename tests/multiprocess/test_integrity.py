@@ -46,7 +46,7 @@ def save_and_lose(directory: str) -> list[str]:
         state(rank, 0.0), directory, options=LoadOptions(on_corrupt="fallback", exchange="all_to_all")
     )
     assert torch.equal(found["rows"], state(rank, 1.0)["rows"].data)
-    return sorted({m.source for m in report.mended})
+    return sorted({m.source for m in report.recovered})
 
 
 def test_ranks_rebuild_a_lost_file(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -369,7 +369,7 @@ def test_parity_and_repair_work_in_an_object_store(s3_server: S3Server) -> None:
     fallback = megackpt.LoadOptions(on_corrupt="fallback")
     loaded, report = megackpt.load_with_report(state(0, 1, axis=0, seed=None), store, options=fallback)
     assert is_loaded(loaded, 0, 1, axis=0, seed=1)
-    assert {m.file for m in report.mended} == {lost}
+    assert {m.file for m in report.recovered} == {lost}
     repaired = repair_checkpoint(store, [], RepairOptions(), Unseen())
     assert (repaired.is_done, repaired.is_whole) == (True, True)
     assert store.names() == names

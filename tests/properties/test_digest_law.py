@@ -16,7 +16,7 @@ from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.engine.loading.load import open_checkpoint
 from megackpt.formats.array_digests import ArrayDigester
-from megackpt.geometry import Box, runs_of
+from megackpt.geometry import Box, box_ranges
 from megackpt.metadata import ArraySpec, ChunkTable
 from megackpt.storage import MemoryStore
 from megackpt.testing.layouts import arrays, boxes, held_chunks
@@ -127,7 +127,7 @@ def test_runs_are_the_places_of_the_bytes_of_a_box(data: st.DataObject, shape: t
     place = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
     for box in data.draw(boxes(shape)):
         if box.numel:
-            runs = runs_of(box.start, box.shape, shape, itemsize=2)
+            runs = box_ranges(box.start, box.shape, shape, itemsize=2)
             begins = [runs.begin_of(run) for run in range(runs.count)]
             found = [begin + at for begin in begins for at in range(runs.nbytes)]
             assert found == place[box.slices()].reshape(-1).tolist()

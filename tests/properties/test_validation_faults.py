@@ -176,7 +176,7 @@ def a_box_ends_one_row_early(w: World) -> Found:
     w.spoil(rank, "uneven", local_shape=(at - w.edges[block] - 1, w.cols))
     return not_covered(
         f"'uneven': elements [{at - 1}:{at}, 0:{w.cols}] are saved by no rank",
-        f"ranks {rank + 1} hold copies, none of which is the main one",
+        f"ranks {rank + 1} declare replicas, none of which is the main one",
     )
 
 
@@ -198,7 +198,7 @@ def a_box_is_declared_by_nobody(w: World) -> Found:
     return not_covered(
         f"'uneven': elements [{low}:{high}, 0:{w.cols}] are saved by no rank (global shape "
         f"({w.edges[-1]}, {w.cols})); ",
-        f"ranks {others} declare other parts",
+        f"ranks {others} declare other chunks",
     )
 
 
@@ -207,7 +207,7 @@ def a_box_has_no_main_replica(w: World) -> Found:
     rank = w.any_main("regular")
     w.spoil(rank, "regular", replica_id=(0, 0, 5))
     return not_covered(
-        "'regular': elements [", "are saved by no rank", f"ranks {rank}, {rank + 1} hold copies"
+        "'regular': elements [", "are saved by no rank", f"ranks {rank}, {rank + 1} declare replicas"
     )
 
 
@@ -270,7 +270,7 @@ def a_prepended_offset_is_wrong(w: World) -> Found:
 def the_middle_of_a_pinwheel_is_missing(w: World) -> Found:
     del w.entities[4]["pinwheel"]
     return not_covered(
-        "'pinwheel': elements [2:3, 2:3] are saved by no rank", "ranks 0, 1, 2, 3 declare other parts"
+        "'pinwheel': elements [2:3, 2:3] are saved by no rank", "ranks 0, 1, 2, 3 declare other chunks"
     )
 
 
@@ -370,7 +370,9 @@ def a_rank_declares_nothing(w: World) -> Found:
     rank = rank_of(1, int(w.rng.integers(0, TP)), 0)
     key = f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank"
     w.entities[rank] = {}
-    return not_covered("'regular': elements [", "'uneven': elements [", f"ranks {rank + 1} hold copies", key)
+    return not_covered(
+        "'regular': elements [", "'uneven': elements [", f"ranks {rank + 1} declare replicas", key
+    )
 
 
 @fault
@@ -378,7 +380,7 @@ def a_key_is_misspelt_on_one_rank(w: World) -> Found:
     rank = w.any_main("uneven")
     w.entities[rank]["uneven"] = replace(w.tensor(rank, "uneven"), key="unevn")
     return not_covered(
-        "'unevn': elements [", f"ranks {rank} declare other parts", f"ranks {rank + 1} hold copies"
+        "'unevn': elements [", f"ranks {rank} declare other chunks", f"ranks {rank + 1} declare replicas"
     )
 
 
@@ -428,7 +430,7 @@ def one_key_is_a_tensor_here_and_an_object_there(w: World) -> Found:
 def an_object_is_missing(w: World) -> Found:
     rank = int(w.rng.integers(0, RANKS))
     del w.entities[rank]["rng"]
-    return not_covered(f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank", "declare other parts")
+    return not_covered(f"object 'rng/shard_{rank}_{RANKS}' is saved by no rank", "declare other chunks")
 
 
 @fault
@@ -456,7 +458,7 @@ def an_object_has_no_main_replica(w: World) -> Found:
     w.entities[rank]["grid"] = replace(w.entities[rank]["grid"], replica_id=(0, 1, 0))
     pp, tp = divmod(rank // DP, TP)
     name = f"object 'grid/shard_{pp}.{tp}_{PP}.{TP}'"
-    return not_covered(f"{name} is saved by no rank; ranks {rank}, {rank + 1} hold copies")
+    return not_covered(f"{name} is saved by no rank; ranks {rank}, {rank + 1} declare replicas")
 
 
 @fault
@@ -693,7 +695,7 @@ def test_many_faults_of_each_kind_are_listed_by_their_first_ten_and_a_count() ->
         assert missing.startswith("by no rank")
         assert [line for line in missing.splitlines() if "elements" in line] == [
             f"  'a{i:02d}': elements [2:4] are saved by no rank (global shape (4,)); "
-            "ranks 0, 1 declare other parts"
+            "ranks 0, 1 declare other chunks"
             for i in range(10)
         ]
         assert "... and 5 more (15 in all)" in missing

@@ -16,7 +16,7 @@ from megackpt.comm import Group
 from megackpt.options import Policy
 from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
-from megackpt.validation.replicas import CLAIM, divergences
+from megackpt.validation.replicas import REPLICA_DIGEST, find_divergences
 
 RANKS = 4
 Change = Callable[[int, dict[str, torch.Tensor]], None]
@@ -134,7 +134,7 @@ def test_divergences_are_those_of_a_slow_comparison() -> None:
                     (bytes([0, name] * 8), bytes([0, generator.integers(2)] * 8))
                     for name in generator.permutation(6)[: generator.integers(7)]
                 ],
-                CLAIM,
+                REPLICA_DIGEST,
             )
             for _ in range(generator.integers(1, 6))
         ]
@@ -147,4 +147,4 @@ def test_divergences_are_those_of_a_slow_comparison() -> None:
                         camps.setdefault(bytes(claim["digest"]), []).append(rank)
             if len(camps) > 1:
                 expected[name] = sorted(map(tuple, camps.values()))
-        assert {d.name: sorted(d.camps) for d in divergences(said)} == expected
+        assert {d.name: sorted(d.camps) for d in find_divergences(said)} == expected

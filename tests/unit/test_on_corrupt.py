@@ -90,12 +90,12 @@ def copy_of(directory: Path) -> Path:
     return copy
 
 
-def test_what_parity_has_mended_is_said_block_by_block(
+def test_the_report_lists_what_parity_recovered_block_by_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = data_files(saved(tmp_path, SaveOptions(parity=2)))[1]
     flip(file, 4096 + 5)
-    (record,) = read(tmp_path).mended
+    (record,) = read(tmp_path).recovered
     assert (record.key, record.box, record.source) == ("rows", f"[{LONG}:{2 * LONG}]", "parity")
     assert (record.file, record.start, record.stop) == (f"data/{file.name}", 4096, 4096 + 256 * 1024)
     assert "digest differs" in record.why
@@ -111,14 +111,14 @@ def test_parity_is_asked_before_copies_and_copies_in_their_order(tmp_path: Path)
     options = LoadOptions(on_corrupt="fallback", copies=(str(first), second))
     files = data_files(tmp_path / "it")
     files[0].unlink()
-    assert {m.source for m in read(tmp_path / "it", options).mended} == {"parity"}
+    assert {m.source for m in read(tmp_path / "it", options).recovered} == {"parity"}
     files[1].unlink()
-    assert {m.source for m in read(tmp_path / "it", options).mended} == {str(first)}
+    assert {m.source for m in read(tmp_path / "it", options).recovered} == {str(first)}
     data_files(first)[1].unlink()  # its own parity has what it has lost
-    sources = {m.file: m.source for m in read(tmp_path / "it", options).mended}
+    sources = {m.file: m.source for m in read(tmp_path / "it", options).recovered}
     assert sources == {f"data/{files[0].name}": str(first), f"data/{files[1].name}": f"parity of {first}"}
     shutil.rmtree(first / "parity")
-    sources = {m.file: m.source for m in read(tmp_path / "it", options).mended}
+    sources = {m.file: m.source for m in read(tmp_path / "it", options).recovered}
     assert sources[f"data/{files[1].name}"] == str(second)
 
 
@@ -139,7 +139,7 @@ def test_a_copy_takes_the_place_of_small_files(damage: Callable[[Path], None], t
     copy = copy_of(saved(tmp_path / "it"))
     damage(tmp_path / "it")
     report = read(tmp_path / "it", LoadOptions(on_corrupt="fallback", copies=(copy,)))
-    assert [m.source for m in report.mended] == [str(copy)]
+    assert [m.source for m in report.recovered] == [str(copy)]
     with pytest.raises(CheckpointError):
         read(tmp_path / "it")
 
@@ -190,7 +190,7 @@ def test_a_second_damage_at_the_same_place_is_an_error_and_not_a_value(tmp_path:
     shutil.copy(tmp_path / "data" / first.name, tmp_path / "keep")
     flip(first, 5000)
     flip(first, 500_000)  # another block
-    assert len(read(tmp_path).mended) == 2
+    assert len(read(tmp_path).recovered) == 2
 
 
 def test_without_any_source_the_error_says_so(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, 
     options = LoadOptions(on_corrupt="fallback", copies=(copy,))
     found, report = load_with_report(wanted, tmp_path / "it", options=options)
     assert torch.equal(found["w"], torch.arange(1000.0))
-    assert {(m.file, m.source) for m in report.mended} == {(file.name, str(copy))}
+    assert {(m.file, m.source) for m in report.recovered} == {(file.name, str(copy))}
     with pytest.raises(UnsupportedError, match="has no parity files"):
         save(single, tmp_path / "no", format, options=SaveOptions(parity=2))
     assert not (tmp_path / "no").exists()

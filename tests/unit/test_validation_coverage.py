@@ -90,7 +90,7 @@ def test_copies_neither_cover_anything_nor_cover_it_twice(is_flat: bool) -> None
     for saved in ([0, 1], [2, 3], [0, 3]):
         check_coverage(replace(twice, main=np.isin(np.arange(4), saved)))
     for saved in ([0], [1], [0, 2], []):
-        with pytest.raises(CoverageError, match=r"saved by no rank.*hold copies"):
+        with pytest.raises(CoverageError, match=r"saved by no rank.*declare replicas"):
             check_coverage(replace(twice, main=np.isin(np.arange(4), saved)))
 
 
@@ -119,7 +119,7 @@ def test_places_sort_like_array_and_start_even_where_they_do_not_fit_into_64_bit
         table = declared(
             shapes, *[(k, tuple(s), (1, 1, 1), None) for k, s in zip(keys, starts, strict=True)]
         ).table
-        places = table.places()
+        places = table.start_keys()
         order = np.lexsort((*table.start.T[::-1], table.array))
         assert (places[order][1:] >= places[order][:-1]).all()
         same = (np.diff(table.array[order]) == 0) & (np.diff(table.start[order], axis=0) == 0).all(axis=1)

@@ -50,7 +50,13 @@ from megackpt.mapping.foreign import adopt
 from megackpt.mapping.tree import leaf_types
 from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
 from megackpt.storage import is_url, open_store
-from megackpt.validation import Rules, StrictHandling, check_coverage, settle_missing, settle_unexpected
+from megackpt.validation import (
+    LoadRules,
+    StrictHandling,
+    check_coverage,
+    check_missing_keys,
+    check_unexpected_keys,
+)
 from megackpt.validation.common import check_common_equal
 
 log = logging.getLogger(__name__)
@@ -182,8 +188,8 @@ def load_with(
         stored: set[str] = set()
         if strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
             stored = _stored_keys(sharded_by, common_by, place)
-            rules = Rules((), strict)
-            unexpected = settle_unexpected(asked, dict.fromkeys(stored), rules, where=str(place))
+            rules = LoadRules((), strict)
+            unexpected = check_unexpected_keys(asked, dict.fromkeys(stored), rules, where=str(place))
             sharded = adjust_non_strict_load(sharded, set(unexpected))
         prepared.append((sharded_by, common_by, common, sharded, factories, stored))
         return json.dumps(sorted(asked)).encode()
@@ -193,7 +199,9 @@ def load_with(
     missing: frozenset[str] = frozenset()
     if strict.looks_for_missing_keys:
         everything = {key for answer in answers for key in json.loads(answer)}
-        missing = settle_missing(everything, dict.fromkeys(stored), Rules((), strict), where=str(place))
+        missing = check_missing_keys(
+            everything, dict.fromkeys(stored), LoadRules((), strict), where=str(place)
+        )
 
     def move() -> bytes:
         objects, rest = _split_objects(sharded, sharded_by, common_by)

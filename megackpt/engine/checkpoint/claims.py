@@ -13,7 +13,7 @@ import numpy as np
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Chunks, NamesFiles
 from megackpt.storage import Store
-from megackpt.validation import uncovered
+from megackpt.validation import coverage_faults
 
 
 def check_claims(store: Store, chunks: Chunks, keys: Collection[str]) -> None:
@@ -25,7 +25,7 @@ def check_claims(store: Store, chunks: Chunks, keys: Collection[str]) -> None:
         FormatError: there are such.
     """
     table = chunks.table
-    for fault in uncovered(table, keys):
+    for fault in coverage_faults(table, keys):
         place = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
         raise FormatError(
             f"{store.location}: {fault.spec.key!r} {fault.spec.global_shape}: [{place}] is not in exactly "

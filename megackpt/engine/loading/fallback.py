@@ -31,8 +31,7 @@ from megackpt.formats.damage import damage_of
 from megackpt.metadata import ChunkTable
 from megackpt.notices import notice
 from megackpt.storage import Store, open_store
-from megackpt.validation import PARITY, Mended
-from megackpt.validation.mended import merged
+from megackpt.validation import PARITY, RecoveredBytes, merge_recovered
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class Fallback:
         self._lock = threading.RLock()
         self._sources: tuple[_Source, ...] | None = None
         self._refusals: list[str] = []  # why sources cannot be used
-        self._mended: list[Mended] = []
+        self._recovered: list[RecoveredBytes] = []
 
     def __enter__(self) -> Fallback:
         return self
@@ -97,10 +96,10 @@ class Fallback:
         return None if self._is_allowed else self._store
 
     @property
-    def mended(self) -> tuple[Mended, ...]:
+    def recovered(self) -> tuple[RecoveredBytes, ...]:
         """What was taken from elsewhere so far."""
         with self._lock:
-            return merged(self._mended)
+            return merge_recovered(self._recovered)
 
     def open(self) -> Contents:
         """Open the checkpoint, or else a copy; damaged bytes of what is opened come from other sources.
@@ -132,10 +131,10 @@ class Fallback:
                 self._sources = tuple(self._find_sources())
             return self._sources
 
-    def note(self, mended: Mended) -> None:
+    def note(self, recovered: RecoveredBytes) -> None:
         """Keep that something was taken from elsewhere."""
         with self._lock:
-            self._mended.append(mended)
+            self._recovered.append(recovered)
 
     def lost(self, error: CheckpointError, refusals: Sequence[str]) -> CheckpointError:
         """Return an error that also says what was tried in vain."""
@@ -161,7 +160,7 @@ class Fallback:
                 continue
             said = damage_of(error, location=self.location)
             notice(log, f"{said.file} cannot be opened, and {store.location} takes its place: {said.what}")
-            self.note(Mended(source=store.location, why=said.what, file=said.file))
+            self.note(RecoveredBytes(source=store.location, why=said.what, file=said.file))
             self._copies = self._copies[number + 1 :]
             return contents
         raise self.lost(error, []) from error
@@ -211,7 +210,7 @@ class Fallback:
                     refusals.append(f"{source.name}: {refusal}")
                     continue
                 said = damage_of(error, location=self.location)
-                self.note(Mended(source=source.name, why=said.what, file=said.file))
+                self.note(RecoveredBytes(source=source.name, why=said.what, file=said.file))
                 return found
             raise self.lost(error, refusals) from error
 
@@ -298,18 +297,22 @@ class MendedChunks:
                         self._refusals.append(f"{source.name} lists other chunks")
             return self._others
 
-    def _record(self, row: int, start: int, nbytes: int, source: str, error: CheckpointError) -> Mended:
+    def _record(
+        self, row: int, start: int, nbytes: int, source: str, error: CheckpointError
+    ) -> RecoveredBytes:
         table, chunks = self.table, self._chunks
         key, box = table.arrays[int(table.array[row])].key, table.describe(row)
         why = " ".join(str(error).split())
         if not isinstance(chunks, NamesFiles):
-            return Mended(source=source, why=why, key=key, box=box)
+            return RecoveredBytes(source=source, why=why, key=key, box=box)
         ranges = chunks.file_ranges()
         file = ranges.files[int(ranges.file[row])]
         if not isinstance(chunks, LiesInFiles):
-            return Mended(source=source, why=why, file=file, key=key, box=box)
+            return RecoveredBytes(source=source, why=why, file=file, key=key, box=box)
         first = int(ranges.start[row]) + start
-        return Mended(source=source, why=why, file=file, key=key, box=box, start=first, stop=first + nbytes)
+        return RecoveredBytes(
+            source=source, why=why, file=file, key=key, box=box, start=first, stop=first + nbytes
+        )
 
 
 def _may_be_of_one_save(one: Store, other: Store) -> bool:

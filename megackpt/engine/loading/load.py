@@ -26,12 +26,12 @@ from megackpt.options import LoadOptions
 from megackpt.storage import Store
 from megackpt.validation import (
     LoadReport,
+    LoadRules,
     LoadTimes,
     PhaseTimes,
-    Rules,
     StrictHandling,
-    settle_missing,
-    settle_unasked,
+    check_empty_containers,
+    check_missing_keys,
 )
 
 __all__ = ["Loaded", "load_state", "open_checkpoint", "read_common", "refuse_unreadable"]
@@ -89,7 +89,7 @@ def _load(
     loaded: list[StateDict] = []
 
     def prepare() -> bytes:
-        rules = Rules(options.rules, StrictHandling.of(strict))
+        rules = LoadRules(options.rules, StrictHandling.of(strict))
         check_exchange(options, exchange_group)
         with held_notices() as notices:
             fallback = opened.enter_context(_fallback(open_store(), options))
@@ -131,7 +131,7 @@ def _load(
     if rules.look_for_missing_keys:
         asked = {key for answer in answers for key in answer["asked"]}
         with held_notices() as notices:  # the same on all ranks
-            missing = settle_missing(asked, prepared[0].contents.arrays, rules, where=where)
+            missing = check_missing_keys(asked, prepared[0].contents.arrays, rules, where=where)
         if group.rank == 0:
             log_notices([notices])
     if options.exchange != "direct":
@@ -142,15 +142,15 @@ def _load(
     times = LoadTimes.over([PhaseTimes(*json.loads(said)) for said in spent])
     if options.exchange != "direct" and group.rank == 0:
         log.info("%s: loaded by %s. %s", where, options.exchange, times)
-    mended = prepared[0].fallback.mended
-    if mended:
+    recovered = prepared[0].fallback.recovered
+    if recovered:
         log.warning(
             "%s is damaged; rank %d has loaded from elsewhere:\n%s",
             where,
             group.rank,
-            truncated_list([str(record) for record in mended]),
+            truncated_list([str(record) for record in recovered]),
         )
-    return Loaded(loaded[0], replace(prepared[0].report, missing=missing, mended=mended, times=times))
+    return Loaded(loaded[0], replace(prepared[0].report, missing=missing, recovered=recovered, times=times))
 
 
 def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: Group) -> None:
@@ -159,7 +159,7 @@ def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: 
     What one rank leaves empty another may ask for: the stages of a pipeline.
 
     Raises:
-        MissingKeyError: see `settle_unasked`.
+        MissingKeyError: see `check_empty_containers`.
     """
     names = {name for of_rank in empty for name in of_rank}
     if not names:
@@ -174,7 +174,7 @@ def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: 
 
     def settle() -> bytes:
         with held_notices() as notices:
-            settle_unasked(prepared.unasked_below(names, asked), prepared.rules, where=prepared.where)
+            check_empty_containers(prepared.unasked_below(names, asked), prepared.rules, where=prepared.where)
         return json.dumps(notices).encode()
 
     notices = run_on_all_ranks(group, settle, doing="comparing keys")

@@ -50,13 +50,13 @@ from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
 from megackpt.validation import (
     LoadReport,
+    LoadRules,
     PhaseTimes,
-    Rules,
+    check_dtypes_and_shapes,
+    check_resharding,
+    check_unexpected_keys,
     rename_keys,
     report_arrays,
-    settle_differences,
-    settle_resharded,
-    settle_unexpected,
 )
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,12 @@ class PreparedLoad:
     """One rank's load with everything known that can be known before a tensor's bytes are read."""
 
     def __init__(
-        self, state: ShardedStateDict, fallback: Fallback, options: LoadOptions, rules: Rules, group: Group
+        self,
+        state: ShardedStateDict,
+        fallback: Fallback,
+        options: LoadOptions,
+        rules: LoadRules,
+        group: Group,
     ) -> None:
         where = fallback.location
         self.where = where
@@ -108,7 +113,7 @@ class PreparedLoad:
         arrays = self.contents.arrays
         excluded |= _kept_elsewhere(self.flattened.per_rank, arrays, group.size, where)
         excluded |= _kept_objects(self.flattened.objects, arrays)
-        self.unexpected = settle_unexpected(
+        self.unexpected = check_unexpected_keys(
             set(self.asked) - excluded,
             arrays,
             rules,
@@ -139,7 +144,7 @@ class PreparedLoad:
         self.tensors = self.shared.tensors
         self.objects = [o for o in self.flattened.objects if o.key not in left_out]
         requested = describe([*self.tensors, *self.objects], rank=group.rank)
-        resized = settle_differences(requested, arrays, rules, where=where)
+        resized = check_dtypes_and_shapes(requested, arrays, rules, where=where)
         may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
         requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
         self.requested = requested
@@ -150,7 +155,7 @@ class PreparedLoad:
         self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
         self.object_rows = _object_rows(self.objects, self.chunks, where)
         reports = report_arrays(tensors, arrays, self.chunks.table, self.copies)
-        settle_resharded(reports, rules, where=where)
+        check_resharding(reports, rules, where=where)
         self.report = LoadReport(
             arrays=reports,
             objects=tuple(o.unique_key for o in self.objects),

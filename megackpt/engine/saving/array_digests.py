@@ -10,7 +10,7 @@ from collections.abc import Collection
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import DigestsArrays, SaveStrategy
 from megackpt.metadata import ChunkTable
-from megackpt.validation import uncovered
+from megackpt.validation import coverage_faults
 
 
 def with_array_digests(strategy: SaveStrategy) -> SaveStrategy:
@@ -31,4 +31,4 @@ def with_array_digests(strategy: SaveStrategy) -> SaveStrategy:
 def covered_keys(table: ChunkTable) -> Collection[str]:
     """Return the keys of arrays of which the chunks have each element once: all, in a save that validates."""
     keys = {spec.key for spec in table.arrays}
-    return keys - {fault.spec.key for fault in uncovered(table, keys)}
+    return keys - {fault.spec.key for fault in coverage_faults(table, keys)}

@@ -50,7 +50,7 @@ def without_copies(declared: DeclaredChunks, keys: set[str]) -> DeclaredChunks:
     chosen = np.array([a.key in keys for a in declared.table.arrays], np.bool_)
     rows = np.flatnonzero(chosen[declared.table.array] & declared.main)
     table = declared.table.take(rows)
-    order = np.lexsort((table.extents(), table.places()))  # stable: ranks stay in their order
+    order = np.lexsort((table.shape_keys(), table.start_keys()))  # stable: ranks stay in their order
     main = declared.main.copy()
     main[rows] = False
     main[rows[order[first_of_equal_chunks(table.take(order))]]] = True

@@ -17,7 +17,7 @@ from megackpt.engine.saving.local_state import LocalState, leaves
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy
 from megackpt.storage import digest_of, digest_of_parts
-from megackpt.validation import CLAIM, Divergence, divergences
+from megackpt.validation import REPLICA_DIGEST, Divergence, find_divergences
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def compare_replicas(local: LocalState, group: Group, policy: Policy, *, piece_b
         return
     claims = _Claims(local)
     said = run_and_gather(group, lambda: claims.digests(piece_bytes).tobytes(), doing=_DOING)
-    found = divergences([np.frombuffer(of_rank, CLAIM) for of_rank in said])
+    found = find_divergences([np.frombuffer(of_rank, REPLICA_DIGEST) for of_rank in said])
     names = broadcast_from_rank_0(group, b"".join(f.name for f in found), doing=_DOING)
     if not names:
         return
@@ -72,10 +72,10 @@ class _Claims:
         self._names = [bytes.fromhex(digest_of(json.dumps(label).encode())) for label in self._labels]
 
     def digests(self, piece_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Digest everything, `[chunks]` of CLAIM."""
+        """Digest everything, `[chunks]` of REPLICA_DIGEST."""
         found = [bytes.fromhex(self._digest(row, piece_bytes)) for row in self._rows]
         packed = b"".join(part for pair in zip(self._names, found, strict=True) for part in pair)
-        return np.frombuffer(packed, CLAIM)
+        return np.frombuffer(packed, REPLICA_DIGEST)
 
     def labels(self, asked: set[bytes]) -> bytes:
         """Return key and box of those that are asked for, as JSON."""

@@ -22,7 +22,7 @@ from megackpt.errors import MismatchError, truncated_list
 from megackpt.metadata import ChunkTable
 from megackpt.options import Policy
 from megackpt.storage import digest_of
-from megackpt.validation import Divergence, divergences
+from megackpt.validation import Divergence, find_divergences
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def check_samples(
     Raises:
         MismatchError: with ERROR, what differs, and on which ranks.
     """
-    found = divergences([np.frombuffer(samples, SAMPLE) for samples in packed])
+    found = find_divergences([np.frombuffer(samples, SAMPLE) for samples in packed])
     if not found:
         return
     label = {_name_of(table, row): _label(table, row) for row in range(len(table))}

@@ -25,7 +25,7 @@ from megackpt.formats.strategy import MANIFEST, KnowsFiles, ListsWholeFiles, Who
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store
-from megackpt.validation import uncovered
+from megackpt.validation import coverage_faults
 
 _SHOWN_KEYS = 3
 
@@ -347,7 +347,7 @@ def _check_overlaps(chunks: Chunks, ranges: FileRanges, found: _Found) -> None:
 
 
 def _check_coverage(chunks: Chunks, keys: Collection[str], found: _Found) -> None:
-    for fault in uncovered(chunks.table, keys):
+    for fault in coverage_faults(chunks.table, keys):
         place = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
         what = {0: "no chunk has it", -1: "much of it is in no chunk, or in several"}
         said = what.get(fault.count, f"{fault.count} chunks have it")

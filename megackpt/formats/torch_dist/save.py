@@ -352,7 +352,7 @@ def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[Stored
     stored = StoredChunks(
         table, found["file"], found["raw"], np.cumsum(blocks) - blocks, digests, tuple(files)
     )
-    order = np.lexsort((table.extents(), table.places()))
+    order = np.lexsort((table.shape_keys(), table.start_keys()))
     # Of a chunk that several ranks have written, which happens without validation, the first is enough.
     order = order[first_of_equal_chunks(table.take(order))]
     return stored.take(order), {n: found[n][order] for n in ("item", "nbytes")}

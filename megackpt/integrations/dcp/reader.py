@@ -39,7 +39,7 @@ from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions
 from megackpt.planning import plan_load
 from megackpt.storage import Store
-from megackpt.validation import Rules, StrictHandling, settle_differences
+from megackpt.validation import LoadRules, StrictHandling, check_dtypes_and_shapes
 
 
 class MegackptStorageReader(StorageReader):
@@ -158,8 +158,8 @@ class MegackptStorageReader(StorageReader):
         tensors = [_target(item, target, contents) for item, target in zip(items, targets, strict=True)]
         shared = SharedTargets(tensors)
         requested = describe(tensors, rank=0)
-        rules = Rules(self._options.rules, StrictHandling.ASSUME_OK_UNEXPECTED)
-        settle_differences(requested, contents.arrays, rules, where=store.location)
+        rules = LoadRules(self._options.rules, StrictHandling.ASSUME_OK_UNEXPECTED)
+        check_dtypes_and_shapes(requested, contents.arrays, rules, where=store.location)
         chunks = contents.chunks_for([requested.table])
         copies = plan_load(requested, chunks.table, where=store.location)
         read_tensors(chunks, copies, shared.tensors, self._options)
