@@ -22,7 +22,17 @@ if TYPE_CHECKING:
         remove_sharded_tensors,
         save,
     )
-    from megackpt.checkpointer import Checkpointer, KeepBest, LocalTier, MemoryTier, SaveInterval
+    from megackpt.checkpointer import (
+        Checkpointer,
+        Groups,
+        KeepBest,
+        LocalTier,
+        MemoryTier,
+        Retention,
+        SaveSchedule,
+        Tier,
+        Tiers,
+    )
     from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject
     from megackpt.codec.registering import register_codec
     from megackpt.config import CheckpointConfig
@@ -78,6 +88,7 @@ __all__ = [
     "ForeignObject",
     "FormatError",
     "GeometryError",
+    "Groups",
     "IntegrityError",
     "KeepBest",
     "KeyRule",
@@ -97,8 +108,9 @@ __all__ = [
     "Policy",
     "RankFailedError",
     "Replicated",
-    "SaveInterval",
+    "Retention",
     "SaveOptions",
+    "SaveSchedule",
     "ShardedBase",
     "ShardedLayout",
     "ShardedObject",
@@ -106,6 +118,8 @@ __all__ = [
     "ShardedTensorFactory",
     "StorageError",
     "StrictHandling",
+    "Tier",
+    "Tiers",
     "UnknownClassError",
     "UnserializableError",
     "WriterFailedError",
@@ -137,10 +151,14 @@ _NAMES_OF = {
     ),
     "megackpt.checkpointer": (
         "Checkpointer",
+        "Groups",
         "KeepBest",
         "LocalTier",
         "MemoryTier",
-        "SaveInterval",
+        "Retention",
+        "SaveSchedule",
+        "Tier",
+        "Tiers",
     ),
     "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject"),
     "megackpt.codec.registering": ("register_codec",),

@@ -135,7 +135,7 @@ class CheckpointConfig:
 
     @property
     def signals(self) -> tuple[int, ...]:
-        """Numbers of the signals at which the run saves: what `Checkpointer(save_on_signal=)` takes."""
+        """Numbers of the signals at which the run saves: what `SaveSchedule(signals=)` takes."""
         return tuple(signal.Signals[name] for name in (self.exit_signal, self.save_signal) if name)
 
     @property

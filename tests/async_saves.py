@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import (
+    AsyncOptions,
     Checkpointer,
     SaveOptions,
     ShardedTensor,
@@ -32,8 +33,8 @@ def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
     return found
 
 
-def alone(root: Path | Store, **options: Any) -> Checkpointer:
-    return Checkpointer(root, async_save=True, group=SingleProcess(), **options)
+def alone(root: Path | Store, *, async_save: bool | AsyncOptions = True, **arguments: Any) -> Checkpointer:
+    return Checkpointer(root, async_save=async_save, group=SingleProcess(), **arguments)
 
 
 def ones() -> dict[str, ShardedTensor]:

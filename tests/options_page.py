@@ -13,15 +13,18 @@ from pathlib import Path
 
 from megackpt import (
     AsyncOptions,
+    Groups,
     KeepBest,
     KeyRule,
     LoadOptions,
-    SaveInterval,
+    Retention,
     SaveOptions,
+    SaveSchedule,
+    Tier,
+    Tiers,
     load,
     save,
 )
-from megackpt.checkpointer import Tier
 from megackpt.options import ConvertOptions, DiffOptions, RepairOptions, VerifyOptions
 from megackpt.storage import FileOptions, ObjectOptions
 
@@ -35,10 +38,13 @@ CLASSES: dict[type, str] = {
     SaveOptions: "`save(options=...)`, `Checkpointer(save_options=...)`",
     LoadOptions: "`load(options=...)`, `Checkpointer(load_options=...)`",
     KeyRule: "`LoadOptions(rules=(KeyRule(...),))`",
-    AsyncOptions: "`Checkpointer(async_options=...)`",
-    SaveInterval: "`Checkpointer(save_interval=...)`",
-    KeepBest: "`Checkpointer(keep_best=...)`",
-    Tier: "`Checkpointer(tiers=[MemoryTier(...), LocalTier(...)])`, which are both made of these",
+    Retention: "`Checkpointer(retention=...)`",
+    KeepBest: "`Retention(keep_best=...)`",
+    SaveSchedule: "`Checkpointer(schedule=...)`",
+    AsyncOptions: "`Checkpointer(async_save=...)`",
+    Tiers: "`Checkpointer(tiers=...)`",
+    Tier: "`Tiers([MemoryTier(...), LocalTier(...)])`, which are both made of these",
+    Groups: "`Checkpointer(group=...)`",
     ObjectOptions: "`Checkpointer(objects=...)`, `open_store(url, objects=...)`, of `megackpt.storage`",
     FileOptions: "`LocalStore(path, options=...)`, of `megackpt.storage`",
     VerifyOptions: "`megackpt verify`, of `megackpt.options`",

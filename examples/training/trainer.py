@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt import Checkpointer, CheckpointError, SaveInterval, StrictHandling
+from megackpt import Checkpointer, CheckpointError, Groups, Retention, SaveSchedule, StrictHandling
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
@@ -74,18 +74,19 @@ class Trainer:
         dp = self.groups.dp.group
         return Checkpointer(
             root,
-            keep_last=knobs.keep_last,
-            keep_every=knobs.keep_every,
-            save_interval=SaveInterval(steps=knobs.save_interval, seconds=knobs.save_interval_seconds),
-            save_on_signal=knobs.signals,
+            retention=Retention(keep_last=knobs.keep_last, keep_every=knobs.keep_every),
+            schedule=SaveSchedule(
+                steps=knobs.save_interval, seconds=knobs.save_interval_seconds, signals=knobs.signals
+            ),
             on_error=knobs.on_save_error,  # type: ignore[arg-type]
             verify_after_save=knobs.verify_after_save,
-            async_save=knobs.async_save,
-            async_options=knobs.async_options(),
+            async_save=knobs.async_options() if knobs.async_save else False,
             save_options=knobs.save_options(),
             load_options=knobs.load_options(),
-            spread_group=dp if knobs.dist_ckpt_parallel_save_within_dp else None,
-            exchange_group=dp if knobs.dist_ckpt_parallel_load else None,
+            group=Groups(
+                spread=dp if knobs.dist_ckpt_parallel_save_within_dp else None,
+                exchange=dp if knobs.dist_ckpt_parallel_load else None,
+            ),
         )
 
     def run(self) -> int:

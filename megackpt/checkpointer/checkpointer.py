@@ -10,29 +10,39 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, save_request
-from megackpt.arguments import check_flag, checked_step
+from megackpt.arguments import check_flag, check_kind, checked_step
 from megackpt.checkpointer.destinations import Destinations, Intervals
 from megackpt.checkpointer.failures import Failures, OnError
 from megackpt.checkpointer.housekeeping import Housekeeping
-from megackpt.checkpointer.interval import SaveInterval, interval_of
 from megackpt.checkpointer.loading import RootLoading, StepLoading, TierLoading
-from megackpt.checkpointer.retention import KeepBest, RetentionPolicy
+from megackpt.checkpointer.options import (
+    Groups,
+    Retention,
+    SaveSchedule,
+    Tier,
+    Tiers,
+    async_options_of,
+    groups_of,
+    options_of,
+    retention_of,
+    schedule_of,
+    tiers_of,
+)
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import RootSaving
 from megackpt.checkpointer.saving_behind import SavingBehind
-from megackpt.checkpointer.schedule import Schedule
-from megackpt.checkpointer.settings import RunSettings, check_given
+from megackpt.checkpointer.schedule import SaveTrigger
+from megackpt.checkpointer.settings import RunSettings
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tier_saving import TierSaving
 from megackpt.checkpointer.tier_set import TierSet
-from megackpt.checkpointer.tiers import Tier
-from megackpt.comm import AnyGroup, Group, world_group
+from megackpt.comm import Group, world_group
 from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest
@@ -52,42 +62,50 @@ _SIGNAL_EXIT = 128  # a shell's exit code for a process that a signal has ended 
 class Checkpointer(Run):
     """Saves and loads numbered steps under a root, `iter_0000100` for step 100.
 
-    The root is a directory, or the URL of one in an object store, `s3://bucket/run` (then objects are the
-    options for it), or any `Store`, of which each rank gives its own object for the same files.
-
     Saving, loading, finding and `should_save` are collective over the group. A step that is not committed is
-    never loaded; what a torn save left is removed once a step as new as it is committed.
+    never loaded; what an incomplete save left is removed once a step as new as it is committed.
 
-    With async_save, `save` returns as soon as the state is copied to host memory, and a process beside each
-    rank writes and commits it, to the root and into tiers; the next `save`, `wait`, `poll` or `close` raises
-    its error. That process is started with the Checkpointer; `async_options` are its tunables. A `Store` as
-    the root is sent there: it has to be picklable, and its copy has to reach the same files.
+    All ranks give equal arguments. In their first collective call they compare them, and all raise the same
+    `DeclarationError` if they differ.
 
-    spread_group and exchange_group are those of `megackpt.save` and `megackpt.load`, for options that ask for
-    them. timeout_s is the deadline of saves and loads, instead of the one in save_options and load_options.
+    Args:
+        root: a directory, the URL of one in an object store, `s3://bucket/run`, or any `Store`, of which each
+            rank gives its own object for the same files. With async_save a `Store` has to be picklable, and
+            its copy in another process has to reach the same files.
+        keep_last: the number of newest steps that stay; short for `Retention(keep_last=...)`. None: all stay.
+        retention: which steps stay. Others are removed once a newer step is committed.
+        save_interval: the number of steps between saves; short for `SaveSchedule(steps=...)`.
+        schedule: when `should_save` and `maybe_save` save: by steps, time and signals.
+        async_save: True, or `AsyncOptions`: `save` returns as soon as the state is copied to host memory, and
+            a process of each rank writes and commits it in the background, to the root and into tiers. The
+            next `save`, `wait`, `poll` or `close` raises its error. The process starts with the Checkpointer.
+        tiers: storage of the nodes, into which newer steps go as well: a list of tiers, or `Tiers`. `load`
+            then takes the newest step that is complete over tiers and root.
+        on_error: what to do if the store rejects a save, or a step is found damaged: `raise`, or `warn` and
+            let training go on.
+        verify_after_save: read every byte of a step after its commit, each rank its share, before older steps
+            are removed. A damaged step is removed instead, and the save fails.
+        timeout_s: deadline of saves and loads, in seconds, instead of those in save_options and load_options.
+        save_options: how to save, as for `megackpt.save`.
+        load_options: how to load, as for `megackpt.load`.
+        group: the ranks that save and load together; None: all ranks of torch.distributed. `Groups` also
+            names those that spread replicated chunks and those that exchange what they read.
+        objects: options of the object store, if the root is a URL.
 
-    With tiers, steps also go into storage of the nodes, each tier at its own interval, and `load` takes the
-    newest step that is whole over tiers and root; see docs/tiers.md. node is that of `TierSet`.
+    Raises:
+        DeclarationError: an argument has the wrong type or is out of range.
 
     Attributes:
         root: the directory, or the URL as text.
-        keep_last: how many committed steps stay, the newest. Steps that none of keep_last, keep_every and
-            keep_best asks for are removed once a newer is committed; never the newest, a pinned one, or any
-            where none of the three is given.
-        keep_every: steps that this number divides stay.
-        keep_best: the best steps by a metric that `save` was given stay.
-        save_interval: when `should_save` says yes: a number of steps, or a `SaveInterval`.
-        save_on_signal: signals after which `should_save` says yes on all ranks, whichever rank received them.
-            SIGUSR1 and SIGUSR2 are a wish for a save alone; after others `exit_requested` is true.
-        on_error: what becomes of a save that the store refuses, or that is found damaged: `raise`, or `warn`
-            and let training go on.
-        verify_after_save: read every byte of a step after its commit, each rank its part, before older ones
-            are removed. A damaged one is removed instead, and the save fails.
-        async_save: whether `save` returns before the step is committed, also in tiers.
-        every: steps that are multiples of it go to the root; others into tiers only.
+        retention: which steps stay.
+        schedule: when `should_save` returns True.
+        tiers: storage of the nodes.
+        async_save: whether `save` returns before the step is committed.
+        on_error: as given.
+        verify_after_save: as given.
         last_load: what the last `load` has used; None before.
 
-    >>> with Checkpointer("ckpt", keep_last=3) as checkpointer:        # doctest: +SKIP
+    >>> with Checkpointer("ckpt", async_save=True, keep_last=3) as checkpointer:        # doctest: +SKIP
     ...     checkpointer.save(100, {"model": model.sharded_state_dict()})
     ...     state = checkpointer.load({"model": model.sharded_state_dict()})
     """
@@ -99,65 +117,39 @@ class Checkpointer(Run):
         root: str | os.PathLike[str] | Store,
         *,
         keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: KeepBest | None = None,
-        save_interval: int | SaveInterval | None = None,
-        save_on_signal: Iterable[int] = (),
+        retention: Retention | None = None,
+        save_interval: int | None = None,
+        schedule: SaveSchedule | None = None,
+        async_save: bool | AsyncOptions = False,
+        tiers: Sequence[Tier] | Tiers = (),
         on_error: OnError = "raise",
         verify_after_save: bool = False,
-        async_save: bool = False,
-        tiers: Sequence[Tier] = (),
-        every: int = 1,
-        node: str | int | None = None,
-        async_options: AsyncOptions | None = None,
         timeout_s: float | None = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
-        group: Group | None = None,
-        spread_group: AnyGroup | None = None,
-        exchange_group: AnyGroup | None = None,
+        group: Group | Groups | None = None,
         objects: ObjectOptions | None = None,
     ) -> None:
-        check_given(
-            verify_after_save=verify_after_save,
-            async_save=async_save,
-            async_options=async_options,
-            tiers=tiers,
-            every=every,
-            node=node,
-            save_options=save_options,
-            load_options=load_options,
-            group=group,
-            spread_group=spread_group,
-            exchange_group=exchange_group,
-            objects=objects,
-        )
-        policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-        interval = interval_of(save_interval)
-        self.every = every
-        self.last_load: LastLoad | None = None
-        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
-        self.save_interval = save_interval
+        check_flag("verify_after_save", verify_after_save)
+        check_kind("objects", objects, ObjectOptions, give="ObjectOptions(...), or None", optional=True)
+        self.retention = retention_of(retention, keep_last)
+        self.schedule = schedule_of(schedule, save_interval)
+        self.tiers = tiers_of(tiers)
         self.on_error = on_error
         self.verify_after_save = verify_after_save
-        self.async_save = async_save
-        self._save_options = save_options or SaveOptions()
-        self._load_options = load_options or LoadOptions()
-        if timeout_s is not None:
-            self._save_options = replace(self._save_options, timeout_s=timeout_s)
-            self._load_options = replace(self._load_options, timeout_s=timeout_s)
+        self.last_load: LastLoad | None = None
+        async_options = async_options_of(async_save)
+        self.async_save = async_options is not None
+        self._save_options, self._load_options = options_of(save_options, load_options, timeout_s)
+        self._groups = groups_of(group)
         trusted = self._load_options.allow_unsafe_pickle
         super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
-        given = root if async_save and not isinstance(root, (str, os.PathLike)) else None
-        store = None if given is None else pickled_for_a_writer(given)
-        self._group = group
-        self._spread_group = spread_group
         self._plans = PlanCache()
         self._failures = Failures(on_error)
         root_saving = RootSaving(
             places=self._places,
             steps=self.steps,
-            housekeeping=Housekeeping(self._places, policy, allow_unsafe_pickle=trusted),
+            housekeeping=Housekeeping(self._places, self.retention, allow_unsafe_pickle=trusted),
             failures=self._failures,
             options=self._save_options,
             verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
@@ -167,39 +159,36 @@ class Checkpointer(Run):
             steps=self.steps,
             latest=self.latest,
             options=self._load_options,
-            exchange_group=exchange_group,
+            exchange_group=self._groups.exchange,
         )
-        self._tiers = tier_set = TierSet(tiers, node=node)
+        self._tier_set = TierSet(self.tiers)
         self._loading: StepLoading = root_loading
-        if tiers:
-            self._loading = TierLoading(tiers=tier_set, root=root_loading)
+        if len(self._tier_set):
+            self._loading = TierLoading(tiers=self._tier_set, root=root_loading)
         self._behind: SavingBehind | None = None
-        self._into_root, self._into_tiers = root_saving, TierSaving(tier_set, self._save_options)
-        if async_save:
+        self._into_root, self._into_tiers = root_saving, TierSaving(self._tier_set, self._save_options)
+        is_path = isinstance(root, (str, os.PathLike))
+        if async_options is not None:
             self._behind = SavingBehind(
                 root_saving,
-                tier_set,
-                async_options or AsyncOptions(),
+                self._tier_set,
+                async_options,
                 objects=objects,
-                store=store,
+                store=None if is_path else pickled_for_a_writer(root),
                 hook=self._writer_hook,
             )
-        self._intervals = Intervals(every=every, tiers=tiers)
-        self._signals = SignalWatch(save_on_signal)  # nothing after it may fail, or handlers would stay
-        self.save_on_signal = self._signals.signals
-        self._schedule = Schedule(interval, self._signals)
-        is_path = isinstance(root, (str, os.PathLike))
+        self._intervals = Intervals(self.tiers)
+        # What follows must not fail: handlers of signals are set, and only `close` removes them.
+        self._signals = SignalWatch(self.schedule.signals)
+        self._trigger = SaveTrigger(self.schedule, self._signals)
         self._settings = RunSettings(
             root=self._places.location if is_path else None,
-            policy=policy,
-            interval=interval,
-            save_on_signal=self.save_on_signal,
+            retention=self.retention,
+            schedule=self.schedule,
+            async_options=async_options,
+            tiers=self.tiers,
             on_error=on_error,
             verify_after_save=verify_after_save,
-            async_save=async_save,
-            async_options=async_options,
-            tiers=tuple(tiers),
-            every=every,
             save_options=self._save_options,
             load_options=self._load_options,
         )
@@ -217,7 +206,7 @@ class Checkpointer(Run):
             log.error("A save has failed, too: %s", failure)  # what ends the block is not to be hidden
 
     def should_save(self, step: int) -> bool:
-        """Say whether `save_interval` or a signal asks for a save of this step; the same on all ranks.
+        """Say whether the schedule asks for a save of this step; the same on all ranks.
 
         Collective: all ranks call it at every step, with the same step. Most calls send nothing: in the first
         call of any kind ranks compare their options, and where time or signals count, they exchange 248 bytes
@@ -228,7 +217,7 @@ class Checkpointer(Run):
             RankFailedError: a rank did not answer before the deadline.
         """
         group = self._ranks(self._save_options.timeout_s)
-        return self._schedule.should_save(checked_step(step), lambda: group)
+        return self._trigger.should_save(checked_step(step), lambda: group)
 
     def maybe_save(
         self,
@@ -241,7 +230,7 @@ class Checkpointer(Run):
     ) -> bool:
         """Save a step if it is due; make_state is called only then. Collective, as `should_save` and `save`.
 
-        What a signal asks for goes to the root, whatever `every` says.
+        What a signal asks for goes to the root, whatever `Tiers.root_every` says.
 
         Return whether it was due, and what `save` then returned.
         """
@@ -256,12 +245,12 @@ class Checkpointer(Run):
     @property
     def exit_requested(self) -> bool:
         """Whether a signal has asked to end after the save; the same on all ranks after `should_save`."""
-        return self._schedule.exit_signal is not None
+        return self._trigger.exit_signal is not None
 
     @property
     def exit_code(self) -> int | None:
         """What to exit with if `exit_requested`: 128 and the signal's number, 143 for SIGTERM. Else None."""
-        signum = self._schedule.exit_signal
+        signum = self._trigger.exit_signal
         return None if signum is None else _SIGNAL_EXIT + signum
 
     @property
@@ -281,24 +270,32 @@ class Checkpointer(Run):
     ) -> bool:
         """Save a step, then remove older steps that are not kept and what torn saves left. Collective.
 
-        metrics are numbers that say how good the step is, for keep_best and `megackpt ls`; those of rank 0
-        count, and all ranks give some or none does. to_root says whether it goes to the root, whatever
-        `every` says: the last step of a run should. One that a signal asked for does. Into tiers it goes in
-        the native format, whatever the root's strategy is. A step that was skipped is owed: the next one
-        goes wherever that was to go.
+        A step that a signal asked for goes to the root, whatever `Tiers.root_every` is. Where a step was
+        skipped because an earlier save was under way, the next step goes.
 
-        Return whether it is saved or, with async_save, under way: not if on_error="warn" and it has failed,
-        with `AsyncOptions.when_busy="skip"` while an earlier save is under way (unless `exit_requested`), or
-        if neither the root nor a tier takes this step.
+        Args:
+            step: its number.
+            state: what to save.
+            metrics: numbers that say how good the step is, for `KeepBest` and `megackpt ls`. Those of rank 0
+                count; all ranks give some, or none does.
+            content_metadata: as for `megackpt.save`.
+            sharded_strategy: as for `megackpt.save`, for the root; tiers have the native format.
+            to_root: whether the step goes to the root; None: as `Tiers.root_every` says. Give True for the
+                last step of a run.
+
+        Returns:
+            Whether the step is saved or, with async_save, being saved. False if on_error="warn" and the save
+            failed; with `AsyncOptions.when_busy="skip"` while an earlier save is under way (unless
+            `exit_requested`); or if neither the root nor a tier takes this step.
 
         Raises:
             CheckpointError: as `megackpt.save`; older steps are untouched. With on_error="warn", not if the
-                store refused, or the step was found damaged.
+                store rejected the save, or the step was found damaged.
         """
         step = checked_step(step)
         group = self._ranks(self._save_options.timeout_s)
-        going = self._intervals.of(step, to_root=to_root, is_signalled=self._schedule.is_signalled)
-        if len(self._tiers) or self.every > 1 or to_root is not None:
+        going = self._intervals.of(step, to_root=to_root, is_signalled=self._trigger.is_signalled)
+        if len(self._tier_set) or self.tiers.root_every > 1 or to_root is not None:
             self._check_way(step, to_root, going, group)
         alike = {"step": step, "metrics given": metrics is not None}
         request = replace(self._request(state, content_metadata, sharded_strategy, group), alike=alike)
@@ -313,7 +310,7 @@ class Checkpointer(Run):
             is_saved = bool(going.tiers) and self._into_tiers.save(step, going.tiers, request, group)
             return self._into_root.save(step, request, metrics, group) if going.root else is_saved
         finally:
-            self._schedule.saved(step)
+            self._trigger.saved(step)
 
     def _check_way(self, step: int, to_root: bool | None, going: Destinations, group: Group) -> None:
         """Refuse ranks whose steps would go to different places, or nowhere. Collective."""
@@ -370,7 +367,7 @@ class Checkpointer(Run):
             group=group,
             content_metadata=content_metadata,
             plans=self._plans,
-            spread_group=self._spread_group,
+            spread_group=self._groups.spread,
         )
         return for_a_writer(request) if self.async_save else request
 
@@ -416,7 +413,7 @@ class Checkpointer(Run):
         group = self._ranks(self._load_options.timeout_s)
         loaded, used = self._loading.load(state, asked, strict, group)
         self.last_load = used
-        self._schedule.loaded(used.step)
+        self._trigger.loaded(used.step)
         return loaded
 
     def find_latest(self) -> int | None:
@@ -445,7 +442,7 @@ class Checkpointer(Run):
 
     def _ranks(self, timeout_s: float) -> Group:
         """Return the group; at the first call compare what ranks were given. Collective."""
-        group = self._group or world_group(timeout_s=timeout_s)
+        group = self._groups.world or world_group(timeout_s=timeout_s)
         if not self._is_compared:
             self._settings.compare(group)
             self._is_compared = True

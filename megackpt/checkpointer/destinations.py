@@ -5,10 +5,9 @@ Owns that choice, and who is owed a step because one was skipped while an earlie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megackpt.checkpointer.tiers import Tier
+from megackpt.checkpointer.options import Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,7 @@ class Destinations:
 class Intervals:
     """Says where steps go; the same on all ranks, which skip the same steps. Local.
 
-    every is the root's interval, tiers have theirs.
-
-    >>> intervals = Intervals(every=4, tiers=[Tier("a", every=2)])
+    >>> intervals = Intervals(Tiers([Tier("a", every=2)], root_every=4))
     >>> intervals.of(2), intervals.of(3, to_root=True)
     (Destinations(tiers=(0,), root=False), Destinations(tiers=(), root=True))
     >>> intervals.skipped(intervals.of(4))
@@ -40,15 +37,15 @@ class Intervals:
     Destinations(tiers=(0,), root=True)
     """
 
-    def __init__(self, *, every: int, tiers: Sequence[Tier]) -> None:
-        self._every = every
-        self._tiers = tuple(tiers)
+    def __init__(self, tiers: Tiers) -> None:
+        self._root_every = tiers.root_every
+        self._tiers = tiers.tiers
         self._owed = Destinations((), root=False)
 
     def of(self, step: int, *, to_root: bool | None = None, is_signalled: bool = False) -> Destinations:
         """Return where a step goes. to_root says so for the root, a signal where that is None."""
         if to_root is None:
-            to_root = step % self._every == 0 or is_signalled or self._owed.root
+            to_root = step % self._root_every == 0 or is_signalled or self._owed.root
         due = (n for n, tier in enumerate(self._tiers) if step % tier.every == 0 or n in self._owed.tiers)
         return Destinations(tuple(due), root=to_root)
 

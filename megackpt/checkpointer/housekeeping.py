@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megackpt.checkpointer.metrics import forget_metrics, read_metrics, steps_with_metrics
+from megackpt.checkpointer.options import Retention
 from megackpt.checkpointer.pins import is_pinned, read_pins
-from megackpt.checkpointer.retention import Retention, RetentionPolicy, decide, stale_leftovers
+from megackpt.checkpointer.retention import RetentionDecision, decide, stale_leftovers
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
 from megackpt.engine.checkpoint.manifest import holds_other_attempts
@@ -39,7 +40,7 @@ class Removals:
         torn: leftovers that go, ascending.
     """
 
-    retention: Retention
+    retention: RetentionDecision
     torn: tuple[int, ...]
 
     def without(self, steps: Collection[int]) -> Removals:
@@ -55,12 +56,12 @@ class Housekeeping:
     def __init__(
         self,
         places: StepPlaces,
-        policy: RetentionPolicy,
+        retention: Retention,
         *,
         allow_unsafe_pickle: bool = False,
     ) -> None:
         self._places = places
-        self._policy = policy
+        self._retention = retention
         self._trusted = allow_unsafe_pickle
         self._metrics: dict[int, dict[str, float]] = {}  # of steps that do not change any more
 
@@ -91,10 +92,10 @@ class Housekeeping:
     def plan(self, found: StepList, *, upto: int, good: Iterable[int]) -> Removals:
         """Decide what is to go. good are steps that stay; torn ones go up to this step."""
         pinned = read_pins(self._places.root)
-        metrics = self._metrics_of(found.committed) if self._policy.keep_best is not None else {}
+        metrics = self._metrics_of(found.committed) if self._retention.keep_best is not None else {}
         return Removals(
             retention=decide(
-                self._policy, found.committed, pinned=pinned, good=frozenset(good), metrics=metrics
+                self._retention, found.committed, pinned=pinned, good=frozenset(good), metrics=metrics
             ),
             torn=stale_leftovers(found.torn, upto=upto, pinned=pinned),
         )

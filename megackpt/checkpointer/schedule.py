@@ -10,22 +10,24 @@ import time
 import zlib
 from collections.abc import Callable
 
-from megackpt.checkpointer.interval import SaveInterval, passes_multiple, steps_until_meeting
-from megackpt.checkpointer.signals import MOST_SIGNALS, SignalWatch, asks_to_exit
+from megackpt.checkpointer.options import MAX_SIGNALS, SaveSchedule
+from megackpt.checkpointer.signals import SignalWatch, asks_to_exit
 from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.errors import DeclarationError
 
+_MOST_STEPS_APART = 100  # if steps become slower, ranks exchange times after this many of them
 
-class Schedule:
+
+class SaveTrigger:
     """Answers `should_save`, and remembers what was saved last and which signals were agreed on.
 
     clock gives seconds; that of rank 0 counts.
     """
 
     def __init__(
-        self, interval: SaveInterval, signals: SignalWatch, *, clock: Callable[[], float] = time.monotonic
+        self, schedule: SaveSchedule, signals: SignalWatch, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._interval = interval
+        self._schedule = schedule
         self._signals = signals
         self._clock = clock
         self._since: int | None = None  # the step that was saved or loaded last
@@ -58,7 +60,7 @@ class Schedule:
             return self._answer[1]
         if self._since is None:
             self._since = max(step - 1, 0)
-        due = passes_multiple(self._interval.steps, step=step, since=self._since)
+        due = passes_multiple(self._schedule.steps, step=step, since=self._since)
         if self._meets and step >= self._next_meeting:
             due = self._agree(step, group()) or due
         due = due or self._is_signalled
@@ -84,23 +86,23 @@ class Schedule:
 
     @property
     def _meets(self) -> bool:
-        return self._interval.seconds is not None or bool(self._signals.signals)
+        return self._schedule.seconds is not None or bool(self._signals.signals)
 
     def _agree(self, step: int, group: Group) -> bool:
         signals = self._signals.signals
-        settings = zlib.crc32(repr((self._interval, signals)).encode())
+        settings = zlib.crc32(repr((self._schedule, signals)).encode())
 
         def say() -> Numbers:
             timed, apart = self._say_of_time(step) if group.rank == 0 else (0, 0)
             apart = 1 if group.size == 1 else apart  # to meet costs nothing then
             received = self._signals.received()
-            return Numbers((step, settings), (timed, apart, *received, *[0] * (MOST_SIGNALS - len(received))))
+            return Numbers((step, settings), (timed, apart, *received, *[0] * (MAX_SIGNALS - len(received))))
 
         found = run_and_compare(
-            group, say, equal=2, largest=2 + MOST_SIGNALS, doing="agreeing whether to save"
+            group, say, equal=2, largest=2 + MAX_SIGNALS, doing="agreeing whether to save"
         )
         if not all(found.equal):
-            what = "save_interval and save_on_signal" if found.equal[0] else "the same step"
+            what = "the same schedule" if found.equal[0] else "the same step"
             raise DeclarationError(
                 f"Ranks differ in what they ask should_save or maybe_save: give {what} on all of them, and "
                 f"call it on all ranks at every step (this is rank {group.rank}, step {step}).",
@@ -119,7 +121,7 @@ class Schedule:
 
     def _say_of_time(self, step: int) -> tuple[int, int]:
         """Return whether the time has come, and in how many steps to meet again."""
-        now, seconds = self._clock(), self._interval.seconds
+        now, seconds = self._clock(), self._schedule.seconds
         timed = int(seconds is not None and now - self._since_s >= seconds)
         if self._met is None:
             return timed, 1
@@ -127,6 +129,31 @@ class Schedule:
             passed_steps=step - self._met[0],
             passed_s=now - self._met[1],
             before=self._apart,
-            agree_s=self._interval.agree_s,
+            agree_s=self._schedule.agree_s,
         )
         return timed, apart
+
+
+def passes_multiple(steps: int | None, *, step: int, since: int) -> bool:
+    """Say whether there is a multiple of steps after since, up to step.
+
+    >>> passes_multiple(100, step=100, since=99), passes_multiple(100, step=199, since=100)
+    (True, False)
+    """
+    return steps is not None and step // steps > since // steps
+
+
+def steps_until_meeting(*, passed_steps: int, passed_s: float, before: int, agree_s: float) -> int:
+    """Return after how many steps ranks are to meet again, so that about agree_s pass until then.
+
+    passed_steps took passed_s; before is what this returned last time. It at most doubles, so that a few fast
+    steps do not put the next meeting far away.
+
+    >>> steps_until_meeting(passed_steps=8, passed_s=0.2, before=8, agree_s=1.0)
+    16
+    >>> steps_until_meeting(passed_steps=8, passed_s=40.0, before=8, agree_s=1.0)
+    1
+    """
+    most = min(2 * before, _MOST_STEPS_APART)
+    fitting = most if passed_s <= 0 else min(most, int(agree_s * max(passed_steps, 1) / passed_s))
+    return max(1, fitting)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import signal
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from megackpt.errors import DeclarationError
 
-MOST_SIGNALS = 8
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -27,30 +26,24 @@ class SignalWatch:
     Handlers of before are called as well, but for Python's own of SIGINT, which would end the process.
 
     Raises:
-        DeclarationError: a signal cannot be handled, there are more than eight, or this is not the main
-            thread.
+        DeclarationError: a signal cannot be handled, or this is not the main thread.
 
     Attributes:
-        signals: their numbers, ascending.
+        signals: their numbers, as `SaveSchedule.signals`.
     """
 
-    def __init__(self, signals: Iterable[int]) -> None:
-        given = tuple(signals) if isinstance(signals, Iterable) and not isinstance(signals, str) else (None,)
-        if not all(isinstance(signum, int) and not isinstance(signum, bool) for signum in given):
-            raise DeclarationError(f"save_on_signal is {signals!r}; give a tuple, as (signal.SIGTERM,).")
-        self.signals = tuple(sorted({int(signum) for signum in given if signum is not None}))
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self.signals = signals
         self._flags = dict.fromkeys(self.signals, False)
         self._before: dict[int, Callable[..., object] | int | None] = {}
         self._is_closed = False
-        if len(self.signals) > MOST_SIGNALS:
-            raise DeclarationError(f"save_on_signal has {len(self.signals)} signals; give at most 8.")
         for signum in self.signals:
             try:
                 self._before[signum] = signal.signal(signum, self._note)
             except (ValueError, OSError) as error:
                 self.close()
                 raise DeclarationError(
-                    f"save_on_signal: signal {signum} cannot be handled ({error}). Name signals as "
+                    f"SaveSchedule.signals: signal {signum} cannot be handled ({error}). Name signals as "
                     f"signal.SIGTERM, and construct the Checkpointer in the main thread."
                 ) from error
 

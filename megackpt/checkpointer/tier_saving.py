@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megackpt.checkpointer.options import Tier
 from megackpt.checkpointer.tier_set import TierSet
-from megackpt.checkpointer.tiers import Tier
 from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.steps import LocalPlaces, step_of

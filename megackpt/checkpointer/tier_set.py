@@ -13,8 +13,8 @@ import os
 import socket
 from collections.abc import Sequence
 
+from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
 from megackpt.checkpointer.recovery import Recovery, Root
-from megackpt.checkpointer.tiers import MemoryTier, Tier
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.engine.tiers.save import NodeLocation
@@ -25,15 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class TierSet:
-    """The tiers of a run. All methods are collective.
+    """The tiers of a run. All methods are collective."""
 
-    node names the node of this rank, for jobs that do not run one group of LOCAL_WORLD_SIZE ranks after the
-    other on each node, as torchrun does.
-    """
-
-    def __init__(self, tiers: Sequence[Tier], *, node: str | int | None) -> None:
-        self._tiers = tuple(tiers)
-        self._node = node
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers.tiers
+        self._node = tiers.node
         self._set_up: tuple[Nodes, tuple[LocalPlaces, ...]] | None = None
 
     def __len__(self) -> int:
@@ -119,14 +115,14 @@ def _check_directories(
             raise DeclarationError(
                 f"{tier.path}: ranks {other} and {rank} are said to be on different nodes, "
                 f"{told[other][0]!r} and {name!r}, and write into the same directory: a copy there would be "
-                f"none. Put {{node}} into the path, or give ranks that share a node one `node`.",
+                f"none. Put {{node}} into the path, or give ranks that share a node the same `Tiers.node`.",
                 rank=rank,
                 path=str(tier.path),
             )
         if of_node.setdefault(node, identity) != identity:
             raise DeclarationError(
                 f"{tier.path}: rank {rank} is said to be on node {name!r}, and another rank there has "
-                f"another directory. Give ranks of different machines different `node`s.",
+                f"another directory. Give ranks of different machines a different `Tiers.node` each.",
                 rank=rank,
                 path=str(tier.path),
             )

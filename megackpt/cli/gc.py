@@ -1,4 +1,4 @@
-"""`megackpt gc`: removes what torn saves left, and steps that a policy does not keep."""
+"""`megackpt gc`: removes what torn saves left, and steps that are not to be kept."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Best(click.ParamType["KeepBest"]):
     name = "metric"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> KeepBest:
-        """Return the policy."""
-        from megackpt.checkpointer.retention import KeepBest
+        """Return the option's value as a `KeepBest`."""
+        from megackpt.checkpointer import KeepBest
 
         if isinstance(value, KeepBest):
             return value
@@ -85,12 +85,12 @@ def command(
     """
     from megackpt.checkpointer.housekeeping import Housekeeping
     from megackpt.checkpointer.metrics import read_metrics
-    from megackpt.checkpointer.retention import RetentionPolicy
+    from megackpt.checkpointer.options import Retention
     from megackpt.checkpointer.step_list import scan
     from megackpt.engine.checkpoint.steps import step_places
 
-    policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    if policy.keeps_all != keep_all:
+    retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    if retention.keeps_all != keep_all:
         raise click.UsageError(
             "Say what is to stay: --keep-last, --keep-every, --keep-best, or --keep-all alone. "
             "What is removed does not come back, so nothing is assumed."
@@ -107,7 +107,7 @@ def command(
         )
     if keep_best is not None:
         _check_metric(keep_best.metric, {s: read_metrics(places.root, s) for s in found.committed}, root)
-    keeping = Housekeeping(places, policy)
+    keeping = Housekeeping(places, retention)
     whole = keeping.newest_whole(found.committed)
     newest = (
         max(found.committed[-1], *found.torn) if incomplete_newest and found.torn else found.committed[-1]

@@ -156,7 +156,7 @@ class SingleProcess(Group):
         gathered[:] = data
 
 
-def check_group(group: object) -> None:
+def check_group(group: object, *, name: str = "group") -> None:
     """Check that an argument is a `Group`. Local.
 
     Raises:
@@ -164,7 +164,7 @@ def check_group(group: object) -> None:
     """
     if not isinstance(group, Group):
         raise DeclarationError(
-            f"group is {group!r}, which is not a megackpt.comm.Group. Leave it out for all ranks of "
+            f"{name} is {group!r}, which is not a megackpt.comm.Group. Leave it out for all ranks of "
             f"torch.distributed; for some ranks give megackpt.comm.TorchGroup(ranks=[...], timeout_s=...); a "
             f"group of your own must be a subclass of megackpt.comm.Group."
         )

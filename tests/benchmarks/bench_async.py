@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megackpt import AsyncOptions, Checkpointer, MemoryTier
+from megackpt import AsyncOptions, Checkpointer, MemoryTier, Tiers
 from megackpt.bench.dcp import TorchDistributed
 from megackpt.bench.ours import Ours
 from megackpt.bench.state import GridLayout, RankState, as_bytes, invert, make_model, make_state
@@ -223,7 +223,9 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
     def one(name: str, behind: bool) -> Checkpointer:
         tier = MemoryTier(root / name / "node-{node}")
         return Checkpointer(
-            root / name / "root", every=10**9, tiers=[tier], node=dist.get_rank(), async_save=behind
+            root / name / "root",
+            tiers=Tiers([tier], root_every=10**9, node=dist.get_rank()),
+            async_save=behind,
         )
 
     copies: list[float] = []

@@ -86,7 +86,8 @@ class Notes:
 def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool) -> None:
     """Go on from the newest step, for ever; the value of every element is the number of the step."""
     # Not behind others, as in training: here nothing else is done.
-    checkpointer = Checkpointer(root, keep_last=2, async_save=async_save, async_options=AsyncOptions(nice=0))
+    options = AsyncOptions(nice=0) if async_save else False
+    checkpointer = Checkpointer(root, keep_last=2, async_save=options)
     rank, size = dist.get_rank(), dist.get_world_size()
     saver = checkpointer._behind and checkpointer._behind.saver
     notes.tell_processes(saver.writer_pid if saver is not None else None)

@@ -117,9 +117,7 @@ class Trial:
         elif self.work == "behind":
             options = AsyncOptions(nice=0, stage_in_background=True)
         is_async = self.work not in ("save", "load")
-        return Checkpointer(
-            self.root, keep_last=2, async_save=is_async, async_options=options if is_async else None
-        )
+        return Checkpointer(self.root, keep_last=2, async_save=options if is_async else False)
 
     def prepare(self) -> None:
         """Bring about what the work begins with."""
@@ -238,10 +236,8 @@ def part(value: float) -> ShardedTensor:
 def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float, tuple[int, ...]]:
     """Interrupt rank 1, which then sits there; return what each has raised, after how long, and the steps."""
     is_interrupted = dist.get_rank() == 1
-    options = AsyncOptions(nice=0) if work == "async save" else None
-    checkpointer = Checkpointer(
-        root, async_save=options is not None, async_options=options, timeout_s=TIMEOUT_S
-    )
+    options = AsyncOptions(nice=0) if work == "async save" else False
+    checkpointer = Checkpointer(root, async_save=options, timeout_s=TIMEOUT_S)
     checkpointer.save(1, {"w": part(1.0)})
     checkpointer.wait()
     dist.barrier()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megackpt import Checkpointer, KeepBest, ShardedTensor
+from megackpt import Checkpointer, KeepBest, Retention, ShardedTensor
 from megackpt.comm import Group
 from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss
@@ -39,9 +39,9 @@ def run_save(machine: CrashMachine, step: int, *, ranks: int) -> None:
     """Save a step after which the pinned 1, the best 2 and the step itself stay, whatever becomes of it."""
 
     def save(group: Group) -> None:
-        best = KeepBest(metric="loss")
+        retention = Retention(keep_last=1, keep_best=KeepBest(metric="loss"))
         root = machine.store(rank=group.rank)
-        with Checkpointer(root, keep_last=1, keep_best=best, group=group) as checkpointer:
+        with Checkpointer(root, retention=retention, group=group) as checkpointer:
             given = state(step, rank=group.rank, ranks=group.size)
             checkpointer.save(step, given, metrics={"loss": LOSSES[step]})
 

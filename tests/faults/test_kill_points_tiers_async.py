@@ -98,7 +98,11 @@ def save_behind(run: Run, nodes: Nodes, step: int) -> list[str]:
 
     def act(group: Group) -> str:
         checkpointer = Behind(
-            run.base / "root", async_save=True, node=group.rank, group=group, timeout_s=20, **run.options
+            run.base / "root",
+            async_save=True,
+            tiers=run.tiers_of(node=group.rank),
+            group=group,
+            timeout_s=20,
         )
         said = ""
         try:

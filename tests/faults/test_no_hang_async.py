@@ -57,7 +57,7 @@ def started(
 ) -> Checkpointer:
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
     options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
-    checkpointer = kind(root, async_save=True, async_options=options, timeout_s=timeout_s, **given)
+    checkpointer = kind(root, async_save=options, timeout_s=timeout_s, **given)
     saver = checkpointer._behind and checkpointer._behind.saver
     assert saver is not None
     saver._session.running().wait_ready()

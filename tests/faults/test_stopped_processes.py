@@ -133,9 +133,8 @@ def work_until_stopped(work: Work, notes: Path, launcher_port: int) -> None:
         megackpt.save({"w": part(0.0)}, notes / "first", options=SaveOptions(timeout_s=60))
         checkpointer = None
         if work in ("async save", "wait"):
-            options = AsyncOptions(nice=0)
             checkpointer = Checkpointer(
-                root, async_save=True, async_options=options, timeout_s=TIMEOUT_S, keep_last=2
+                root, async_save=AsyncOptions(nice=0), timeout_s=TIMEOUT_S, keep_last=2
             )
             closing.callback(saver_of(checkpointer).abandon)
             saver_of(checkpointer)._session.running().wait_ready()

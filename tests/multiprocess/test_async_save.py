@@ -20,6 +20,7 @@ from megackpt import (
     Checkpointer,
     DeclarationError,
     IntegrityError,
+    SaveSchedule,
     ShardedObject,
     ShardedTensor,
     StorageError,
@@ -73,7 +74,7 @@ def test_a_step_holds_the_state_at_the_call_while_training_goes_on(
 def pass_in_waves(root: Path) -> None:
     options = AsyncOptions(staging_bytes=1 << 16)
     rows = 30_000  # 18 times the memory
-    with Checkpointer(root, async_save=True, async_options=options, save_options=OPTIONS) as checkpointer:
+    with Checkpointer(root, async_save=options, save_options=OPTIONS) as checkpointer:
         for step in (1, 2):
             odd = torch.arange(7) + dist.get_rank()
             small = ShardedTensor.from_rank_offsets("small", odd, (0, dist.get_rank(), 2))
@@ -105,7 +106,7 @@ def save_when_busy(root: Path, gates: Path) -> list[bool]:
     for policy in ("skip", "queue"):
         gate = gates / policy
         options = AsyncOptions(when_busy=policy, stage_in_background=True)  # type: ignore[arg-type]
-        with Checkpointer(root / policy, async_save=True, async_options=options) as checkpointer:
+        with Checkpointer(root / policy, async_save=options) as checkpointer:
             weight = part(1.0, MANY)
             strategy = GatedStrategy(gate)
             said.append(checkpointer.save(1, {"w": weight}, sharded_strategy=strategy))
@@ -237,7 +238,8 @@ def test_any_group_will_do(tmp_path: Path) -> None:
 
 def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
     options = AsyncOptions(when_busy="skip")
-    with alone(tmp_path, async_options=options, save_on_signal=(signal.SIGTERM,)) as checkpointer:
+    schedule = SaveSchedule(signals=(signal.SIGTERM,))
+    with alone(tmp_path, async_save=options, schedule=schedule) as checkpointer:
         checkpointer.warm_up(ones())
         writer = saver_of(checkpointer).writer_pid
         os.kill(writer, signal.SIGSTOP)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import Checkpointer, KeepBest, NotACheckpointError, ShardedTensor, StorageError
+from megackpt import Checkpointer, KeepBest, NotACheckpointError, Retention, ShardedTensor, StorageError
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.data.progress import Unseen
@@ -171,9 +171,12 @@ def test_pins_metrics_and_the_tracker_lie_beside_the_steps(s3_proxy: FaultyProxy
     everything = ObjectStore(url, options=options)
 
     def run(step: int, loss: float) -> Checkpointer:
-        best = KeepBest(metric="loss")
         checkpointer = Checkpointer(
-            url, keep_last=1, keep_best=best, verify_after_save=True, objects=options, group=SingleProcess()
+            url,
+            retention=Retention(keep_last=1, keep_best=KeepBest(metric="loss")),
+            verify_after_save=True,
+            objects=options,
+            group=SingleProcess(),
         )
         checkpointer.save(step, {"value": step}, metrics={"loss": loss})
         return checkpointer

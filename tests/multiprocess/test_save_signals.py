@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import Checkpointer, SaveInterval, ShardedTensor
+from megackpt import Checkpointer, SaveSchedule, ShardedTensor
 from megackpt.testing.ranks import RankPool
 
 pytestmark = pytest.mark.multiprocess
@@ -28,8 +28,7 @@ def train(root: Path, send: dict[int, tuple[int, int]]) -> tuple[list[int], int 
 
     with Checkpointer(
         root,
-        save_interval=SaveInterval(steps=1000, agree_s=0.05),
-        save_on_signal=(signal.SIGTERM, signal.SIGUSR1),
+        schedule=SaveSchedule(steps=1000, signals=(signal.SIGTERM, signal.SIGUSR1), agree_s=0.05),
         timeout_s=30.0,
     ) as checkpointer:
         for step in range(1, 600):

@@ -12,7 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import Checkpointer, MemoryTier, RankFailedError, SaveOptions, ShardedObject, ShardedTensor
+from megackpt import (
+    Checkpointer,
+    MemoryTier,
+    RankFailedError,
+    SaveOptions,
+    ShardedObject,
+    ShardedTensor,
+    Tiers,
+)
 from megackpt.checkpointer import LastLoad
 from megackpt.engine.tiers import save as tier_save
 from megackpt.testing.ranks import RankPool
@@ -39,7 +47,9 @@ def checkpointer(base: Path, timeout_s: float = 60) -> Checkpointer:
     tier = MemoryTier(f"{base}/node-{{node}}")
     options = SaveOptions(timeout_s=timeout_s)
     return Checkpointer(
-        base / "root", tiers=[tier], every=100, node=dist.get_rank() // 2, save_options=options
+        base / "root",
+        tiers=Tiers([tier], root_every=100, node=dist.get_rank() // 2),
+        save_options=options,
     )
 
 

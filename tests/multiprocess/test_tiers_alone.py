@@ -18,6 +18,7 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
     StorageError,
+    Tiers,
 )
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver, stage_ahead
@@ -69,7 +70,7 @@ def test_a_step_for_several_places_is_copied_once(
 ) -> None:
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(stage_in_background=behind, when_busy="queue")
-    with alone(tmp_path / "root", tiers=tiers, every=2, async_options=options) as run:
+    with alone(tmp_path / "root", tiers=Tiers(tiers, root_every=2), async_save=options) as run:
         for step in range(1, 5):
             given = state(step)
             run.save(step, given)
@@ -90,7 +91,7 @@ def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) ->
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(when_busy="queue", stage_in_background=True)
     with Held(
-        tmp_path / "root", tiers=tiers, every=9, async_save=True, async_options=options, group=SingleProcess()
+        tmp_path / "root", tiers=Tiers(tiers, root_every=9), async_save=options, group=SingleProcess()
     ) as run:
         run.save(1, state(1))
         wait_for((tmp_path / "begun").exists)
@@ -111,7 +112,7 @@ def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
     tmp_path: Path, spans: list[StreamRange], strategy: Any, staging_bytes: int | None
 ) -> None:
     options = AsyncOptions(staging_bytes=staging_bytes)
-    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_options=options) as run:
+    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_save=options) as run:
         for step in (1, 2):
             run.save(step, state(step), sharded_strategy=strategy)
     assert len(spans) == 4
@@ -120,8 +121,8 @@ def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
 
 
 def test_a_step_that_was_skipped_is_owed_to_all_places_that_were_to_have_it(tmp_path: Path) -> None:
-    tiers = [LocalTier(tmp_path / "a", every=2), LocalTier(tmp_path / "b", every=3)]
-    with alone(tmp_path / "root", tiers=tiers, every=4, async_options=AsyncOptions(when_busy="skip")) as run:
+    tiers = Tiers([LocalTier(tmp_path / "a", every=2), LocalTier(tmp_path / "b", every=3)], root_every=4)
+    with alone(tmp_path / "root", tiers=tiers, async_save=AsyncOptions(when_busy="skip")) as run:
         run.warm_up(state(2))
         os.kill(saver_of(run).writer_pid, signal.SIGSTOP)
         assert [run.save(step, state(step)) for step in (2, 4, 5)] == [True, False, False]
@@ -149,7 +150,7 @@ def test_what_is_wrong_with_the_root_is_no_reason_to_have_a_step_nowhere(tmp_pat
 def test_a_tier_for_which_there_is_no_memory_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], every=2) as run:
+    with alone(tmp_path / "root", tiers=Tiers([LocalTier(tmp_path / "a")], root_every=2)) as run:
         with monkeypatch.context() as patched:
             patched.setattr("megackpt.engine.background.staging_memory._available_bytes", lambda: 0)
             assert not run.save(1, state(1))
@@ -166,7 +167,8 @@ def test_the_error_of_an_earlier_save_is_none_of_a_tier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, on_error: Any
 ) -> None:
     (tmp_path / "root").write_text("not a directory")
-    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], every=2, on_error=on_error) as run:
+    tiers = Tiers([LocalTier(tmp_path / "a")], root_every=2)
+    with alone(tmp_path / "root", tiers=tiers, on_error=on_error) as run:
         run.save(2, state(2))
         if on_error == "raise":
             with pytest.raises(StorageError, match="root"):

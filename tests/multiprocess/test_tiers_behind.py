@@ -15,7 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import AsyncOptions, Checkpointer, MemoryTier, ShardedObject, ShardedTensor, WriterFailedError
+from megackpt import (
+    AsyncOptions,
+    Checkpointer,
+    MemoryTier,
+    ShardedObject,
+    ShardedTensor,
+    Tiers,
+    WriterFailedError,
+)
 from megackpt.checkpointer import LastLoad
 from megackpt.testing.ranks import RankPool
 from tests.async_saves import saver_of
@@ -53,11 +61,8 @@ def checkpointer(base: Path, timeout_s: float = DEADLINE_S, **options: Any) -> C
     tier = MemoryTier(f"{base}/node-{{node}}")
     return Behind(
         base / "root",
-        async_save=True,
-        async_options=AsyncOptions(nice=0),
-        tiers=[tier],
-        every=100,
-        node=dist.get_rank(),
+        async_save=AsyncOptions(nice=0),
+        tiers=Tiers([tier], root_every=100, node=dist.get_rank()),
         timeout_s=timeout_s,
         **options,
     )
@@ -65,9 +70,8 @@ def checkpointer(base: Path, timeout_s: float = DEADLINE_S, **options: Any) -> C
 
 def load(base: Path) -> LastLoad:
     """Load the newest step that is whole, and compare every bit."""
-    found = Checkpointer(
-        base / "root", tiers=[MemoryTier(f"{base}/node-{{node}}")], every=100, node=dist.get_rank()
-    )
+    tiers = Tiers([MemoryTier(f"{base}/node-{{node}}")], root_every=100, node=dist.get_rank())
+    found = Checkpointer(base / "root", tiers=tiers)
     asked = state(0)
     loaded = found.load(asked)
     assert found.last_load is not None

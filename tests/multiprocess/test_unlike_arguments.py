@@ -17,8 +17,10 @@ from megackpt import (
     LoadOptions,
     LocalTier,
     MemoryTier,
-    SaveInterval,
+    Retention,
     SaveOptions,
+    SaveSchedule,
+    Tiers,
     load,
     save,
 )
@@ -47,15 +49,18 @@ def unlike_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:
         "tiers": ({"tiers": [here]}, {}),
         "tiers 2": ({"tiers": [here]}, {"tiers": [there]}),
         "tiers 3": ({"tiers": [here]}, {"tiers": [LocalTier(here.path)]}),
-        "every": ({}, {"every": 2}),
-        "save_interval": ({"save_interval": 1}, {}),
-        "save_interval 2": ({"save_interval": SaveInterval(seconds=9)}, {"save_interval": 1}),
-        "save_on_signal": ({"save_on_signal": (10,)}, {}),
+        "Tiers.root_every": ({}, {"tiers": Tiers(root_every=2)}),
+        "SaveSchedule.steps": ({"save_interval": 1}, {}),
+        "SaveSchedule.seconds": (
+            {"schedule": SaveSchedule(seconds=9)},
+            {"schedule": SaveSchedule(seconds=8)},
+        ),
+        "SaveSchedule.signals": ({"schedule": SaveSchedule(signals=(10,))}, {}),
         "on_error": ({"on_error": "warn"}, {}),
         "verify_after_save": ({}, {"verify_after_save": True}),
-        "keep_last": ({"keep_last": 1}, {"keep_last": 2}),
-        "keep_every": ({"keep_every": 1}, {}),
-        "keep_best": ({}, {"keep_best": KeepBest(metric="loss")}),
+        "Retention.keep_last": ({"keep_last": 1}, {"keep_last": 2}),
+        "Retention.keep_every": ({"retention": Retention(keep_every=1)}, {}),
+        "Retention.keep_best": ({}, {"retention": Retention(keep_best=KeepBest(metric="loss"))}),
     }
 
 
@@ -75,7 +80,7 @@ def _make_unlike_checkpointers(root: str) -> dict[str, tuple[str, float]]:
     for name, pair in unlike_checkpointers(root).items():
         own = SAVED | pair[dist.get_rank()]
         unlike = Checkpointer(own.pop("root", root), **own)
-        begin = unlike.should_save if "interval" in name or "signal" in name else _begin_save(unlike)
+        begin = unlike.should_save if "SaveSchedule" in name else _begin_save(unlike)
         found[name] = caught(lambda begin=begin: begin(2))  # type: ignore[misc]
         unlike.close()
         dist.barrier()
@@ -106,7 +111,7 @@ def _wait_for_unlike_times(root: str) -> tuple[str, float]:
 
 def test_deadlines_that_differ_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     for said, took in rank_pool.run(_wait_for_unlike_times, 2, str(tmp_path)):
-        assert "timeout_s (SaveOptions) is 20.0 on rank 0 and 21.0 on rank 1" in said
+        assert "SaveOptions.timeout_s is 20.0 on rank 0 and 21.0 on rank 1" in said
         assert took < TIMEOUT_S / 2
 
 

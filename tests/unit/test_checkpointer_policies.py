@@ -16,12 +16,12 @@ from megackpt import (
     IntegrityError,
     KeepBest,
     NotACheckpointError,
+    Retention,
     ShardedTensor,
 )
 from megackpt.checkpointer import saving
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.pins import write_pin
-from megackpt.checkpointer.retention import RetentionPolicy
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalPlaces
 from megackpt.engine.verification.verify import ShareReport, verify_share
@@ -46,8 +46,8 @@ def top(root: Path | Store) -> set[str]:
 def test_last_every_best_and_pinned_steps_stay_also_after_a_restart(root: Path | Store) -> None:
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: 4.0, 70: 5.0, 80: 6.0}
     for step, loss in losses.items():  # each by a new process, as it were
-        best = KeepBest(metric="loss", n=2)
-        with Checkpointer(root, keep_last=1, keep_every=40, keep_best=best) as checkpointer:
+        retention = Retention(keep_last=1, keep_every=40, keep_best=KeepBest(metric="loss", n=2))
+        with Checkpointer(root, retention=retention) as checkpointer:
             checkpointer.save(step, {"step": step}, metrics={"loss": torch.tensor(loss)})
             if step == 20:
                 checkpointer.pin(10)
@@ -111,7 +111,7 @@ def test_a_pin_that_comes_after_the_decision_is_still_heeded(tmp_path: Path) -> 
             write_pin(self.root, 2)  # by someone else, while step 1 is removed
             super().remove(name)
 
-    Housekeeping(PinnedMeanwhile(tmp_path), RetentionPolicy(keep_last=1)).committed(3)
+    Housekeeping(PinnedMeanwhile(tmp_path), Retention(keep_last=1)).committed(3)
     assert checkpointer.steps() == (2, 3)
 
 

@@ -17,14 +17,17 @@ from megackpt import (
     CheckpointConfig,
     Checkpointer,
     DeclarationError,
+    Groups,
     KeepBest,
     KeyRule,
     LoadOptions,
     LocalTier,
     MemoryTier,
-    SaveInterval,
+    Retention,
     SaveOptions,
+    SaveSchedule,
     StorageError,
+    Tiers,
     load,
     save,
 )
@@ -38,6 +41,7 @@ REQUIRED: dict[type, dict[str, Any]] = {
     ConvertOptions: {},
     DiffOptions: {},
     FileOptions: {},
+    Groups: {},
     KeepBest: {"metric": "loss"},
     KeyRule: {"keys": "*"},
     LoadOptions: {},
@@ -45,8 +49,10 @@ REQUIRED: dict[type, dict[str, Any]] = {
     MemoryTier: {"path": "/dev/shm/tier"},
     ObjectOptions: {},
     RepairOptions: {},
-    SaveInterval: {},
+    Retention: {},
     SaveOptions: {},
+    SaveSchedule: {},
+    Tiers: {},
     VerifyOptions: {},
 }
 """Every class of options, and what it cannot be made without."""
@@ -93,7 +99,7 @@ def test_an_argument_of_a_checkpointer_of_no_kind_that_makes_sense_is_refused_by
         (ObjectOptions, {"max_retries": -1}, "max_retries is -1; give an int of at least 0, 0 for none"),
         (MemoryTier, {"path": ""}, "MemoryTier: path is ''; give a directory"),
         (MemoryTier, {"path": "/t", "every": 1.5}, "MemoryTier: every is 1.5"),
-        (SaveInterval, {"agree_s": None}, "save_interval.agree_s is None"),
+        (SaveSchedule, {"agree_s": None}, "SaveSchedule.agree_s is None"),
     ],
 )
 def test_what_is_refused_is_said_with_what_to_give(kind: type, given: dict[str, Any], said: str) -> None:

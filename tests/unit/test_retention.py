@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megackpt.checkpointer.retention import KeepBest, RetentionPolicy, decide, stale_leftovers
+from megackpt.checkpointer import KeepBest, Retention
+from megackpt.checkpointer.retention import decide, stale_leftovers
 from megackpt.errors import DeclarationError
 
 counts = st.none() | st.integers(1, 5)
@@ -33,9 +34,9 @@ def test_a_step_stays_exactly_if_something_asks_for_it(
     best: KeepBest | None,
     losses: dict[int, float],
 ) -> None:
-    policy = RetentionPolicy(keep_last=last, keep_every=every, keep_best=best)
+    retention = Retention(keep_last=last, keep_every=every, keep_best=best)
     metrics = {step: {"loss": loss} for step, loss in losses.items()}
-    found = decide(policy, committed, pinned=pinned, good=good, metrics=metrics)
+    found = decide(retention, committed, pinned=pinned, good=good, metrics=metrics)
 
     def better(step: int) -> int:
         """How many committed steps are better than one."""
@@ -57,9 +58,9 @@ def test_a_step_stays_exactly_if_something_asks_for_it(
 
 
 def test_the_largest_is_best_where_that_is_asked_for_and_reasons_are_told() -> None:
-    policy = RetentionPolicy(keep_last=1, keep_every=4, keep_best=KeepBest(metric="acc", mode="max"))
+    retention = Retention(keep_last=1, keep_every=4, keep_best=KeepBest(metric="acc", mode="max"))
     metrics = {1: {"acc": 0.9}, 2: {"acc": 0.7}, 3: {"acc": math.inf}, 4: {"loss": 9.0}, 5: {}}
-    found = decide(policy, range(1, 6), metrics=metrics, pinned={3})
+    found = decide(retention, range(1, 6), metrics=metrics, pinned={3})
     assert found.kept == {1: ("best acc",), 3: ("pinned",), 4: ("every 4",), 5: ("newest", "last 1")}
     assert found.removed == (2,)
 
@@ -71,10 +72,10 @@ def test_leftovers_go_up_to_a_commit_unless_pinned() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: RetentionPolicy(keep_last=0), "keep_last is 0"),
-        (lambda: RetentionPolicy(keep_every=-1), "keep_every is -1"),
-        (lambda: RetentionPolicy(keep_last=True), "keep_last is True"),
-        (lambda: RetentionPolicy(keep_best="loss"), r"keep_best is 'loss'; give a KeepBest"),
+        (lambda: Retention(keep_last=0), "keep_last is 0"),
+        (lambda: Retention(keep_every=-1), "keep_every is -1"),
+        (lambda: Retention(keep_last=True), "keep_last is True"),
+        (lambda: Retention(keep_best="loss"), r"keep_best is 'loss'; give a KeepBest"),
         (lambda: KeepBest(metric=""), "give the name"),
         (lambda: KeepBest(metric="loss", n=0), r"KeepBest\.n is 0"),
         (lambda: KeepBest(metric="loss", mode="lowest"), "'min' or 'max'"),

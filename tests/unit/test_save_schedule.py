@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megackpt import Checkpointer, DeclarationError, MemoryTier, SaveInterval
-from megackpt.checkpointer.schedule import Schedule
+from megackpt import Checkpointer, DeclarationError, MemoryTier, Retention, SaveSchedule, Tiers
+from megackpt.checkpointer.schedule import SaveTrigger
 from megackpt.checkpointer.signals import SignalWatch
 from megackpt.comm import Group, SingleProcess
 from megackpt.testing.world import SimulatedWorld
@@ -44,13 +44,13 @@ def test_rank_0s_clock_decides_for_all_and_ranks_meet_about_once_a_second() -> N
     def train(group: Group) -> list[int]:
         now = [0.0]
         # Every rank's clock runs at a pace of its own; rank 0 takes 0.01 s a step, then 0.1 s.
-        schedule = Schedule(SaveInterval(seconds=30.0), no_signals(), clock=lambda: now[0])
+        trigger = SaveTrigger(SaveSchedule(seconds=30.0), no_signals(), clock=lambda: now[0])
         saved = []
         for step in range(1, 10_001):
             now[0] += (0.01 if step <= 9_000 else 0.1) * (1 + group.rank)
-            if schedule.should_save(step, lambda: group):
+            if trigger.should_save(step, lambda: group):
                 saved.append(step)
-                schedule.saved(step)
+                trigger.saved(step)
         return saved
 
     found = world.run(train)
@@ -69,16 +69,16 @@ def test_a_signal_at_one_rank_is_a_save_at_the_same_step_on_all() -> None:
         watch.signals = (signal.SIGUSR1, signal.SIGTERM)
         watch._flags = dict.fromkeys(watch.signals, False)
         now = [0.0]
-        schedule = Schedule(SaveInterval(steps=50), watch, clock=lambda: now[0])
+        trigger = SaveTrigger(SaveSchedule(steps=50), watch, clock=lambda: now[0])
         saved, exits = [], []
         for step in range(1, 101):
             now[0] += 0.25
             if (group.rank, step) in [(2, 20), (1, 70)]:
                 watch._note(signal.SIGUSR1 if step == 20 else signal.SIGTERM, None)
-            if schedule.should_save(step, lambda: group):
+            if trigger.should_save(step, lambda: group):
                 saved.append(step)
-                schedule.saved(step)
-                exits.append(schedule.exit_signal)
+                trigger.saved(step)
+                exits.append(trigger.exit_signal)
         return saved, exits
 
     outcomes = SimulatedWorld(3).run(train)
@@ -91,11 +91,11 @@ def test_a_signal_at_one_rank_is_a_save_at_the_same_step_on_all() -> None:
 
 def test_ranks_that_ask_differently_are_refused_together() -> None:
     def ask(group: Group, *, seconds: float, step: int) -> None:
-        Schedule(SaveInterval(seconds=seconds), no_signals()).should_save(step, lambda: group)
+        SaveTrigger(SaveSchedule(seconds=seconds), no_signals()).should_save(step, lambda: group)
 
     by_step = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0, step=5 + group.rank))
     by_option = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0 + group.rank, step=5))
-    for outcomes, said in ((by_step, "give the same step"), (by_option, "give save_interval")):
+    for outcomes, said in ((by_step, "give the same step"), (by_option, "give the same schedule")):
         assert all(isinstance(o, DeclarationError) and said in str(o) for o in outcomes), outcomes
 
 
@@ -105,7 +105,8 @@ def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_pat
     try:
         theirs = signal.getsignal(signal.SIGTERM)
         usr1 = signal.getsignal(signal.SIGUSR1)
-        with Checkpointer(tmp_path, save_on_signal=(signal.SIGTERM, signal.SIGUSR1)) as checkpointer:
+        schedule = SaveSchedule(signals=(signal.SIGTERM, signal.SIGUSR1))
+        with Checkpointer(tmp_path, schedule=schedule) as checkpointer:
             assert not checkpointer.maybe_save(1, lambda: {"step": 1})
             os.kill(os.getpid(), signal.SIGUSR1)
             assert checkpointer.maybe_save(2, lambda: {"step": 2})
@@ -126,7 +127,8 @@ def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_pat
 
 
 def test_what_a_signal_asks_for_goes_to_the_root_whatever_every_says(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, every=500, save_interval=1, save_on_signal=(signal.SIGUSR1,)) as checkpointer:
+    schedule = SaveSchedule(steps=1, signals=(signal.SIGUSR1,))
+    with Checkpointer(tmp_path, tiers=Tiers(root_every=500), schedule=schedule) as checkpointer:
         assert not checkpointer.maybe_save(119, lambda: {"step": 119})
         assert checkpointer.steps() == ()
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -136,29 +138,29 @@ def test_what_a_signal_asks_for_goes_to_the_root_whatever_every_says(tmp_path: P
 
 
 def test_a_step_that_nobody_takes_is_not_saved(tmp_path: Path) -> None:
-    tiers = [MemoryTier(tmp_path / "tier", every=10)]
-    with Checkpointer(tmp_path / "root", tiers=tiers, every=100, save_interval=3) as checkpointer:
+    tiers = Tiers([MemoryTier(tmp_path / "tier", every=10)], root_every=100)
+    with Checkpointer(tmp_path / "root", tiers=tiers, save_interval=3) as checkpointer:
         assert not checkpointer.maybe_save(3, lambda: {"step": 3})  # due, but nobody's
         assert checkpointer.save(10, {"step": 10})
         assert checkpointer.steps() == ()
 
 
 def test_a_signal_asks_until_a_save_is_tried() -> None:
-    with contextlib.closing(SignalWatch([signal.SIGUSR1])) as watch:
-        schedule = Schedule(SaveInterval(), watch)
+    with contextlib.closing(SignalWatch((signal.SIGUSR1,))) as watch:
+        trigger = SaveTrigger(SaveSchedule(), watch)
         signal.raise_signal(signal.SIGUSR1)
-        assert [schedule.should_save(step, SingleProcess) for step in (1, 2)] == [True, True]  # 1 was skipped
-        assert schedule.is_signalled
-        schedule.saved(2)
-        assert not schedule.is_signalled
-        assert not schedule.should_save(3, SingleProcess)
+        assert [trigger.should_save(step, SingleProcess) for step in (1, 2)] == [True, True]  # 1 was skipped
+        assert trigger.is_signalled
+        trigger.saved(2)
+        assert not trigger.is_signalled
+        assert not trigger.should_save(3, SingleProcess)
 
 
 def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as_it_was() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda signum, frame: seen.append(signum))
     try:
-        first, second = SignalWatch([signal.SIGUSR2]), SignalWatch([signal.SIGUSR2])
+        first, second = SignalWatch((signal.SIGUSR2,)), SignalWatch((signal.SIGUSR2,))
         first.close()
         signal.raise_signal(signal.SIGUSR2)
         assert second.received() == (1,)
@@ -170,7 +172,7 @@ def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as
 
 
 def test_a_handler_that_came_later_stays() -> None:
-    watch = SignalWatch([signal.SIGUSR2])
+    watch = SignalWatch((signal.SIGUSR2,))
     before = watch._before[signal.SIGUSR2]
     try:
         signal.signal(signal.SIGUSR2, later := lambda signum, frame: None)
@@ -183,12 +185,12 @@ def test_a_handler_that_came_later_stays() -> None:
 def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(DeclarationError, match="signal 9 cannot be handled"):
-        Checkpointer(tmp_path, save_on_signal=(signal.SIGKILL, signal.SIGUSR1))
+        Checkpointer(tmp_path, schedule=SaveSchedule(signals=(signal.SIGKILL, signal.SIGUSR1)))
     errors: list[BaseException] = []
 
     def construct() -> None:
         try:
-            Checkpointer(tmp_path, save_on_signal=[signal.SIGUSR1])
+            Checkpointer(tmp_path, schedule=SaveSchedule(signals=(signal.SIGUSR1,)))
         except DeclarationError as error:
             errors.append(error)
 
@@ -202,15 +204,26 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"save_interval": 0}, "save_interval.steps is 0"),
-        ({"save_interval": 2.5}, "save_interval.steps is 2.5"),
+        ({"save_interval": 0}, "save_interval is 0"),
+        ({"save_interval": 2.5}, "save_interval is 2.5"),
+        (
+            {"save_interval": 2, "schedule": SaveSchedule(seconds=9)},
+            r"save_interval=2 is given besides schedule=.*write SaveSchedule\(steps=2, \.\.\.\)",
+        ),
+        (
+            {"keep_last": 2, "retention": Retention(keep_every=9)},
+            r"keep_last=2 is given besides retention=.*write Retention\(keep_last=2, \.\.\.\)",
+        ),
         ({"on_error": "ignore"}, "on_error='ignore'"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
-        ({"save_on_signal": signal.SIGTERM}, r"give a tuple"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
     with pytest.raises(DeclarationError, match=said):
         Checkpointer(tmp_path, **options)  # type: ignore[arg-type]
-    with pytest.raises(DeclarationError, match=r"seconds is -1"):
-        SaveInterval(seconds=-1.0)
+    with pytest.raises(DeclarationError, match=r"SaveSchedule\.seconds is -1"):
+        SaveSchedule(seconds=-1.0)
+    with pytest.raises(DeclarationError, match=r"SaveSchedule\.signals is .*; give a tuple"):
+        SaveSchedule(signals=signal.SIGTERM)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match=r"has 9 signals; give at most 8"):
+        SaveSchedule(signals=tuple(range(1, 10)))

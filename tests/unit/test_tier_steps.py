@@ -21,10 +21,11 @@ from megackpt import (
     NotACheckpointError,
     ShardedObject,
     ShardedTensor,
+    Tier,
+    Tiers,
 )
 from megackpt.checkpointer import LastLoad
 from megackpt.checkpointer.tier_set import TierSet
-from megackpt.checkpointer.tiers import Tier
 from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalPlaces
@@ -55,18 +56,27 @@ def state(group: Group, step: int, tp: int) -> dict[str, Any]:
 class Run:
     """A run whose nodes are directories; a fresh world, and fresh objects, at each call."""
 
-    def __init__(self, base: Path, *, per_node: int = 2, **options: Any) -> None:
+    def __init__(
+        self,
+        base: Path,
+        *,
+        per_node: int = 2,
+        tiers: Sequence[Tier] = (),
+        root_every: int = 100,
+        **options: Any,
+    ) -> None:
         self.base = base
+        self.tiers = tiers or [MemoryTier(f"{base}/node-{{node}}/memory")]
+        self.root_every = root_every
+        self.options = options
         self.per_node = per_node
-        self.options: dict[str, Any] = {"every": 100} | options
 
-    def tiers(self) -> list[Tier]:
-        return [MemoryTier(f"{self.base}/node-{{node}}/memory")]
+    def tiers_of(self, *, node: int) -> Tiers:
+        return Tiers(self.tiers, root_every=self.root_every, node=node)
 
     def checkpointer(self, group: Group, nodes: Sequence[int]) -> Checkpointer:
-        options = {"tiers": self.tiers()} | self.options
-        node = nodes[group.rank // self.per_node]
-        return Checkpointer(self.base / "root", node=node, group=group, **options)
+        tiers = self.tiers_of(node=nodes[group.rank // self.per_node])
+        return Checkpointer(self.base / "root", tiers=tiers, group=group, **self.options)
 
     def save(self, *steps: int, nodes: Sequence[int] = range(4), to_root: bool | None = None) -> None:
         def act(group: Group) -> None:
@@ -141,7 +151,7 @@ def test_tiers_and_root_have_intervals_of_their_own_and_the_newest_step_of_all_w
         MemoryTier(f"{memory_path}/node-{{node}}/memory", keep_last=1),
         LocalTier(f"{memory_path}/node-{{node}}/disk", every=2, jump=2),
     ]
-    run = Run(memory_path, tiers=tiers, every=4)
+    run = Run(memory_path, tiers=tiers, root_every=4)
     run.save(4, 5, 6, 7)
     assert run.kept(1) == ["iter_0000007"]
     assert run.kept(1, "disk") == ["iter_0000004", "iter_0000006"]
@@ -236,7 +246,8 @@ def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
 def test_one_process_saves_asynchronously_into_its_tier_and_to_the_root(memory_path: Path) -> None:
     tier = MemoryTier(memory_path / "memory", every=2)
     saved = ShardedTensor.from_rank_offsets("old.w", torch.arange(5.0))
-    with Checkpointer(memory_path / "root", tiers=[tier], every=3, async_save=True, keep_last=1) as run:
+    tiers = Tiers([tier], root_every=3)
+    with Checkpointer(memory_path / "root", tiers=tiers, async_save=True, keep_last=1) as run:
         for step in range(2, 7):
             run.save(step, {"w": saved, "step": step})
         assert run.find_latest() == 6
@@ -367,7 +378,7 @@ def test_a_step_older_than_what_a_tier_has_is_saved_with_a_warning(
     run.save(4)
     with caplog.at_level(logging.WARNING):
         run.save(3)
-    assert f"Step 3 goes into {run.tiers()[0]} although step 4 is there" in caplog.text
+    assert f"Step 3 goes into {run.tiers[0]} although step 4 is there" in caplog.text
     assert run.load().step == 4
 
 
@@ -381,7 +392,7 @@ def test_a_job_killed_at_any_operation_of_a_save_has_the_old_step_or_the_new_one
     seen = []
     while len(seen) < 3 or seen[-2] == 1 or seen[-1] == 1:  # until two saves in a row have got through
         run = Run(memory_path / str(len(seen)), per_node=1)
-        run.options["tiers"] = [MemoryTier(f"{run.base}/node-{{node}}/memory", keep_last=1)]
+        run.tiers = [MemoryTier(f"{run.base}/node-{{node}}/memory", keep_last=1)]
         stores["strike"] = None
         run.save(1, nodes=range(2))
         left = iter(range(len(seen), -1, -1))
@@ -421,7 +432,7 @@ def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
     monkeypatch: pytest.MonkeyPatch, memory_path: Path
 ) -> None:
     def nodes_of(group: Any) -> tuple[int, ...]:
-        return TierSet([LocalTier(f"{memory_path}/{{node}}")], node=None).open(group)[0].of_rank
+        return TierSet(Tiers([LocalTier(f"{memory_path}/{{node}}")])).open(group)[0].of_rank
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert SimulatedWorld(4).run(nodes_of) == [(0, 0, 1, 1)] * 4
@@ -436,8 +447,8 @@ def test_tiers_that_cannot_be_meant_are_refused(memory_path: Path) -> None:
         Checkpointer(
             memory_path / "root", tiers=[MemoryTier(memory_path / "a"), LocalTier(memory_path / "b/../a")]
         )
-    with pytest.raises(DeclarationError, match="every is 0"):
-        Checkpointer(memory_path / "root", every=0)
+    with pytest.raises(DeclarationError, match=r"Tiers\.root_every is 0"):
+        Tiers(root_every=0)
     shared = Run(memory_path, tiers=[MemoryTier(memory_path / "shared")])
     with pytest.raises(DeclarationError, match=r"different nodes, '0' and '1'.*the same directory"):
         shared.save(1)
