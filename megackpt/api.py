@@ -15,10 +15,11 @@ import torch
 
 from megackpt.arguments import check_kind
 from megackpt.comm import AnyGroup, Group, SingleProcess, check_group, subgroup_label, world_group
-from megackpt.engine.checkpoint.claims import check_claims
+from megackpt.engine.checkpoint.claims import check_arrays_complete
 from megackpt.engine.checkpoint.inline_arrays import read_whole_common
 from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
-from megackpt.engine.loading.load import Loaded, load_state, open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common
+from megackpt.engine.loading.load import LoadResult, load_state
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
@@ -296,7 +297,7 @@ def _load(
     strict: StrictHandling | str,
     exchange_group: AnyGroup | None = None,
     choice: LoadChoice = None,
-) -> Loaded:
+) -> LoadResult:
     options = _given_options(options, LoadOptions)
     group = _given_group(group, timeout_s=options.timeout_s)
     with ExitStack() as stack:
@@ -404,9 +405,9 @@ def load_plain_tensors(
     trusted = _given_options(options, LoadOptions).allow_unsafe_pickle
     with _Opened(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=trusted)
-        refuse_unreadable(contents.unreadable, contents.unreadable, where=store.location)
+        check_readable(contents.unreadable, contents.unreadable, where=store.location)
         keys = [key for key, spec in contents.arrays.items() if spec.dtype != OBJECT]
-        check_claims(store, contents.chunks(keys), keys)
+        check_arrays_complete(store, contents.chunks(keys), keys)
     arrays = load_tensors_metadata(checkpoint_dir, allow_unsafe_pickle=trusted)
     for entity in arrays.values():
         entity.init_data()

@@ -1,7 +1,7 @@
 """Warnings of code that runs on all ranks: each is logged once, by one rank.
 
-`notice` logs a warning at once, or adds it to the list of the `held_notices` block around it. A collective
-function sends the lists of all ranks along with what it sends anyway, and rank 0 logs them by `log_notices`.
+`notice` logs a warning at once. Inside of a `collected_notices` block it adds the warning to a list instead. A
+collective function sends the lists of all ranks with its next message, and rank 0 logs them with `log_notices`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def notice(log: logging.Logger, text: str) -> None:
 
 
 @contextmanager
-def held_notices() -> Iterator[Notices]:
+def collected_notices() -> Iterator[Notices]:
     """Hold the warnings of a block back, of this thread. If the block fails, they are logged. Local."""
     held: Notices = []
     token = _HELD.set(held)

@@ -98,7 +98,7 @@ class SaveOptions:
     Attributes:
         timeout_s: how long a rank waits for the others at each meeting point, in seconds; and for a process
             that writes an asynchronous save and shows no progress.
-        piece_bytes: how much of a tensor that is not contiguous in host memory is copied at a time; from a
+        part_bytes: how much of a tensor that is not contiguous in host memory is copied at a time; from a
             CUDA device at most 4 MiB.
         assume_constant_structure: with a plan cache, take the plan of the last save without comparing
             declarations and common state between ranks. What this rank holds is still compared with the plan.
@@ -128,7 +128,7 @@ class SaveOptions:
     """
 
     timeout_s: float = 600.0
-    piece_bytes: int = 4 * 1024 * 1024
+    part_bytes: int = 4 * 1024 * 1024
     assume_constant_structure: bool = False
     spread: Spread = "world"
     plain_tensors: PlainTensors = "auto"
@@ -147,7 +147,7 @@ class SaveOptions:
         for name in ("compare_replicas", "sample_replicas"):
             check_policy(name, getattr(self, name))
         check_seconds("timeout_s", self.timeout_s)
-        check_count("piece_bytes", self.piece_bytes)
+        check_count("part_bytes", self.part_bytes)
         for name in ("assume_constant_structure", "array_digests"):
             check_flag(name, getattr(self, name))
 

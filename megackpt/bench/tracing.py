@@ -32,7 +32,7 @@ _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_read, "plan_reads", "plan"),
     (file_chunks, "digest_list", "digest"),
     (engine_read, "copy_bytes", "copy"),
-    (engine_read, "copy_octets", "copy"),
+    (engine_read, "copy_to_flat_bytes", "copy"),
 )
 
 

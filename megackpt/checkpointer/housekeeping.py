@@ -19,8 +19,8 @@ from megackpt.checkpointer.retention import RetentionDecision, decide, stale_lef
 from megackpt.checkpointer.step_list import StepList, scan
 from megackpt.checkpointer.tracker import TRACKER, write_tracker
 from megackpt.engine.checkpoint.manifest import holds_other_attempts
-from megackpt.engine.checkpoint.steps import StepPlaces, step_name
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.checkpoint.steps import StepDirectories, step_name
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import IntegrityError, truncated_list
 from megackpt.formats.damage import Damage
@@ -55,7 +55,7 @@ class Housekeeping:
 
     def __init__(
         self,
-        places: StepPlaces,
+        places: StepDirectories,
         retention: Retention,
         *,
         allow_unsafe_pickle: bool = False,
@@ -149,7 +149,7 @@ class Housekeeping:
     def _is_whole(self, step: int) -> bool:
         options = VerifyOptions(allow_unsafe_pickle=self._trusted)
         with contextlib.closing(self._places.open(step_name(step))) as store:
-            return not verify_share(store, options, Unseen()).damages
+            return not verify_share(store, options, NoProgress()).damages
 
     def _note_newest(self) -> StepList:
         found = scan(self._places)

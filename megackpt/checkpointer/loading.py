@@ -17,7 +17,7 @@ from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.checkpointer.survey import LastLoad
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks
-from megackpt.engine.checkpoint.steps import StepPlaces, step_name
+from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.errors import NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
@@ -53,7 +53,7 @@ class RootLoading:
         exchange_group: of the loads.
     """
 
-    places: StepPlaces
+    places: StepDirectories
     steps: Callable[[], Sequence[int]]
     latest: Callable[[], int | None]
     options: LoadOptions

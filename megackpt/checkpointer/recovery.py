@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from megackpt.checkpointer.going_back import with_copies_of_step
 from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
-from megackpt.engine.checkpoint.steps import LocalPlaces, step_name
+from megackpt.engine.checkpoint.steps import LocalSteps, step_name
 from megackpt.engine.loading.fallback import DAMAGE
 from megackpt.engine.loading.load import load_state
 from megackpt.engine.tiers.recover import (
@@ -64,7 +64,7 @@ class Recovery:
     """One search for the newest step. Every method is collective; rank 0 decides."""
 
     def __init__(
-        self, group: Group, nodes: Nodes, places: Sequence[LocalPlaces], names: Sequence[str], root: Root
+        self, group: Group, nodes: Nodes, places: Sequence[LocalSteps], names: Sequence[str], root: Root
     ) -> None:
         """Look at all of it. places are this node's directories of the tiers, names what they are called."""
         self._group, self._nodes, self._places, self._names = group, nodes, places, names
@@ -123,7 +123,7 @@ class Recovery:
         held = [[{h.name: h for h in node[tier]} for node in of_nodes] for tier in range(len(self._places))]
         return Survey(held, self._root_steps() if group.rank == 0 else [])
 
-    def _held_in(self, place: LocalPlaces) -> list[list[object]]:
+    def _held_in(self, place: LocalSteps) -> list[list[object]]:
         try:
             return [held.to_json() for held in list_node_steps(place)]
         except OSError as error:  # other nodes may have what is needed

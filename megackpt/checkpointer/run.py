@@ -17,7 +17,7 @@ from megackpt.arguments import check_flag, checked_step
 from megackpt.checkpointer.metrics import read_metrics
 from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
 from megackpt.checkpointer.step_list import StepList, scan
-from megackpt.engine.checkpoint.steps import step_name, step_places
+from megackpt.engine.checkpoint.steps import step_directories, step_name
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.storage import ObjectOptions, Store, is_url
 
@@ -41,7 +41,7 @@ class Run:
         objects: ObjectOptions | None = None,
         allow_unsafe_pickle: bool = False,
     ) -> None:
-        self._places = step_places(root, objects=objects)
+        self._places = step_directories(root, objects=objects)
         check_flag("allow_unsafe_pickle", allow_unsafe_pickle)
         self._trusted = allow_unsafe_pickle
         where = self._places.location

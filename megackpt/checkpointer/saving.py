@@ -17,7 +17,7 @@ from megackpt.checkpointer.failures import Failures
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.metrics import checked_metrics, forget_metrics, write_metrics
 from megackpt.comm import Group, run_on_all_ranks
-from megackpt.engine.checkpoint.steps import StepPlaces, step_name
+from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
@@ -43,7 +43,7 @@ class RootSaving:
         verify: how every byte is read again after a commit; None if it is not.
     """
 
-    places: StepPlaces
+    places: StepDirectories
     steps: Callable[[], Iterable[int]]
     housekeeping: Housekeeping
     failures: Failures

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.engine.checkpoint.steps import StepPlaces, step_of
+from megackpt.engine.checkpoint.steps import StepDirectories, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def steps_of(names: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted(step for name in names if (step := step_of(name)) is not None))
 
 
-def scan(places: StepPlaces) -> StepList:
+def scan(places: StepDirectories) -> StepList:
     """Look at what is below a root. Local.
 
     Raises:

@@ -15,7 +15,7 @@ from megackpt.checkpointer.options import Tier
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.engine.background.prepared_save import Destination
-from megackpt.engine.checkpoint.steps import LocalPlaces, step_of
+from megackpt.engine.checkpoint.steps import LocalSteps, step_of
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.errors import StorageError
@@ -116,7 +116,7 @@ def warn_of_refusal(place: NodeLocation, tier: Tier, error: StorageError, *, ran
 def warn_of_newer(place: NodeLocation, tier: Tier) -> None:
     """Say that a step will not be the newest of a tier, if this node has a newer one. Local."""
     with contextlib.suppress(OSError):
-        names = LocalPlaces.at(place.root).names()
+        names = LocalSteps.at(place.root).names()
         newest = max((found for name in names if (found := step_of(name)) is not None), default=place.step)
         if newest > place.step:
             log.warning(

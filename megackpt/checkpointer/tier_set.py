@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
 from megackpt.checkpointer.recovery import Recovery, Root
 from megackpt.comm import Group, run_on_all_ranks
-from megackpt.engine.checkpoint.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import DeclarationError
 from megackpt.planning.nodes import Nodes
@@ -30,7 +30,7 @@ class TierSet:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers.tiers
         self._node = tiers.node
-        self._set_up: tuple[Nodes, tuple[LocalPlaces, ...]] | None = None
+        self._set_up: tuple[Nodes, tuple[LocalSteps, ...]] | None = None
 
     def __len__(self) -> int:
         return len(self._tiers)
@@ -43,7 +43,7 @@ class TierSet:
         nodes, places = self.open(group)
         return Recovery(group, nodes, places, [str(tier) for tier in self._tiers], root)
 
-    def open(self, group: Group) -> tuple[Nodes, tuple[LocalPlaces, ...]]:
+    def open(self, group: Group) -> tuple[Nodes, tuple[LocalSteps, ...]]:
         """Return the nodes of the job, and this node's directory of each tier. Collective at the first call.
 
         Raises:
@@ -53,7 +53,7 @@ class TierSet:
             rank, size = group.rank, group.size
             label = _label(self._node, rank)
             places = tuple(
-                LocalPlaces.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers
+                LocalSteps.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers
             )
 
             def tell() -> bytes:
@@ -92,7 +92,7 @@ def _label(node: str | int | None, rank: int) -> str:
     return socket.gethostname()
 
 
-def _identity(place: LocalPlaces) -> str:
+def _identity(place: LocalSteps) -> str:
     """Return what tells a directory from others; empty where there is none: its use will say why."""
     try:
         return place.identity()
@@ -128,7 +128,7 @@ def _check_directories(
             )
 
 
-def _warn_of(tier: Tier, place: LocalPlaces, nodes: Nodes, size: int) -> None:
+def _warn_of(tier: Tier, place: LocalSteps, nodes: Nodes, size: int) -> None:
     if tier.replication_factor > nodes.count and size > 1:
         log.warning(
             "%s: replication_factor is %s, and there are %s nodes: each has all, and more cannot be had.",

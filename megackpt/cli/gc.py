@@ -87,7 +87,7 @@ def command(
     from megackpt.checkpointer.metrics import read_metrics
     from megackpt.checkpointer.options import Retention
     from megackpt.checkpointer.step_list import scan
-    from megackpt.engine.checkpoint.steps import step_places
+    from megackpt.engine.checkpoint.steps import step_directories
 
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if retention.keeps_all != keep_all:
@@ -97,7 +97,7 @@ def command(
         )
     check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
     check_root(root)
-    places = step_places(root, objects=None)
+    places = step_directories(root, objects=None)
     found = scan(places)
     if not found.committed:
         raise NotACheckpointError(

@@ -21,7 +21,7 @@ from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
 
 if TYPE_CHECKING:
-    from megackpt.engine.checkpoint.steps import StepFile, StepPlaces
+    from megackpt.engine.checkpoint.steps import StepDirectories, StepFile
 
 _AT_ONCE = 16  # steps that are looked at
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -85,10 +85,10 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
     """
     from megackpt.checkpointer.pins import read_pins
     from megackpt.checkpointer.step_list import scan
-    from megackpt.engine.checkpoint.steps import step_places
+    from megackpt.engine.checkpoint.steps import step_directories
 
     check_root(str(root))
-    places = step_places(root, objects=None)
+    places = step_directories(root, objects=None)
     if places.root.exists(MANIFEST):
         raise NotACheckpointError(
             f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name "
@@ -108,7 +108,7 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
 
 
 def _step(
-    places: StepPlaces, step: int, *, is_committed: bool, latest: bool, pins: frozenset[int]
+    places: StepDirectories, step: int, *, is_committed: bool, latest: bool, pins: frozenset[int]
 ) -> Step | None:
     """Describe a step; None if it is gone meanwhile."""
     from megackpt.checkpointer.metrics import read_metrics

@@ -20,11 +20,10 @@ from megackpt.codec import carrying_unknown, leaf_digests
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.inline_arrays import read_whole_common, without_referenced
-from megackpt.engine.checkpoint.opening import read_common_and_references
-from megackpt.engine.data.chunk_bytes import Buffers
+from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
+from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
-from megackpt.engine.loading.load import open_checkpoint, refuse_unreadable
 from megackpt.engine.saving.array_digests import with_array_digests
 from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
@@ -92,7 +91,7 @@ class _Opened:
     start: Ints
     blobs: Mapping[int, bytes]
     common: tuple[Any, Any]
-    earlier: manifest.Earlier
+    earlier: manifest.LeftoverFiles
     others: frozenset[str] | None
 
 
@@ -170,7 +169,7 @@ def _open(job: _Job) -> _Opened:
     whole = contents
     if not refers_to_arrays(job.strategy):  # they become tensors of common state, and no arrays
         contents = without_referenced(contents, job.source)
-    refuse_unreadable(contents.unreadable, contents.unreadable, where=job.source.location)
+    check_readable(contents.unreadable, contents.unreadable, where=job.source.location)
     chunks = contents.chunks(sorted(contents.arrays))
     copy = plan_copy(chunks.table, chunks.place, ranks=job.group.size, block_bytes=chunks.block_bytes)
     plan = replace(copy.plan, table=_only_arrays(copy.plan.table, contents.arrays))
@@ -189,9 +188,9 @@ def _open(job: _Job) -> _Opened:
             value = contents.decode_object(data, f"{job.source.location}: object {key!r}")
             blobs[row] = job.strategy.encode_object(value, path=key)
     if job.group.rank > 0:
-        return _Opened(contents, chunks, plan, copy.start, blobs, common, manifest.Earlier(), None)
+        return _Opened(contents, chunks, plan, copy.start, blobs, common, manifest.LeftoverFiles(), None)
     job.target.create()
-    earlier = manifest.earlier_in(job.target, job.strategy)
+    earlier = manifest.find_leftover_files(job.target, job.strategy)
     others = None if manifest.is_committed(job.target) else frozenset(job.target.names())
     return _Opened(contents, chunks, plan, copy.start, blobs, common, earlier, others)
 
@@ -261,7 +260,7 @@ def _is_same_place(first: Store, second: Store) -> bool:
 
 def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> PlannedSave:
     """Say where the bytes come from: this rank's objects from memory, anything else from the source."""
-    buffers = Buffers()
+    buffers = ReadBuffers()
 
     def pieces(row: int) -> Iterator[memoryview]:
         entity = int(plan.entity[row])

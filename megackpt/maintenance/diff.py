@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from megackpt.codec import carrying_unknown, leaf_digests
-from megackpt.engine.checkpoint.common_arrays import values_in, with_tensors
+from megackpt.engine.checkpoint.common_arrays import value_steps, with_tensors
 from megackpt.engine.checkpoint.inline_arrays import read_referenced, stored_references
-from megackpt.engine.checkpoint.opening import read_common_and_references
+from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
-from megackpt.engine.data.workers import do_all
-from megackpt.engine.loading.load import open_checkpoint, refuse_unreadable
+from megackpt.engine.data.workers import run_jobs
 from megackpt.errors import CoverageError
 from megackpt.formats.contents import Chunks, Contents, Part
 from megackpt.maintenance.compare import Pair, pairs_of
@@ -134,9 +133,7 @@ def find_difference(
         for contents, keys in zip(opened, inline, strict=True)
     ]
     for contents, store in zip(opened, stores, strict=True):
-        refuse_unreadable(
-            _fitting(contents.unreadable, options.keys), contents.unreadable, where=store.location
-        )
+        check_readable(_fitting(contents.unreadable, options.keys), contents.unreadable, where=store.location)
     both = sorted(set(arrays[0]) & set(arrays[1]))
     alike = [key for key in both if arrays[0][key] == arrays[1][key]]
     others = [key for key in both if arrays[0][key] != arrays[1][key]]
@@ -215,7 +212,7 @@ def _compare_arrays(
             progress.advance(len(pair.first))
 
     jobs: Iterator[Callable[[], None]] = (partial(compare, parts) for parts in _shares(chunks, buffer_bytes))
-    do_all(jobs, threads=options.threads, name="megackpt-diff")
+    run_jobs(jobs, threads=options.threads, name="megackpt-diff")
     return [_array_difference(*tally.found[key]) for key in sorted(tally.found)]
 
 
@@ -334,7 +331,7 @@ def _read_common(opened: Sequence[Contents], stores: Sequence[Store]) -> _Common
     references = [stored_references(pair[0], c) for pair, c in zip(pairs, opened, strict=True)]
     states, inline = [], []
     for one, other in ((0, 1), (1, 0)):
-        places = values_in(pairs[other][0])
+        places = value_steps(pairs[other][0])
         taken = {place: key for place, key in references[one].items() if place in places}
         tensors = read_referenced(taken, opened[one], stores[one])
         states.append(with_tensors(pairs[one][0], tensors))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megackpt.engine.checkpoint.manifest import read_manifest
-from megackpt.engine.loading.load import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.formats.contents import LiesInFiles
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.simulation.arrays import STEP, state_key

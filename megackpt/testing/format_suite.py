@@ -34,8 +34,8 @@ from megackpt.api import (
 )
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.engine.loading.load import open_checkpoint
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
 from megackpt.formats.strategy import MANIFEST, Format, Pieces, SaveStrategy
 from megackpt.geometry import Ints
@@ -142,9 +142,9 @@ class FormatConformance:
                 assert _bytes_of(got) == _bytes_of(expected)
         store.close()
 
-    @pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+    @pytest.mark.parametrize("part_bytes", [64, 1 << 20])
     def test_pieces_are_not_looked_at_when_they_are_no_longer_valid(
-        self, strategy: SaveStrategy, new_store: Callable[[], Store], piece_bytes: int
+        self, strategy: SaveStrategy, new_store: Callable[[], Store], part_bytes: int
     ) -> None:
         values = {f"w{i}": torch.rand(20, 30)[:, i:] for i in range(5)}
         store = new_store()
@@ -153,7 +153,7 @@ class FormatConformance:
             {k: whole(k, v) for k, v in values.items()},
             store,
             fleeting,
-            options=SaveOptions(piece_bytes=piece_bytes),
+            options=SaveOptions(part_bytes=part_bytes),
         )
         loaded = load({k: whole(k, torch.zeros_like(v)) for k, v in values.items()}, store)
         assert difference(loaded, values) is None

@@ -36,11 +36,11 @@ def some_bytes(nbytes: int, *, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
 
 
-def write_stream(store: Store, name: str, data: bytes, *, piece_bytes: int) -> None:
+def write_stream(store: Store, name: str, data: bytes, *, part_bytes: int) -> None:
     """Write `data` through a writer in pieces."""
     with store.open_writer(name, len(data)) as writer:
-        for start in range(0, len(data), piece_bytes):
-            writer.write(memoryview(data)[start : start + piece_bytes])
+        for start in range(0, len(data), part_bytes):
+            writer.write(memoryview(data)[start : start + part_bytes])
 
 
 def read_range(store: Store, name: str, start: int, stop: int) -> bytes:
@@ -126,11 +126,11 @@ class StoreConformance:
         assert store.size("d/metadata.json") == 3
         assert store.names() == ["d/metadata.json"]
 
-    @pytest.mark.parametrize("piece_bytes", [_LARGE, 1 << 20, 100_001, 4096])
+    @pytest.mark.parametrize("part_bytes", [_LARGE, 1 << 20, 100_001, 4096])
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, _LARGE])
-    def test_a_stream_reads_as_written(self, store: Store, nbytes: int, piece_bytes: int) -> None:
+    def test_a_stream_reads_as_written(self, store: Store, nbytes: int, part_bytes: int) -> None:
         data = some_bytes(nbytes)
-        write_stream(store, "data/s", data, piece_bytes=piece_bytes)
+        write_stream(store, "data/s", data, part_bytes=part_bytes)
         assert store.size("data/s") == nbytes
         assert store.read("data/s", max_bytes=nbytes) == data
         assert read_range(store, "data/s", nbytes // 3, nbytes) == data[nbytes // 3 :]
@@ -148,9 +148,9 @@ class StoreConformance:
         assert store.read("a", max_bytes=len(expected)) == expected
 
     def test_a_stream_takes_the_place_of_an_older_file(self, store: Store) -> None:
-        write_stream(store, "a", some_bytes(10_000), piece_bytes=10_000)
+        write_stream(store, "a", some_bytes(10_000), part_bytes=10_000)
         assert read_range(store, "a", 0, 1) == some_bytes(10_000)[:1]
-        write_stream(store, "a", b"xyz", piece_bytes=2)
+        write_stream(store, "a", b"xyz", part_bytes=2)
         assert store.read("a", max_bytes=100) == b"xyz"
         assert read_range(store, "a", 0, 3) == b"xyz"
 
@@ -288,7 +288,7 @@ class StoreConformance:
         def work(index: int) -> None:
             try:
                 data = some_bytes(300_000 + index, seed=index)
-                write_stream(store, f"t/{index}", data, piece_bytes=70_000)
+                write_stream(store, f"t/{index}", data, part_bytes=70_000)
                 for start in range(0, len(data), 50_000):
                     stop = min(start + 50_000, len(data))
                     assert read_range(store, f"t/{index}", start, stop) == data[start:stop]
@@ -305,7 +305,7 @@ class StoreConformance:
         assert len(store.names("t/")) == 8
 
     def test_a_closed_store_can_be_used_again(self, store: Store) -> None:
-        write_stream(store, "a", some_bytes(_LARGE), piece_bytes=1 << 20)
+        write_stream(store, "a", some_bytes(_LARGE), part_bytes=1 << 20)
         store.close()
         assert read_range(store, "a", 5, 10) == some_bytes(_LARGE)[5:10]
-        write_stream(store, "a", b"1", piece_bytes=1)
+        write_stream(store, "a", b"1", part_bytes=1)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import SaveOptions, ShardedTensor, save
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.maintenance.diff import find_difference
@@ -119,7 +119,7 @@ def main() -> None:
         one, two = map(open_store, places[:2])
         for _ in range(given.turns):
             for case, options in (("diff", DiffOptions()), ("diff --read", DiffOptions(read_all=True))):
-                times.take_alone(case, lambda o=options: find_difference(one, two, o, Unseen()))  # type: ignore[misc]
+                times.take_alone(case, lambda o=options: find_difference(one, two, o, NoProgress()))  # type: ignore[misc]
     dist.barrier()
     save(state, emptied(places[2]))
     if dist.get_rank() == 0:
@@ -127,7 +127,7 @@ def main() -> None:
             for case, place in (("verify --deep, digests", places[0]), ("verify --deep", places[2])):
                 store = open_store(place)
                 times.take_alone(
-                    case, lambda s=store: verify_checkpoint(s, VerifyOptions(deep=True), Unseen())  # type: ignore[misc]
+                    case, lambda s=store: verify_checkpoint(s, VerifyOptions(deep=True), NoProgress())  # type: ignore[misc]
                 )  # fmt: skip
         times.show()
     for place in places:

@@ -22,8 +22,8 @@ from megackpt.cli import main
 from megackpt.cli.progress import Bars
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.manifest import is_committed
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.engine.loading.load import open_checkpoint
 from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.registry import save_strategies, save_strategy

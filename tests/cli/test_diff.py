@@ -12,7 +12,7 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.maintenance.diff import find_difference
 from megackpt.options import DiffOptions
 from megackpt.storage import open_store
@@ -158,7 +158,7 @@ def test_small_buffers_and_many_threads_find_the_same(tmp_path: Path) -> None:
     changed[::1000] += 1
     first, second = open_store(saved(tmp_path / "a")), open_store(save_whole(tmp_path / "b", long=changed))
     for options in (DiffOptions(), DiffOptions(buffer_bytes=1000, threads=1), DiffOptions(threads=5)):
-        (found,) = find_difference(first, second, options, Unseen()).arrays
+        (found,) = find_difference(first, second, options, NoProgress()).arrays
         assert (found.key, found.elements, found.first, found.largest) == ("long", 400, (0,), 1.0)
 
 

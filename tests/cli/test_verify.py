@@ -15,7 +15,7 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import FormatError
 from megackpt.maintenance.diff import find_difference
@@ -161,7 +161,7 @@ def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Pa
     for at in range(len(whole)):
         flip(manifest, at)
         with contextlib.suppress(FormatError):  # of a format that is not known
-            if verify_checkpoint(store, VerifyOptions(), Unseen()).is_undamaged:
+            if verify_checkpoint(store, VerifyOptions(), NoProgress()).is_undamaged:
                 changed = json.loads(manifest.read_bytes())
                 for name in {*said, *changed}:
                     if said.get(name) != changed.get(name):
@@ -324,7 +324,7 @@ def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
         flip(file, -1)
         flip(file, len(file.read_bytes()) // 2)
     found = [
-        verify_checkpoint(open_store(tmp_path), VerifyOptions(deep=True, threads=n), Unseen()).damages
+        verify_checkpoint(open_store(tmp_path), VerifyOptions(deep=True, threads=n), NoProgress()).damages
         for n in (1, 2, 7)
     ]
     assert len(found[0]) >= 4
@@ -351,8 +351,11 @@ def test_flipped_bytes_in_the_small_files_of_other_formats_are_damage_or_change_
     for at in range(0, len(data), max(1, len(data) // 60)):
         flip(file, at)
         damaged = open_store(directory)
-        is_undamaged = verify_checkpoint(damaged, options, Unseen()).is_undamaged
-        if is_undamaged and not find_difference(whole, damaged, DiffOptions(threads=1), Unseen()).is_equal:
+        is_undamaged = verify_checkpoint(damaged, options, NoProgress()).is_undamaged
+        if (
+            is_undamaged
+            and not find_difference(whole, damaged, DiffOptions(threads=1), NoProgress()).is_equal
+        ):
             overlooked.append(at)
         file.write_bytes(data)
     # The extents of an array stand nowhere but in its document.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.comm import SingleProcess
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.formats.registry import save_strategy
 from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.maintenance.diff import find_difference
@@ -63,8 +63,10 @@ def save_and_resume(root: Path) -> None:
     if dist.get_rank() == 0:
         for source, target in (("megackpt", "torch_dist"), ("torch_dist", "megackpt")):
             stores = open_store(str(root / source)), open_store(str(root / f"to_{target}"))
-            convert_checkpoint(*stores, save_strategy(target), SingleProcess(), ConvertOptions(), Unseen())
-            assert find_difference(*stores, DiffOptions(), Unseen()).is_equal
+            convert_checkpoint(
+                *stores, save_strategy(target), SingleProcess(), ConvertOptions(), NoProgress()
+            )
+            assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
     dist.barrier()
     for name in ("megackpt", "torch_dist", "to_megackpt", "to_torch_dist"):
         again = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)

@@ -16,7 +16,7 @@ import pytest
 from training.arguments import parse_arguments
 
 from megackpt import CheckpointConfig, Checkpointer, DeclarationError
-from megackpt.engine.loading.load import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 from tests.e2e.command_line import PRETRAIN_GPT

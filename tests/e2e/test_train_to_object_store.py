@@ -33,7 +33,7 @@ POLICIES = [
 ]
 
 
-def run_in(environment: dict[str, str], arguments: Arguments) -> None:
+def contiguous_bytes(environment: dict[str, str], arguments: Arguments) -> None:
     """Train in a worker rank that has other variables of the environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
@@ -55,7 +55,7 @@ def test_a_run_resumed_from_an_object_store_is_the_uninterrupted_one_bit_for_bit
     asked = [*flags, *POLICIES, f"--ckpt={url}", f"--metrics={tmp_path}/metrics.jsonl"]
     for until in (3, 5):
         arguments = arguments_for(LAYOUTS["1 rank"], [*asked, f"--exit-after={until}"])
-        rank_pool.run(run_in, 1, environment, arguments)
+        rank_pool.run(contiguous_bytes, 1, environment, arguments)
 
     train(rank_pool, "1 rank", tmp_path / "whole", *flags)
     assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")

@@ -18,7 +18,7 @@ from megackpt import Checkpointer, CheckpointError, LocalTier
 from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.linked_group import LinkedGroup
 from megackpt.engine.background.messages import Job
-from megackpt.engine.checkpoint.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.storage import Store
 from megackpt.testing.crash_store import Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation
@@ -120,13 +120,13 @@ def save_behind(run: Run, nodes: Nodes, step: int) -> list[str]:
 
 
 def save_at_once(run: Run, nodes: Nodes, step: int) -> None:
-    open_well = LocalPlaces.open
+    open_well = LocalSteps.open
 
-    def open_around(places: LocalPlaces, name: str) -> Store:
+    def open_around(places: LocalSteps, name: str) -> Store:
         rank = int(Path(places.location).parent.name.removeprefix("node-"))
         return nodes.around(open_well(places, name), rank)
 
-    with patch.object(LocalPlaces, "open", open_around):
+    with patch.object(LocalSteps, "open", open_around):
         run.save(step, nodes=range(2))
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save as save_columns
 import megackpt
 from megackpt import CheckpointError, ShardedObject, ShardedTensor
 from megackpt.codec import unpack
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats import index_reader
 from megackpt.formats.documents import read_document
@@ -187,7 +187,7 @@ def _by_parts(store: MemoryStore) -> None:
 
 
 def _verify(store: MemoryStore) -> bool:
-    return verify_checkpoint(store, VerifyOptions(deep=True, threads=1), Unseen()).is_undamaged
+    return verify_checkpoint(store, VerifyOptions(deep=True, threads=1), NoProgress()).is_undamaged
 
 
 READERS: Mapping[str, Callable[[MemoryStore], Any]] = {

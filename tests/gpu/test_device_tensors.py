@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, KeyRule, LoadOptions, Policy, SaveOptions, ShardedTensor, load, save
-from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, pieces_of, to_host
+from megackpt.engine.data.device_copies import COMMON_BUFFERS, HostBuffers, host_parts, to_host
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view, parts_of
 from megackpt.metadata import DTYPES
 from megackpt.storage.buffers import BUFFER_BYTES
@@ -79,16 +79,16 @@ def busy_stream() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("backend", FORMATS)
-@pytest.mark.parametrize("piece_bytes", [SaveOptions().piece_bytes, 1000])
+@pytest.mark.parametrize("part_bytes", [SaveOptions().part_bytes, 1000])
 def test_what_is_saved_from_a_device_is_loaded_on_the_host(
-    tmp_path: Path, backend: str, piece_bytes: int
+    tmp_path: Path, backend: str, part_bytes: int
 ) -> None:
     host = on_host()
     device = {key: like(tensor) for key, tensor in host.items()}
     host_too = {"beside " + key: host[key] for key in ("long", "float32", "transposed")}
     # Rows in host memory stand between those on the device.
     mixed = dict(sorted((device | host_too).items(), key=lambda item: item[0][::-1]))
-    save(declared(mixed), tmp_path / "c", (backend, 1), options=SaveOptions(piece_bytes=piece_bytes))
+    save(declared(mixed), tmp_path / "c", (backend, 1), options=SaveOptions(part_bytes=part_bytes))
     targets = {key: torch.zeros(t.shape, dtype=t.dtype) for key, t in mixed.items()}
     load(declared(targets), tmp_path / "c")
     for key, target in targets.items():
@@ -183,4 +183,4 @@ def test_buffers_that_are_not_pinned_do_as_well() -> None:
     parts = ((None, part) for part in parts_of(tensor, buffers.buffer_bytes))
     arrived = b"".join(bytes(piece) for _, piece in to_host(parts, buffers))
     assert not buffers.take().is_pinned()
-    assert arrived == b"".join(bytes(piece) for piece in pieces_of(tensor.cpu(), piece_bytes=1 << 20))
+    assert arrived == b"".join(bytes(piece) for piece in host_parts(tensor.cpu(), part_bytes=1 << 20))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt import Checkpointer, SaveOptions, ShardedTensor, load
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.maintenance.diff import find_difference
 from megackpt.options import DiffOptions
 from megackpt.storage import open_store
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_moved_to_another_layout_is_proved_equal_without_being
     steps = [tmp_path / f"iter_000000{step}" for step in (1, 2)]
     for step in steps:
         shutil.rmtree(step / "data")
-    found = find_difference(*map(open_store, steps), DiffOptions(), Unseen())
+    found = find_difference(*map(open_store, steps), DiffOptions(), NoProgress())
     assert found.is_equal
     assert (found.compared, found.by_digest, found.nbytes) == (3, 3, 0)
     assert found.by_digest_nbytes == WEIGHT.nbytes + MASTER.nbytes + 200

@@ -26,7 +26,7 @@ def load_and_save_gathered(layout: ParallelLayout, source: Path, target: Path) -
 
 
 def chunks_of(directory: Path) -> int:
-    from megackpt.engine.loading.load import open_checkpoint
+    from megackpt.engine.checkpoint.opening import open_checkpoint
 
     contents = open_checkpoint(LocalStore(directory))
     return len(contents.chunks([key for key in contents.arrays if "exp_avg" in key]).table)

@@ -18,7 +18,7 @@ import megackpt
 from megackpt import Checkpointer, KeepBest, NotACheckpointError, Retention, ShardedTensor, StorageError
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.errors import UnsupportedError
 from megackpt.formats.registry import save_strategy
 from megackpt.maintenance.convert import convert_checkpoint
@@ -373,7 +373,7 @@ def test_parity_and_repair_work_in_an_object_store(s3_server: S3Server) -> None:
     loaded, report = megackpt.load_with_report(state(0, 1, axis=0, seed=None), store, options=fallback)
     assert is_loaded(loaded, 0, 1, axis=0, seed=1)
     assert {m.file for m in report.recovered} == {lost}
-    repaired = repair_checkpoint(store, [], RepairOptions(), Unseen())
+    repaired = repair_checkpoint(store, [], RepairOptions(), NoProgress())
     assert (repaired.is_done, repaired.is_whole) == (True, True)
     assert store.names() == names
     store.close()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megackpt import SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.engine.loading.load import open_checkpoint
 from megackpt.formats.array_digests import ArrayDigester
 from megackpt.geometry import Box, box_ranges
 from megackpt.metadata import ArraySpec, ChunkTable

@@ -23,7 +23,7 @@ from megackpt.checkpointer import saving
 from megackpt.checkpointer.housekeeping import Housekeeping
 from megackpt.checkpointer.pins import write_pin
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.engine.verification.verify import ShareReport, verify_share
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld
@@ -106,7 +106,7 @@ def test_a_pin_that_comes_after_the_decision_is_still_heeded(tmp_path: Path) -> 
     for step in (1, 2, 3):
         checkpointer.save(step, {"a": step})
 
-    class PinnedMeanwhile(LocalPlaces):
+    class PinnedMeanwhile(LocalSteps):
         def remove(self, name: str) -> None:
             write_pin(self.root, 2)  # by someone else, while step 1 is removed
             super().remove(name)
@@ -160,7 +160,7 @@ def test_a_step_that_is_damaged_right_after_the_commit_is_removed_and_older_ones
 
     assert SimulatedWorld(2).run(lambda group: save(group, 1)) == [0, 0]
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(LocalPlaces, "open", lambda self, name: Damaging(self._root / name))
+        patched.setattr(LocalSteps, "open", lambda self, name: Damaging(self._root / name))
         outcomes = SimulatedWorld(2).outcomes(lambda group: save(group, 2))
     if on_error == "warn":
         assert outcomes == [1, 1]

@@ -17,7 +17,7 @@ import torch
 import megackpt
 from megackpt.codec import Encoded, ForeignNamedTuple, carrying_unknown, decode, encode, leaf_digests
 from megackpt.comm import SingleProcess
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.safe_pickle import load_value, save_value
@@ -325,7 +325,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def _convert(source: Path, target: Path, to: str) -> None:
     stores = (open_store(str(source)), open_store(str(target)))
-    convert_checkpoint(*stores, save_strategy(to), SingleProcess(), ConvertOptions(), Unseen())
+    convert_checkpoint(*stores, save_strategy(to), SingleProcess(), ConvertOptions(), NoProgress())
 
 
 @pytest.mark.parametrize("first", ["megackpt", "torch_dist"])
@@ -347,7 +347,7 @@ def test_conversions_there_and_back_change_nothing(tmp_path: Path, library: Any,
     for number, name in enumerate(formats):
         _convert(tmp_path / str(number), tmp_path / str(number + 1), name)
         stores = [open_store(str(tmp_path / str(place))) for place in (0, number + 1)]
-        assert find_difference(*stores, DiffOptions(), Unseen()).is_equal
+        assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
     sys.modules[library.__name__] = library
     for number in range(len(formats) + 1):
         place = str(tmp_path / str(number))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, pieces_of, rows_to_host, to_host
+from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host_parts, rows_to_host, to_host
 from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
 from megackpt.planning import BlockCopy
 
@@ -44,7 +44,7 @@ def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, bu
     arrived = list((label, bytes(piece)) for label, piece in to_host(enumerate(parts), buffers))
     assert [label for label, _ in arrived] == list(range(len(parts)))
     assert b"".join(piece for _, piece in arrived) == true_bytes(tensor)
-    assert b"".join(bytes(p) for p in pieces_of(tensor, piece_bytes=buffer_bytes)) == true_bytes(tensor)
+    assert b"".join(bytes(p) for p in host_parts(tensor, part_bytes=buffer_bytes)) == true_bytes(tensor)
 
 
 def test_a_piece_stays_while_the_next_are_copied_and_no_more_of_them_than_said() -> None:

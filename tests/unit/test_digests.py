@@ -23,11 +23,11 @@ def test_empty_data_has_no_blocks() -> None:
     assert block_digests(memoryview(np.empty((0, 2), np.float32)), 10).tolist() == []
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 499, 500, 501, 1000, 1300])
-def test_pieces_of_any_size_give_the_same_digests(piece_bytes: int) -> None:
+@pytest.mark.parametrize("part_bytes", [1, 7, 499, 500, 501, 1000, 1300])
+def test_pieces_of_any_size_give_the_same_digests(part_bytes: int) -> None:
     digester = BlockDigester(500)
-    for start in range(0, len(DATA), piece_bytes):
-        digester.update(memoryview(DATA)[start : start + piece_bytes])
+    for start in range(0, len(DATA), part_bytes):
+        digester.update(memoryview(DATA)[start : start + part_bytes])
         digester.result()  # asking early must not disturb
     assert digester.result().tolist() == block_digests(memoryview(DATA), 500).tolist()
 

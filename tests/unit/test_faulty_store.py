@@ -22,7 +22,7 @@ def _save(store: Store) -> None:
     """A little save: two streams of two writes, then the commit."""
     store.create()
     for name in ("a", "b"):
-        write_stream(store, name, b"12", piece_bytes=1)
+        write_stream(store, name, b"12", part_bytes=1)
     store.sync()
     store.replace("commit", b"done")
 

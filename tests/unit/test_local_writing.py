@@ -123,7 +123,7 @@ def test_a_file_system_that_cannot_reserve_still_stores(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rawio, "_fallocate", _fallocate_answering(errno.EOPNOTSUPP))
-    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=100_000)
+    write_stream(store, "a", some_bytes(MEGABYTES), part_bytes=100_000)
     assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
 
 
@@ -151,7 +151,7 @@ def test_large_streams_use_direct_io_with_aligned_requests(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = _record_pwrite(monkeypatch)
-    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=77_777)
+    write_stream(store, "a", some_bytes(MEGABYTES), part_bytes=77_777)
     if not any(direct for direct, _, _ in requests):
         pytest.skip("the file system of the temporary directory has no direct I/O")
     assert all(direct for direct, _, _ in requests)
@@ -161,7 +161,7 @@ def test_large_streams_use_direct_io_with_aligned_requests(
 
 def test_small_streams_go_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _record_pwrite(monkeypatch)
-    write_stream(LocalStore(tmp_path), "a", some_bytes(1000), piece_bytes=1000)
+    write_stream(LocalStore(tmp_path), "a", some_bytes(1000), part_bytes=1000)
     assert requests == [(False, 0, 1000)]
 
 
@@ -173,14 +173,14 @@ def test_a_file_system_without_direct_io_still_stores(
         monkeypatch.setattr(rawio, "_O_DIRECT", 0)
     else:
         monkeypatch.setattr(os, "pwrite", _refusing_direct(os.pwrite))
-    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=100_000)
+    write_stream(store, "a", some_bytes(MEGABYTES), part_bytes=100_000)
     assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
 
 
 def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:5_000], offset))
-    write_stream(store, "a", some_bytes(MEGABYTES), piece_bytes=1 << 20)
+    write_stream(store, "a", some_bytes(MEGABYTES), part_bytes=1 << 20)
     assert store.read("a", max_bytes=MEGABYTES) == some_bytes(MEGABYTES)
 
 
@@ -198,7 +198,7 @@ def test_an_error_while_writing_fails_the_stream_and_removes_the_file(
     store = LocalStore(tmp_path, files=options)
     monkeypatch.setattr(os, "pwrite", _raiser(errno.EIO))
     with pytest.raises(StorageError, match=r"/a: cannot write: .*EIO.*device reports a fault") as caught:
-        write_stream(store, "a", bytes(MEGABYTES), piece_bytes=100_000)
+        write_stream(store, "a", bytes(MEGABYTES), part_bytes=100_000)
     assert caught.value.errno == errno.EIO
     assert store.names() == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("megackpt-write")]
@@ -224,7 +224,7 @@ def test_a_writer_holds_no_more_buffers_than_it_may(
         buffers.mmap, "mmap", lambda fd, nbytes, **kind: made.append(nbytes) or real(fd, nbytes, **kind)
     )
     for name in ("a", "b"):
-        write_stream(store, name, bytes(MEGABYTES), piece_bytes=MEGABYTES)
+        write_stream(store, name, bytes(MEGABYTES), part_bytes=MEGABYTES)
     assert made == [SMALL.buffer_bytes] * SMALL.buffers
 
 
@@ -241,7 +241,7 @@ def test_a_buffered_stream_is_flushed_and_dropped_from_the_cache_as_it_goes(
         real(descriptor, offset, nbytes, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", fadvise)
-    write_stream(LocalStore(tmp_path, files=BUFFERED), "a", bytes(MEGABYTES), piece_bytes=3 << 19)
+    write_stream(LocalStore(tmp_path, files=BUFFERED), "a", bytes(MEGABYTES), part_bytes=3 << 19)
     assert [offset for offset, _ in dropped] == [0, *itertools.accumulate(n for _, n in dropped)][:-1]
     assert sum(nbytes for _, nbytes in dropped) > MEGABYTES - (1 << 20)
 
@@ -323,7 +323,7 @@ def test_failures_leak_no_descriptors(store: LocalStore, monkeypatch: pytest.Mon
     for use in (
         lambda: store.write("b", b""),
         lambda: store.replace("b", b""),
-        lambda: write_stream(store, "b", bytes(100_000), piece_bytes=100_000),
+        lambda: write_stream(store, "b", bytes(100_000), part_bytes=100_000),
         lambda: store.read("link", max_bytes=1),
         lambda: store.read("d/none", max_bytes=1),
         lambda: store.sync(),
@@ -339,12 +339,12 @@ def test_sync_flushes_every_directory_that_changed_and_only_those(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for directory in ("quiet", "busy"):
-        write_stream(store, f"{directory}/a", b"1", piece_bytes=1)
+        write_stream(store, f"{directory}/a", b"1", part_bytes=1)
     store.sync()
     flushed = _record_fsync(monkeypatch)
     store.sync()
     assert flushed == []
-    write_stream(store, "busy/new/b", b"1", piece_bytes=1)
+    write_stream(store, "busy/new/b", b"1", part_bytes=1)
     store.delete(["busy/a"])
     flushed.clear()
     store.sync()
@@ -372,7 +372,7 @@ def test_the_content_of_a_small_file_is_durable_when_written_and_its_name_after_
 
 
 def test_a_failed_sync_is_tried_again(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_stream(store, "d/a", b"1", piece_bytes=1)
+    write_stream(store, "d/a", b"1", part_bytes=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", _raiser(errno.EIO))
         with pytest.raises(StorageError, match=r"cannot flush: .*EIO"):
@@ -396,7 +396,7 @@ def test_directories_that_were_made_on_the_way_to_a_store_are_flushed_once(
 def test_a_file_system_that_cannot_flush_directories_is_accepted(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_stream(store, "a", b"1", piece_bytes=1)
+    write_stream(store, "a", b"1", part_bytes=1)
     monkeypatch.setattr(os, "fsync", _raiser(errno.EINVAL))
     store.sync()
 

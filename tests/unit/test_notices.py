@@ -11,7 +11,7 @@ import torch
 
 from megackpt import Checkpointer, KeyRule, LoadOptions, PerRank, Policy, ShardedTensor, load, save
 from megackpt.comm import Group
-from megackpt.notices import held_notices, log_notices, notice
+from megackpt.notices import collected_notices, log_notices, notice
 from megackpt.testing.world import SimulatedWorld
 
 RANKS = 4
@@ -92,11 +92,11 @@ def test_going_back_to_an_older_step_is_said_once(tmp_path: Path, caplog: pytest
 
 
 def test_warnings_of_a_block_that_fails_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(KeyError), held_notices():  # noqa: PT012
+    with pytest.raises(KeyError), collected_notices():  # noqa: PT012
         notice(log, "first")
         raise KeyError("stop")
     notice(log, "at once")
-    with held_notices() as held:
+    with collected_notices() as held:
         notice(log, "later")
     assert warnings_of(caplog) == ["first", "at once"]
     log_notices([held, held])

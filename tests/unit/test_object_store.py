@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from megackpt.engine.checkpoint.steps import ObjectPlaces
+from megackpt.engine.checkpoint.steps import ObjectSteps
 from megackpt.errors import CheckpointError, MissingExtraError, StorageError
 from megackpt.storage import COMMON_POOL, ObjectOptions, ObjectStore, Store, object_upload, open_store
 from megackpt.testing.store_suite import StoreConformance, read_range, some_bytes, write_stream
@@ -62,12 +62,12 @@ def test_a_stream_is_as_many_requests_as_it_has_parts_and_two_and_a_short_one_is
     store: ObjectStore, s3_proxy: FaultyProxy
 ) -> None:
     with s3_proxy.counting() as asked:
-        write_stream(store, "long", some_bytes(LARGE), piece_bytes=100_001)
+        write_stream(store, "long", some_bytes(LARGE), part_bytes=100_001)
     assert asked == {"begin": 1, "part": 10, "complete": 1}
     sizes = sorted(one.nbytes for one in s3_proxy.asked if one.kind == "part")
     assert sizes == [12_345] + [PART] * 9
     with s3_proxy.counting() as asked:
-        write_stream(store, "short", some_bytes(PART), piece_bytes=100_001)
+        write_stream(store, "short", some_bytes(PART), part_bytes=100_001)
         store.write("small", b"1")
         store.replace("small", b"2")
     assert asked == {"put": 3}
@@ -76,7 +76,7 @@ def test_a_stream_is_as_many_requests_as_it_has_parts_and_two_and_a_short_one_is
 def test_reads_ask_for_what_is_needed_and_long_ones_in_several_requests(
     store: ObjectStore, s3_proxy: FaultyProxy
 ) -> None:
-    write_stream(store, "a", some_bytes(LARGE), piece_bytes=1 << 20)
+    write_stream(store, "a", some_bytes(LARGE), part_bytes=1 << 20)
     with s3_proxy.counting() as asked:
         assert read_range(store, "a", 5, 1005) == some_bytes(LARGE)[5:1005]
         with store.lend("a", 7, 1000) as lent:
@@ -97,7 +97,7 @@ def test_a_thousand_objects_are_listed_and_deleted_by_one_request(
     for name in ("d/a", "d/b", "e/c", "f"):
         store.write(name, b"")
     with s3_proxy.counting() as asked:
-        places = ObjectPlaces(store.location, options_for(s3_proxy.port))
+        places = ObjectSteps(store.location, options_for(s3_proxy.port))
         assert places.idle_s("d") == pytest.approx(0, abs=60)
         assert places.idle_s("none") is None
     assert asked == {"list": 2}
@@ -114,7 +114,7 @@ def test_a_thousand_objects_are_listed_and_deleted_by_one_request(
 )
 def test_odd_names_are_kept_as_they_are(store: ObjectStore, name: str) -> None:
     store.write(name, b"1")
-    write_stream(store, f"{name}.long", some_bytes(PART + 1), piece_bytes=PART)
+    write_stream(store, f"{name}.long", some_bytes(PART + 1), part_bytes=PART)
     assert store.names() == sorted([name, f"{name}.long"])
     assert store.read(name, max_bytes=1) == b"1"
     assert read_range(store, f"{name}.long", PART, PART + 1) == some_bytes(PART + 1)[PART:]
@@ -149,7 +149,7 @@ def test_a_writer_holds_few_buffers_however_slow_the_store_is(
 
     s3_proxy.choose = slow
     store = ObjectStore(new_url(), options=options_for(s3_proxy.port, parts_in_flight=2))
-    write_stream(store, "a", some_bytes(LARGE), piece_bytes=LARGE)
+    write_stream(store, "a", some_bytes(LARGE), part_bytes=LARGE)
     assert (lent[0], most[0]) == (0, 3)
 
 
@@ -179,7 +179,7 @@ def test_nothing_is_lost_when_a_request_of_any_kind_fails_once(
 
     s3_proxy.choose = once
     data = some_bytes(3 * PART + 5)
-    write_stream(store, "d/a", data, piece_bytes=1 << 20)
+    write_stream(store, "d/a", data, part_bytes=1 << 20)
     store.write("d/b", data[:1000])
     assert store.size("d/a") == len(data)
     assert read_range(store, "d/a", 3, len(data)) == data[3:]
@@ -193,10 +193,10 @@ def test_nothing_is_lost_when_a_request_of_any_kind_fails_once(
 def test_an_older_object_is_not_taken_for_one_whose_upload_failed(
     store: ObjectStore, s3_proxy: FaultyProxy
 ) -> None:
-    write_stream(store, "a", some_bytes(LARGE, seed=1), piece_bytes=LARGE)
+    write_stream(store, "a", some_bytes(LARGE, seed=1), part_bytes=LARGE)
     s3_proxy.choose = lambda kind, path: "403" if kind == "complete" else ""
     with pytest.raises(StorageError, match="/a: cannot write: the server answered 403"):
-        write_stream(store, "a", some_bytes(LARGE, seed=2), piece_bytes=LARGE)
+        write_stream(store, "a", some_bytes(LARGE, seed=2), part_bytes=LARGE)
     assert store.read("a", max_bytes=LARGE) == some_bytes(LARGE, seed=1)
 
 
@@ -215,7 +215,7 @@ def test_an_upload_that_cannot_be_made_is_aborted_and_said_so(
         rf"^{store.location}/a: cannot write: the server answered 503.*, also after 2 retries. The store is"
     )
     with pytest.raises(StorageError, match=message) as caught:
-        write_stream(store, "a", some_bytes(40 * PART), piece_bytes=100_000)
+        write_stream(store, "a", some_bytes(40 * PART), part_bytes=100_000)
     assert caught.value.errno == errno.EAGAIN
     assert "abort" in s3_proxy.counts()
     assert unfinished_uploads(s3_server.port, store.location) == []
@@ -238,7 +238,7 @@ def test_credentials_appear_in_no_error(store: ObjectStore, s3_proxy: FaultyProx
     s3_proxy.choose = lambda kind, path: "403"
     uses = (
         lambda: store.write("a", b"1"),
-        lambda: write_stream(store, "a", some_bytes(LARGE), piece_bytes=LARGE),
+        lambda: write_stream(store, "a", some_bytes(LARGE), part_bytes=LARGE),
         lambda: store.read("a", max_bytes=1),
         lambda: read_range(store, "a", 0, 1),
         lambda: store.size("a"),
@@ -321,7 +321,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 def test_numbers_arrive_in_arrays_of_any_shape_by_several_requests(store: ObjectStore) -> None:
     numbers = np.random.default_rng(0).standard_normal((300, 1000))
-    write_stream(store, "a", numbers.tobytes(), piece_bytes=1 << 20)
+    write_stream(store, "a", numbers.tobytes(), part_bytes=1 << 20)
     out = np.zeros((299, 1000))
     store.read_into("a", 8000, out.data)
     assert np.array_equal(out, numbers[1:])

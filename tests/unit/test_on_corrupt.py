@@ -30,7 +30,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter
@@ -273,7 +273,7 @@ def test_options_that_dcp_cannot_follow_are_refused() -> None:
 
 
 def is_whole(directory: Path) -> bool:
-    return verify_checkpoint(LocalStore(directory), VerifyOptions(deep=True), Unseen()).is_whole is True
+    return verify_checkpoint(LocalStore(directory), VerifyOptions(deep=True), NoProgress()).is_whole is True
 
 
 def test_removal_of_arrays_keeps_the_files_that_parity_needs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.engine.checkpoint.steps import step_name, step_places
+from megackpt.engine.checkpoint.steps import step_directories, step_name
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore, MemoryStore
 
@@ -38,7 +38,7 @@ def test_that_a_step_is_no_checkpoint_any_more_is_durable_before_other_files_go(
 
     monkeypatch.setattr(kind, "delete", recorded_delete)
     monkeypatch.setattr(kind, "sync", recorded_sync)
-    step_places(root, objects=None).remove(step_name(1))
+    step_directories(root, objects=None).remove(step_name(1))
     assert done[:2] == [[MANIFEST], "sync"]
     assert len(done[2]) >= 2
     assert Checkpointer(root).scan().torn == ()

@@ -28,7 +28,7 @@ from megackpt.checkpointer import LastLoad
 from megackpt.checkpointer.tier_set import TierSet
 from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.steps import LocalPlaces
+from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.engine.tiers import transfer as tier_transfer
 from megackpt.planning.nodes import Nodes
 from megackpt.storage import LocalStore, Store
@@ -229,14 +229,14 @@ def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
 ) -> None:
     run = Run(memory_path)
     run.save(1)
-    names = LocalPlaces.names
+    names = LocalSteps.names
 
-    def names_or_refusal(places: LocalPlaces) -> list[str]:
+    def names_or_refusal(places: LocalSteps) -> list[str]:
         if places.location.endswith("root") or "/node-2/" in places.location:
             raise PermissionError(13, "Permission denied", places.location)
         return names(places)
 
-    monkeypatch.setattr(LocalPlaces, "names", names_or_refusal)
+    monkeypatch.setattr(LocalSteps, "names", names_or_refusal)
     with caplog.at_level(logging.WARNING):
         assert run.load().step == 1
     assert f"{memory_path / 'root'} cannot be looked at, so only the tiers are" in caplog.text
@@ -328,16 +328,16 @@ def test_a_damaged_step_of_the_root_is_passed_over_too(memory_path: Path) -> Non
 def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Lets stores of tiers fail where `strike` is true of the store's place and the operation."""
     acts: dict[str, Any] = {"strike": None}
-    open_well = LocalPlaces.open
+    open_well = LocalSteps.open
 
-    def open_to_fail(places: LocalPlaces, name: str) -> Store:
+    def open_to_fail(places: LocalSteps, name: str) -> Store:
         store = open_well(places, name)
         strike = acts["strike"]
         if strike is None or not isinstance(store, LocalStore) or "/node-" not in store.location:
             return store
         return FaultyStore(store, fail_at=lambda operation: strike(store.location, operation))
 
-    monkeypatch.setattr(LocalPlaces, "open", open_to_fail)
+    monkeypatch.setattr(LocalSteps, "open", open_to_fail)
     return acts
 
 

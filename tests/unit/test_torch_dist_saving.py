@@ -32,7 +32,7 @@ from megackpt import (
     save,
 )
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.data.progress import Unseen
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
@@ -364,7 +364,7 @@ def test_what_a_death_inside_of_a_replacement_leaves_is_removed_by_the_next_save
 
 
 def verified(directory: Path) -> tuple[Damage, ...]:
-    return verify_checkpoint(LocalStore(directory), VerifyOptions(), Unseen()).damages
+    return verify_checkpoint(LocalStore(directory), VerifyOptions(), NoProgress()).damages
 
 
 def test_stock_dcp_loads_values_that_are_no_tensors(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_values_that_dcp_saved_are_read_by_dcp_after_two_conversions(tmp_path: P
             save_strategy(backend),
             SingleProcess(),
             ConvertOptions(),
-            Unseen(),
+            NoProgress(),
         )
     wanted = {"step": 0, "args": None, "nested": {"lr": None}, "w": torch.zeros(3)}
     dcp.load(wanted, checkpoint_id=tmp_path / "again", no_dist=True)

@@ -8,23 +8,23 @@ from functools import partial
 
 import pytest
 
-from megackpt.engine.data.workers import do_all, useful_threads
+from megackpt.engine.data.workers import run_jobs, useful_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_job_is_done_once(threads: int) -> None:
     done: list[int] = []
-    do_all([partial(done.append, i) for i in range(1000)], threads=threads, name="test")
+    run_jobs([partial(done.append, i) for i in range(1000)], threads=threads, name="test")
     assert sorted(done) == list(range(1000))
 
 
 def test_the_calling_thread_takes_part_and_no_more_are_made_than_there_are_jobs() -> None:
     names: set[str] = set()
-    do_all([lambda: names.add(threading.current_thread().name)], threads=8, name="test")
+    run_jobs([lambda: names.add(threading.current_thread().name)], threads=8, name="test")
     assert names == {threading.current_thread().name}
-    do_all([], threads=8, name="test")
+    run_jobs([], threads=8, name="test")
     meeting = threading.Barrier(3)  # only three at the same time get past it
-    do_all([partial(meeting.wait, 20)] * 3, threads=3, name="test")
+    run_jobs([partial(meeting.wait, 20)] * 3, threads=3, name="test")
 
 
 def test_no_job_is_under_way_after_threads_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_no_job_is_under_way_after_threads_could_not_be_started(monkeypatch: pyt
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        do_all([partial(never.wait, 0.2)] * 20, threads=3, name="test")
+        run_jobs([partial(never.wait, 0.2)] * 20, threads=3, name="test")
     assert not started[0].is_alive()
 
 
@@ -51,7 +51,7 @@ def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
         raise ValueError(str(number))
 
     with pytest.raises(ValueError, match=r"^0$"):
-        do_all(
+        run_jobs(
             [partial(fail, 0), partial(fail, 1), *[partial(done.append, i) for i in range(50)]],
             threads=2,
             name="test",

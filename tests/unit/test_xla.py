@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import megackpt
-from megackpt.engine.loading.load import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.errors import CoverageError, DeclarationError, IntegrityError
 from megackpt.integrations.xla import (
     SPMDLoadPlanner,

@@ -68,7 +68,7 @@ class Beginning:
         ):
             return
         with contextlib.suppress(Exception):  # met again, and said, when it is copied in its turn
-            self.ahead = stage_ahead(session.writer, local, agreed, piece_bytes=self._options.piece_bytes)
+            self.ahead = stage_ahead(session.writer, local, agreed, part_bytes=self._options.part_bytes)
 
     def heard(self, largest: tuple[int, ...]) -> None:
         """Raise the error of the first rank that has one; connect what is not connected. Collective.

@@ -11,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
 from megackpt.comm.store_group import StoreAddress
-from megackpt.engine.checkpoint.steps import step_places
+from megackpt.engine.checkpoint.steps import step_directories
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation
@@ -37,7 +37,7 @@ class CheckpointLocation:
     def open(self) -> Store:
         """Return its store."""
         root = self.root if self.store is None else ForkingPickler.loads(self.store)  # of our own parent
-        return step_places(root, objects=self.objects).open(self.name)
+        return step_directories(root, objects=self.objects).open(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

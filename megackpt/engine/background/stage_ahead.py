@@ -55,7 +55,7 @@ class Ahead:
 
 
 def stage_ahead(
-    writer: WriterProcess, local: LocalState, agreed: PlanAgreement, *, piece_bytes: int
+    writer: WriterProcess, local: LocalState, agreed: PlanAgreement, *, part_bytes: int
 ) -> Ahead | None:
     """Copy what a plan lets this rank write, if there is room for all of it now; else do nothing. Local.
 
@@ -69,7 +69,7 @@ def stage_ahead(
     if start is None:
         return None
     span = StreamRange(start=start, layout=layout)
-    pieces = StateRowParts(local, plan, piece_bytes=piece_bytes)
+    pieces = StateRowParts(local, plan, part_bytes=part_bytes)
     memory = writer.arena.memory
     fill(memory, span, rows.tolist(), pieces, _Room(span.stop))
     return Ahead(memory, agreed, span)

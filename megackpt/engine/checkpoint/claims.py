@@ -16,7 +16,7 @@ from megackpt.storage import Store
 from megackpt.validation import coverage_faults
 
 
-def check_claims(store: Store, chunks: Chunks, keys: Collection[str]) -> None:
+def check_arrays_complete(store: Store, chunks: Chunks, keys: Collection[str]) -> None:
     """Refuse arrays that chunks do not cover, and chunks that end behind their files. Local; reads no chunk.
 
     keys are those of the arrays; chunks are all of theirs.

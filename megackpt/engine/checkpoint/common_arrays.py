@@ -20,7 +20,7 @@ from megackpt.mapping.tree import ABSENT, Steps, dotted
 from megackpt.metadata import DTYPES
 
 
-def arrays_in(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor]:
+def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor]:
     """Return the tensors of common state that can be global arrays, as whole ones; taken keys are left out.
 
     The key is the path joined with dots. A tensor stays common state if it has no dims or no elements, if
@@ -47,15 +47,15 @@ def with_references(common: Any, arrays: Mapping[Steps, ShardedTensor]) -> Any:
         array = arrays.get(steps)
         return leaf if array is None else ArrayReference(array.key)
 
-    return mapped(referred, common) if arrays else common
+    return map_common(referred, common) if arrays else common
 
 
-def references_in(common: Any) -> dict[Steps, str]:
+def array_references(common: Any) -> dict[Steps, str]:
     """Return the keys of the arrays that stored common state refers to, by their places."""
     return {steps: leaf.key for steps, leaf in _leaves(common, ()) if isinstance(leaf, ArrayReference)}
 
 
-def values_in(common: Any) -> set[Steps]:
+def value_steps(common: Any) -> set[Steps]:
     """Return the places of stored common state that hold a value, and no reference to an array."""
     return {steps for steps, leaf in _leaves(common, ()) if not isinstance(leaf, ArrayReference)}
 
@@ -66,11 +66,11 @@ def with_tensors(common: Any, tensors: Mapping[Steps, Any]) -> Any:
     def resolved(steps: Steps, leaf: Any) -> Any:
         return tensors.get(steps, ABSENT) if isinstance(leaf, ArrayReference) else leaf
 
-    result = mapped(resolved, common)
+    result = map_common(resolved, common)
     return {} if result is ABSENT else result
 
 
-def mapped(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) -> Any:
+def map_common(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) -> Any:
     """Like `map_leaves`, by steps, and an OrderedDict stays one. A list that loses leaves becomes a dict.
 
     Containers of other classes, also derived ones, are leaves.
@@ -78,7 +78,7 @@ def mapped(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) -> Any
     if type(tree) not in _CONTAINERS:
         return fn(steps, tree)
     children = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    values = {key: mapped(fn, child, (*steps, key)) for key, child in children}
+    values = {key: map_common(fn, child, (*steps, key)) for key, child in children}
     kept = {key: value for key, value in values.items() if value is not ABSENT}
     if values and not kept:
         return ABSENT
@@ -93,7 +93,7 @@ _CONTAINERS = (dict, OrderedDict, list)
 
 
 def _leaves(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
-    """Yield the places and values that `mapped` maps."""
+    """Yield the places and values that `map_common` maps."""
     if type(tree) not in _CONTAINERS:
         yield steps, tree
         return

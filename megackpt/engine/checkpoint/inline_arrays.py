@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megackpt.engine.checkpoint.claims import check_claims
-from megackpt.engine.checkpoint.common_arrays import references_in, with_tensors
+from megackpt.engine.checkpoint.claims import check_arrays_complete
+from megackpt.engine.checkpoint.common_arrays import array_references, with_tensors
 from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.engine.data.read import read_tensors
 from megackpt.formats.contents import Contents
@@ -33,7 +33,7 @@ def stored_references(common: Any, contents: Contents) -> dict[Steps, str]:
     """
     return {
         place: key
-        for place, key in references_in(common).items()
+        for place, key in array_references(common).items()
         if key in contents.arrays and contents.arrays[key].dtype != OBJECT
     }
 
@@ -49,7 +49,7 @@ def read_referenced(
     keys = sorted(set(references.values()))
     if not keys:
         return {}
-    check_claims(store, contents.chunks(keys), keys)  # before memory is taken
+    check_arrays_complete(store, contents.chunks(keys), keys)  # before memory is taken
     tensors = [_whole(key, contents) for key in keys]
     for tensor in tensors:
         tensor.init_data()

@@ -50,7 +50,7 @@ def read_manifest(store: Store) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class LeftoverFiles:
     """What was at a place when a save began.
 
     Attributes:
@@ -62,19 +62,19 @@ class Earlier:
     fixed: tuple[str, ...] = ()
 
 
-def earlier_in(store: Store, strategy: SaveStrategy) -> Earlier:
+def find_leftover_files(store: Store, strategy: SaveStrategy) -> LeftoverFiles:
     """Return what earlier saves of ours have left in a store, before one with a strategy begins.
 
     Files of the same format whose names carry no attempt are not listed: that format replaces them itself.
     """
     names = store.names()
     if not names:
-        return Earlier()
+        return LeftoverFiles()
     known = _known(strategy)
     attempts = frozenset(a for name in names if (a := _attempt_of(name, known)) is not None)
     own = (strategy.backend, strategy.version)
     fixed = [n for s in known if (s.backend, s.version) != own for n in _fixed_names(store, s)]
-    return Earlier(attempts, tuple(fixed))
+    return LeftoverFiles(attempts, tuple(fixed))
 
 
 def is_leftover(store: Store) -> bool:
@@ -121,7 +121,7 @@ def _fixed_names(store: Store, strategy: SaveStrategy) -> list[str]:
     return []
 
 
-def commit(store: Store, said: Json, *, attempt: str, earlier: Earlier, strategy: SaveStrategy) -> None:
+def commit(store: Store, said: Json, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> None:
     """Make an attempt the checkpoint, all at once, then remove what earlier attempts of any format left.
 
     said is what the strategy told of its files. Every file of the attempt must be durable before. earlier is
@@ -147,7 +147,7 @@ def commit(store: Store, said: Json, *, attempt: str, earlier: Earlier, strategy
         store.sync()
 
 
-def _stale(store: Store, *, attempt: str, earlier: Earlier, strategy: SaveStrategy) -> list[str]:
+def _stale(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> list[str]:
     """Return what a commit has made useless: fixed names first, see `HasFixedNames`."""
     names = dict.fromkeys(store.names())
     stale = [n for n in names if is_temporary_name(n)]

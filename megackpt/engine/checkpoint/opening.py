@@ -50,7 +50,7 @@ def read_common_and_references(contents: Contents, *, where: str) -> tuple[Any, 
     return common["state_dict"], common["content_metadata"]
 
 
-def refuse_unreadable(keys: Iterable[str], unreadable: Mapping[str, str], *, where: str) -> None:
+def check_readable(keys: Iterable[str], unreadable: Mapping[str, str], *, where: str) -> None:
     """Refuse keys that are stored as what cannot be loaded; unreadable is that of `Contents`.
 
     Raises:

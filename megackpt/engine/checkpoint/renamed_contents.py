@@ -14,7 +14,7 @@ from megackpt.metadata import ChunkTable
 from megackpt.validation import rename_keys
 
 
-def renamed(contents: Contents, patterns: Mapping[str, str]) -> Contents:
+def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Contents:
     """Return the same contents with stored keys under other names."""
     if not patterns:
         return contents

@@ -74,7 +74,7 @@ class StepFile:
     modified_s: float | None
 
 
-class StepPlaces(Protocol):
+class StepDirectories(Protocol):
     """The directories at the top of a root. All of it is local; no rank waits for another."""
 
     @property
@@ -120,7 +120,9 @@ class StepPlaces(Protocol):
         """Remove a directory that holds no files, where directories are something of their own."""
 
 
-def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions | None) -> StepPlaces:
+def step_directories(
+    root: str | os.PathLike[str] | Store, *, objects: ObjectOptions | None
+) -> StepDirectories:
     """Return the places below a root. A relative path means the same after a change of directory.
 
     objects are the options of an object store, if the root is in one.
@@ -130,24 +132,24 @@ def step_places(root: str | os.PathLike[str] | Store, *, objects: ObjectOptions 
         StorageError: it is an URL that no store serves, or empty.
     """
     if not isinstance(root, (str, os.PathLike)):
-        return StorePlaces(as_store(root))
+        return StoreSteps(as_store(root))
     text = checked_path(root)
     if is_object_url(text):
-        return ObjectPlaces(text, objects)
+        return ObjectSteps(text, objects)
     if is_url(text):
-        return StorePlaces(open_store(text), location=text)
-    return LocalPlaces.at(text)
+        return StoreSteps(open_store(text), location=text)
+    return LocalSteps.at(text)
 
 
-class LocalPlaces:
-    """Directories below one of a file system. See `StepPlaces`."""
+class LocalSteps:
+    """Directories below one of a file system. See `StepDirectories`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._store = LocalStore(root)
 
     @classmethod
-    def at(cls, path: str) -> LocalPlaces:
+    def at(cls, path: str) -> LocalSteps:
         """Return those below a path, which means the same after a change of directory."""
         return cls(Path(absolute_path(path)))
 
@@ -248,8 +250,8 @@ class LocalPlaces:
                     directory.rmdir()
 
 
-class StorePlaces:
-    """Names that begin alike in any store. See `StepPlaces`. Looking lists all that is in the store."""
+class StoreSteps:
+    """Names that begin alike in any store. See `StepDirectories`. Looking lists all that is in the store."""
 
     def __init__(self, store: Store, *, location: str | None = None) -> None:
         self._store = store
@@ -306,8 +308,8 @@ class StorePlaces:
         """Do nothing: directories are parts of names."""
 
 
-class ObjectPlaces:
-    """Prefixes below an URL. See `StepPlaces`.
+class ObjectSteps:
+    """Prefixes below an URL. See `StepDirectories`.
 
     Looking is one listing for each 1,000 steps, not of what is in them, and a request a step.
     """

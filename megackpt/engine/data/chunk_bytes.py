@@ -28,7 +28,7 @@ def parts_of(
         yield first, min(first + step, end)
 
 
-class Buffers:
+class ReadBuffers:
     """Buffers that are used again: fresh memory costs more than reading into it. Safe for many threads."""
 
     def __init__(self) -> None:

@@ -105,24 +105,24 @@ def follow(tensors: Iterable[torch.Tensor]) -> None:
         _side_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
-def pieces_of(tensor: torch.Tensor, *, piece_bytes: int) -> Iterator[memoryview]:
+def host_parts(tensor: torch.Tensor, *, part_bytes: int) -> Iterator[memoryview]:
     """Return the tensor's elements in row-major order as bytes.
 
     A contiguous tensor in host memory is given as it lies, without a copy; anything else in copies of at
-    most piece_bytes (at least one element), each valid until the next is asked for. From CUDA devices copies
-    are made ahead; there piece_bytes is at most 4 MiB. They follow what the caller's stream is doing now.
+    most part_bytes (at least one element), each valid until the next is asked for. From CUDA devices copies
+    are made ahead; there part_bytes is at most 4 MiB. They follow what the caller's stream is doing now.
     """
     if not tensor.is_cuda:
         if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
             return iter([byte_view(as_bits(tensor))])
-        return (byte_view(as_bits(part).cpu().contiguous()) for part in parts_of(tensor, piece_bytes))
+        return (byte_view(as_bits(part).cpu().contiguous()) for part in parts_of(tensor, part_bytes))
     follow([tensor])
-    return (piece for _, piece in to_host((None, part) for part in parts_in_buffers(tensor, piece_bytes)))
+    return (piece for _, piece in to_host((None, part) for part in parts_in_buffers(tensor, part_bytes)))
 
 
-def parts_in_buffers(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
+def parts_in_buffers(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
     """Yield `parts_of` a tensor on a device that fit into the common buffers."""
-    return parts_of(tensor, min(piece_bytes, COMMON_BUFFERS.buffer_bytes))
+    return parts_of(tensor, min(part_bytes, COMMON_BUFFERS.buffer_bytes))
 
 
 def to_host(

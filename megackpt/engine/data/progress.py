@@ -15,7 +15,7 @@ class Progress(Protocol):
         """So many bytes more have been moved."""
 
 
-class Unseen:
+class NoProgress:
     """A `Progress` that nobody looks at."""
 
     def begin(self, doing: str, nbytes: int) -> None:

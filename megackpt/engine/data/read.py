@@ -18,13 +18,13 @@ from megackpt.engine.data.device_copies import Uploads
 from megackpt.engine.data.tensor_bytes import (
     as_bits,
     byte_view,
+    contiguous_bytes,
     copy_bytes,
-    copy_octets,
-    run_in,
+    copy_to_flat_bytes,
     source_block,
     target_block,
 )
-from megackpt.engine.data.workers import do_all, useful_threads
+from megackpt.engine.data.workers import run_jobs, useful_threads
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Chunks, LiesInFiles, MayBeCached, Part
 from megackpt.geometry import Ints
@@ -61,7 +61,7 @@ def read_tensors(
         reader = _Reader(chunks, targets, uploads, verify=options.verify)
         waits = not isinstance(chunks, MayBeCached) or not chunks.is_cached()
         threads = useful_threads(options.threads, waits=waits)
-        do_all(reader.jobs(reads), threads=threads, name="megackpt-read")
+        run_jobs(reader.jobs(reads), threads=threads, name="megackpt-read")
 
 
 def probe_chunk(chunks: Chunks, row: int) -> None:
@@ -208,7 +208,7 @@ class _Reader:
     def _read_strided(self, reads: Reads, read: int) -> None:
         """Read one contiguous copy into a tensor that is not contiguous itself."""
         ((copy,),) = reads.copies([read])
-        into = run_in(self._targets[copy.entity].memory, copy)
+        into = contiguous_bytes(self._targets[copy.entity].memory, copy)
         assert into is not None  # by _are_straight
         self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
 
@@ -232,7 +232,7 @@ class _Reader:
             target = self._targets[copy.entity]
             octets = self._octets[copy.entity]
             if octets is not None:
-                copy_octets(data, begins, target.element.itemsize, octets, copy)
+                copy_to_flat_bytes(data, begins, target.element.itemsize, octets, copy)
             elif not target.memory.is_cuda:
                 copy_bytes(data, begins, target.element, target.memory, copy)
             elif target.is_cast:  # by the host, as for tensors in its memory

@@ -77,28 +77,28 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
     return False
 
 
-def parts_of(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
+def parts_of(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
     """Yield views that hold the tensor's elements in row-major order, one after the other.
 
-    A part has at most piece_bytes (at least one element). Nothing is copied.
+    A part has at most part_bytes (at least one element). Nothing is copied.
     """
     tensor = tensor.detach()
     if not tensor.numel():
         return
     width = tensor.element_size()
-    if tensor.ndim == 0 or tensor.numel() * width <= piece_bytes:
+    if tensor.ndim == 0 or tensor.numel() * width <= part_bytes:
         yield tensor
     elif tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), max(1, piece_bytes // width))
+        yield from torch.split(tensor.view(-1), max(1, part_bytes // width))
     elif len(tensor) == 1:
-        yield from parts_of(tensor[0], piece_bytes)
+        yield from parts_of(tensor[0], part_bytes)
     else:
         row_bytes = tensor.numel() // len(tensor) * width
-        for rows in torch.split(tensor, max(1, piece_bytes // row_bytes)):
-            if row_bytes <= piece_bytes:
+        for rows in torch.split(tensor, max(1, part_bytes // row_bytes)):
+            if row_bytes <= part_bytes:
                 yield rows
             else:
-                yield from parts_of(rows[0], piece_bytes)
+                yield from parts_of(rows[0], part_bytes)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def byte_view(bits: torch.Tensor) -> memoryview:
     return bits.numpy().reshape(-1).view(np.uint8).data
 
 
-def run_in(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
+def contiguous_bytes(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
     """Return the memory that a contiguous copy fills, or None where it has to go through a buffer."""
     if not copy.is_run or not bits.is_cpu:
         return None
@@ -155,7 +155,9 @@ def copy_bytes(
     np.copyto(target_block(target, copy).numpy(), source_block(data, begins, width, copy))
 
 
-def copy_octets(data: memoryview, begins: int, width: int, target: memoryview, copy: BlockCopy) -> None:
+def copy_to_flat_bytes(
+    data: memoryview, begins: int, width: int, target: memoryview, copy: BlockCopy
+) -> None:
     """Like `copy_bytes`, for a contiguous tensor seen as flat bytes, and without conversion."""
     into = _block_in(target, copy.target * width, width, copy.shape, copy.target_stride)
     np.copyto(into, source_block(data, begins, width, copy))

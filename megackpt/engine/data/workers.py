@@ -28,7 +28,7 @@ def useful_threads(threads: int, *, waits: bool) -> int:
     return max(1, min(threads, processors // max(1, ranks)))
 
 
-def do_all(jobs: Iterable[Job], *, threads: int, name: str) -> None:
+def run_jobs(jobs: Iterable[Job], *, threads: int, name: str) -> None:
     """Do every job, in about this order, on at most `threads` threads; the calling one is among them.
 
     Raises:

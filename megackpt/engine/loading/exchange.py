@@ -18,7 +18,7 @@ import torch
 from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.read import Target, placed_in
-from megackpt.engine.data.tensor_bytes import as_elements, byte_view, copy_block, run_in
+from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
 from megackpt.engine.loading.transport import Arrival, Buffers, Step, steps_of, transport_for
 from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents, NamesFiles
@@ -48,7 +48,7 @@ class ExchangeRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RankRequest:
     """What one rank wants of a checkpoint.
 
     Attributes:
@@ -69,7 +69,7 @@ class Wanted:
 
 
 def load_by_exchange(
-    contents: Contents, wanted: Wanted, ranks: ExchangeRanks, options: LoadOptions, *, where: str
+    contents: Contents, wanted: RankRequest, ranks: ExchangeRanks, options: LoadOptions, *, where: str
 ) -> PhaseTimes | None:
     """Fill what each rank wants, every stored byte read once; None if another rank failed, which raises why.
 
@@ -107,7 +107,7 @@ def load_by_exchange(
     return prepared[0].run()
 
 
-def _has_device(wanted: Wanted) -> bytes:
+def _has_device(wanted: RankRequest) -> bytes:
     return b"" if wanted.device.type == "cpu" else b"device"
 
 
@@ -153,7 +153,7 @@ class Exchanger:
         plan: ExchangePlan,
         *,
         ranks: ExchangeRanks,
-        wanted: Wanted,
+        wanted: RankRequest,
         options: LoadOptions,
         devices: DeviceGroup | None,
     ) -> None:
@@ -289,7 +289,7 @@ class Exchanger:
             return None
         (copy,) = self._copies_of(delivery)
         target = self._targets[copy.entity]
-        return None if target.is_cast else run_in(target.memory, copy)
+        return None if target.is_cast else contiguous_bytes(target.memory, copy)
 
 
 def _with_real_targets(

@@ -215,10 +215,10 @@ class Fallback:
             raise self.lost(error, refusals) from error
 
     def _chunks(self, get: Callable[[Contents], Chunks]) -> Chunks:
-        return MendedChunks(self._first(get), get, self)
+        return ChunksWithFallback(self._first(get), get, self)
 
 
-class MendedChunks:
+class ChunksWithFallback:
     """Chunks of which damaged blocks are read from a source; what else formats give is passed on.
 
     Safe for many threads.

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks, subgroup_members
-from megackpt.engine.checkpoint.opening import open_checkpoint, read_common, refuse_unreadable
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.loading.agreement import check_alike, check_exchange, exchange_ranks
 from megackpt.engine.loading.exchange import ExchangeRanks
 from megackpt.engine.loading.fallback import Fallback
 from megackpt.engine.loading.prepare import PreparedLoad
 from megackpt.errors import RankFailedError, truncated_list
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.notices import held_notices, log_notices
+from megackpt.notices import collected_notices, log_notices
 from megackpt.options import LoadOptions
 from megackpt.storage import Store
 from megackpt.validation import (
@@ -34,13 +34,11 @@ from megackpt.validation import (
     check_missing_keys,
 )
 
-__all__ = ["Loaded", "load_state", "open_checkpoint", "read_common", "refuse_unreadable"]
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """What a load gives.
 
     Attributes:
@@ -61,7 +59,7 @@ def load_state(
     *,
     exchange_group: AnyGroup | None = None,
     holders: Mapping[str, Sequence[int]] | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Load into a sharded state dict. Collective over the group.
 
     Arguments are checked here, where a failure becomes common. exchange_group are the ranks of the group,
@@ -83,7 +81,7 @@ def _load(
     exchange_group: AnyGroup | None,
     holders: Mapping[str, Sequence[int]] | None,
     opened: ExitStack,
-) -> Loaded:
+) -> LoadResult:
     prepared: list[PreparedLoad] = []
     exchanging: list[ExchangeRanks] = []
     loaded: list[StateDict] = []
@@ -91,7 +89,7 @@ def _load(
     def prepare() -> bytes:
         rules = LoadRules(options.rules, StrictHandling.of(strict))
         check_exchange(options, exchange_group)
-        with held_notices() as notices:
+        with collected_notices() as notices:
             fallback = opened.enter_context(_fallback(open_store(), options))
             prepared.append(PreparedLoad(state, fallback, options, rules, group))
         said = {
@@ -130,7 +128,7 @@ def _load(
     missing: frozenset[str] = frozenset()
     if rules.look_for_missing_keys:
         asked = {key for answer in answers for key in answer["asked"]}
-        with held_notices() as notices:  # the same on all ranks
+        with collected_notices() as notices:  # the same on all ranks
             missing = check_missing_keys(asked, prepared[0].contents.arrays, rules, where=where)
         if group.rank == 0:
             log_notices([notices])
@@ -150,7 +148,9 @@ def _load(
             group.rank,
             truncated_list([str(record) for record in recovered]),
         )
-    return Loaded(loaded[0], replace(prepared[0].report, missing=missing, recovered=recovered, times=times))
+    return LoadResult(
+        loaded[0], replace(prepared[0].report, missing=missing, recovered=recovered, times=times)
+    )
 
 
 def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: Group) -> None:
@@ -173,7 +173,7 @@ def _check_empty(prepared: PreparedLoad, empty: Sequence[Sequence[str]], group: 
     }
 
     def settle() -> bytes:
-        with held_notices() as notices:
+        with collected_notices() as notices:
             check_empty_containers(prepared.unasked_below(names, asked), prepared.rules, where=prepared.where)
         return json.dumps(notices).encode()
 

@@ -19,13 +19,13 @@ import torch
 
 from megackpt.codec import ArrayReference
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.claims import check_claims
-from megackpt.engine.checkpoint.common_arrays import mapped, references_in, with_tensors
-from megackpt.engine.checkpoint.opening import read_common_and_references, refuse_unreadable
-from megackpt.engine.checkpoint.renamed_contents import renamed
+from megackpt.engine.checkpoint.claims import check_arrays_complete
+from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
+from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
+from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
 from megackpt.engine.data.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.data.tensor_bytes import check_target
-from megackpt.engine.loading.exchange import ExchangeRanks, Wanted, load_by_exchange
+from megackpt.engine.loading.exchange import ExchangeRanks, RankRequest, load_by_exchange
 from megackpt.engine.loading.fallback import Fallback
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
@@ -84,7 +84,7 @@ class PreparedLoad:
         self.rules = rules
         self.fallback = fallback
         stored = fallback.open()
-        self.contents = renamed(stored, options.rename)
+        self.contents = with_renamed_keys(stored, options.rename)
         common = read_common_and_references(self.contents, where=where)[0]
         self.common, references = _referring(common, stored, options.rename)
         plain = plain_tensors(state)
@@ -109,7 +109,7 @@ class PreparedLoad:
         }
         self.asked = sorted(entities | {tensor.key for tensor in whole.values()})
         excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
-        refuse_unreadable(set(self.asked) - excluded, self.contents.unreadable, where=where)
+        check_readable(set(self.asked) - excluded, self.contents.unreadable, where=where)
         arrays = self.contents.arrays
         excluded |= _kept_elsewhere(self.flattened.per_rank, arrays, group.size, where)
         excluded |= _kept_objects(self.flattened.objects, arrays)
@@ -171,7 +171,7 @@ class PreparedLoad:
         """
         taken, store = sorted(set(keys)), self.fallback.only_store
         if taken and store is not None:
-            check_claims(store, self.contents.chunks(taken), taken)
+            check_arrays_complete(store, self.contents.chunks(taken), taken)
 
     def unasked_below(self, names: Set[str], asked: Set[str]) -> dict[str, list[str]]:
         """Return the stored keys below these names that are not among those asked for, by name."""
@@ -202,7 +202,7 @@ class PreparedLoad:
             if tensor.key in padded and tensor.data is not None:
                 tensor.data.detach().zero_()
         if exchange is not None and exchange.group.size > 1:
-            wanted = Wanted(self.requested, self.tensors, self.blobs)
+            wanted = RankRequest(self.requested, self.tensors, self.blobs)
             times = load_by_exchange(self.contents, wanted, exchange, options, where=self.where)
             self.object_bytes = [blob.numpy().tobytes() for blob in self.blobs]
             self.shared.put()
@@ -244,14 +244,14 @@ def _referring(common: Any, stored: Contents, rename: Mapping[str, str]) -> tupl
     names = rename_keys(stored.arrays, rename)
     references = {
         place: key
-        for place, key in references_in(common).items()
+        for place, key in array_references(common).items()
         if names.get(key) == key and stored.arrays[key].dtype != OBJECT
     }
 
     def kept(steps: Steps, leaf: Any) -> Any:
         return leaf if steps in references or not isinstance(leaf, ArrayReference) else ABSENT
 
-    remaining = mapped(kept, common)
+    remaining = map_common(kept, common)
     return {} if remaining is ABSENT else remaining, references
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megackpt.engine.data.device_copies import pieces_of
+from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.state.flatten import FlattenedState
 from megackpt.geometry import Box, Ints
 from megackpt.mapping import is_main_replica
@@ -36,7 +36,7 @@ def digests_of_copies(flattened: FlattenedState) -> dict[str, str]:
         if tensor.key in flattened.part_of_ranks and is_main_replica(tensor.replica_id):
             assert tensor.data is not None  # a DTensor has its local tensor
             digester = BlockDigester(DIGEST_BLOCK_BYTES)
-            for piece in pieces_of(tensor.data, piece_bytes=DIGEST_BLOCK_BYTES):
+            for piece in host_parts(tensor.data, part_bytes=DIGEST_BLOCK_BYTES):
                 digester.update(piece)
             name = f"{tensor.key}{Box(tensor.global_offset, tensor.local_shape)}"
             found[name] = digest_of(digester.result().tobytes())

@@ -17,8 +17,8 @@ import torch
 
 from megackpt.codec import leaf_digests
 from megackpt.codec.paths import format_path
-from megackpt.engine.checkpoint.common_arrays import arrays_in, mapped, with_references
-from megackpt.engine.data.device_copies import follow, parts_in_buffers, pieces_of, rows_to_host
+from megackpt.engine.checkpoint.common_arrays import find_arrays, map_common, with_references
+from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buffers, rows_to_host
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each
 from megackpt.engine.saving.plan_cache import CachedPlan, PlanCache
@@ -123,7 +123,7 @@ class LocalState:
         if prune is not None:
             common, arrays = self.flattened.common, {}
         if self.request.rank0_values:
-            common = mapped(lambda steps, leaf: ABSENT if self._is_rank0s(steps) else leaf, common)
+            common = map_common(lambda steps, leaf: ABSENT if self._is_rank0s(steps) else leaf, common)
             arrays = {steps: array for steps, array in arrays.items() if not self._is_rank0s(steps)}
         if prune is not None:
             common = prune({} if common is ABSENT else common)
@@ -132,7 +132,7 @@ class LocalState:
         found = leaf_digests({} if compared is ABSENT else compared)
         for steps, array in arrays.items():
             assert array.data is not None  # a tensor of the state dict
-            pieces = pieces_of(array.data, piece_bytes=DIGEST_BLOCK_BYTES)
+            pieces = host_parts(array.data, part_bytes=DIGEST_BLOCK_BYTES)
             found[format_path("", steps)] = f"{array.dtype}{array.global_shape}{digest_of_parts(pieces)}"
         return json.dumps(found, sort_keys=True).encode()
 
@@ -179,12 +179,12 @@ class LocalState:
         entities = plan.entity[plan.writer == rank]
         return np.array([len(self.blobs[s - first]) for s in entities.tolist() if s >= first], np.int64)
 
-    def pieces(self, plan: SavePlan, row: int, *, piece_bytes: int) -> Iterator[memoryview]:
+    def pieces(self, plan: SavePlan, row: int, *, part_bytes: int) -> Iterator[memoryview]:
         """Return the bytes of a row of a plan that this rank writes."""
         entity, tensors = int(plan.entity[row]), self.flattened.tensors
         if entity >= len(tensors):
             return iter([memoryview(self.blobs[entity - len(tensors)])])
-        return pieces_of(self.elements(plan, row), piece_bytes=piece_bytes)
+        return host_parts(self.elements(plan, row), part_bytes=part_bytes)
 
     def elements(self, plan: SavePlan, row: int) -> torch.Tensor:
         """Return the part of a tensor that a row stands for: a box of it, or a range of a flat one."""
@@ -218,8 +218,8 @@ class StateRowParts:
     Made by the thread that has computed the tensors; any thread may ask for pieces.
     """
 
-    def __init__(self, local: LocalState, plan: SavePlan, *, piece_bytes: int) -> None:
-        self._local, self._plan, self._piece_bytes = local, plan, piece_bytes
+    def __init__(self, local: LocalState, plan: SavePlan, *, part_bytes: int) -> None:
+        self._local, self._plan, self._part_bytes = local, plan, part_bytes
         on_cuda = {
             i: t.data for i, t in enumerate(local.flattened.tensors) if t.data is not None and t.data.is_cuda
         }
@@ -228,7 +228,7 @@ class StateRowParts:
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Return the bytes of one row."""
-        return self._local.pieces(self._plan, int(row), piece_bytes=self._piece_bytes)
+        return self._local.pieces(self._plan, int(row), part_bytes=self._part_bytes)
 
     def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
         """Yield the bytes of each row; copies from devices run ahead, from row to row."""
@@ -237,7 +237,7 @@ class StateRowParts:
         return rows_to_host(
             rows,
             is_copied=self._is_copied,
-            parts=lambda row: parts_in_buffers(self._local.elements(self._plan, row), self._piece_bytes),
+            parts=lambda row: parts_in_buffers(self._local.elements(self._plan, row), self._part_bytes),
             as_they_lie=self,
         )
 
@@ -269,7 +269,7 @@ def prepare(
             f"state only. Save in the native format, or without SaveOptions(plain_tensors='arrays')."
         )
     as_arrays = request.plain_tensors != "common" and refers_to_arrays(strategy)
-    arrays = arrays_in(flattened.common, taken) if as_arrays else {}
+    arrays = find_arrays(flattened.common, taken) if as_arrays else {}
     common = with_references(flattened.common, arrays)
     flattened = replace(flattened, tensors=(*flattened.tensors, *_declared(request, arrays, rank=rank)))
     for tensor in flattened.tensors:

@@ -12,7 +12,7 @@ import logging
 import numpy as np
 
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, scatter_from_rank_0
-from megackpt.engine.data.device_copies import pieces_of
+from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.saving.local_state import LocalState, leaves
 from megackpt.errors import MismatchError, truncated_list
 from megackpt.options import Policy
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _DOING = "comparing replicas"
 
 
-def compare_replicas(local: LocalState, group: Group, policy: Policy, *, piece_bytes: int) -> None:
+def compare_replicas(local: LocalState, group: Group, policy: Policy, *, part_bytes: int) -> None:
     """Compare the bits of all chunks and objects that several ranks declare. Collective; nothing is changed.
 
     Equal bits are asked for: NaNs with other bits differ, as do 0.0 and -0.0. Objects are compared leaf by
@@ -36,7 +36,7 @@ def compare_replicas(local: LocalState, group: Group, policy: Policy, *, piece_b
     if policy is Policy.IGNORE:
         return
     claims = _Claims(local)
-    said = run_and_gather(group, lambda: claims.digests(piece_bytes).tobytes(), doing=_DOING)
+    said = run_and_gather(group, lambda: claims.digests(part_bytes).tobytes(), doing=_DOING)
     found = find_divergences([np.frombuffer(of_rank, REPLICA_DIGEST) for of_rank in said])
     names = broadcast_from_rank_0(group, b"".join(f.name for f in found), doing=_DOING)
     if not names:
@@ -71,9 +71,9 @@ class _Claims:
         self._labels = [(table.arrays[int(table.array[row])].key, table.describe(row)) for row in self._rows]
         self._names = [bytes.fromhex(digest_of(json.dumps(label).encode())) for label in self._labels]
 
-    def digests(self, piece_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    def digests(self, part_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Digest everything, `[chunks]` of REPLICA_DIGEST."""
-        found = [bytes.fromhex(self._digest(row, piece_bytes)) for row in self._rows]
+        found = [bytes.fromhex(self._digest(row, part_bytes)) for row in self._rows]
         packed = b"".join(part for pair in zip(self._names, found, strict=True) for part in pair)
         return np.frombuffer(packed, REPLICA_DIGEST)
 
@@ -82,13 +82,13 @@ class _Claims:
         pairs = zip(self._names, self._labels, strict=True)
         return json.dumps({name.hex(): label for name, label in pairs if name in asked}).encode()
 
-    def _digest(self, row: int, piece_bytes: int) -> str:
+    def _digest(self, row: int, part_bytes: int) -> str:
         tensors = self._local.flattened.tensors
         if row >= len(tensors):
             return digest_of(leaves(self._local.flattened.objects[row - len(tensors)].data))
         data = tensors[row].data
         assert data is not None  # what has no data cannot be saved, and was refused
-        return digest_of_parts(pieces_of(data, piece_bytes=piece_bytes))
+        return digest_of_parts(host_parts(data, part_bytes=part_bytes))
 
 
 def _error(found: list[Divergence], known: dict[str, list[str]]) -> MismatchError:

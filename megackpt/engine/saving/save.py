@@ -96,7 +96,7 @@ def plan_state(
     given: list[Numbers] = []  # the numbers of what is prepared
     labels: list[int] = []
     settings: list[bytes] = []
-    earlier: list[manifest.Earlier | None] = [manifest.Earlier() if store is not None else None]
+    earlier: list[manifest.LeftoverFiles | None] = [manifest.LeftoverFiles() if store is not None else None]
 
     def begin() -> Numbers:
         if given:
@@ -118,7 +118,7 @@ def plan_state(
             )
         if group.rank == 0 and store is not None:
             store.create()
-            earlier[0] = manifest.earlier_in(store, strategy)
+            earlier[0] = manifest.find_leftover_files(store, strategy)
         local = prepare(request, strategy, spread_label=labels[0], rank=group.rank, ranks=group.size)
         prepared.append(local)
         settings[:] = [_settings(request, (strategy.backend, strategy.version), options)]
@@ -161,12 +161,12 @@ def plan_state(
     local = prepared[0]
     attempt = f"{found.largest[0]:08x}{found.largest[1]:08x}"
     agreed = _agree(local, found, attempt, group)
-    compare_replicas(local, group, options.compare_replicas, piece_bytes=options.piece_bytes)
+    compare_replicas(local, group, options.compare_replicas, part_bytes=options.part_bytes)
     plan = agreed.plan
     planned = PlannedSave(
         attempt=attempt,
         plan=plan,
-        pieces=StateRowParts(local, plan, piece_bytes=options.piece_bytes),
+        pieces=StateRowParts(local, plan, part_bytes=options.part_bytes),
         common={"state_dict": local.common, "content_metadata": request.content_metadata},
         earlier=earlier[0],
         report=agreed.report,

@@ -44,7 +44,7 @@ class PlannedSave:
     plan: SavePlan
     pieces: Pieces
     common: Any  # whatever the user saves
-    earlier: manifest.Earlier | None = field(default_factory=manifest.Earlier)
+    earlier: manifest.LeftoverFiles | None = field(default_factory=manifest.LeftoverFiles)
     report: bytes = b""
     complete: Callable[[Sequence[bytes]], SavePlan] | None = None
     parity: int | None = None
@@ -116,16 +116,16 @@ def write_out(planned: PlannedSave, store: Store, strategy: SaveStrategy, group:
 
 def _looked(planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group) -> PlannedSave:
     """Make the place on rank 0, and see what is there; nobody writes before."""
-    found: list[manifest.Earlier] = []
+    found: list[manifest.LeftoverFiles] = []
 
     def look() -> Numbers:
         if group.rank == 0:
             store.create()
-            found.append(manifest.earlier_in(store, strategy))
+            found.append(manifest.find_leftover_files(store, strategy))
         return Numbers(())
 
     run_and_compare(group, look, equal=0, doing="looking at the place")
-    return replace(planned, earlier=found[0] if found else manifest.Earlier())
+    return replace(planned, earlier=found[0] if found else manifest.LeftoverFiles())
 
 
 def write_rounds(
@@ -212,7 +212,7 @@ def finish_attempt(
     if parity and isinstance(strategy, WritesParity):
         said |= strategy.list_parity(store, attempt=attempt, receipts=list(parity))
     store.sync()
-    earlier = planned.earlier or manifest.Earlier()
+    earlier = planned.earlier or manifest.LeftoverFiles()
     manifest.commit(store, said, attempt=attempt, earlier=earlier, strategy=strategy)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.manifest import read_manifest
-from megackpt.engine.checkpoint.steps import StepPlaces, step_of
-from megackpt.engine.data.progress import Unseen
-from megackpt.engine.loading.load import open_checkpoint
+from megackpt.engine.checkpoint.opening import open_checkpoint
+from megackpt.engine.checkpoint.steps import StepDirectories, step_of
+from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.tiers.transfer import broadcast_files
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError
@@ -84,7 +84,7 @@ class StepFiles:
         return cls(commit=commit, small=small, data=data)
 
 
-def list_node_steps(places: StepPlaces) -> Iterator[NodeStep]:
+def list_node_steps(places: StepDirectories) -> Iterator[NodeStep]:
     """Yield what there is of each step below a root. Local. What goes meanwhile is passed over."""
     for name in places.names():
         if step_of(name) is None:
@@ -192,7 +192,7 @@ def damaged_files(store: Store) -> list[tuple[str, bool]]:
     held = set(store.names())
     try:
         strategy = load_strategy(read_manifest(store), where=store.location)
-        found = verify_checkpoint(store, VerifyOptions(deep=True), Unseen())
+        found = verify_checkpoint(store, VerifyOptions(deep=True), NoProgress())
     except CheckpointError:
         return [(MANIFEST, False)] if held else []
     names = sorted({damage.file for damage in found.damages} & held)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.checkpoint.steps import LocalPlaces, step_name, step_of
+from megackpt.engine.checkpoint.steps import LocalSteps, step_name, step_of
 from megackpt.engine.saving.write import PlannedSave, finish_attempt, write_rounds
 from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_files, from_rank, send_to_keepers
 from megackpt.formats.documents import parse_document
@@ -47,7 +47,7 @@ class NodeLocation:
 
     def open(self) -> Store:
         """Return the store of this node's part."""
-        return LocalPlaces.at(self.root).open(step_name(self.step))
+        return LocalSteps.at(self.root).open(step_name(self.step))
 
 
 def save_on_nodes(
@@ -62,12 +62,12 @@ def save_on_nodes(
             some nodes: then the checkpoint is whole over all nodes, and those that have the commit say so.
     """
     is_leader = group.rank in place.nodes.leaders()
-    earlier = [manifest.Earlier()]
+    earlier = [manifest.LeftoverFiles()]
 
     def begin() -> Numbers:
         store.create()
         if is_leader:
-            earlier[0] = manifest.earlier_in(store, strategy)
+            earlier[0] = manifest.find_leftover_files(store, strategy)
         return Numbers(())
 
     run_and_compare(group, begin, equal=0, doing="opening the directory of its node")
@@ -94,7 +94,7 @@ def clean_node(place: NodeLocation, *, rank: int) -> None:
     """
     if rank not in place.nodes.leaders():
         return
-    places = LocalPlaces.at(place.root)
+    places = LocalSteps.at(place.root)
     with contextlib.suppress(OSError):
         steps = {name: step for name in places.names() if (step := step_of(name)) is not None}
         committed = sorted(places.committed(steps), key=steps.__getitem__)
@@ -135,7 +135,7 @@ def _write_and_copy(
 
     def finish() -> bytes:
         plan = planned.complete(reports) if planned.complete is not None else planned.plan
-        alone = replace(planned, earlier=manifest.Earlier())
+        alone = replace(planned, earlier=manifest.LeftoverFiles())
         finish_attempt(alone, plan, receipts, drafts, strategy, world_size=group.size)
         said = drafts.read(MANIFEST, max_bytes=1 << 62)
         named = strategy.files_of(parse_document(said, where=drafts.location))

@@ -19,7 +19,7 @@ from megackpt.codec import carrying_unknown
 from megackpt.engine.data.chunk_bytes import parts_of
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
-from megackpt.engine.data.workers import do_all
+from megackpt.engine.data.workers import run_jobs
 from megackpt.engine.verification.arrays import ArrayCheck
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, UnknownClassError
 from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
@@ -60,10 +60,10 @@ def verify_bytes(
     in_order = np.argsort(chunks.place, kind="stable")
     tensors = in_order[(readable & ~objects)[in_order]].tolist()
     for batch in _batched(_parts(chunks, tensors), _AT_A_TIME):
-        do_all(reading.jobs(batch), threads=options.threads, name="megackpt-verify")
+        run_jobs(reading.jobs(batch), threads=options.threads, name="megackpt-verify")
     for rows in _batched(iter(in_order[(readable & objects)[in_order]].tolist()), _AT_A_TIME):
         jobs = [partial(reading.check_object, row) for row in rows]
-        do_all(jobs, threads=options.threads, name="megackpt-verify")
+        run_jobs(jobs, threads=options.threads, name="megackpt-verify")
     return reading.damages(), reading.unknown
 
 
@@ -93,7 +93,7 @@ def verify_files(
     found: list[Damage] = []
     progress.begin("reading parity", sum(file.nbytes for file in files))
     jobs = [partial(_check_file, file, store, progress, found) for file in files]
-    do_all(jobs, threads=options.threads, name="megackpt-verify")
+    run_jobs(jobs, threads=options.threads, name="megackpt-verify")
     return found
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.loading.load import open_checkpoint, read_common
 from megackpt.engine.verification.arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
 from megackpt.engine.verification.digests import is_understood, verify_bytes, verify_files
 from megackpt.engine.verification.shares import WHOLE, in_share, sizes_of

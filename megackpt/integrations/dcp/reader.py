@@ -23,10 +23,9 @@ from torch.futures import Future
 
 from megackpt.engine.checkpoint.common_arrays import with_tensors
 from megackpt.engine.checkpoint.inline_arrays import stored_references
-from megackpt.engine.checkpoint.opening import read_common_and_references
+from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.engine.data.read import read_chunk, read_tensors
 from megackpt.engine.data.tensor_bytes import check_target
-from megackpt.engine.loading.load import open_checkpoint
 from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Contents

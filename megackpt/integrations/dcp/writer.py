@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from megackpt.codec import pack, unpack
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.data.device_copies import pieces_of
+from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.write import PlannedSave, finish_attempt
 from megackpt.errors import DeclarationError, MismatchError
@@ -137,7 +137,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
         with opened(self.path) as store:
             store.create()
             store.sync()
-            self._earlier = manifest.earlier_in(store, strategy)
+            self._earlier = manifest.find_leftover_files(store, strategy)
         self._attempt = manifest.new_attempt()
         mine = [item for plan in plans[1:] for item in plan.items if self._is_kept_here(item)]
         prepared = []
@@ -173,7 +173,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
             if entity >= len(parts.tensors):
                 return iter([memoryview(parts.blobs[entity - len(parts.tensors)])])
             data = _resolved(planner, parts.items[entity], parts.tensors[entity])
-            return pieces_of(data, piece_bytes=self._options.piece_bytes)
+            return host_parts(data, part_bytes=self._options.part_bytes)
 
         with opened(self.path) as store:
             receipts = [
