@@ -15,10 +15,14 @@ import torch
 
 from megackpt.arguments import check_kind
 from megackpt.comm import AnyGroup, Group, SingleProcess, check_group, subgroup_label, world_group
-from megackpt.engine.checkpoint.claims import check_arrays_complete
-from megackpt.engine.checkpoint.inline_arrays import read_whole_common
+from megackpt.engine.checkpoint.common_reading import read_whole_common
 from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
-from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common
+from megackpt.engine.checkpoint.opening import (
+    check_arrays_complete,
+    check_readable,
+    open_checkpoint,
+    read_common,
+)
 from megackpt.engine.loading.load import LoadResult, load_state
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest, save_state

@@ -1,7 +1,8 @@
 """Warnings of code that runs on all ranks: each is logged once, by one rank.
 
-`notice` logs a warning at once. Inside of a `collected_notices` block it adds the warning to a list instead. A
-collective function sends the lists of all ranks with its next message, and rank 0 logs them with `log_notices`.
+`notice` logs a warning at once. Inside of a `collected_notices` block it adds the warning to a list instead.
+A collective function sends the lists of all ranks with its next message, and rank 0 logs them with
+`log_notices`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy as np
 from megackpt.codec import carrying_unknown, leaf_digests
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.checkpoint.inline_arrays import read_whole_common, without_referenced
+from megackpt.engine.checkpoint.common_reading import read_whole_common, without_referenced
 from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
 from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress

@@ -18,7 +18,7 @@ import numpy as np
 
 from megackpt.codec import carrying_unknown, leaf_digests
 from megackpt.engine.checkpoint.common_arrays import value_steps, with_tensors
-from megackpt.engine.checkpoint.inline_arrays import read_referenced, stored_references
+from megackpt.engine.checkpoint.common_reading import read_referenced, stored_references
 from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk

@@ -19,9 +19,12 @@ import torch
 
 from megackpt.codec import ArrayReference
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.claims import check_arrays_complete
 from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
-from megackpt.engine.checkpoint.opening import check_readable, read_common_and_references
+from megackpt.engine.checkpoint.opening import (
+    check_arrays_complete,
+    check_readable,
+    read_common_and_references,
+)
 from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
 from megackpt.engine.data.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.data.tensor_bytes import check_target

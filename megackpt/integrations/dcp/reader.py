@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megackpt.engine.checkpoint.common_arrays import with_tensors
-from megackpt.engine.checkpoint.inline_arrays import stored_references
+from megackpt.engine.checkpoint.common_reading import stored_references
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common_and_references
 from megackpt.engine.data.read import read_chunk, read_tensors
 from megackpt.engine.data.tensor_bytes import check_target

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from megackpt.engine.checkpoint.claims import check_arrays_complete
 from megackpt.engine.checkpoint.common_arrays import array_references, with_tensors
-from megackpt.engine.checkpoint.opening import read_common_and_references
+from megackpt.engine.checkpoint.opening import check_arrays_complete, read_common_and_references
 from megackpt.engine.data.read import read_tensors
 from megackpt.formats.contents import Contents
 from megackpt.mapping import ShardedTensor
