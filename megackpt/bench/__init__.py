@@ -1,5 +1,5 @@
-"""Measuring: how fast a place takes and gives bytes, and what checkpoints of ours and of others make of it.
+"""`megackpt bench`: how fast a directory is, and how fast megackpt and other libraries save and load in it.
 
-Owns the state that is saved, the ranks that save it, the order of the runs and what is said of them. Every
-load is compared with what was saved, outside of the time that is taken.
+The modules define the state that is saved, the ranks that save it, the cases, the order of their runs, and
+the report. Every load is compared with what was saved; the comparison is not timed.
 """

@@ -1,42 +1,77 @@
-"""A picture of a report: bytes per second by case, and the raw limits.
-
-Owns which cases are in it: those that move the whole state on all ranks.
-"""
+"""Draws a report: bytes per second by case and library, with the raw limit of each case."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megackpt.bench.names import LOAD_COLD, LOAD_WARM, SAVE
+from megackpt.bench.names import COLD, LOAD_COLD, LOAD_WARM, SAVE
 from megackpt.bench.report import Report, Row
+
+_WIDTH_INCHES = 9.0  # fits a page
+_PANEL_INCHES = 2.6
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a bar chart in the format that the ending of path says."""
-    rows = [row for row in report.rows if not row.is_raw and _is_drawn(row)]
+    """Write a bar chart; the suffix of the path chooses the format.
+
+    One panel shows saves and loads at the same layout, one shows warm resharded loads, one shows cold ones.
+    Panels without a case are left out.
+    """
+    rows = [row for row in report.rows if not row.is_raw and row.rate]
     cases = list(dict.fromkeys(row.case for row in rows))
-    names = list(dict.fromkeys(row.who for row in rows))
-    figure = Figure(figsize=(max(8.0, 2.2 * len(cases)), 4.8), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(1, len(names))
-    for i, name in enumerate(names):
-        rates = {row.case: (row.rate or 0.0) / 1e9 for row in rows if row.who == name}
-        places = [j - 0.4 + (i + 0.5) * width for j in range(len(cases))]
-        axes.bar(places, [rates.get(case, 0.0) for case in cases], width, label=name)
-    for j, case in enumerate(cases):
-        limit = report.limit(case)
-        if limit:
-            label = "raw I/O" if j == 0 else "_"  # one that begins with _ has no entry in the legend
-            axes.hlines(limit / 1e9, j - 0.4, j + 0.4, colors="black", linestyles="dashed", label=label)
-    axes.set_xticks(range(len(cases)), [case.replace(", ", ",\n") for case in cases])
-    axes.set_ylabel("GB/s, all ranks together, median")
-    axes.set_title(f"{report.state['nbytes'] / 1e9:.2f} GB on {report.command['ranks']} ranks")
-    if names:
-        axes.legend(fontsize="small", ncols=2)
+    resharded = [case for case in cases if " to " in case]
+    panels = {
+        "same layout": [case for case in (SAVE, LOAD_COLD, LOAD_WARM) if case in cases],
+        "another layout, files in memory": [case for case in resharded if not case.endswith(COLD)],
+        "another layout, cold files": [case for case in resharded if case.endswith(COLD)],
+    }
+    panels = {title: shown for title, shown in panels.items() if shown}
+    libraries = list(dict.fromkeys(row.who for row in rows if any(row.case in c for c in panels.values())))
+    figure = Figure(figsize=(_WIDTH_INCHES, 0.8 + _PANEL_INCHES * max(1, len(panels))), layout="constrained")
+    figure.suptitle(
+        f"{report.state['nbytes'] / 1e9:.2f} GB on {report.command['ranks']} ranks: GB/s of all ranks, median"
+    )
+    all_axes = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
+    for axes, (title, shown) in zip(all_axes, panels.items(), strict=False):
+        _draw_panel(axes, report, title, shown, libraries, rows)
+    handles = {
+        label: handle
+        for axes in all_axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower center", ncols=6, fontsize="small"
+        )
     figure.savefig(path)
 
 
-def _is_drawn(row: Row) -> bool:
-    return row.case in (SAVE, LOAD_COLD, LOAD_WARM) or " to " in row.case
+def _draw_panel(
+    axes: Axes,
+    report: Report,
+    title: str,
+    cases: Sequence[str],
+    libraries: Sequence[str],
+    rows: Sequence[Row],
+) -> None:
+    """Draw the cases of one panel; the bars of a case are those of the libraries that can do it."""
+    width = 0.8 / max(1, len(libraries))
+    for i, case in enumerate(cases):
+        rates = {row.who: row.rate or 0.0 for row in rows if row.case == case}
+        able = [library for library in libraries if library in rates]
+        for j, library in enumerate(able):
+            centre = i + (j - (len(able) - 1) / 2) * width
+            colour = f"C{libraries.index(library)}"
+            axes.bar(centre, rates[library] / 1e9, width, color=colour, label=library)
+        limit = report.limit(case)
+        if limit:
+            axes.hlines(limit / 1e9, i - 0.45, i + 0.45, colors="black", linestyles="dashed", label="raw I/O")
+    labels = [case if case == LOAD_COLD else case.removesuffix(COLD) for case in cases]
+    labels = [label.replace("optimizer, ", "optimizer,\n") for label in labels]
+    axes.set_xticks(range(len(cases)), labels, fontsize="small")
+    axes.set_xlim(-0.6, len(cases) - 0.4)
+    axes.set_title(title, fontsize="medium", loc="left")

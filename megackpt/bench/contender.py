@@ -15,18 +15,18 @@ class Contender(Protocol):
     Attributes:
         thread_counts: numbers of writing threads that it can be given; none where it has none to set.
         threads: the one that it uses; settable where there are several.
-        can_save_behind: whether `save_behind` is there.
+        can_save_async: whether `save_async` is there.
     """
 
     thread_counts: tuple[int, ...]
     threads: int
-    can_save_behind: bool
+    can_save_async: bool
 
     @property
     def name(self) -> str:
         """What it is called in results."""
 
-    def refusal(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
+    def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """Say why it cannot save at one layout and load at another; None if it can."""
 
     def declare(self, state: RankState) -> Any:
@@ -38,7 +38,7 @@ class Contender(Protocol):
     def load(self, declared: Any, directory: Path) -> None:
         """Fill the tensors that were declared."""
 
-    def save_behind(self, declared: Any, directory: Path) -> Callable[[], Path]:
+    def save_async(self, declared: Any, directory: Path) -> Callable[[], Path]:
         """Begin to save, and return once the state may change again.
 
         What is returned waits for the end, and returns where the checkpoint is.

@@ -29,7 +29,7 @@ class TorchDistributed:
 
     name = "dcp"
     thread_counts: tuple[int, ...] = (1, 2, 4)
-    can_save_behind = True
+    can_save_async = True
 
     def __init__(self) -> None:
         self.threads = 1
@@ -38,7 +38,7 @@ class TorchDistributed:
         # Its thread needs ranks' attention while the main thread has its own collectives.
         self._behind = dist.new_group(backend="gloo")
 
-    def refusal(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
+    def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """What a rank holds has to be rectangles."""
         if saved_at.is_flat or loaded_at.is_flat:
             return "DTensors are rectangles: flat optimizer shards cannot be declared"
@@ -48,7 +48,7 @@ class TorchDistributed:
         """DTensors over DP and TP of the stage; what is whole on each rank is a plain tensor."""
         mesh = self._mesh(state.layout)
         declared: dict[str, Any] = {}
-        for piece in state.pieces:
+        for piece in state.shards:
             whole = piece.tp_axis is None
             placements = (Replicate(), Replicate() if piece.tp_axis is None else Shard(piece.tp_axis))
             declared[piece.key] = (
@@ -65,7 +65,7 @@ class TorchDistributed:
         """`dcp.load`, in place."""
         load(declared, storage_reader=FileSystemReader(directory))
 
-    def save_behind(self, declared: dict[str, Any], directory: Path) -> Callable[[], Path]:
+    def save_async(self, declared: dict[str, Any], directory: Path) -> Callable[[], Path]:
         """`dcp.async_save` with a thread."""
         future: Any = async_save(
             declared,

@@ -1,7 +1,7 @@
-"""What all cases share: the ranks' state, the contenders, their turns, their directories.
+"""One rank's part in a benchmark: its state, the libraries that are compared, their turns and directories.
 
-Owns the order of runs. A run of every contender that does not count comes first; then contenders take turns,
-each time beginning with another, so that what else the machine does meets all of them.
+A run of every library that does not count comes first. Then the libraries take turns, and another one
+begins each round, so that other work on the machine slows all of them down equally.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FORMAT_ROUNDS = 2
 _RAW = "raw"  # name of the directory of plain files
 
 
-class Measuring:
-    """One rank's part in a run of the benchmark. Every method but `state` and `directory` is collective.
+class BenchRun:
+    """One rank's part in a benchmark. Every method but `state` and `directory` is collective.
 
     Attributes:
         native: our own format with default options.
@@ -63,6 +63,7 @@ class Measuring:
         self.leaders: list[Contender] = [self.native, *self.peers]
         self.everyone: list[Contender] = [self.native, *self.formats, *self.peers]
         self.results = Results()
+        self.case = ""  # what is measured now, for progress
         self.has_cold_files = self._has_cold_files()
 
     def state(self, layout: GridLayout, *, filled: bool = True) -> RankState:
@@ -72,21 +73,29 @@ class Measuring:
     def turns(
         self, contenders: Sequence[T], *, rounds: int | None = None, peer_rounds: int | None = None
     ) -> Iterator[T]:
-        """Give each contender its turns; the first of each does not count.
+        """Yield each contender once a round. The first round does not count.
 
-        By default there are as many rounds as the settings say. Our other formats take part in two of them at
-        most, peers in peer_rounds where that is given: they are slow, and the first are as good as the last.
+        By default there are as many rounds as the settings say. Our other formats take part in at most two
+        of them, and peers in `peer_rounds` if it is given: they are slow, and more rounds show nothing new.
         """
         rounds = rounds or self.settings.repeats
-        most = {id(one): _FORMAT_ROUNDS for one in self.formats}
-        most |= {id(one): peer_rounds or rounds for one in self.peers}
+        most = {id(contender): _FORMAT_ROUNDS for contender in self.formats}
+        most |= {id(contender): peer_rounds or rounds for contender in self.peers}
         for turn in range(rounds + 1):
             self.results.counts = turn > 0
-            if self.rank == 0 and sys.stderr.isatty():
-                sys.stderr.write(f"\rround {turn} of {rounds} \r")
-            able = [one for one in contenders if turn <= most.get(id(one), rounds)]
+            self.show_progress(
+                f"round {turn} of {rounds}" if turn else f"a round that does not count, of {rounds}"
+            )
+            able = [contender for contender in contenders if turn <= most.get(id(contender), rounds)]
             first = turn % max(1, len(able))
             yield from [*able[first:], *able[:first]]
+
+    def show_progress(self, text: str) -> None:
+        """Write what rank 0 does now to stderr; on a terminal, each line replaces the one before."""
+        if self.rank == 0:
+            line = f"bench: {self.case}: {text}"
+            sys.stderr.write(f"\r\x1b[K{line}\r" if sys.stderr.isatty() else f"{line}\n")
+            sys.stderr.flush()
 
     def raw_files(self) -> RawFiles:
         """Return files of the size of the state, and memory for them."""
@@ -107,11 +116,11 @@ class Measuring:
         if all_true(not failed):
             self.results.add(case, who, seconds, total(nbytes))
         else:
-            self.results.refuse(case, who, f"{case}: {(failed or ['another rank failed'])[0]}")
+            self.results.mark_unsupported(case, who, f"{case}: {(failed or ['another rank failed'])[0]}")
 
     def load(
         self,
-        one: Contender,
+        contender: Contender,
         target: RankState,
         expected: Sequence[str],
         case: str,
@@ -123,19 +132,19 @@ class Measuring:
         saved is the case in which it was saved, whose save is then right or wrong too.
         """
         spoil(target)
-        declared = one.declare(target)
+        declared = contender.declare(target)
         before = counters.read_bytes()
-        seconds = timed(partial(one.load, declared, self.directory(one.name)))
+        seconds = timed(partial(contender.load, declared, self.directory(contender.name)))
         after = counters.read_bytes()
         read = None if before is None or after is None else total(after - before)
-        self.results.add(case, one.name, seconds, total(target.nbytes), read_nbytes=read)
+        self.results.add(case, contender.name, seconds, total(target.nbytes), read_nbytes=read)
         cases = (case,) if saved is None else (case, saved)
-        self.results.verify(cases, one.name, first_difference(target, expected))
+        self.results.verify(cases, contender.name, first_difference(target, expected))
 
-    def save(self, one: Contender, source: RankState) -> float:
+    def save(self, contender: Contender, source: RankState) -> float:
         """Save into the contender's directory in place of what was there; return the seconds."""
-        self.fresh(one.name)
-        return timed(partial(one.save, one.declare(source), self.directory(one.name)))
+        self.fresh(contender.name)
+        return timed(partial(contender.save, contender.declare(source), self.directory(contender.name)))
 
     def fresh(self, name: str) -> Path:
         """Make an empty directory in place of one of that name."""

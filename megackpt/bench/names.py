@@ -3,8 +3,8 @@
 SAVE = "save"
 LOAD_COLD = "load, cold"
 LOAD_WARM = "load, warm"
-STALL = "async, stall"
-BEHIND = "async, total"
+ASYNC_STALL = "async, stall"
+ASYNC_TOTAL = "async, total"
 SMALL_SAVE = "small state, save"
 SMALL_LOAD = "small state, load"
 COLD = ", cold"  # ends the name of a resharded load

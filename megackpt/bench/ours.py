@@ -8,7 +8,7 @@ from pathlib import Path
 import megackpt.api as api
 from megackpt.bench.names import OURS
 from megackpt.bench.settings import WRITE_THREADS
-from megackpt.bench.state import GridLayout, Piece, RankState
+from megackpt.bench.state import GridLayout, RankState, Shard
 from megackpt.checkpointer import Checkpointer
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.errors import DeclarationError
@@ -25,7 +25,7 @@ class Ours:
 
     thread_counts: tuple[int, ...] = ()
     threads = WRITE_THREADS
-    can_save_behind = True
+    can_save_async = True
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -34,13 +34,13 @@ class Ours:
         self._checkpointer: Checkpointer | None = None
         self._step = 0
 
-    def refusal(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
+    def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """Any layout will do."""
         return None
 
     def declare(self, state: RankState) -> ShardedStateDict:
         """Declare each piece by its place on the grid."""
-        declared: ShardedStateDict = {p.key: _declared(p, state) for p in state.pieces}
+        declared: ShardedStateDict = {p.key: _declared(p, state) for p in state.shards}
         return declared
 
     def save(self, declared: ShardedStateDict, directory: Path) -> None:
@@ -51,7 +51,7 @@ class Ours:
         """`megackpt.load`."""
         api.load(declared, directory)
 
-    def save_behind(self, declared: ShardedStateDict, directory: Path) -> Callable[[], Path]:
+    def save_async(self, declared: ShardedStateDict, directory: Path) -> Callable[[], Path]:
         """`Checkpointer.save` with async_save; one Checkpointer for all of them, as in a training script."""
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
@@ -93,8 +93,8 @@ def other_formats(chosen: Collection[str] | None) -> Iterator[Ours]:
             yield Ours(backend)
 
 
-def _declared(piece: Piece, state: RankState) -> ShardedTensor:
-    tp, tp_rank = state.layout.tp, state.layout.place(state.rank)[0]
+def _declared(piece: Shard, state: RankState) -> ShardedTensor:
+    tp, tp_rank = state.layout.tp, state.layout.coordinates_of(state.rank)[0]
     offsets = [] if piece.tp_axis is None else [(piece.tp_axis, tp_rank, tp)]
     if piece.flat is None:
         return ShardedTensor.from_rank_offsets(piece.key, piece.data, *offsets, replica_id=piece.replica)

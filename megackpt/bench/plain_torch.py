@@ -20,15 +20,15 @@ class PlainTorch:
     name = "torch"
     thread_counts: tuple[int, ...] = ()
     threads = 1
-    can_save_behind = False
+    can_save_async = False
 
-    def refusal(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
+    def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """A rank gets what it has saved."""
         return None if saved_at == loaded_at else "torch.save cannot be loaded at another layout"
 
     def declare(self, state: RankState) -> dict[str, torch.Tensor]:
         """The tensors by key."""
-        return {piece.key: piece.data for piece in state.pieces}
+        return {piece.key: piece.data for piece in state.shards}
 
     def save(self, declared: dict[str, torch.Tensor], directory: Path) -> None:
         """Save a file of this rank."""
@@ -47,6 +47,6 @@ class PlainTorch:
         for key, tensor in declared.items():
             tensor.copy_(loaded[key])
 
-    def save_behind(self, declared: dict[str, torch.Tensor], directory: Path) -> Callable[[], Path]:
+    def save_async(self, declared: dict[str, torch.Tensor], directory: Path) -> Callable[[], Path]:
         """There is none."""
         raise UnsupportedError("torch.save has no asynchronous form.")

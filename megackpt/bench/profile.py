@@ -22,20 +22,20 @@ from megackpt.formats.registry import save_strategy
 from megackpt.storage import Store, open_store
 
 if TYPE_CHECKING:
-    from megackpt.bench.measure import Measuring
+    from megackpt.bench.measure import BenchRun
 
 Phases = dict[str, list[dict[str, float]]]
 
 
-def profile(measuring: Measuring, path: Path) -> Phases:
+def profile(run: BenchRun, path: Path) -> Phases:
     """Trace a save and a load, cold where that is possible; write the trace to path. Collective.
 
     Return seconds by "save" and "load", rank and phase, with "all" for the whole; those of phases are sums
     over threads.
     """
-    layout = GridLayout(tp=measuring.ranks)
-    state, declared = measuring.state(layout), native()
-    directory = measuring.root / "profile"
+    layout = GridLayout(tp=run.ranks)
+    state, declared = run.state(layout), native()
+    directory = run.root / "profile"
     strategy = save_strategy(None)
 
     def save(tracer: Tracer, store: Store) -> None:
@@ -53,14 +53,14 @@ def profile(measuring: Measuring, path: Path) -> Phases:
         seconds = timed(partial(work, tracer, traced_store(store, tracer)))
         store.close()
         mine = {"all": seconds, **tracer.seconds()}
-        ranks: list[Any] = [None] * measuring.ranks
-        dist.all_gather_object(ranks, (mine, _events(name, tracer, rank=measuring.rank)))
+        ranks: list[Any] = [None] * run.ranks
+        dist.all_gather_object(ranks, (mine, _events(name, tracer, rank=run.rank)))
         found[name] = [phases for phases, _ in ranks]
         events += [event for _, of_rank in ranks for event in of_rank]
         spoil(state)
-        if measuring.rank == 0:
+        if run.rank == 0:
             page_cache.drop(directory)
-    if measuring.rank == 0:
+    if run.rank == 0:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return found
 

@@ -20,7 +20,7 @@ from megackpt.bench.settings import READ_THREADS, WRITE_THREADS
 from megackpt.engine.data.workers import useful_threads
 from megackpt.storage.rawio import reserve
 
-PIECE_BYTES = 4 << 20
+REQUEST_BYTES = 4 << 20
 _ALIGNMENT = 4096
 
 
@@ -92,8 +92,8 @@ class RawFiles:
         return self.root / f"rank-{rank}"
 
     def _requests(self, descriptor: int, nbytes: int) -> Iterator[_Request]:
-        for at in range(0, nbytes, PIECE_BYTES):
-            yield _Request(descriptor, at, self._memory[at : min(at + PIECE_BYTES, nbytes)])
+        for at in range(0, nbytes, REQUEST_BYTES):
+            yield _Request(descriptor, at, self._memory[at : min(at + REQUEST_BYTES, nbytes)])
 
 
 def _perform(move: Callable[[_Request], int], requests: Iterable[_Request], *, threads: int) -> None:

@@ -1,4 +1,4 @@
-"""What was measured: times by case and contender, figures that are no times, and their ratios."""
+"""The report of a benchmark: times by case and library, other figures, and ratios."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megackpt.bench.names import BEHIND, RAW, SAVE
+from megackpt.bench.names import ASYNC_TOTAL, OURS, RAW, SAVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Row:
         verified: whether what was loaded, or what was saved and then loaded, is equal after every run, that
             which does not count among them; None for what is not compared.
         differing: a key whose bits were not those that were saved.
-        refused: why it was not done; there are no seconds then.
+        unsupported: why it was not done; there are no seconds then.
         read_nbytes: bytes that all ranks read from files in the last run, by the system's count; None where
             it is not counted.
     """
@@ -33,7 +33,7 @@ class Row:
     seconds: tuple[float, ...] = ()
     verified: bool | None = None
     differing: str | None = None
-    refused: str | None = None
+    unsupported: str | None = None
     read_nbytes: int | None = None
 
     @property
@@ -97,7 +97,8 @@ class Report:
     @property
     def peers(self) -> list[str]:
         """Names of the other libraries that took part."""
-        return [name for name in self.command["peers"] if any(row.who == name for row in self.rows)]
+        names = dict.fromkeys(row.who for row in self.rows)
+        return [name for name in names if name not in RAW and not name.startswith(OURS)]
 
     @property
     def is_verified(self) -> bool:
@@ -114,7 +115,7 @@ class Report:
 
     def limit(self, case: str) -> float | None:
         """Return the bytes per second of the faster raw I/O of a case; None where there is none."""
-        named = SAVE if case == BEHIND else case
+        named = SAVE if case == ASYNC_TOTAL else case
         rates = [r.rate for r in self.rows if r.is_raw and r.case == named and r.rate]
         return max(rates, default=None)
 
@@ -132,9 +133,9 @@ class Report:
                 found[peer] = theirs.median_s / row.median_s
         return found
 
-    def refusals(self) -> list[str]:
+    def unsupported_cases(self) -> list[str]:
         """Say once why something was not done."""
-        return list(dict.fromkeys(f"{r.who}: {r.refused}." for r in self.rows if r.refused))
+        return list(dict.fromkeys(f"{r.who}: {r.unsupported}." for r in self.rows if r.unsupported))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -148,14 +149,15 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Report:
+    def from_json(cls, values: dict[str, Any]) -> Report:
         """Return what `to_json` was called on."""
-        stored = ("case", "who", "nbytes", "verified", "differing", "refused", "read_nbytes")
+        stored = ("case", "who", "nbytes", "verified", "differing", "unsupported", "read_nbytes")
         rows = tuple(
-            Row(seconds=tuple(row["seconds"]), **{name: row[name] for name in stored}) for row in said["rows"]
+            Row(seconds=tuple(row["seconds"]), **{name: row[name] for name in stored})
+            for row in values["rows"]
         )
-        figures = tuple(Figure(**figure) for figure in said["figures"])
-        kept = {k: said[k] for k in ("command", "machine", "state", "phases")}
+        figures = tuple(Figure(**figure) for figure in values["figures"])
+        kept = {k: values[k] for k in ("command", "machine", "state", "phases")}
         return cls(rows=rows, figures=figures, **kept)
 
     def _of(self, row: Row) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from megackpt.options import LoadOptions
 from megackpt.storage import FileOptions
 
 PEERS = ("dcp", "mcore", "torch")
-"""Other libraries that the same state can be saved with."""
+"""Names of other libraries that can save the same state. A peer from elsewhere is given as `module:class`."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that parameters may have."""
@@ -35,12 +35,12 @@ class BenchSettings:
         size: bytes of the whole state, about.
         dtype: dtype of parameters; their masters and moments are float32.
         repeats: measured runs, after one that does not count; fewer where a case says so.
-        peers: with whom to compare, names of PEERS.
-        formats: which of our formats take part, the native one always; None for all that can be saved.
-        cases: what to measure, names of CASES.
-        scaling: how many ranks are compared with one, each time with the same state; under torchrun all.
-        long_run: how many saves and loads the case `long` makes.
-        profile: where to write a trace of one save and one load, as JSON for Perfetto; None for none.
+        peers: libraries to compare with: names of PEERS, or `module:class` of a `Contender` that ranks can
+            import. formats: which of our formats take part, the native one always; None for all that can be
+            saved. cases: what to measure, names of CASES. scaling: how many ranks are compared with one,
+            each time with the same state; under torchrun all. long_run: how many saves and loads the case
+            `long` makes. profile: where to write a trace of one save and one load, as JSON for Perfetto;
+            None for none.
     """
 
     directory: str
@@ -70,7 +70,7 @@ class BenchSettings:
             raise DeclarationError(f"dtype={self.dtype!r} is not known. Give one of {', '.join(DTYPES)}.")
         if not self.cases:
             raise DeclarationError(f"No case is given. Known are {', '.join(CASES)}.")
-        _check_known("peer", self.peers, PEERS)
+        _check_known("peer", tuple(name for name in self.peers if ":" not in name), PEERS)
         _check_known("case", self.cases, CASES)
 
 

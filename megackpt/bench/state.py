@@ -34,7 +34,7 @@ class GridLayout:
     dp: int = 1
     is_flat: bool = False
 
-    def place(self, rank: int) -> tuple[int, int, int]:
+    def coordinates_of(self, rank: int) -> tuple[int, int, int]:
         """Return the TP, PP and DP rank of a rank."""
         return rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp
 
@@ -66,7 +66,7 @@ class ModelArray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Shard:
     """What one rank holds of one array.
 
     Attributes:
@@ -98,12 +98,12 @@ class RankState:
 
     layout: GridLayout
     rank: int
-    pieces: list[Piece] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pieces."""
-        return sum(piece.data.numel() * piece.data.element_size() for piece in self.pieces)
+        return sum(piece.data.numel() * piece.data.element_size() for piece in self.shards)
 
 
 def make_model(nbytes: int, *, ranks: int, dtype: torch.dtype) -> list[ModelArray]:
@@ -142,7 +142,7 @@ def make_state(
 ) -> RankState:
     """Return what a rank holds; unless filled, with memory of arbitrary content. Local."""
     state = RankState(layout, rank)
-    tp_rank, pp_rank, dp_rank = layout.place(rank)
+    tp_rank, pp_rank, dp_rank = layout.coordinates_of(rank)
     layers = 1 + max(array.layer or 0 for array in model)
     mine = [a for a in model if (a.layer or 0) * layout.pp // layers == pp_rank]
     cuts = _flat_cuts(mine, layout, dp_rank) if layout.is_flat else [None] * len(mine)
@@ -160,32 +160,32 @@ def make_state(
             else:
                 data = torch.empty(block if flat is None else flat.stop - flat.start, dtype=kind)
             held_by = replica if flat is None else (replica[0], 0)
-            state.pieces.append(
-                Piece(key=key, data=data, block_shape=block, tp_axis=axis, replica=held_by, flat=flat)
+            state.shards.append(
+                Shard(key=key, data=data, block_shape=block, tp_axis=axis, replica=held_by, flat=flat)
             )
     return state
 
 
 def spoil(state: RankState) -> None:
     """Overwrite everything that a rank holds, so that what is right afterwards was loaded."""
-    for piece in state.pieces:
+    for piece in state.shards:
         as_bytes(piece.data).fill_(0x55)
 
 
 def invert(state: RankState) -> None:
     """Invert every bit that a rank holds, as training would change it; twice is as before."""
-    for piece in state.pieces:
+    for piece in state.shards:
         as_bytes(piece.data).bitwise_not_()
 
 
 def fingerprints(state: RankState) -> tuple[str, ...]:
     """Return a 128-bit digest of each piece: what a load is compared with, without a second state."""
-    return tuple(xxhash.xxh3_128_hexdigest(as_bytes(piece.data).numpy().data) for piece in state.pieces)
+    return tuple(xxhash.xxh3_128_hexdigest(as_bytes(piece.data).numpy().data) for piece in state.shards)
 
 
 def first_difference(state: RankState, expected: Sequence[str]) -> str | None:
     """Return the key of a piece that has not the fingerprint expected; None if all have."""
-    for piece, found, right in zip(state.pieces, fingerprints(state), expected, strict=True):
+    for piece, found, right in zip(state.shards, fingerprints(state), expected, strict=True):
         if found != right:
             return piece.key
     return None
@@ -219,15 +219,15 @@ def _values(
     array: ModelArray, key: str, block: tuple[int, ...], tp_rank: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Values of a block, `block`: bits that follow from the key and the place in the global array."""
-    place = torch.zeros(block, dtype=torch.int64)
+    coordinates_of = torch.zeros(block, dtype=torch.int64)
     stride = 1
     for axis in reversed(range(len(block))):
         first = tp_rank * block[axis] if axis == array.tp_axis else 0
         along = torch.arange(first, first + block[axis]).mul_(stride)
-        place += along.view([-1 if i == axis else 1 for i in range(len(block))])
+        coordinates_of += along.view([-1 if i == axis else 1 for i in range(len(block))])
         stride *= array.shape[axis]
     # A multiplicative hash: neighbours differ in all bytes, and nothing compresses. Source: Knuth, TAOCP 6.4.
-    bits = place.add_(crc32(key.encode())).mul_(2654435761)
+    bits = coordinates_of.add_(crc32(key.encode())).mul_(2654435761)
     bits = bits.bitwise_xor_(bits >> 15)
     kept = bits.to(torch.int16 if dtype.itemsize == 2 else torch.int32)
     return kept.view(dtype)

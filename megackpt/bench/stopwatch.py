@@ -70,7 +70,7 @@ class Results:
         """Return the times of the runs that count."""
         return self._seconds.get((case, who), [])
 
-    def refuse(self, case: str, who: str, reason: str) -> None:
+    def mark_unsupported(self, case: str, who: str, reason: str) -> None:
         """Note why there is no run."""
         self._seconds.setdefault((case, who), [])
         self._refused[case, who] = reason
@@ -103,7 +103,7 @@ class Results:
                 seconds=tuple(self._seconds[name]),
                 verified=self._verified.get(name),
                 differing=self._differing.get(name),
-                refused=self._refused.get(name),
+                unsupported=self._refused.get(name),
                 read_nbytes=self._read.get(name),
             )
             for name in ordered

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.filesize import decimal
 from rich.table import Table
 
-from megackpt.bench.goals import Goal
-from megackpt.bench.names import STALL
+from megackpt.bench.names import ASYNC_STALL
 from megackpt.bench.report import Figure, Report, Row
 
 
@@ -18,27 +17,20 @@ def table_of_times(report: Report) -> Table:
         f"{decimal(report.state['nbytes'])} on {report.command['ranks']} ranks, {report.machine['directory']}"
     )
     takes = (f"{peer} takes" for peer in report.peers)
-    table = _table(title, ("case", "who"), ("median", "rate", "of raw", *takes, "read", "equal"))
-    _fill(table, [(row.case, row.who, *_cells(report, row)) for row in report.rows], has_sections=True)
+    table = empty_table(title, ("case", "who"), ("median", "rate", "of raw", *takes, "read", "equal"))
+    fill_table(table, [(row.case, row.who, *_cells(report, row)) for row in report.rows], has_sections=True)
     return table
 
 
 def table_of_figures(figures: Sequence[Figure]) -> Table:
     """Return what was measured besides times."""
-    table = _table("besides times", ("what", "who"), ("measured",))
-    said = (f"{figure.value:.4g} {figure.unit}".rstrip() for figure in figures)
-    _fill(table, [(f.name, f.who, text) for f, text in zip(figures, said, strict=True)])
+    table = empty_table("figures", ("what", "who"), ("measured",))
+    texts = (f"{figure.value:.4g} {figure.unit}".rstrip() for figure in figures)
+    fill_table(table, [(f.name, f.who, text) for f, text in zip(figures, texts, strict=True)])
     return table
 
 
-def table_of_goals(goals: Sequence[Goal]) -> Table:
-    """Return what is asked of megackpt, and what this run has found."""
-    table = _table("goals", ("what", "asked"), ("measured", ""))
-    _fill(table, [(goal.what, goal.asked, goal.said, goal.verdict) for goal in goals])
-    return table
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+def empty_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     """Return an empty table with columns that are set to the left and to the right."""
     table = Table(title=title)
     for heading in left:
@@ -48,7 +40,7 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     return table
 
 
-def _fill(table: Table, rows: Sequence[tuple[str, ...]], *, has_sections: bool = False) -> None:
+def fill_table(table: Table, rows: Sequence[tuple[str, ...]], *, has_sections: bool = False) -> None:
     """Add rows; a first cell that repeats the one above stays empty."""
     before: str | None = None
     for first, *others in rows:
@@ -64,7 +56,7 @@ def _cells(report: Report, row: Row) -> Iterator[str]:
         return
     ratios = report.ratios(row)
     yield f"{row.median_s:.3f} s"
-    yield "" if row.case == STALL else f"{decimal(int(row.rate))}/s"
+    yield "" if row.case == ASYNC_STALL else f"{decimal(int(row.rate))}/s"
     yield f"{ratios['raw']:.0%}" if "raw" in ratios else ""
     for peer in report.peers:
         yield f"{ratios[peer]:.2f}x" if peer in ratios else ""

@@ -1,13 +1,15 @@
-"""Ranks for the benchmark: those of torchrun where it has started this process, else processes of its own."""
+"""Runs the benchmark on the ranks of torchrun, or else on processes that it starts."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -22,9 +24,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from megackpt.bench.cases import CASES
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.ours import other_formats
-from megackpt.bench.peers import settle_threads
+from megackpt.bench.peers import check_peers, settle_threads
 from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
@@ -45,7 +47,9 @@ def run_bench(settings: BenchSettings) -> Report | None:
         DeclarationError: a setting that cannot be, or a directory that ranks do not share.
         RankFailedError: a rank failed; the text has its error.
     """
-    list(other_formats(settings.formats))  # refuses what is unknown before anything starts
+    # Unknown formats and peers are errors before anything starts.
+    list(other_formats(settings.formats))
+    check_peers(settings.peers)
     _check_room(settings)
     Path(settings.directory).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -152,34 +156,44 @@ def _directory_below(settings: BenchSettings) -> Iterator[Path]:
 def _measure(settings: BenchSettings, root: Path) -> Report | None:
     """Measure on one rank; return the report on rank 0."""
     load_before = os.getloadavg()[0]
-    measuring = Measuring(settings, root)
-    settled = settle_threads(measuring)
+    _silence_peers()
+    run = BenchRun(settings, root)
+    settled = settle_threads(run)
     spent: dict[str, float] = {}
     for measure in dict.fromkeys(CASES[case] for case in CASES if case in settings.cases):
         began = time.perf_counter()
-        measure(measuring)
+        run.case = measure.__name__.removeprefix("measure_").replace("_", " ")
+        run.show_progress("begins")
+        measure(run)
         spent[measure.__name__.removeprefix("measure_")] = round(time.perf_counter() - began, 1)
-    phases = profile(measuring, Path(settings.profile)) if settings.profile else {}
+    phases = profile(run, Path(settings.profile)) if settings.profile else {}
     if dist.get_rank():
         return None
     machine = _machine(settings, load_before=load_before) | {
         "peers": settled,
-        "has_cold_files": measuring.has_cold_files,
-        "scaling_ranks": measuring.ranks,
+        "has_cold_files": run.has_cold_files,
+        "scaling_ranks": run.ranks,
         "spent_s": spent,
     }
     return Report(
         command=asdict(settings),
         machine=machine,
         state={
-            "nbytes": measuring.nbytes,
-            "parameters": sum(array.numel for array in measuring.model),
-            "arrays": len(measuring.model) * 4,
+            "nbytes": run.nbytes,
+            "parameters": sum(array.numel for array in run.model),
+            "arrays": len(run.model) * 4,
         },
-        rows=tuple(measuring.results.rows()),
-        figures=tuple(measuring.results.figures),
+        rows=tuple(run.results.rows()),
+        figures=tuple(run.results.figures),
         phases=phases,
     )
+
+
+def _silence_peers() -> None:
+    """Ignore warnings and log lines of other libraries, which would hide the tables."""
+    warnings.filterwarnings("ignore", module=r"(?!megackpt)")
+    for library in ("torch", "megatron"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def _machine(settings: BenchSettings, *, load_before: float) -> dict[str, Any]:

@@ -56,10 +56,13 @@ class _Size(click.ParamType[int]):
     "--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Of parameters."
 )
 @click.option("--repeats", default=5, show_default=True, help="Measured runs, after one that does not count.")
-@click.option("--vs", "peers", default="", help=f"Others to compare with, by commas: {', '.join(PEERS)}.")
 @click.option(
-    "--formats", help="Our formats beside the native one, by commas; all that can be saved if not given."
+    "--vs",
+    "peers",
+    default="",
+    help=f"Libraries to compare with, by commas: {', '.join(PEERS)}, or module:class.",
 )
+@click.option("--formats", help="Our other formats, by commas; all that can be saved if not given.")
 @click.option(
     "--cases", default=",".join(CASES), show_default=True, help="What to measure, by commas; some of these."
 )
@@ -91,16 +94,13 @@ def command(
 
     The state is that of a transformer: parameters, fp32 masters and two moments. Each format of megackpt and
     each peer saves it and loads it, warm and cold, at the same layout and at others, in turns; everything is
-    flushed to disk within the time that is taken. Every load is compared with what was saved. Besides times:
-    memory, what digests cost, how throughput scales, planning, a long run; at the end, what is asked of
-    megackpt and whether this run has met it. To use ranks of several machines:
+    flushed to disk within the time that is taken. Every load is compared with what was saved. Other cases
+    measure memory, the cost of digests, scaling, planning and a long run. Progress goes to stderr. To use
+    ranks of several machines:
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m megackpt.cli bench --dir /shared/bench
     """
-    from megackpt.bench.chart import draw
-    from megackpt.bench.goals import goals_of
     from megackpt.bench.world import run_bench
-    from megackpt.simulation.chart import check_chart
 
     settings = BenchSettings(
         directory=directory,
@@ -119,15 +119,18 @@ def command(
         check_output(json_path)
         check_output(profile)
         if chart is not None:
+            from megackpt.simulation.chart import check_chart
+
             check_chart(Path(chart))
     report = run_bench(settings)
     if report is None:  # a rank of torchrun other than 0
         return 0
     _show(report, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     if json_path is not None:
-        said = report.to_json() | {"goals": [goal.to_json() for goal in goals_of(report)]}
-        Path(json_path).write_text(json.dumps(said, indent=1) + "\n")
+        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if chart is not None:
+        from megackpt.bench.chart import draw
+
         draw(report, Path(chart))
     return 0 if report.is_verified else FAILED_CHECK
 
@@ -137,8 +140,7 @@ def _names(listed: str) -> tuple[str, ...]:
 
 
 def _show(report: Report, console: Console) -> None:
-    from megackpt.bench.goals import goals_of
-    from megackpt.bench.tables import table_of_figures, table_of_goals, table_of_times
+    from megackpt.bench.tables import table_of_figures, table_of_times
 
     console.print(table_of_times(report))
     console.print(
@@ -154,15 +156,10 @@ def _show(report: Report, console: Console) -> None:
             f"- The machine was busy before the run: a load average of {machine['load_before']:.1f} on "
             f"{machine['cpus']} CPUs. Times of a quiet one differ, and so do ratios."
         )
-    for reason in report.refusals():
+    for reason in report.unsupported_cases():
         console.print(f"- {reason}")
     if report.figures:
         console.print(table_of_figures(report.figures))
-    goals = goals_of(report)
-    console.print(table_of_goals([goal for goal in goals if goal.measured is not None]))
-    unmeasured = dict.fromkeys(goal.what for goal in goals if goal.measured is None)
-    if unmeasured:
-        console.print(f"Not measured in this run, or not against all: {'; '.join(unmeasured)}.")
     for name, ranks in report.phases.items():
         shares = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in ranks[0].items())
         console.print(f"{name}, rank 0, seconds: {shares}")

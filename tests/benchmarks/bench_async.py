@@ -129,9 +129,9 @@ class Megatron:
     def __init__(self, root: Path, state: RankState) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-        from megackpt.bench.megatron import MegatronCore
+        from tests.benchmarks.mcore_on_cpu import MegatronCoreOnCpu
 
-        self._root, self._peer, self._number = root / self.name, MegatronCore(), 0
+        self._root, self._peer, self._number = root / self.name, MegatronCoreOnCpu(), 0
         self._peer._queue = AsyncCallsQueue(persistent=torch.cuda.is_available())
         self._finish: Callable[[], Path] | None = None
 
@@ -144,7 +144,7 @@ class Megatron:
         if dist.get_rank() == 0:
             directory.mkdir(parents=True)
         dist.barrier()
-        self._finish = self._peer.save_behind(declared, directory)
+        self._finish = self._peer.save_async(declared, directory)
 
     def wait(self) -> None:
         assert self._finish is not None
@@ -180,7 +180,7 @@ def made(mib: int) -> RankState:
 def stall(root: Path, name: str, mib: int, saves: int) -> Row:
     """Measure one library on one rank; the same row on all."""
     state = made(mib)
-    sources = [as_bytes(piece.data).numpy() for piece in state.pieces]
+    sources = [as_bytes(piece.data).numpy() for piece in state.shards]
     warm = [np.zeros_like(source) for source in sources]
 
     def copy() -> None:
@@ -213,7 +213,7 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
     """Measure saves into a tier; every other one is synchronous. The same row on all ranks."""
     state = made(mib)
     declare = Ours("megackpt").declare
-    sources = [as_bytes(piece.data).numpy() for piece in state.pieces]
+    sources = [as_bytes(piece.data).numpy() for piece in state.shards]
     warm = [np.zeros_like(source) for source in sources]
 
     def copy() -> None:

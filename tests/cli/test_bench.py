@@ -1,8 +1,10 @@
-"""`megackpt bench`: every row is there, every load is verified, and what is wrong is said."""
+"""`megackpt bench`: every row is there, every load is verified, and bad settings are errors."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,6 @@ import torch
 import megackpt
 from megackpt.bench import counters, names
 from megackpt.bench.cases.digests import _no_digests
-from megackpt.bench.goals import goals_of
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.report import Figure, Report, Row
 from megackpt.bench.state import (
@@ -34,13 +35,14 @@ from megackpt.bench.world import _joined
 from megackpt.cli import main
 from megackpt.formats.registry import save_strategy
 from megackpt.storage import LocalStore, block_digests
+from tests.benchmarks.goals import goals_of
 
 RANKS = 2
 OURS = {"megackpt", "megackpt:torch_dist"}
 RESHARDED = ("TP2 to DP2", "PP2 to DP2", "PP2 to TP2")
 FLAT = ("flat optimizer, DP2 to PP2", "flat optimizer, DP2 to TP2")
 COLD = {"load, cold", *(f"{case}, cold" for case in (*RESHARDED, *FLAT))}
-BEHIND = ("async, stall", "async, total")
+ASYNC_TOTAL = ("async, stall", "async, total")
 SMALL = ("small state, save", "small state, load")
 ALONE = tuple(f"{case}, {ranks}" for case in ("save", "load, warm") for ranks in ("1 rank", "2 ranks"))
 
@@ -48,15 +50,19 @@ ALONE = tuple(f"{case}, {ranks}" for case in ("save", "load, warm") for ranks in
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One tiny run, as a user starts it; everything that it writes, by kind."""
-    place = tmp_path_factory.mktemp("bench")
-    files = {kind: place / f"out.{kind}" for kind in ("json", "svg", "trace")}
+    directory = tmp_path_factory.mktemp("bench")
+    files = {kind: directory / f"out.{kind}" for kind in ("json", "svg", "trace")}
     arguments = ["--ranks", str(RANKS), "--size", "2MiB", "--repeats", "1", "--vs", "dcp,torch"]
     arguments += ["--formats", "torch_dist", "--scaling", "2", "--long-run", "4"]
     outputs = ["--json", files["json"], "--chart", files["svg"], "--profile", files["trace"]]
-    code = main(["bench", "--dir", str(place / "dir"), *arguments, *map(str, outputs)])
-    left = [path.name for path in (place / "dir").iterdir()]
+    command = [sys.executable, "-m", "megackpt.cli", "bench", "--dir", str(directory / "dir")]
+    run = subprocess.run(
+        [*command, *arguments, *map(str, outputs)], capture_output=True, text=True, check=False
+    )
+    left = [path.name for path in (directory / "dir").iterdir()]
     return {
-        "code": code,
+        "code": run.returncode,
+        "progress": run.stderr,
         "left": left,
         "report": json.loads(files["json"].read_text()),
         "chart": files["svg"].read_text(),
@@ -70,7 +76,7 @@ def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]
     both, leaders = {*OURS, "dcp", "torch"}, {"megackpt", "dcp", "torch"}
     wanted = {(case, who) for case in ("save", "load, cold", "load, warm", *RESHARDED, *FLAT) for who in both}
     wanted |= {(case, who) for case in SMALL for who in leaders}
-    wanted |= {(case, who) for case in BEHIND for who in ("megackpt", "dcp")}
+    wanted |= {(case, who) for case in ASYNC_TOTAL for who in ("megackpt", "dcp")}
     wanted |= {(f"digests: {c}", w) for c in ("save", "load, warm") for w in ("megackpt", names.UNCHECKED)}
     wanted |= {(case, "megackpt") for case in ALONE}
     wanted |= {(case, names.RAW_DIRECT) for case in ("save", "load, cold", "save, 1 rank", "save, 2 ranks")}
@@ -78,6 +84,7 @@ def test_the_json_has_a_row_for_every_case_and_contender(results: dict[str, Any]
     if results["report"]["machine"]["has_cold_files"]:
         wanted |= {("digests: load, cold", who) for who in ("megackpt", names.UNCHECKED)}
         wanted |= {(c, w) for c in COLD - {"load, cold"} for w in ("megackpt", *names.RAW)}
+        wanted |= {(f"{case}, cold", "dcp") for case in RESHARDED}
     assert found == wanted
 
 
@@ -87,7 +94,7 @@ def test_every_row_was_measured_and_verified_or_says_why_not(results: dict[str, 
     unable = {*((case, "dcp") for case in FLAT), *((case, "torch") for case in (*RESHARDED, *FLAT))}
     for row in results["report"]["rows"]:
         name = (row["case"], row["who"])
-        if row["refused"]:
+        if row["unsupported"]:
             assert row["who"] in names.RAW or row["case"] in COLD or name in unable, name
             assert row["seconds"] == []
         else:
@@ -119,10 +126,10 @@ def test_resharded_loads_count_what_they_read_and_have_a_limit_of_their_own(resu
 
 @pytest.mark.multiprocess
 def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(results: dict[str, Any]) -> None:
-    goals = results["report"]["goals"]
-    unmeasured = {goal["what"] for goal in goals if goal["measured"] is None}
-    against_others = {goal["what"] for goal in goals if "mcore" in goal["of"]}
-    raw_refused = {r["case"] for r in results["report"]["rows"] if r["refused"] and r["who"] in names.RAW}
+    goals = goals_of(Report.from_json(results["report"]))
+    unmeasured = {goal.what for goal in goals if goal.measured is None}
+    against_others = {goal.what for goal in goals if "mcore" in goal.of}
+    raw_refused = {r["case"] for r in results["report"]["rows"] if r["unsupported"] and r["who"] in names.RAW}
     assert unmeasured <= against_others | raw_refused
     figures = {(f["name"], f["who"]): f["value"] for f in results["report"]["figures"]}
     assert figures[names.DESCRIPTORS, "megackpt"] == 0
@@ -134,6 +141,15 @@ def test_every_goal_is_measured_but_those_against_a_peer_that_took_no_part(resul
 def test_nothing_is_left_in_the_directory_and_the_chart_names_the_contenders(results: dict[str, Any]) -> None:
     assert results["left"] == []
     assert "<svg" in results["chart"]
+
+
+@pytest.mark.multiprocess
+def test_progress_names_each_case_and_round_where_stderr_is_a_file(results: dict[str, Any]) -> None:
+    lines = results["progress"].splitlines()
+    assert [line for line in lines if not line.startswith("bench: ")] == [], "warnings of other libraries"
+    for case in ("same layout", "reshard", "async", "digests", "memory", "small", "planning", "scaling"):
+        assert f"bench: {case}: begins" in lines
+    assert "bench: reshard: round 1 of 1" in lines
 
 
 @pytest.mark.multiprocess
@@ -154,6 +170,7 @@ def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any])
         (["--ranks", "3"], "ranks is 3"),
         (["--size", "many"], "'many' is no size"),
         (["--vs", "zip"], "'zip' is no peer"),
+        (["--vs", "no.such.module:Peer"], "The peer 'no.such.module:Peer' cannot be imported"),
         (["--repeats", "0"], "repeats is 0"),
         (["--cases", "save,nap"], "'nap' is no case"),
         (["--formats", "zip"], "'zip' is no format"),
@@ -173,11 +190,11 @@ def test_bad_settings_are_refused_before_anything_starts(
 def test_the_blocks_of_all_ranks_tile_the_same_arrays(layout: GridLayout) -> None:
     model = make_model(1 << 20, ranks=4, dtype=torch.bfloat16)
     (whole,) = [make_state(model, GridLayout(), 0, torch.bfloat16)]
-    of_key = {piece.key: piece.data for piece in whole.pieces}
+    of_key = {piece.key: piece.data for piece in whole.shards}
     seen: dict[str, int] = {}
     for rank in range(4):
-        tp_rank = layout.place(rank)[0]
-        for piece in make_state(model, layout, rank, torch.bfloat16).pieces:
+        tp_rank = layout.coordinates_of(rank)[0]
+        for piece in make_state(model, layout, rank, torch.bfloat16).shards:
             axis = piece.tp_axis
             right = of_key[piece.key] if axis is None else of_key[piece.key].chunk(layout.tp, axis)[tp_rank]
             assert torch.equal(as_bytes(piece.data), as_bytes(right.contiguous()))
@@ -192,7 +209,7 @@ def test_flat_ranges_of_a_stage_hold_every_element_of_the_optimizer_once() -> No
     )
     seen: dict[str, int] = {}
     for rank in range(4):
-        for piece in make_state(model, layout, rank, torch.bfloat16).pieces:
+        for piece in make_state(model, layout, rank, torch.bfloat16).shards:
             if piece.replica == (0, 0):
                 seen[piece.key] = seen.get(piece.key, 0) + piece.data.numel()
     assert seen == {
@@ -207,10 +224,10 @@ def test_one_wrong_bit_is_a_difference_with_its_key() -> None:
     wrong = make_state(model, GridLayout(tp=2), 1, torch.float32)
     right = fingerprints(wrong)
     assert first_difference(wrong, right) is None
-    as_bytes(wrong.pieces[3].data)[-1] ^= 1
-    assert first_difference(wrong, right) == wrong.pieces[3].key
+    as_bytes(wrong.shards[3].data)[-1] ^= 1
+    assert first_difference(wrong, right) == wrong.shards[3].key
     spoil(wrong)
-    assert first_difference(wrong, right) == wrong.pieces[0].key
+    assert first_difference(wrong, right) == wrong.shards[0].key
 
 
 def test_a_state_that_is_inverted_differs_everywhere_and_twice_is_as_before() -> None:
@@ -224,7 +241,7 @@ def test_a_state_that_is_inverted_differs_everywhere_and_twice_is_as_before() ->
 
 def test_the_small_state_is_200_arrays_of_1_kib() -> None:
     state = make_state(make_small_model(), GridLayout(dp=2), 1, torch.float32)
-    assert [piece.data.nbytes for piece in state.pieces] == [1024] * 200
+    assert [piece.data.nbytes for piece in state.shards] == [1024] * 200
     assert state_nbytes(make_small_model(), torch.float32) == 200 * 1024
 
 
@@ -310,7 +327,7 @@ def test_a_goal_that_is_closer_to_its_bound_than_can_be_told_is_neither_met_nor_
         Figure(name=of_save + names.DOUBT, who="megackpt", value=2.0, unit="%"),
     )
     (goal,) = [goal for goal in goals_of(_report((), figures)) if goal.what == of_save]
-    assert (goal.is_met, goal.said, goal.verdict) == (None, "6 % +- 2", "too close to tell")
+    assert (goal.is_met, goal.measurement, goal.verdict) == (None, "6 % +- 2", "too close to tell")
     assert replace(goal, doubt=0.5).verdict == "NOT MET"
     assert replace(goal, measured=None).verdict == "not measured"
 

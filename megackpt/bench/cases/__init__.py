@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megackpt.bench.cases.behind import measure_behind
+from megackpt.bench.cases.asynchronous import measure_async
 from megackpt.bench.cases.digests import measure_digests
 from megackpt.bench.cases.long_run import measure_long_run
 from megackpt.bench.cases.memory import measure_memory
@@ -13,13 +13,13 @@ from megackpt.bench.cases.reshard import measure_reshard
 from megackpt.bench.cases.same_layout import measure_same_layout
 from megackpt.bench.cases.scaling import measure_scaling
 from megackpt.bench.cases.small import measure_small
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 
-CASES: dict[str, Callable[[Measuring], None]] = {
+CASES: dict[str, Callable[[BenchRun], None]] = {
     "save": measure_same_layout,
     "load": measure_same_layout,
     "reshard": measure_reshard,
-    "async": measure_behind,
+    "async": measure_async,
     "digests": measure_digests,
     "memory": measure_memory,
     "small": measure_small,

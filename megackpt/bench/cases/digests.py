@@ -20,7 +20,7 @@ import xxhash
 
 import megackpt.storage.digests as digest
 from megackpt import api
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import DIGESTS, DOUBT, HASH, LOAD_COLD, LOAD_WARM, OURS, SAVE, UNCHECKED
 from megackpt.bench.settings import WRITE_THREADS
 from megackpt.bench.state import GridLayout, RankState, as_bytes, fingerprints, first_difference, spoil
@@ -32,60 +32,60 @@ _BLOCK_BYTES = 4 << 20
 _MORE = 2  # times the repeats: a difference is small beside what runs vary
 
 
-def measure_digests(measuring: Measuring) -> None:
+def measure_digests(run: BenchRun) -> None:
     """Measure what they add to a save, a cold and a warm load, in per cent. Collective."""
-    layout = GridLayout(tp=measuring.ranks)
-    state = measuring.state(layout)
+    layout = GridLayout(tp=run.ranks)
+    state = run.state(layout)
     expected = fingerprints(state)
-    measuring.save(measuring.native, state)  # what is loaded, each time
+    run.save(run.native, state)  # what is loaded, each time
     hashing: list[float] = []
-    for who in measuring.turns([OURS, UNCHECKED], rounds=_MORE * measuring.settings.repeats):
-        _save(measuring, state, who)
+    for who in run.turns([OURS, UNCHECKED], rounds=_MORE * run.settings.repeats):
+        _save(run, state, who)
         spent = timed(partial(_hash, state))
-        if measuring.results.counts:
+        if run.results.counts:
             hashing.append(spent)
-        if measuring.drop(measuring.directory(OURS)):
-            _load(measuring, state, LOAD_COLD, who)
-        measuring.warm(OURS)
-        _load(measuring, state, LOAD_WARM, who)
-        measuring.results.verify((_name(LOAD_WARM),), who, first_difference(state, expected))
-    measuring.clear()
+        if run.drop(run.directory(OURS)):
+            _load(run, state, LOAD_COLD, who)
+        run.warm(OURS)
+        _load(run, state, LOAD_WARM, who)
+        run.results.verify((_name(LOAD_WARM),), who, first_difference(state, expected))
+    run.clear()
     for case in (SAVE, LOAD_COLD, LOAD_WARM):
-        _note_cost(measuring, case, statistics.median(hashing))
+        _note_cost(run, case, statistics.median(hashing))
 
 
-def _save(measuring: Measuring, state: RankState, who: str) -> None:
-    directory = measuring.fresh("unread")
-    save = partial(measuring.native.save, measuring.native.declare(state), directory)
+def _save(run: BenchRun, state: RankState, who: str) -> None:
+    directory = run.fresh("unread")
+    save = partial(run.native.save, run.native.declare(state), directory)
     if who == OURS:
-        measuring.results.add(_name(SAVE), who, timed(save), measuring.nbytes)
+        run.results.add(_name(SAVE), who, timed(save), run.nbytes)
         return
     with _no_digests() as hashes:
         seconds = timed(save)
     if all_true(hashes.calls > 0):
-        measuring.results.add(_name(SAVE), who, seconds, measuring.nbytes)
+        run.results.add(_name(SAVE), who, seconds, run.nbytes)
     else:
-        measuring.results.refuse(_name(SAVE), who, "the hash is not where it was: it cannot be left out")
+        run.results.mark_unsupported(_name(SAVE), who, "the hash is not where it was: it cannot be left out")
 
 
-def _load(measuring: Measuring, state: RankState, case: str, who: str) -> None:
+def _load(run: BenchRun, state: RankState, case: str, who: str) -> None:
     spoil(state)
     options = LoadOptions(verify=who == OURS)
-    declared = measuring.native.declare(state)
-    seconds = timed(partial(api.load, declared, measuring.directory(OURS), options=options))
-    measuring.results.add(_name(case), who, seconds, measuring.nbytes)
+    declared = run.native.declare(state)
+    seconds = timed(partial(api.load, declared, run.directory(OURS), options=options))
+    run.results.add(_name(case), who, seconds, run.nbytes)
 
 
 def _hash(state: RankState) -> None:
     with ThreadPoolExecutor(WRITE_THREADS) as pool:
-        views = [as_bytes(piece.data).numpy().data for piece in state.pieces]
+        views = [as_bytes(piece.data).numpy().data for piece in state.shards]
         for done in [pool.submit(block_digests, view, _BLOCK_BYTES) for view in views]:
             done.result()
 
 
-def _note_cost(measuring: Measuring, case: str, hashing_s: float) -> None:
+def _note_cost(run: BenchRun, case: str, hashing_s: float) -> None:
     """Compare runs in pairs, each of two that followed each other."""
-    results = measuring.results
+    results = run.results
     checked, unchecked = results.seconds(_name(case), OURS), results.seconds(_name(case), UNCHECKED)
     if not checked or len(checked) != len(unchecked):
         return

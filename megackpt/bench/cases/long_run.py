@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 
 from megackpt.bench.counters import open_descriptors, resident_bytes
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import DESCRIPTORS, OURS, SLOPE
 from megackpt.bench.state import GridLayout, fingerprints, first_difference, make_model, make_state, spoil
 from megackpt.bench.stopwatch import largest
@@ -18,36 +18,32 @@ _SETTLING = 0.2  # share of the runs in which what is made once is made
 _CASE = "long run"
 
 
-def measure_long_run(measuring: Measuring) -> None:
+def measure_long_run(run: BenchRun) -> None:
     """Save and load with Checkpointers, synchronous and asynchronous in turn. Collective."""
-    model = make_model(
-        min(measuring.settings.size, _MOST_BYTES), ranks=measuring.ranks, dtype=measuring.dtype
-    )
-    state = make_state(model, GridLayout(tp=measuring.ranks), measuring.rank, measuring.dtype)
+    model = make_model(min(run.settings.size, _MOST_BYTES), ranks=run.ranks, dtype=run.dtype)
+    state = make_state(model, GridLayout(tp=run.ranks), run.rank, run.dtype)
     expected = fingerprints(state)
     resident: list[int] = []
     descriptors: list[int] = []
     with contextlib.ExitStack() as stack:
         both = [
-            stack.enter_context(
-                Checkpointer(measuring.root / f"long-{is_async}", keep_last=2, async_save=is_async)
-            )
+            stack.enter_context(Checkpointer(run.root / f"long-{is_async}", keep_last=2, async_save=is_async))
             for is_async in (False, True)
         ]
-        for step in range(measuring.settings.long_run):
+        for step in range(run.settings.long_run):
             checkpointer = both[step % 2]
-            checkpointer.save(step, measuring.native.declare(state))
+            checkpointer.save(step, run.native.declare(state))
             checkpointer.wait()
             spoil(state)
-            checkpointer.load(measuring.native.declare(state))
+            checkpointer.load(run.native.declare(state))
             resident.append(resident_bytes() or 0)
             descriptors.append(open_descriptors() or 0)
-            measuring.results.verify((_CASE,), OURS, first_difference(state, expected))
-    measuring.clear()
+            run.results.verify((_CASE,), OURS, first_difference(state, expected))
+    run.clear()
     settled = min(max(2, int(_SETTLING * len(resident))), len(resident) - 2)
     left = descriptors[-1] - descriptors[settled]
-    measuring.results.note(SLOPE, OURS, largest(_slope(resident[settled:])) / (1 << 20), "MiB a save")
-    measuring.results.note(DESCRIPTORS, OURS, largest(left))
+    run.results.note(SLOPE, OURS, largest(_slope(resident[settled:])) / (1 << 20), "MiB a save")
+    run.results.note(DESCRIPTORS, OURS, largest(left))
 
 
 def _slope(values: list[int]) -> float:

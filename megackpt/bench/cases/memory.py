@@ -6,7 +6,7 @@ import gc
 from functools import partial
 
 from megackpt.bench.counters import peak_above
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import LOAD_WARM, MEMORY, SAVE
 from megackpt.bench.state import GridLayout, fingerprints, first_difference, spoil
 from megackpt.bench.stopwatch import largest
@@ -15,27 +15,25 @@ _PEER_ROUNDS = 1  # what counts is the highest
 _MIB = 1 << 20
 
 
-def measure_memory(measuring: Measuring) -> None:
+def measure_memory(run: BenchRun) -> None:
     """Measure the peak of resident memory over what it was before. Collective.
 
     Pages of files that are mapped count as memory of the process; processes that it starts do not.
     """
-    layout = GridLayout(tp=measuring.ranks)
-    state = measuring.state(layout)
+    layout = GridLayout(tp=run.ranks)
+    state = run.state(layout)
     expected = fingerprints(state)
     highest: dict[tuple[str, str], int] = {}
-    for one in measuring.turns(
-        measuring.leaders, rounds=min(2, measuring.settings.repeats), peer_rounds=_PEER_ROUNDS
-    ):
+    for one in run.turns(run.leaders, rounds=min(2, run.settings.repeats), peer_rounds=_PEER_ROUNDS):
         gc.collect()  # what another contender has left must not be freed meanwhile
-        directory = measuring.fresh(one.name)
+        directory = run.fresh(one.name)
         saving = int(largest(peak_above(partial(one.save, one.declare(state), directory))))
         spoil(state)
         loading = int(largest(peak_above(partial(one.load, one.declare(state), directory))))
-        measuring.results.verify((MEMORY,), one.name, first_difference(state, expected))
-        if measuring.results.counts:
+        run.results.verify((MEMORY,), one.name, first_difference(state, expected))
+        if run.results.counts:
             for case, peak in ((SAVE, saving), (LOAD_WARM, loading)):
                 highest[case, one.name] = max(highest.get((case, one.name), 0), peak)
-        measuring.clear()
+        run.clear()
     for (case, who), peak in sorted(highest.items()):
-        measuring.results.note(f"{MEMORY}, {case.split(',')[0]}", who, peak / _MIB, "MiB")
+        run.results.note(f"{MEMORY}, {case.split(',')[0]}", who, peak / _MIB, "MiB")

@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass
 
 from megackpt.bench.collectives import counted
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import COLLECTIVES, COLLECTIVES_SAVE, OURS, PLAN_AGAIN, PLAN_FIRST
 from megackpt.bench.state import GridLayout, RankState
 from megackpt.bench.stopwatch import largest, timed
@@ -37,28 +37,26 @@ class _Run:
     saving: int
 
 
-def measure_planning(measuring: Measuring) -> None:
+def measure_planning(run: BenchRun) -> None:
     """Save a state for the first time, then again and again. Collective."""
-    state = measuring.state(GridLayout(tp=measuring.ranks))
-    _save(measuring, state, PlanCache())  # opens what is opened once in a process
+    state = run.state(GridLayout(tp=run.ranks))
+    _save(run, state, PlanCache())  # opens what is opened once in a process
     plans = PlanCache()
-    first = _save(measuring, state, plans)
-    again = [_save(measuring, state, plans) for _ in range(measuring.settings.repeats)]
-    measuring.clear()
-    results = measuring.results
+    first = _save(run, state, plans)
+    again = [_save(run, state, plans) for _ in range(run.settings.repeats)]
+    run.clear()
+    results = run.results
     results.note(PLAN_FIRST, OURS, 1e3 * first.planning_s, "ms")
     results.note(PLAN_AGAIN, OURS, 1e3 * statistics.median(run.planning_s for run in again), "ms")
     results.note(COLLECTIVES, OURS, largest(again[-1].planning))
     results.note(COLLECTIVES_SAVE, OURS, largest(again[-1].saving))
 
 
-def _save(measuring: Measuring, state: RankState, plans: PlanCache) -> _Run:
-    store = open_store(measuring.fresh(OURS))
+def _save(run: BenchRun, state: RankState, plans: PlanCache) -> _Run:
+    store = open_store(run.fresh(OURS))
     options = SaveOptions()
     group = world_group(timeout_s=options.timeout_s)
-    request = SaveRequest(
-        state=measuring.native.declare(state), choose=lambda: save_strategy(None), plans=plans
-    )
+    request = SaveRequest(state=run.native.declare(state), choose=lambda: save_strategy(None), plans=plans)
     planned: list[tuple[PlannedSave, SaveStrategy]] = []
     during: list[int] = []
     with counted() as count:

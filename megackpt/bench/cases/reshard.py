@@ -1,8 +1,7 @@
-"""Loads at another layout than that of the save.
+"""Loads at another layout than that of the save, from files in memory and from cold files.
 
-Owns which layouts. A resharded load is compared with reading just as many bytes per rank as that rank needs
-from plain files of the size of the checkpoint, with as many threads. Loads of cold files are measured of the
-native format only: peers take several times as long there too, and say nothing new.
+The raw limit of a resharded load is the time to read as many bytes per rank as that rank needs from plain
+files of the size of the checkpoint, with as many threads.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megackpt.bench.contender import Contender
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import COLD
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.settings import PEER_ROUNDS
@@ -67,52 +66,52 @@ def changes(ranks: int) -> list[list[Change]]:
     ]
 
 
-def measure_reshard(measuring: Measuring) -> None:
+def measure_reshard(run: BenchRun) -> None:
     """Measure every change of layout. Collective."""
-    for group in changes(measuring.ranks):
-        able = _save(measuring, group)
-        raw = measuring.raw_files()
+    for group in changes(run.ranks):
+        able = _save(run, group)
+        raw = run.raw_files()
         raw.write(direct=False)
         for change in group:
-            _load(measuring, change, able, raw)
+            _load(run, change, able, raw)
         del raw
-        measuring.clear()
+        run.clear()
 
 
-def _save(measuring: Measuring, group: Sequence[Change]) -> list[Contender]:
+def _save(run: BenchRun, group: Sequence[Change]) -> list[Contender]:
     """Save once with everyone who can load what was saved; return them."""
     able: list[Contender] = []
-    source = measuring.state(group[0].saved_at)
-    for one in measuring.everyone:
-        reasons = [one.refusal(change.saved_at, change.loaded_at) for change in group]
+    source = run.state(group[0].saved_at)
+    for one in run.everyone:
+        reasons = [one.unsupported_reason(change.saved_at, change.loaded_at) for change in group]
         for change, reason in zip(group, reasons, strict=True):
             if reason is not None:
-                measuring.results.refuse(change.case, one.name, reason)
+                run.results.mark_unsupported(change.case, one.name, reason)
         if None in reasons:
             able.append(one)
-            measuring.save(one, source)
+            run.save(one, source)
     return able
 
 
-def _load(measuring: Measuring, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
-    state = measuring.state(change.loaded_at)
+def _load(run: BenchRun, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
+    state = run.state(change.loaded_at)
     target = _Target(state, fingerprints(state))
-    for one in measuring.turns([None, *able], peer_rounds=PEER_ROUNDS):
+    for one in run.turns([None, *able], peer_rounds=PEER_ROUNDS):
         if one is None:
-            _read_raw(measuring, change, raw, target.state.nbytes)
+            _read_raw(run, change, raw, target.state.nbytes)
             continue
-        if one is measuring.native and measuring.drop(measuring.directory(one.name)):
-            measuring.load(one, target.state, target.expected, change.case + COLD)
-        measuring.warm(one.name)
-        measuring.load(one, target.state, target.expected, change.case)
+        if one not in run.formats and run.drop(run.directory(one.name)):
+            run.load(one, target.state, target.expected, change.case + COLD)
+        run.warm(one.name)
+        run.load(one, target.state, target.expected, change.case)
 
 
-def _read_raw(measuring: Measuring, change: Change, raw: RawFiles, nbytes: int) -> None:
+def _read_raw(run: BenchRun, change: Change, raw: RawFiles, nbytes: int) -> None:
     def read(direct: bool, *, is_cached: bool = False) -> None:
         raw.read(nbytes, direct=direct, is_cached=is_cached)
 
-    if measuring.has_cold_files and measuring.drop_raw():
+    if run.has_cold_files and run.drop_raw():
         for is_direct in (True, False):
-            measuring.time_raw(change.case + COLD, nbytes, read, is_direct=is_direct)
+            run.time_raw(change.case + COLD, nbytes, read, is_direct=is_direct)
     read(False)
-    measuring.time_raw(change.case, nbytes, partial(read, is_cached=True), is_direct=False)
+    run.time_raw(change.case, nbytes, partial(read, is_cached=True), is_direct=False)

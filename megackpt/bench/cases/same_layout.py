@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megackpt.bench.contender import Contender
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import LOAD_COLD, LOAD_WARM, RAW, SAVE
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.state import GridLayout, RankState, fingerprints
@@ -13,45 +13,43 @@ from megackpt.bench.state import GridLayout, RankState, fingerprints
 NOTHING_IS_COLD = "the file system keeps files in memory, so nothing is cold"
 
 
-def measure_same_layout(measuring: Measuring) -> None:
+def measure_same_layout(run: BenchRun) -> None:
     """Save and load at TP over all ranks. Collective."""
-    layout = GridLayout(tp=measuring.ranks)
-    source, target = measuring.state(layout), measuring.state(layout, filled=False)
+    layout = GridLayout(tp=run.ranks)
+    source, target = run.state(layout), run.state(layout, filled=False)
     expected = fingerprints(source)
-    raw = measuring.raw_files()
-    for one in measuring.turns([None, *measuring.everyone]):
+    raw = run.raw_files()
+    for one in run.turns([None, *run.everyone]):
         if one is None:
-            _raw(measuring, raw)
+            _raw(run, raw)
         else:
-            _round_trip(measuring, one, source, target, expected)
-        measuring.clear()  # one checkpoint at a time: files in memory are memory
+            _round_trip(run, one, source, target, expected)
+        run.clear()  # one checkpoint at a time: files in memory are memory
 
 
 def _round_trip(
-    measuring: Measuring, one: Contender, source: RankState, target: RankState, expected: Sequence[str]
+    run: BenchRun, one: Contender, source: RankState, target: RankState, expected: Sequence[str]
 ) -> None:
-    seconds = measuring.save(one, source)
-    measuring.results.add(SAVE, one.name, seconds, measuring.nbytes)
-    if measuring.drop(measuring.directory(one.name)):
-        measuring.load(one, target, expected, LOAD_COLD)
+    seconds = run.save(one, source)
+    run.results.add(SAVE, one.name, seconds, run.nbytes)
+    if run.drop(run.directory(one.name)):
+        run.load(one, target, expected, LOAD_COLD)
     else:
-        measuring.results.refuse(LOAD_COLD, one.name, NOTHING_IS_COLD)
-    measuring.warm(one.name)
-    measuring.load(one, target, expected, LOAD_WARM, saved=SAVE)
+        run.results.mark_unsupported(LOAD_COLD, one.name, NOTHING_IS_COLD)
+    run.warm(one.name)
+    run.load(one, target, expected, LOAD_WARM, saved=SAVE)
 
 
-def _raw(measuring: Measuring, raw: RawFiles) -> None:
+def _raw(run: BenchRun, raw: RawFiles) -> None:
     for is_direct in (True, False):
-        measuring.time_raw(SAVE, raw.nbytes, lambda direct: raw.write(direct=direct), is_direct=is_direct)
-    if measuring.drop_raw():
+        run.time_raw(SAVE, raw.nbytes, lambda direct: raw.write(direct=direct), is_direct=is_direct)
+    if run.drop_raw():
         for is_direct in (True, False):  # the direct one leaves files cold
-            measuring.time_raw(
-                LOAD_COLD, raw.nbytes, lambda direct: raw.read(direct=direct), is_direct=is_direct
-            )
+            run.time_raw(LOAD_COLD, raw.nbytes, lambda direct: raw.read(direct=direct), is_direct=is_direct)
     else:
         for who in RAW:
-            measuring.results.refuse(LOAD_COLD, who, NOTHING_IS_COLD)
+            run.results.mark_unsupported(LOAD_COLD, who, NOTHING_IS_COLD)
     raw.read(direct=False)
-    measuring.time_raw(
+    run.time_raw(
         LOAD_WARM, raw.nbytes, lambda direct: raw.read(direct=direct, is_cached=True), is_direct=False
     )

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from megackpt import api
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import LOAD_WARM, OURS, SAVE, SCALING, alone
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.state import GridLayout, RankState, fingerprints, first_difference, make_state, spoil
@@ -14,42 +14,40 @@ from megackpt.bench.stopwatch import timed
 from megackpt.comm import Group, SingleProcess
 
 
-def measure_scaling(measuring: Measuring) -> None:
+def measure_scaling(run: BenchRun) -> None:
     """Save and load with rank 0 alone, while the others wait, and with all ranks. Collective."""
-    if measuring.ranks == 1:
+    if run.ranks == 1:
         return
-    sides = [_Side(measuring, ranks) for ranks in (1, measuring.ranks)]
-    for side in measuring.turns(sides):
+    sides = [_Side(run, ranks) for ranks in (1, run.ranks)]
+    for side in run.turns(sides):
         side.write_raw()
         side.round_trip()
-        measuring.clear()
+        run.clear()
     for case in (SAVE, LOAD_WARM):
-        one, many = (measuring.results.row(alone(case, side.ranks), OURS) for side in sides)
+        one, many = (run.results.row(alone(case, side.ranks), OURS) for side in sides)
         if one.rate and many.rate:
-            name = f"{case}, {SCALING.format(ranks=measuring.ranks)}"
-            measuring.results.note(name, OURS, many.rate / one.rate)
+            name = f"{case}, {SCALING.format(ranks=run.ranks)}"
+            run.results.note(name, OURS, many.rate / one.rate)
 
 
 class _Side:
     """The state on so many ranks; the others have nothing, and wait."""
 
-    def __init__(self, measuring: Measuring, ranks: int) -> None:
+    def __init__(self, run: BenchRun, ranks: int) -> None:
         self.ranks = ranks
-        self._measuring = measuring
-        self._takes_part = measuring.rank < ranks
+        self._run = run
+        self._takes_part = run.rank < ranks
         self._group: Group | None = SingleProcess() if ranks == 1 else None
         layout = GridLayout(tp=ranks)
         self._state = (
-            make_state(measuring.model, layout, measuring.rank, measuring.dtype)
+            make_state(run.model, layout, run.rank, run.dtype)
             if self._takes_part
-            else RankState(layout, measuring.rank)
+            else RankState(layout, run.rank)
         )
         self._expected = fingerprints(self._state)
         self._raw = None
         if self._takes_part:
-            self._raw = RawFiles(
-                measuring.directory("raw"), measuring.nbytes, rank=measuring.rank, ranks=ranks
-            )
+            self._raw = RawFiles(run.directory("raw"), run.nbytes, rank=run.rank, ranks=ranks)
 
     def write_raw(self) -> None:
         """Write plain files, around the page cache."""
@@ -59,14 +57,14 @@ class _Side:
                 self._raw.write(direct=direct)
 
         nbytes = self._raw.nbytes if self._raw is not None else 0
-        self._measuring.time_raw(alone(SAVE, self.ranks), nbytes, write, is_direct=True)
+        self._run.time_raw(alone(SAVE, self.ranks), nbytes, write, is_direct=True)
 
     def round_trip(self) -> None:
         """Save, load and compare."""
-        results, nbytes = self._measuring.results, self._measuring.nbytes
-        directory = self._measuring.fresh(OURS)
+        results, nbytes = self._run.results, self._run.nbytes
+        directory = self._run.fresh(OURS)
         saving = timed(partial(self._save, directory))
-        self._measuring.warm(OURS)
+        self._run.warm(OURS)
         spoil(self._state)
         loading = timed(partial(self._load, directory))
         cases = (alone(SAVE, self.ranks), alone(LOAD_WARM, self.ranks))
@@ -76,8 +74,8 @@ class _Side:
 
     def _save(self, directory: Path) -> None:
         if self._takes_part:
-            api.save(self._measuring.native.declare(self._state), directory, group=self._group)
+            api.save(self._run.native.declare(self._state), directory, group=self._group)
 
     def _load(self, directory: Path) -> None:
         if self._takes_part:
-            api.load(self._measuring.native.declare(self._state), directory, group=self._group)
+            api.load(self._run.native.declare(self._state), directory, group=self._group)

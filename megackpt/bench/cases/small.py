@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from megackpt.bench.measure import Measuring
+from megackpt.bench.measure import BenchRun
 from megackpt.bench.names import SMALL_LOAD, SMALL_SAVE
 from megackpt.bench.state import GridLayout, fingerprints, make_small_model, make_state, state_nbytes
 
 _MORE = 3  # times the repeats: these runs are short, and vary
 
 
-def measure_small(measuring: Measuring) -> None:
+def measure_small(run: BenchRun) -> None:
     """Save, durably and committed, and load. Collective."""
     model = make_small_model()
-    layout = GridLayout(dp=measuring.ranks)
-    source = make_state(model, layout, measuring.rank, torch.float32)
-    target = make_state(model, layout, measuring.rank, torch.float32, filled=False)
+    layout = GridLayout(dp=run.ranks)
+    source = make_state(model, layout, run.rank, torch.float32)
+    target = make_state(model, layout, run.rank, torch.float32, filled=False)
     expected = fingerprints(source)
     nbytes = state_nbytes(model, torch.float32)
-    repeats = measuring.settings.repeats
-    for one in measuring.turns(measuring.leaders, rounds=_MORE * repeats, peer_rounds=2 * repeats):
-        seconds = measuring.save(one, source)
-        measuring.results.add(SMALL_SAVE, one.name, seconds, nbytes)
-        measuring.load(one, target, expected, SMALL_LOAD, saved=SMALL_SAVE)
-    measuring.clear()
+    repeats = run.settings.repeats
+    for one in run.turns(run.leaders, rounds=_MORE * repeats, peer_rounds=2 * repeats):
+        seconds = run.save(one, source)
+        run.results.add(SMALL_SAVE, one.name, seconds, nbytes)
+        run.load(one, target, expected, SMALL_LOAD, saved=SMALL_SAVE)
+    run.clear()

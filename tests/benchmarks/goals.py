@@ -1,17 +1,25 @@
-"""What is asked of megackpt, and whether a run has met it.
+"""The project's goals for speed and memory, and whether a run of `megackpt bench` has met them.
 
-Owns the list of goals; a goal is a bound on a ratio or a figure of a report. Pure.
+    megackpt bench --dir DIRECTORY --json report.json ... && python tests/benchmarks/goals.py report.json
+
+A goal is a bound on a ratio or a figure of the report.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from megackpt.bench import names
 from megackpt.bench.names import LOAD_COLD, LOAD_WARM, OURS, SAVE
 from megackpt.bench.report import Report
+from megackpt.bench.tables import empty_table, fill_table
 
 _MOST_MEMORY_MIB = 64
 _MOST_DIGESTS_PERCENT = 5
@@ -53,8 +61,8 @@ class Goal:
         return f"at {'least' if self.is_least else 'most'} {self._in_words(self.bound)}"
 
     @property
-    def said(self) -> str:
-        """What was measured in words."""
+    def measurement(self) -> str:
+        """What was measured, in words."""
         if self.measured is None:
             return ""
         return self._in_words(self.measured) + (f" +- {self.doubt:.2g}" if self.doubt else "")
@@ -154,3 +162,21 @@ def _figure(
         measured=measured,
         doubt=doubt.value if doubt is not None else 0.0,
     )
+
+
+def main() -> None:
+    """Print the goals that a report measured."""
+    report = Report.from_json(json.loads(Path(sys.argv[1]).read_text()))
+    goals = goals_of(report)
+    table = empty_table("goals", ("what", "asked"), ("measured", ""))
+    measured = [goal for goal in goals if goal.measured is not None]
+    fill_table(table, [(goal.what, goal.asked, goal.measurement, goal.verdict) for goal in measured])
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    missing = dict.fromkeys(goal.what for goal in goals if goal.measured is None)
+    if missing:
+        console.print(f"Not measured in this run, or not against all: {'; '.join(missing)}.")
+
+
+if __name__ == "__main__":
+    main()

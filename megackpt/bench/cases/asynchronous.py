@@ -1,0 +1,45 @@
+"""How long training waits for an asynchronous save, and when that save is durable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megackpt.bench.contender import Contender
+from megackpt.bench.measure import BenchRun
+from megackpt.bench.names import ASYNC_STALL, ASYNC_TOTAL
+from megackpt.bench.settings import PEER_ROUNDS
+from megackpt.bench.state import GridLayout, RankState, fingerprints, first_difference, invert, spoil
+from megackpt.bench.stopwatch import timed
+
+
+def measure_async(run: BenchRun) -> None:
+    """Save asynchronously, change the state at once, and look at what was saved. Collective."""
+    layout = GridLayout(tp=run.ranks)
+    source, target = run.state(layout), run.state(layout, filled=False)
+    expected = fingerprints(source)
+    able = [one for one in run.leaders if one.can_save_async]
+    for one in run.turns(able, peer_rounds=PEER_ROUNDS):
+        _save_async(run, one, source, target, expected)
+        if one is not run.native:  # whose Checkpointer removes old steps itself
+            run.fresh(one.name)
+    run.native.close()
+    run.clear()
+
+
+def _save_async(
+    run: BenchRun, one: Contender, source: RankState, target: RankState, expected: Sequence[str]
+) -> None:
+    directory = run.fresh(one.name)
+    declared = one.declare(source)
+    waits: list[Callable[[], Path]] = []
+    stall = timed(lambda: waits.append(one.save_async(declared, directory)))
+    invert(source)  # as training would change it: what is saved must be a copy
+    written: list[Path] = []
+    rest = timed(lambda: written.append(waits[0]()))
+    run.results.add(ASYNC_STALL, one.name, stall, run.nbytes)
+    run.results.add(ASYNC_TOTAL, one.name, stall + rest, run.nbytes)
+    invert(source)
+    spoil(target)
+    one.load(one.declare(target), written[0])
+    run.results.verify((ASYNC_STALL, ASYNC_TOTAL), one.name, first_difference(target, expected))
