@@ -10,21 +10,20 @@ from megackpt.mapping.base import (
 )
 from megackpt.mapping.factory import ShardedTensorFactory
 from megackpt.mapping.layout import Layout
-from megackpt.mapping.local import LocalNonpersistentObject
-from megackpt.mapping.plain import PerRank, Replicated
 from megackpt.mapping.sharded_layout import Part, PartPlacement, ShardedLayout
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
+from megackpt.mapping.values import LocalNonpersistentObject, PerRankValue, ReplicatedValue
 
 __all__ = [
     "Layout",
     "LocalNonpersistentObject",
     "Part",
     "PartPlacement",
-    "PerRank",
+    "PerRankValue",
     "RankOffset",
     "ReplicaId",
-    "Replicated",
+    "ReplicatedValue",
     "ShardedBase",
     "ShardedLayout",
     "ShardedObject",

@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that are neither DTensors nor anything but tensors."""
 
 
-def refusal(key: object, what: str) -> DeclarationError:
+def declaration_error(key: object, what: str) -> DeclarationError:
     """Return the error that says what is wrong with the entity of this key."""
     return DeclarationError(f"{key!r}: {what}", key=key if isinstance(key, str) else None)
 
@@ -29,7 +29,7 @@ def refusal(key: object, what: str) -> DeclarationError:
 def check_key(key: object, kind: str) -> None:
     """Check that the key is a non-empty string."""
     if not isinstance(key, str) or not key:
-        raise refusal(key, f"the key of a {kind} must be a non-empty string.")
+        raise declaration_error(key, f"the key of a {kind} must be a non-empty string.")
 
 
 def check_replica_id(key: str, replica_id: ReplicaId) -> None:
@@ -37,7 +37,7 @@ def check_replica_id(key: str, replica_id: ReplicaId) -> None:
     parts = replica_id if isinstance(replica_id, (tuple, list)) else (replica_id,)
     for part in parts:
         if not isinstance(part, int):
-            raise refusal(key, f"replica_id {replica_id!r} must be an int or a tuple of ints.")
+            raise declaration_error(key, f"replica_id {replica_id!r} must be an int or a tuple of ints.")
 
 
 def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
@@ -49,9 +49,9 @@ def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
         extents = tuple(map(index, values))
     except TypeError:
-        raise refusal(key, f"{field} {values!r} must be a sequence of ints.") from None
+        raise declaration_error(key, f"{field} {values!r} must be a sequence of ints.") from None
     if extents and min(extents) < 0:
-        raise refusal(key, f"{field} {extents} must not be negative.")
+        raise declaration_error(key, f"{field} {extents} must not be negative.")
     return extents
 
 
@@ -65,23 +65,23 @@ def check_box(
 ) -> None:
     """Check that a local block with its prepended axes lies inside of the global array."""
     if not isinstance(prepended, int) or prepended < 0:
-        raise refusal(key, f"prepend_axis_num {prepended!r} must be an int >= 0.")
+        raise declaration_error(key, f"prepend_axis_num {prepended!r} must be an int >= 0.")
     if len(global_shape) != len(global_offset):
-        raise refusal(
+        raise declaration_error(
             key,
             f"global_offset {global_offset} and global_shape {global_shape} differ in length. Give one "
             f"offset per global axis.",
         )
     block = (1,) * prepended + tuple(local_shape)
     if len(block) != len(global_shape):
-        raise refusal(
+        raise declaration_error(
             key,
             f"local_shape {local_shape} plus prepend_axis_num {prepended} makes {len(block)} axes, but "
             f"global_shape {global_shape} has {len(global_shape)}.",
         )
     for offset, extent, whole in zip(global_offset, block, global_shape, strict=True):
         if offset + extent > whole:
-            raise refusal(
+            raise declaration_error(
                 key,
                 f"the block at global_offset {global_offset} of shape {block} does not lie inside the global "
                 f"shape {global_shape}.",
@@ -103,18 +103,18 @@ def check_grid(
     Where the array may be resized (padding), the fragments need not make up its whole extent.
     """
     if len(fragments) != len(global_shape) or min(fragments, default=1) < 1:
-        raise refusal(
+        raise declaration_error(
             key,
             f"axis_fragmentations {fragments} must give one number >= 1 for each axis of {global_shape}.",
         )
     advice = "so it is not on a regular grid. Set axis_fragmentations=None for an uneven split."
     for offset, extent, whole, count in zip(global_offset, block, global_shape, fragments, strict=True):
         if extent and offset % extent:
-            raise refusal(
+            raise declaration_error(
                 key, f"global_offset {global_offset} is not a multiple of the block {block}, {advice}"
             )
         if extent and extent * count != whole and not resizable:
-            raise refusal(
+            raise declaration_error(
                 key,
                 f"{fragments} fragments of the block {block} do not make up the global shape {global_shape}, "
                 f"{advice}",
@@ -132,7 +132,7 @@ def check_flattened_range(key: str, flat: slice, local_shape: Sequence[int]) -> 
         and 0 <= flat.start <= flat.stop <= numel
     ):
         return
-    raise refusal(
+    raise declaration_error(
         key,
         f"flattened_range {flat} must be slice(start, stop) without a step, inside the {numel} elements of "
         f"local_shape {tuple(local_shape)}.",
@@ -145,20 +145,20 @@ def check_data(
     """Check that data is what the declaration says of it."""
     is_plain = type(data) in _PLAIN
     if not is_plain and not isinstance(data, torch.Tensor):
-        raise refusal(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
+        raise declaration_error(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
     if not is_plain and is_torch_sharded(data):
         local = "to_local()" if is_dtensor(data) else "local_shards()[i].tensor"
-        raise refusal(
+        raise declaration_error(
             key,
             f"data is a {type(data).__name__} of torch, which says by itself what this rank holds of which "
             f"array. Put it into the state dict as it is, or declare its local tensor, {local}.",
         )
     if data.dtype != dtype:
-        raise refusal(key, f"dtype {dtype} is declared but data has {data.dtype}.")
+        raise declaration_error(key, f"dtype {dtype} is declared but data has {data.dtype}.")
     expected = data_shape(local_shape, flat)
     if data.shape != expected:
         source = "local_shape" if flat is None else f"flattened_range {flat.start}:{flat.stop}"
-        raise refusal(key, f"data has shape {tuple(data.shape)} but {source} means {expected}.")
+        raise declaration_error(key, f"data has shape {tuple(data.shape)} but {source} means {expected}.")
 
 
 def data_shape(local_shape: Sequence[int], flat: slice | None) -> tuple[int, ...]:

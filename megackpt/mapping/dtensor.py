@@ -14,13 +14,13 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import MeshCut, mesh_boxes
-from megackpt.mapping.checks import refusal
-from megackpt.mapping.sharded_tensor import ShardedTensor, TorchSharded
+from megackpt.mapping.checks import declaration_error
+from megackpt.mapping.sharded_tensor import ShardedTensor, TorchShardedTensor
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
-def hold(key: str, dtensor: Any) -> TorchSharded:
+def declare_dtensor(key: str, dtensor: Any) -> TorchShardedTensor:
     """Return what this rank holds of a DTensor, under a key. Local.
 
     Raises:
@@ -33,13 +33,13 @@ def hold(key: str, dtensor: Any) -> TorchSharded:
     cuts = [_cut_of(key, placement, dtensor.placements) for placement in dtensor.placements]
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return TorchSharded(key, dtensor, (), mesh.size())
+        return TorchShardedTensor(key, dtensor, (), mesh.size())
     local = _local_tensor(dtensor)
     shape = tuple(dtensor.shape)
     boxes = mesh_boxes(shape, tuple(mesh.shape), coordinate, cuts, order=_order_of(dtensor, cuts))
     extents = [max(b.local_start[dim] + b.box.shape[dim] for b in boxes) for dim in range(len(shape))]
     if tuple(local.shape) != tuple(extents):
-        raise refusal(
+        raise declaration_error(
             key,
             f"the DTensor of shape {shape} is placed as {tuple(dtensor.placements)} on a mesh "
             f"{tuple(mesh.shape)}, which means a local tensor of shape {tuple(extents)} here, but it has "
@@ -60,7 +60,7 @@ def hold(key: str, dtensor: Any) -> TorchSharded:
         )
         for b in boxes
     )
-    return TorchSharded(key, dtensor, parts, mesh.size())
+    return TorchShardedTensor(key, dtensor, parts, mesh.size())
 
 
 def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | None:
@@ -74,7 +74,7 @@ def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | No
     if isinstance(placement, types.Replicate):
         return None
     if isinstance(placement, types.Partial):
-        raise refusal(
+        raise declaration_error(
             key,
             f"the DTensor is placed as {tuple(placements)}: a Partial is a sum that has not been made, so no "
             f"rank holds its values. Call redistribute(placements=...) with Replicate() or Shard(dim) in its "

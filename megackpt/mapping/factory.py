@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.mapping.base import ReplicaId, ShardedBase
-from megackpt.mapping.checks import check_key, check_replica_id, refusal
+from megackpt.mapping.checks import check_key, check_replica_id, declaration_error
 
 BuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]  # returns an entity or a list/dict of them
 MergeFn = Callable[[Any], Any]  # the same structure with loaded tensors -> the local tensor
@@ -51,7 +51,7 @@ class ShardedTensorFactory(ShardedBase):
         check_replica_id(self.key, self.replica_id)
         for name in ("build_fn", "merge_fn"):
             if not callable(getattr(self, name)):
-                raise refusal(self.key, f"{name} must be a function, not {getattr(self, name)!r}.")
+                raise declaration_error(self.key, f"{name} must be a function, not {getattr(self, name)!r}.")
 
     def build(self) -> Any:
         """Return the sharded state dict that stands for this tensor; may hold factories again."""

@@ -89,7 +89,7 @@ class Layout:
         for view in self.views.values():
             extent = view.shape[axis] if 0 <= axis < len(view.shape) else 0
             if pattern < 1 or extent % pattern:
-                raise self._refusal(
+                raise self._error(
                     f"the pattern {dict(sizes)} does not repeat along axis {axis} of {view.shape}."
                 )
         return self.unflatten(axis, (-1, pattern)).split(axis + 1, sizes)
@@ -108,19 +108,17 @@ class Layout:
         try:
             return replace(self, views={name: change(view) for name, view in self.views.items()})
         except GeometryError as error:
-            raise self._refusal(str(error)) from error
+            raise self._error(str(error)) from error
 
     def _check_sizes(self, view: View, axis: int, sizes: Mapping[str, int]) -> None:
         extent = view.shape[axis] if 0 <= axis < len(view.shape) else None
         if sum(sizes.values()) != extent or min(sizes.values(), default=-1) < 0:
-            raise self._refusal(
+            raise self._error(
                 f"parts {dict(sizes)} do not add up to axis {axis} of the shape {view.shape}. Give the local "
                 f"size of every part, in order."
             )
         if not all(isinstance(name, str) and name for name in sizes):
-            raise self._refusal(
-                f"the parts {dict(sizes)} need non-empty names: each is stored under its own."
-            )
+            raise self._error(f"the parts {dict(sizes)} need non-empty names: each is stored under its own.")
 
-    def _refusal(self, what: str) -> DeclarationError:
+    def _error(self, what: str) -> DeclarationError:
         return DeclarationError(f"{self.key!r}: {what}", key=self.key)

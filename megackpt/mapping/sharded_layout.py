@@ -21,11 +21,11 @@ from megackpt.mapping.checks import (
     check_flattened_range,
     check_key,
     check_replica_id,
-    refusal,
+    declaration_error,
 )
 from megackpt.mapping.layout import Layout
-from megackpt.mapping.sharded_tensor import ShardedTensor, piece_of, place_on_grid
-from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
+from megackpt.mapping.sharded_tensor import ShardedTensor, declare_chunk, grid_position
+from megackpt.mapping.views import ViewChunk, chunks_of_view, whole_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ShardedLayout(ShardedBase):
         check_replica_id(self.key, self.replica_id)
         self.local_shape = as_extents(self.key, "local_shape", self.local_shape)
         if sum(part.view.numel for part in self.parts) != math.prod(self.local_shape):
-            raise refusal(
+            raise declaration_error(
                 self.key,
                 f"the parts {[part.name for part in self.parts]} do not cover local_shape "
                 f"{self.local_shape}. Build them with a Layout.",
@@ -155,7 +155,7 @@ class ShardedLayout(ShardedBase):
         """
         own = {} if placements is None else placements
         if unknown := sorted(own.keys() - layout.views.keys()):
-            raise refusal(
+            raise declaration_error(
                 key, f"placements names {unknown}, but the parts are {sorted(layout.views)}. Name a part."
             )
         usual = PartPlacement(rank_offsets)
@@ -312,7 +312,7 @@ class ShardedLayout(ShardedBase):
         if self.flattened_range is None:
             return [replace(self._block(p), data=whole_view(p.view, self.data)) for p in self.parts]
         return [
-            piece_of(self._block(part), piece)
+            declare_chunk(self._block(part), piece)
             for part in self.parts
             for piece in self._pieces(part.view, self.flattened_range)
         ]
@@ -333,17 +333,17 @@ class ShardedLayout(ShardedBase):
         replica = self.replica_id if replica_id is None else replica_id
         return replace(self, key=key, data=data, replica_id=replica, flattened_range=flattened_range)
 
-    def _pieces(self, view: View, held: slice) -> list[FlatPiece]:
+    def _pieces(self, view: View, held: slice) -> list[ViewChunk]:
         if view.numel:
-            return flat_pieces(view, self.data, held)
+            return chunks_of_view(view, self.data, held)
         # A part without elements lies in no flat range, yet its key has to be in the checkpoint.
         data = None if self.data is None else self.data.detach()[:0].reshape(view.shape)
-        return [FlatPiece((0,) * len(view.axes), view.shape, None, data)]
+        return [ViewChunk((0,) * len(view.axes), view.shape, None, data)]
 
     def _block(self, part: Part) -> ShardedTensor:
         """Declare the whole local block of a part, without data."""
         if self.dtype is None:
-            raise refusal(self.key, "a layout needs data or a dtype.")
+            raise declaration_error(self.key, "a layout needs data or a dtype.")
         return ShardedTensor(
             key=f"{self.key}.{part.name}" if part.name else self.key,
             data=None,
@@ -366,7 +366,7 @@ class ShardedLayout(ShardedBase):
             return whole + own
         if isinstance(whole, tuple) and isinstance(own, tuple) and len(whole) == len(own):
             return tuple(a + b for a, b in zip(whole, own, strict=True))
-        raise refusal(
+        raise declaration_error(
             self.key,
             f"replica_id {own} of the part {part.name!r} cannot be added to {whole}, that of the layout. "
             f"Give two numbers, or two tuples of the same length.",
@@ -376,7 +376,7 @@ class ShardedLayout(ShardedBase):
 def _place(key: str, name: str, view: View, placement: PartPlacement, prepended: int) -> Part:
     check_replica_id(key, placement.replica_id)
     block = (1,) * prepended + view.shape
-    index, fragments = place_on_grid(key, len(block), placement.rank_offsets)
+    index, fragments = grid_position(key, len(block), placement.rank_offsets)
     return Part(
         name,
         view,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from megackpt.mapping.base import ReplicaId, ShardedBase
-from megackpt.mapping.checks import as_extents, check_key, check_replica_id, refusal
+from megackpt.mapping.checks import as_extents, check_key, check_replica_id, declaration_error
 
 UNKNOWN = -1
 """The last extent of a ShardedObject whose unique key, written by an old version, does not tell it."""
@@ -60,7 +60,7 @@ class ShardedObject(ShardedBase):
             o < n for o, n in zip(self.global_offset, extents, strict=False)
         )
         if not inside:
-            raise refusal(
+            raise declaration_error(
                 self.key,
                 f"global_offset {self.global_offset} does not lie in global_shape {self.global_shape}. Give "
                 f"one offset per axis, each below the extent.",
@@ -89,7 +89,7 @@ class ShardedObject(ShardedBase):
                 tuple(map(int, match[name].split("."))) if match[name] else () for name in ("offset", "shape")
             )
         except ValueError:
-            raise refusal(
+            raise declaration_error(
                 unique_key,
                 "this is not the unique key of an object: key/shard_OFFSET_SHAPE, e.g. rng/shard_0_4.",
             ) from None
@@ -120,7 +120,7 @@ class ShardedObject(ShardedBase):
         Raises:
             DeclarationError: always.
         """
-        raise refusal(
+        raise declaration_error(
             self.key,
             f"this is a ShardedObject; a tensor such as an optimizer state ({key!r}) cannot be sharded like "
             f"it. Declare the parameter as a ShardedTensor.",

@@ -25,9 +25,9 @@ from megackpt.mapping.checks import (
     check_key,
     check_replica_id,
     data_shape,
-    refusal,
+    declaration_error,
 )
-from megackpt.mapping.views import FlatPiece, flat_pieces, whole_view
+from megackpt.mapping.views import ViewChunk, chunks_of_view, whole_view
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class ShardedTensor(ShardedBase):
                 or a flattened_range.
         """
         if flattened_range is not None:
-            raise refusal(
+            raise declaration_error(
                 key,
                 f"flattened_range={flattened_range} says that data of shape {tuple(data.shape)} is a range "
                 f"of a flattened block, whose shape is not given. Call from_rank_offsets_flat(key, data, "
@@ -163,7 +163,7 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None,
     ) -> ShardedTensor:
         block = (1,) * prepend_axis_num + local_shape
-        index, fragments = place_on_grid(key, len(block), rank_offsets)
+        index, fragments = grid_position(key, len(block), rank_offsets)
         return cls(
             key=key,
             data=data,
@@ -235,7 +235,7 @@ class ShardedTensor(ShardedBase):
 
     def _fragments(self, wanted: str) -> tuple[int, ...]:
         if self.axis_fragmentations is None:
-            raise refusal(
+            raise declaration_error(
                 self.key,
                 f"an irregular grid (axis_fragmentations=None) gives its fragments no common {wanted}. Use "
                 f"global_offset and local_shape.",
@@ -271,12 +271,14 @@ class ShardedTensor(ShardedBase):
         )
         if self.flattened_range is None:
             return [replace(block, data=whole_view(view, self.data))]
-        return [piece_of(block, piece) for piece in flat_pieces(view, self.data, self.flattened_range)]
+        return [
+            declare_chunk(block, piece) for piece in chunks_of_view(view, self.data, self.flattened_range)
+        ]
 
     def _narrowed_place(self, dim: int, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the global shape and offset with those of one local dim scaled to `length`."""
         if not 0 <= dim < len(self.local_shape) or not 0 <= start <= start + length <= self.local_shape[dim]:
-            raise refusal(
+            raise declaration_error(
                 self.key,
                 f"[{start}:{start + length}) of dim {dim} is no part of local_shape {self.local_shape}. "
                 f"Count dims without prepended axes and stay inside of the extent.",
@@ -284,7 +286,7 @@ class ShardedTensor(ShardedBase):
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         whole, first = self.global_shape[axis], self.global_offset[axis]
         if not extent or whole % extent or first % extent:
-            raise refusal(
+            raise declaration_error(
                 self.key,
                 f"cannot narrow dim {dim}: the block of {extent} at {first} is not one of equal fragments of "
                 f"{whole}, so the place of its part in the narrowed array is not known. Declare it directly.",
@@ -297,9 +299,9 @@ class ShardedTensor(ShardedBase):
 
     def without_data(self) -> ShardedTensor:
         """Return the same declaration with `data=None`."""
-        return self.holding(None)
+        return self.with_data(None)
 
-    def holding(self, data: torch.Tensor | None) -> ShardedTensor:
+    def with_data(self, data: torch.Tensor | None) -> ShardedTensor:
         """Return the same declaration of other data, checked like a new one.
 
         Fields that nobody has changed since they were checked are not checked again: at every save and load
@@ -359,7 +361,7 @@ class ShardedTensor(ShardedBase):
         check_key(self.key, "ShardedTensor")
         check_replica_id(self.key, self.replica_id)
         if not isinstance(self.dtype, torch.dtype):
-            raise refusal(self.key, f"dtype must be a torch.dtype, not {self.dtype!r}.")
+            raise declaration_error(self.key, f"dtype must be a torch.dtype, not {self.dtype!r}.")
         place = self.global_shape, self.global_offset
         check_box(self.key, self.local_shape, *place, prepended=self.prepend_axis_num)
         if self.axis_fragmentations is not None:
@@ -371,7 +373,7 @@ class ShardedTensor(ShardedBase):
             check_data(self.key, self.data, self.dtype, self.local_shape, self.flattened_range)
 
 
-def piece_of(block: ShardedTensor, piece: FlatPiece) -> ShardedTensor:
+def declare_chunk(block: ShardedTensor, piece: ViewChunk) -> ShardedTensor:
     """Declare the piece that a flat shard holds of a block; block is its declaration without data."""
     if piece.flattened_range is not None:
         return replace(block, data=piece.data, flattened_range=piece.flattened_range)
@@ -382,7 +384,7 @@ def piece_of(block: ShardedTensor, piece: FlatPiece) -> ShardedTensor:
     )
 
 
-def place_on_grid(
+def grid_position(
     key: str, axes: int, rank_offsets: Sequence[RankOffset]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the fragment index and the number of fragments along each of `axes` global axes.
@@ -408,7 +410,7 @@ _SAID = attrgetter(*(one.name for one in fields(ShardedTensor) if one.init and o
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TorchSharded:
+class TorchShardedTensor:
     """A DTensor, or a ShardedTensor of torch, of a state dict, with what this rank holds of it.
 
     Attributes:

@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from megackpt.mapping import dtensor
-from megackpt.mapping.checks import refusal
+from megackpt.mapping.checks import declaration_error
+from megackpt.mapping.dtensor import declare_dtensor
 from megackpt.mapping.recognition import is_dtensor, is_torch_sharded, is_torch_sharded_class
-from megackpt.mapping.sharded_tensor import ShardedTensor, TorchSharded
+from megackpt.mapping.sharded_tensor import ShardedTensor, TorchShardedTensor
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
 
 
-def adopt_torch_sharded(state: Any, kinds: Set[type], names: PathKeys) -> Any:
+def adopt_torch_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     """Return the tree with every DTensor and ShardedTensor of torch as a TorchSharded.
 
     The given tree is not changed. kinds are the classes of its leaves, or more: see `leaf_types`. names gives
     keys to paths.
 
     Raises:
-        DeclarationError: two of them have one key, or one cannot be saved: see `dtensor.hold` and `hold`.
+        DeclarationError: two of them have one key, or one cannot be saved: see `declare_dtensor` and
+            `declare_torch_sharded`.
     """
     if not any(map(is_torch_sharded_class, kinds)):
         return state
@@ -33,12 +34,12 @@ def adopt_torch_sharded(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     def adopt_leaf(steps: Steps, leaf: Any) -> Any:
         if not is_torch_sharded(leaf):
             return leaf
-        return (dtensor.hold if is_dtensor(leaf) else hold)(names.key_of(steps), leaf)
+        return (declare_dtensor if is_dtensor(leaf) else declare_torch_sharded)(names.key_of(steps), leaf)
 
     return map_leaves(adopt_leaf, state, (), step=add_step)
 
 
-def hold(key: str, sharded: Any) -> TorchSharded:
+def declare_torch_sharded(key: str, sharded: Any) -> TorchShardedTensor:
     """Return what this rank holds of a ShardedTensor of torch, under a key. Local.
 
     Only methods and private fields are read: torch warns of each other attribute, as the class is deprecated.
@@ -53,7 +54,7 @@ def hold(key: str, sharded: Any) -> TorchSharded:
     missing = [] if shards else _shards_placed_here(metadata)
     if group is None or missing:
         what = f"places {missing[0]} on this rank" if missing else "has no process group"
-        raise refusal(
+        raise declaration_error(
             key,
             f"the ShardedTensor of shape {tuple(metadata.size)} {what}, but it has no local shards: it was "
             f"never initialised. Make it by init_from_local_shards(...) or FSDP's state_dict().",
@@ -61,12 +62,12 @@ def hold(key: str, sharded: Any) -> TorchSharded:
     parts = tuple(_part_of(key, metadata, shard) for shard in shards)
     # A rank outside of the group may have a placeholder in place of it. It has no shards.
     ranks = group.size() if isinstance(group, torch.distributed.ProcessGroup) else 0
-    return TorchSharded(key, sharded, parts, ranks)
+    return TorchShardedTensor(key, sharded, parts, ranks)
 
 
 def _part_of(key: str, metadata: Any, shard: Any) -> ShardedTensor:
     if shard.tensor.layout != torch.strided:
-        raise refusal(
+        raise declaration_error(
             key,
             f"a local shard of the ShardedTensor has layout {shard.tensor.layout}; only strided tensors "
             f"can be saved and loaded. Call to_dense() on what it is made from.",

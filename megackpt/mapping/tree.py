@@ -69,7 +69,7 @@ def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
                 yield (*steps, key)
 
 
-def by_container(keys: Iterable[str], names: Set[str], but: Container[str] = ()) -> dict[str, list[str]]:
+def keys_by_container(keys: Iterable[str], names: Set[str], but: Container[str] = ()) -> dict[str, list[str]]:
     """Return the keys below each of these names, which are paths joined with dots, without some of them."""
     found: dict[str, list[str]] = {}
     for key in keys if names else ():
@@ -208,7 +208,7 @@ def shown(steps: Steps) -> str:
     return "".join(f"[{step!r}]" for step in steps)
 
 
-def same_name(
+def same_name_error(
     name: str, places: Iterable[Steps], what: str = "tensors of the state dict"
 ) -> DeclarationError:
     """Return the error for leaves at different places that have one name; what says what they are."""
@@ -234,7 +234,7 @@ class PathKeys:
         """
         key = dotted(steps)
         if self._steps.setdefault(key, steps) != steps:
-            raise same_name(key, [self._steps[key], steps])
+            raise same_name_error(key, [self._steps[key], steps])
         return key
 
 

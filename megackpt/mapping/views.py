@@ -13,7 +13,7 @@ import torch
 from megackpt.geometry import View
 
 
-class FlatPiece(NamedTuple):
+class ViewChunk(NamedTuple):
     """A part of a view that a flat shard holds.
 
     Attributes:
@@ -39,7 +39,7 @@ def whole_view(view: View, data: torch.Tensor | None) -> torch.Tensor | None:
     return _strided(data, view.shape, strides, first)
 
 
-def flat_pieces(view: View, data: torch.Tensor | None, held: slice) -> list[FlatPiece]:
+def chunks_of_view(view: View, data: torch.Tensor | None, held: slice) -> list[ViewChunk]:
     """Return the parts of a view that lie in the slice `held` of the flattened `view.base`.
 
     data is that slice, 1-D. A view whose elements are evenly spaced gives one flat range of its block at
@@ -51,14 +51,14 @@ def flat_pieces(view: View, data: torch.Tensor | None, held: slice) -> list[Flat
     found = []
     for box in view.boxes_in(held.start, held.stop):
         first = view.position_of(box.start) - held.start
-        found.append(FlatPiece(box.start, box.shape, None, _of_flat(data, box.shape, view.strides, first)))
+        found.append(ViewChunk(box.start, box.shape, None, _of_flat(data, box.shape, view.strides, first)))
     return found
 
 
-def _flat_range(view: View, data: torch.Tensor | None, held: slice, start: int, stop: int) -> FlatPiece:
+def _flat_range(view: View, data: torch.Tensor | None, held: slice, start: int, stop: int) -> ViewChunk:
     step = view.uniform_stride or 1
     elements = _of_flat(data, (stop - start,), (step,), view.first + start * step - held.start)
-    return FlatPiece((0,) * len(view.axes), view.shape, slice(start, stop), elements)
+    return ViewChunk((0,) * len(view.axes), view.shape, slice(start, stop), elements)
 
 
 def _of_flat(

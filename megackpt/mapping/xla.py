@@ -17,13 +17,13 @@ import torch
 from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
-from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.recognition import XLA_PACKAGE, XlaShard, XlaTensor, may_have_xla, xla_tensor_of
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
+from megackpt.mapping.values import LocalNonpersistentObject
 
 
-def adopt_xla(state: Any, kinds: Set[type], names: PathKeys) -> Any:
+def adopt_xla_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     """Return the tree with every tensor that XLA has sharded as an entity; the given one is not changed.
 
     kinds are the classes of its leaves, or more: see `leaf_types`. names gives keys to paths. Call it before

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.geometry import View
-from megackpt.mapping.views import flat_pieces
+from megackpt.mapping.views import chunks_of_view
 from megackpt.optim.ranges import Span
 from megackpt.parallel.attributes import ParameterFlag, copied_rows, is_marked
 from megackpt.parallel.collectives import all_reduce
@@ -111,7 +111,7 @@ def _without_copies(param: Parameter, owned: Span, grad: Tensor) -> list[Tensor]
     whole = View.of(tuple(param.shape))
     kept = [whole.narrow(dim, a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
     flat = grad.reshape(-1)
-    pieces = [piece.data for view in kept for piece in flat_pieces(view, flat, owned.as_slice())]
+    pieces = [piece.data for view in kept for piece in chunks_of_view(view, flat, owned.as_slice())]
     return [data for data in pieces if data is not None]
 
 

@@ -54,7 +54,7 @@ def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     if differing:
         raise MismatchError(
             f"Replicated values differ between ranks:\n{truncated_list(list(differing.values()))}\n"
-            f"Make them equal before saving, or declare what belongs to one rank as PerRank.",
+            f"Make them equal before saving, or declare what belongs to one rank as a PerRankValue.",
             key=min(differing),
         )
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.mapping.foreign import adopt
+from megackpt.mapping.megatron_entities import adopt_megatron_entities
 from megackpt.mapping.recognition import MEGATRON_MODULE
 from megackpt.mapping.tree import leaf_types
 
@@ -81,7 +81,7 @@ def _flat(key: str, data: torch.Tensor, start: int, kind: type = ShardedTensor) 
 def test_every_field_is_taken_over_and_tensors_are_shared() -> None:
     data = torch.zeros(2)
     theirs = {"a": [_flat("w", data, 3, Derived)], "b": 1}
-    ours = adopt(theirs, leaf_types(theirs))
+    ours = adopt_megatron_entities(theirs, leaf_types(theirs))
     entity = ours["a"][0]
     assert type(entity) is megackpt.ShardedTensor
     assert entity.data is data
@@ -120,13 +120,13 @@ def test_an_entity_that_lacks_a_field_is_refused_by_its_path() -> None:
     with pytest.raises(
         megackpt.DeclarationError, match=r"model\.w: this ShardedTensor .* no 'global_offset'"
     ) as caught:
-        adopt({"model": {"w": broken}}, {type(broken)})
+        adopt_megatron_entities({"model": {"w": broken}}, {type(broken)})
     assert (caught.value.key, caught.value.path) == ("w", "model.w")
 
 
 def test_what_only_looks_alike_is_left_alone() -> None:
     stranger = SimpleNamespace(key="k", data=None, global_shape=(1,), global_offset=(0,))
-    assert adopt({"a": stranger}, {type(stranger)})["a"] is stranger
+    assert adopt_megatron_entities({"a": stranger}, {type(stranger)})["a"] is stranger
 
 
 def test_an_entity_inside_of_a_tuple_is_refused_at_save(tmp_path: Path) -> None:

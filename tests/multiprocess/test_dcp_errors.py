@@ -74,7 +74,7 @@ def _save_wrongly(path: str, kind: str) -> list[float]:
     elif kind == "converts":
         planner = _ConvertsSilently()
     elif kind == "entity":
-        state["e"] = megackpt.PerRank("e", 1)
+        state["e"] = megackpt.PerRankValue("e", 1)
     elif kind == "unequal":
         state["epoch"], planner = dist.get_rank(), MegackptSavePlanner()
     elif kind == "twice":
@@ -101,7 +101,7 @@ def _what_is_there(path: str) -> tuple[list[float], int]:
         ("no codec, own", "epoch: A value of type object has no codec"),
         ("bytes", "_GivesBytesOnly gives only bytes for it.*use MegackptSavePlanner"),
         ("converts", r"planned are torch.float32 \(3,\), but the planner gives torch.float16"),
-        ("entity", r"'e' is a megackpt PerRank.*planner=MegackptSavePlanner\(\)"),
+        ("entity", r"'e' is a megackpt PerRankValue.*planner=MegackptSavePlanner\(\)"),
         ("unequal", "Common state .* differs from rank 0's at:\n.*'epoch' on rank"),
         ("twice", r"'t': elements \[0:2\] are saved by more than one main replica \(ranks 0, 1\)"),
         ("alone", "use_collectives=False lets every rank commit by itself"),

@@ -115,9 +115,9 @@ def _entities(*, filled: bool) -> dict[str, Any]:
             layer: megackpt.ShardedObject("layer_seeds", scale * layer, (4,), (layer,))
             for layer in range(rank, 4, ranks)
         },
-        "seed": megackpt.PerRank("seed", scale * rank, elsewhere="keep"),
+        "seed": megackpt.PerRankValue("seed", scale * rank, elsewhere="keep"),
         "stream": megackpt.ShardedObject("stream", scale * rank, (ranks, 1), (rank, 0), elsewhere="keep"),
-        "tokenizer": megackpt.Replicated("tokenizer", {"size": scale}),
+        "tokenizer": megackpt.ReplicatedValue("tokenizer", {"size": scale}),
         "here": megackpt.LocalNonpersistentObject("local"),
         "plain": torch.full((5,), scale, dtype=torch.bfloat16),
         "empty": torch.zeros(0, 2),

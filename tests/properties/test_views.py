@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt.geometry import View
-from megackpt.mapping.views import flat_pieces, whole_view
+from megackpt.mapping.views import chunks_of_view, whole_view
 from megackpt.testing.layout_programs import LayoutProgram, layout_programs
 from tests.effort import sample_of
 
@@ -61,7 +61,7 @@ def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_p
     stride = data.draw(st.integers(1, 2))
     shard = torch.arange(start * stride, stop * stride)[::stride]  # position p holds p * stride
     found = torch.full(tuple(block.shape), -1)
-    pieces = flat_pieces(view, shard, slice(start, stop))
+    pieces = chunks_of_view(view, shard, slice(start, stop))
     for piece in pieces:
         place = found[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
         assert piece.data is not None

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 
 import megackpt
 from megackpt.geometry import MeshBox, MeshCut, mesh_boxes
-from megackpt.mapping.torch_sharded import adopt_torch_sharded
+from megackpt.mapping.torch_sharded import adopt_torch_sharded_tensors
 from megackpt.mapping.tree import PathKeys
 
 
@@ -151,5 +151,5 @@ def test_dtensors_are_not_looked_for_before_torch_has_loaded_their_module(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
     state = {"w": torch.zeros(2)}
-    assert adopt_torch_sharded(state, {torch.Tensor}, PathKeys()) is state
+    assert adopt_torch_sharded_tensors(state, {torch.Tensor}, PathKeys()) is state
     assert "torch.distributed.tensor" not in sys.modules

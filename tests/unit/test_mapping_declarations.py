@@ -213,25 +213,25 @@ def test_fields_changed_after_an_entity_was_made_are_checked_with_other_data(
     for name, value in change.items():
         setattr(tensor, name, value)
     with pytest.raises(DeclarationError, match=re.escape(text)):
-        tensor.holding(tensor.data)
+        tensor.with_data(tensor.data)
 
 
 def test_other_data_is_checked_where_no_field_has_changed() -> None:
     data = torch.zeros(2, 3)
     tensor = ShardedTensor(**{**FIELDS, "data": data})
-    held = tensor.holding(data)
+    held = tensor.with_data(data)
     assert (held.data, held.local_shape, held.replica_id) == (data, (2, 3), 0)
     assert held is not tensor
     data.resize_(3, 3)
     with pytest.raises(DeclarationError, match=re.escape("data has shape (3, 3) but local_shape means")):
-        tensor.holding(data)
+        tensor.with_data(data)
 
 
 def test_a_replica_id_in_a_list_is_checked_again_since_lists_change() -> None:
     tensor = ShardedTensor(**{**FIELDS, "replica_id": [0, 1]})
     tensor.replica_id[1] = "dp"  # type: ignore[index]
     with pytest.raises(DeclarationError, match="must be an int or a tuple of ints"):
-        tensor.holding(None)
+        tensor.with_data(None)
 
 
 def test_a_flattened_range_without_the_shape_of_its_block_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import Checkpointer, KeyRule, LoadOptions, PerRank, Policy, ShardedTensor, load, save
+from megackpt import Checkpointer, KeyRule, LoadOptions, PerRankValue, Policy, ShardedTensor, load, save
 from megackpt.comm import Group
 from megackpt.notices import collected_notices, log_notices, notice
 from megackpt.testing.world import SimulatedWorld
@@ -72,8 +72,8 @@ def test_what_only_some_ranks_see_names_one_of_them(
 def test_values_that_every_rank_keeps_are_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save({"r": PerRank("r", 1)}, tmp_path / "c")
-    load_on_ranks(tmp_path / "c", lambda rank: {"r": PerRank("r", rank, elsewhere="keep")})
+    save({"r": PerRankValue("r", 1)}, tmp_path / "c")
+    load_on_ranks(tmp_path / "c", lambda rank: {"r": PerRankValue("r", rank, elsewhere="keep")})
     assert len(warnings_of(caplog)) == 1
 
 

@@ -20,7 +20,7 @@ from megackpt import (
     IntegrityError,
     LoadOptions,
     MissingKeyError,
-    PerRank,
+    PerRankValue,
     PlanCache,
     SaveOptions,
     ShardedTensor,
@@ -130,7 +130,7 @@ def test_buffers_that_differ_are_named_and_rank_0s_can_be_taken(tmp_path: Path, 
 def test_buffers_of_each_rank_can_be_kept(tmp_path: Path) -> None:
     def state(group: Group) -> dict[str, Any]:
         mean = torch.full((2,), float(group.rank))
-        return {"model": {"w": torch.ones(3), "mean": PerRank("model.mean", mean)}}
+        return {"model": {"w": torch.ones(3), "mean": PerRankValue("model.mean", mean)}}
 
     SimulatedWorld(2).run(lambda group: save(state(group), tmp_path, options=ARRAYS, group=group))
     for rank, loaded in enumerate(

@@ -12,7 +12,7 @@ from megackpt import (
     DeclarationError,
     MismatchError,
     PlanCache,
-    Replicated,
+    ReplicatedValue,
     SaveOptions,
     ShardedObject,
     ShardedTensor,
@@ -33,7 +33,7 @@ def state(rank: int, number: int, *, rows: int = 2) -> dict[str, Any]:
         "w": filled(number + rank, rows, 3, rank=rank, ranks=RANKS),
         "r": replica(number, 5, rank=rank),
         "o": ShardedObject("o", "x" * (number * 10 + rank), (RANKS,), (rank,)),
-        "seed": Replicated("seed", {"n": number}),
+        "seed": ReplicatedValue("seed", {"n": number}),
         "step": number,
     }
 

@@ -15,7 +15,7 @@ from megackpt import (
     LoadOptions,
     LocalNonpersistentObject,
     MismatchError,
-    Replicated,
+    ReplicatedValue,
     ShardedObject,
     ShardedTensor,
     StorageError,
@@ -115,7 +115,7 @@ def test_what_is_excluded_without_data_is_left_out_not_invented(tmp_path: Path) 
 
 def test_a_plain_value_is_declared_once_a_rank(tmp_path: Path) -> None:
     with pytest.raises(DeclarationError, match=r"b: a rank declares the plain value 'k' twice"):
-        save({"a": Replicated("k", 1), "b": Replicated("k", 2)}, tmp_path / "c")
+        save({"a": ReplicatedValue("k", 1), "b": ReplicatedValue("k", 2)}, tmp_path / "c")
 
 
 def test_a_loaded_value_that_is_a_container_is_not_mixed_with_common_state(tmp_path: Path) -> None:

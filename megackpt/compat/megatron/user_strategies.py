@@ -46,7 +46,7 @@ from megackpt.mapping import (
     StateDict,
 )
 from megackpt.mapping.describe import describe
-from megackpt.mapping.foreign import adopt
+from megackpt.mapping.megatron_entities import adopt_megatron_entities
 from megackpt.mapping.tree import leaf_types
 from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
 from megackpt.storage import is_url, open_store
@@ -272,7 +272,7 @@ def _adopted(state: ShardedStateDict) -> ShardedStateDict:
     """
     if not isinstance(state, dict):
         raise DeclarationError(f"A sharded state dict must be a dict, not {type(state).__name__}.")
-    adopted: ShardedStateDict = adopt(state, leaf_types(state))
+    adopted: ShardedStateDict = adopt_megatron_entities(state, leaf_types(state))
     _kinds_in(adopted, "")
     return adopted
 

@@ -15,7 +15,7 @@ import torch
 from megackpt.codec import ArrayReference
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
-from megackpt.mapping.plain import is_plain_tensor
+from megackpt.mapping.plain_tensors import is_plain_tensor
 from megackpt.mapping.tree import ABSENT, Steps, dotted
 from megackpt.metadata import DTYPES
 

@@ -34,18 +34,24 @@ from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
-from megackpt.mapping import PerRank, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from megackpt.mapping import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.mapping.plain import can_take, filled_in_place, is_plain_tensor, match_common, plain_tensors
+from megackpt.mapping.plain_tensors import (
+    can_be_filled,
+    fill_in_place,
+    is_plain_tensor,
+    match_common_leaves,
+    plain_tensors,
+)
 from megackpt.mapping.tree import (
     ABSENT,
     Steps,
     add_step,
-    by_container,
     dotted,
     empty_containers,
     iter_leaves,
-    same_name,
+    keys_by_container,
+    same_name_error,
 )
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.notices import notice
@@ -132,7 +138,7 @@ class PreparedLoad:
         }
         self._may_load = [k for k in arrays if not any(fnmatchcase(k, glob) for glob in options.exclude)]
         empty = {dotted(steps) for steps in empty_containers(state)} - {""}
-        self.empty = sorted(by_container(self._may_load, empty, set(self.asked)))
+        self.empty = sorted(keys_by_container(self._may_load, empty, set(self.asked)))
         left_out = self.unexpected | excluded
         self.tensors = [t for t in self.flattened.tensors if t.key not in left_out]
         self.whole = {place: t for place, t in whole.items() if t.key not in left_out}
@@ -178,11 +184,11 @@ class PreparedLoad:
 
     def unasked_below(self, names: Set[str], asked: Set[str]) -> dict[str, list[str]]:
         """Return the stored keys below these names that are not among those asked for, by name."""
-        return by_container(self._may_load, names, asked)
+        return keys_by_container(self._may_load, names, asked)
 
     def asked_below(self, names: Set[str]) -> list[str]:
         """Return the keys below these names that this rank asks for."""
-        return [key for keys in by_container(self.asked, names).values() for key in keys]
+        return [key for keys in keys_by_container(self.asked, names).values() for key in keys]
 
     def make_room(self, exchange: ExchangeRanks) -> None:
         """Take memory for the objects that an exchange brings, before it begins: others wait in it.
@@ -221,7 +227,7 @@ class PreparedLoad:
         for entity, data in zip(self.objects, self.object_bytes, strict=True):
             where = f"{self.where}: object {entity.unique_key!r}"
             entity.data = self.contents.decode_object(data, where)
-        common = filled_in_place(self.common, self.plain)
+        common = fill_in_place(self.common, self.plain)
         common = with_tensors(common, self.kept | {place: t.data for place, t in self.whole.items()})
         self.shared.check(self.where, self._shared_values())
         loaded: StateDict = self.flattened.finish(common, self.unexpected)
@@ -235,7 +241,7 @@ class PreparedLoad:
         return {
             dotted(steps): leaf
             for steps, leaf in iter_leaves(self.common, (), step=add_step)
-            if steps in wanted and is_plain_tensor(leaf) and can_take(self.plain[steps], leaf)
+            if steps in wanted and is_plain_tensor(leaf) and can_be_filled(self.plain[steps], leaf)
         }
 
 
@@ -269,7 +275,7 @@ def _refuse_same_names(
     asked = {references[leaf]: steps for steps, leaf in matched.items() if leaf in references}
     for steps in plain if asked else ():
         if steps not in matched and (name := dotted(steps)) in asked:
-            raise same_name(name, [steps, asked[name]])
+            raise same_name_error(name, [steps, asked[name]])
 
 
 def _whole(spec: ArraySpec, given: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
@@ -278,7 +284,7 @@ def _whole(spec: ArraySpec, given: torch.Tensor | None, options: LoadOptions) ->
     is_filled = (
         given is not None
         and _is_filled(spec.key, given, replace(options, exclude=()))
-        and can_take(given, torch.empty(shape, dtype=dtype, device="meta"))
+        and can_be_filled(given, torch.empty(shape, dtype=dtype, device="meta"))
     )
     return ShardedTensor(spec.key, given if is_filled else None, dtype, shape, shape, (0,) * len(shape))
 
@@ -309,7 +315,7 @@ def _matched(plain: Iterable[Steps], common: Any, arrays: Mapping[str, ArraySpec
     if not isinstance(common, (dict, list)):
         return {}
     known = {key for key, spec in arrays.items() if spec.dtype != OBJECT}
-    return match_common(plain, (steps for steps, _ in iter_leaves(common, (), step=add_step)), known)
+    return match_common_leaves(plain, (steps for steps, _ in iter_leaves(common, (), step=add_step)), known)
 
 
 def _plain_only(flattened: FlattenedState, plain: Iterable[str]) -> set[str]:
@@ -325,7 +331,7 @@ def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
 
 
 def _kept_elsewhere(
-    per_rank: Mapping[str, PerRank], stored: Mapping[str, ArraySpec], ranks: int, where: str
+    per_rank: Mapping[str, PerRankValue], stored: Mapping[str, ArraySpec], ranks: int, where: str
 ) -> set[str]:
     """Return the keys of per-rank values that were stored by another number of ranks and may be kept.
 

@@ -16,8 +16,8 @@ import torch
 from megackpt.errors import DeclarationError, UnserializableError
 from megackpt.mapping import (
     LocalNonpersistentObject,
-    PerRank,
-    Replicated,
+    PerRankValue,
+    ReplicatedValue,
     ShardedBase,
     ShardedLayout,
     ShardedObject,
@@ -25,14 +25,14 @@ from megackpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.mapping.plain import has_tensors, whole_tensors
+from megackpt.mapping.plain_tensors import declare_whole_tensors, has_tensors
 from megackpt.mapping.recognition import (
     is_megatron_class,
     is_torch_sharded,
     is_torch_sharded_class,
     may_have_xla,
 )
-from megackpt.mapping.sharded_tensor import TorchSharded
+from megackpt.mapping.sharded_tensor import TorchShardedTensor
 from megackpt.mapping.tree import (
     ABSENT,
     PathKeys,
@@ -68,7 +68,7 @@ class FlattenedState:
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
-    per_rank: Mapping[str, PerRank]
+    per_rank: Mapping[str, PerRankValue]
     replicated: frozenset[str]
     part_of_ranks: frozenset[str]
     common: Any
@@ -107,7 +107,9 @@ def flatten_state(
         kinds = leaf_types(sharded_state_dict)
         names = PathKeys()
         ours = _with_sharded_tensors(_with_own_entities(sharded_state_dict, kinds), kinds, names)
-        state = whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
+        state = (
+            declare_whole_tensors(ours, stored, common=common, names=names) if has_tensors(kinds) else ours
+        )
     except RecursionError as error:
         raise UnserializableError(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
@@ -147,7 +149,14 @@ def flatten_state(
 
 
 # The most frequent class first: an isinstance of the very class of a value does not ask the abstract base.
-_NOT_COMMON = (ShardedTensor, ShardedBase, LocalNonpersistentObject, PerRank, Replicated, TorchSharded)
+_NOT_COMMON = (
+    ShardedTensor,
+    ShardedBase,
+    LocalNonpersistentObject,
+    PerRankValue,
+    ReplicatedValue,
+    TorchShardedTensor,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,7 @@ class _LeafCollector:
     def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
         self.tensors: list[ShardedTensor] = []
         self.objects: list[ShardedObject] = []
-        self.per_rank: dict[str, PerRank] = {}
+        self.per_rank: dict[str, PerRankValue] = {}
         self.replicated: set[str] = set()
         self.part_of_ranks: set[str] = set()
         self._rank = rank
@@ -177,17 +186,17 @@ class _LeafCollector:
                 return self._add_tensor(leaf)
             case LocalNonpersistentObject():
                 return lambda _: leaf.unwrap()
-            case TorchSharded():
+            case TorchShardedTensor():
                 return self._add_torch_sharded(leaf)
             case ShardedLayout():
                 return self._add_layout(path, leaf)
             case ShardedObject():
                 return self._add_object(replace(leaf))
-            case PerRank():
+            case PerRankValue():
                 self._refuse_twice(path, leaf.key)
                 self.per_rank[leaf.key] = leaf
                 return self._add_object(leaf.on(self._rank, self._ranks))
-            case Replicated():
+            case ReplicatedValue():
                 self._refuse_twice(path, leaf.key)
                 self.replicated.add(leaf.key)
                 return self._add_object(leaf.on(self._rank))
@@ -206,7 +215,7 @@ class _LeafCollector:
             )
 
     def _add_tensor(self, tensor: ShardedTensor) -> Finish:
-        held = tensor.holding(self._placed(tensor.data))
+        held = tensor.with_data(self._placed(tensor.data))
         self.tensors.append(held)
         return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
 
@@ -215,7 +224,7 @@ class _LeafCollector:
             return data
         return torch.empty_like(data, device="cpu", requires_grad=False)
 
-    def _add_torch_sharded(self, held: TorchSharded) -> Finish:
+    def _add_torch_sharded(self, held: TorchShardedTensor) -> Finish:
         self.tensors.extend(held.parts)
         if held.ranks < self._ranks:
             self.part_of_ranks.add(held.key)
@@ -270,22 +279,22 @@ def _with_own_entities(state: Any, kinds: Set[type]) -> Any:
     """Return the tree with Megatron-Core's entities as ours; kinds are the classes of its leaves."""
     if not any(map(is_megatron_class, kinds)):
         return state
-    from megackpt.mapping.foreign import adopt
+    from megackpt.mapping.megatron_entities import adopt_megatron_entities
 
-    return adopt(state, kinds)
+    return adopt_megatron_entities(state, kinds)
 
 
 def _with_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     """Return the tree with the sharded tensors of torch and torch_xla as entities."""
     # XLA first: from torch_xla 2.9 on its tensors are of a class that is derived from DTensor.
     if may_have_xla(kinds):
-        from megackpt.mapping.xla import adopt_xla
+        from megackpt.mapping.xla import adopt_xla_tensors
 
-        state = adopt_xla(state, kinds, names)
+        state = adopt_xla_tensors(state, kinds, names)
     if any(map(is_torch_sharded_class, kinds)):
-        from megackpt.mapping.torch_sharded import adopt_torch_sharded
+        from megackpt.mapping.torch_sharded import adopt_torch_sharded_tensors
 
-        state = adopt_torch_sharded(state, kinds, names)
+        state = adopt_torch_sharded_tensors(state, kinds, names)
     return state
 
 

@@ -32,7 +32,7 @@ from megackpt.integrations.dcp.names import flatten, replace_leaves, update
 from megackpt.integrations.dcp.place import place_in
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor
-from megackpt.mapping.tree import by_container, dotted, empty_containers
+from megackpt.mapping.tree import dotted, empty_containers, keys_by_container
 from megackpt.notices import notice
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class MegackptLoadPlanner(LoadPlanner):
         for name in self._values:
             items += self._read_of_value(name, None)
         empty = {dotted(steps) for steps in empty_containers(self._state_dict)} - {""}
-        return LoadPlan(items, planner_data=sorted(by_container(self._stored, empty)))
+        return LoadPlan(items, planner_data=sorted(keys_by_container(self._stored, empty)))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are. DCP calls it on the coordinator.
@@ -104,7 +104,7 @@ class MegackptLoadPlanner(LoadPlanner):
         if not self._allow_partial_load:
             empty = {name for plan in global_plan for name in plan.planner_data or ()}
             asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
-            lost = by_container(self._stored, empty, asked)
+            lost = keys_by_container(self._stored, empty, asked)
             if lost:
                 raise _nothing_asked(*min(lost.items()))
         return global_plan

@@ -42,7 +42,7 @@ from megackpt.integrations.dcp.place import place_in
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe, dtype_name
-from megackpt.mapping.plain import whole_tensors
+from megackpt.mapping.plain_tensors import declare_whole_tensors
 from megackpt.mapping.tree import ABSENT, iter_leaves, map_leaves, without_positions
 from megackpt.metadata import (
     DTYPES,
@@ -228,7 +228,7 @@ class MegackptSavePlanner(SavePlanner):
 def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
     """Return the plain tensors among common values as whole arrays, and the rest."""
     arrays = {name for name, (_, value) in flatten(common).items() if _is_array(value)}
-    declared = whole_tensors(common, arrays)
+    declared = declare_whole_tensors(common, arrays)
     tensors = [leaf for _, leaf in iter_leaves(declared) if isinstance(leaf, ShardedTensor)]
     rest = map_leaves(lambda _, leaf: ABSENT if isinstance(leaf, ShardedTensor) else leaf, declared)
     return tensors, {} if rest is ABSENT else without_positions(rest)

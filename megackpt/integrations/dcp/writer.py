@@ -31,8 +31,8 @@ from megackpt.integrations.dcp.save_planner import MegackptSavePlanner
 from megackpt.integrations.dcp.staging import Stager
 from megackpt.mapping import (
     LocalNonpersistentObject,
-    PerRank,
-    Replicated,
+    PerRankValue,
+    ReplicatedValue,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
@@ -302,7 +302,7 @@ def _value_of(planner: SavePlanner, item: WriteItem) -> Any:
             key=item.index.fqn,
         )
     value = lookup(item.index)
-    if isinstance(value, (ShardedBase, LocalNonpersistentObject, PerRank, Replicated)):
+    if isinstance(value, (ShardedBase, LocalNonpersistentObject, PerRankValue, ReplicatedValue)):
         raise DeclarationError(
             f"{item.index.fqn!r} is a megackpt {type(value).__name__}, which {type(planner).__name__} does "
             f"not know. Give dcp.save planner=MegackptSavePlanner().",

@@ -22,7 +22,7 @@ from megackpt.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from megackpt.mapping.keys import add_prefix_for_sharding
+from megackpt.mapping.tree import iter_leaves
 
 __all__ = [
     "add_prefix_for_sharding",
@@ -84,6 +84,16 @@ def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> Split:
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> Split:
     """Return the non-persistent objects, and everything else."""
     return _split(sharded_state_dict, LocalNonpersistentObject)
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put `prefix` before the key of every sharded entity, in place. The dict keys stay.
+
+    Source: Megatron-Core `dist_checkpointing.utils.add_prefix_for_sharding`.
+    """
+    for _, leaf in iter_leaves(sharded_state_dict):
+        if isinstance(leaf, ShardedBase):
+            leaf.key = prefix + leaf.key
 
 
 def replace_prefix_for_sharding(

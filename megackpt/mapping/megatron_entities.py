@@ -12,11 +12,11 @@ from typing import Any
 from megackpt.errors import DeclarationError
 from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.factory import ShardedTensorFactory
-from megackpt.mapping.local import LocalNonpersistentObject
 from megackpt.mapping.recognition import MEGATRON_MODULE
 from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import map_leaves
+from megackpt.mapping.values import LocalNonpersistentObject
 
 _TENSOR_FIELDS = (
     "key",
@@ -34,7 +34,7 @@ _OBJECT_FIELDS = ("key", "data", "global_shape", "global_offset", "replica_id")
 _FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
-def adopt(sharded_state_dict: Any, kinds: Set[type]) -> Any:
+def adopt_megatron_entities(sharded_state_dict: Any, kinds: Set[type]) -> Any:
     """Return the tree with every entity of Megatron-Core as one of ours; the given tree is not changed.
 
     kinds are the classes of its leaves, or more: see `leaf_types`.

@@ -1,21 +1,18 @@
-"""Plain values by who has them: per rank, or replicated. Any other plain leaf is common state.
+"""Plain tensors of a state dict: which they are, and which stored value or array fills each at a load.
 
-Owns the two declarations. A value that differs from rank to rank and is declared as common would be lost on
-all ranks but one, so the three are kept apart. Owns also what a load makes of plain tensors that the
-checkpoint holds as global arrays.
+A plain tensor is saved as common state, or as an array (`plain_tensors="arrays"`). A checkpoint of the same
+model may hold it either way, so a load looks for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from megackpt.mapping.recognition import is_torch_sharded, xla_tensor_of
-from megackpt.mapping.sharded_object import ShardedObject
 from megackpt.mapping.sharded_tensor import ShardedTensor
 from megackpt.mapping.tree import (
     PathKeys,
@@ -25,51 +22,8 @@ from megackpt.mapping.tree import (
     iter_leaves,
     leaf_types,
     map_leaves,
-    same_name,
+    same_name_error,
 )
-
-
-@dataclass(eq=False)
-class PerRank:
-    """A value that each rank has of its own: all are stored, none is compared with another.
-
-    Every rank of the job declares the key. A load on as many ranks gives each rank its own value back. On
-    another number of ranks there is no such thing: that is an error, or, with `elsewhere="keep"`, each rank
-    keeps the value that it declares and a warning says so.
-
-    Attributes:
-        key: name in the checkpoint; one for all ranks.
-        data: this rank's value; anything the codec knows.
-        elsewhere: what a load on another number of ranks does.
-    """
-
-    key: str
-    data: Any  # the user's own value
-    elsewhere: Literal["error", "keep"] = "error"
-
-    def on(self, rank: int, ranks: int) -> ShardedObject:
-        """Return the object that this is on a rank of a job."""
-        return ShardedObject(self.key, self.data, (ranks,), (rank,))
-
-
-@dataclass(eq=False)
-class Replicated:
-    """A value that some ranks hold, the same on all of them: stored once, equality is proved at save.
-
-    Unlike common state it need not be on all ranks, and it is loaded by key, where it is asked for. For
-    large tensors declare a ShardedTensor with a replica_id instead.
-
-    Attributes:
-        key: name in the checkpoint.
-        data: the value; anything the codec knows.
-    """
-
-    key: str
-    data: Any  # the user's own value
-
-    def on(self, rank: int) -> ShardedObject:
-        """Return the object that this is on a rank; which rank's is the main replica is decided at save."""
-        return ShardedObject(self.key, self.data, (1,), (0,), replica_id=rank + 1)
 
 
 def is_plain_tensor(leaf: object) -> bool:
@@ -99,7 +53,7 @@ def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
     return {steps: leaf for steps, leaf in iter_leaves(state, (), step=add_step) if is_plain_tensor(leaf)}
 
 
-def match_common(
+def match_common_leaves(
     wanted: Iterable[Steps], stored: Iterable[Steps], arrays: Container[str] = ()
 ) -> dict[Steps, Steps]:
     """Return which leaf of stored common state answers each plain tensor, by the steps to both. Pure.
@@ -131,14 +85,14 @@ def match_common(
         if not answers:
             continue
         if len(asking) + len(exact.get(name, [])) > 1:
-            raise same_name(name, [*asking, *exact.get(name, [])], "tensors of the state dict")
+            raise same_name_error(name, [*asking, *exact.get(name, [])], "tensors of the state dict")
         if len(answers) > 1:
-            raise same_name(name, answers, "values of the checkpoint")
+            raise same_name_error(name, answers, "values of the checkpoint")
         found[asking[0]] = answers[0]
     return found
 
 
-def filled_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
+def fill_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
     """Return stored common state with what stands in targets, by steps, in place of equal-looking tensors.
 
     Each of these is filled with the stored values. One of another shape or dtype, without memory, or whose
@@ -147,7 +101,7 @@ def filled_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
 
     def filled(steps: Steps, leaf: Any) -> Any:
         target = targets.get(steps)
-        if target is None or not is_plain_tensor(leaf) or not can_take(target, leaf):
+        if target is None or not is_plain_tensor(leaf) or not can_be_filled(target, leaf):
             return leaf
         with torch.no_grad():
             target.detach().copy_(leaf)
@@ -156,7 +110,7 @@ def filled_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
     return map_leaves(filled, stored, (), step=add_step) if targets else stored
 
 
-def can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
+def can_be_filled(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Say whether a tensor can be filled in place with values of this shape and dtype."""
     shares_memory = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
     return (
@@ -167,7 +121,7 @@ def can_take(target: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def whole_tensors(
+def declare_whole_tensors(
     state: Any, keys: Container[str], *, common: Container[Steps] = (), names: PathKeys | None = None
 ) -> Any:
     """Return the tree with every plain tensor whose path, joined with dots, is one of keys as a whole array.
