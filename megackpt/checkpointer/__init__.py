@@ -1,6 +1,7 @@
 """The steps of a training run under one root: when to save, finding the newest, keeping some of them."""
 
 from megackpt.checkpointer.checkpointer import Checkpointer
+from megackpt.checkpointer.loading import LastLoad, PassedOver
 from megackpt.checkpointer.options import (
     Groups,
     KeepBest,
@@ -11,8 +12,7 @@ from megackpt.checkpointer.options import (
     Tier,
     Tiers,
 )
-from megackpt.checkpointer.step_list import StepList
-from megackpt.checkpointer.survey import LastLoad, PassedOver
+from megackpt.checkpointer.root_files import StepList
 
 __all__ = [
     "Checkpointer",

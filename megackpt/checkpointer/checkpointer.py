@@ -16,10 +16,8 @@ from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, save_request
 from megackpt.arguments import check_flag, check_kind, checked_step
-from megackpt.checkpointer.destinations import Destinations, Intervals
-from megackpt.checkpointer.failures import Failures, OnError
-from megackpt.checkpointer.housekeeping import Housekeeping
-from megackpt.checkpointer.loading import RootLoading, StepLoading, TierLoading
+from megackpt.checkpointer.async_saving import SavingBehind
+from megackpt.checkpointer.loading import LastLoad, RootLoading, StepLoading
 from megackpt.checkpointer.options import (
     Groups,
     Retention,
@@ -33,15 +31,12 @@ from megackpt.checkpointer.options import (
     schedule_of,
     tiers_of,
 )
+from megackpt.checkpointer.retention import Housekeeping
 from megackpt.checkpointer.run import Run
-from megackpt.checkpointer.saving import RootSaving
-from megackpt.checkpointer.saving_behind import SavingBehind
-from megackpt.checkpointer.schedule import SaveTrigger
+from megackpt.checkpointer.saving import Failures, OnError, RootSaving
+from megackpt.checkpointer.schedule import Destinations, Intervals, SaveTrigger, SignalWatch
 from megackpt.checkpointer.settings import RunSettings
-from megackpt.checkpointer.signals import SignalWatch
-from megackpt.checkpointer.survey import LastLoad
-from megackpt.checkpointer.tier_saving import TierSaving
-from megackpt.checkpointer.tier_set import TierSet
+from megackpt.checkpointer.tiers import TierLoading, TierSaving, TierSet
 from megackpt.comm import Group, world_group
 from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache

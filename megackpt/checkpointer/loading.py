@@ -1,27 +1,122 @@
-"""One step out of a run: which one, on all ranks alike, and what to do where it is damaged.
-
-Owns how ranks agree on one of the root. Which one of tiers and root is whole is found in `recovery`.
-"""
+"""One step out of the root: which one, the same on all ranks, and an older one where it is damaged."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from megackpt.api import ReturnsState, load_with_report
-from megackpt.checkpointer.going_back import load_or_go_back, with_copies_of_step
-from megackpt.checkpointer.recovery import Recovery, Root
-from megackpt.checkpointer.survey import LastLoad
-from megackpt.checkpointer.tier_set import TierSet
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
-from megackpt.errors import NotACheckpointError
+from megackpt.engine.loading.fallback import DAMAGE
+from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
-from megackpt.validation import LoadReport, StrictHandling
+from megackpt.validation import LoadReport
+
+log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """A step that was not loaded although it is newer than the one that was.
+
+    Attributes:
+        step: its number.
+        where: the tier or root it lies in.
+        why: what is wrong with it, in words.
+    """
+
+    step: int
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} in {self.where}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastLoad:
+    """What a load of a Checkpointer has used.
+
+    Attributes:
+        step: the step.
+        where: the tier or root it came from.
+        passed_over: newer steps, or the same ones elsewhere, that were not used; newest first.
+        damaged: copies of files that were left out as they are damaged, with the node they are on.
+        report: the load report of this rank; None of a `Checkpointer` with tiers.
+    """
+
+    step: int
+    where: str
+    passed_over: tuple[PassedOver, ...] = ()
+    damaged: tuple[str, ...] = ()
+    report: LoadReport | None = field(default=None, repr=False)
+
+
+def load_or_go_back(
+    step: int,
+    load: Callable[[int], T],
+    older: Callable[[int], int | None] | None,
+    *,
+    where: str,
+    rank: int,
+) -> tuple[T, LastLoad]:
+    """Load a step; where it is damaged, the one that older gives, and so on. Collective, as both functions.
+
+    older returns None where there is no more; it is None itself if nothing but the step may be loaded. where
+    is the root, rank this rank. Return what load returned, and which step that was.
+
+    Raises:
+        CheckpointError: that of the first step, if none could be loaded, or its error is none of damage.
+    """
+    passed: list[tuple[int, CheckpointError]] = []
+    while True:
+        try:
+            loaded = load(step)
+        except DAMAGE as error:
+            passed.append((step, error))
+        else:
+            over = (PassedOver(step=number, where=where, why=str(error)) for number, error in passed)
+            return loaded, LastLoad(step=step, where=where, passed_over=tuple(over))
+        before = older(step) if older is not None else None
+        if before is None and len(passed) == 1:
+            raise passed[0][1]
+        if before is None:
+            raise _all_failed(passed) from passed[0][1]
+        if rank == 0:
+            log.warning("Step %d cannot be loaded; going back to step %d. %s", step, before, passed[-1][1])
+        step = before
+
+
+def with_copies_of_step(options: LoadOptions, name: str) -> LoadOptions:
+    """Return the options for one step, whose copies lie under its name below the roots that are given.
+
+    Raises:
+        DeclarationError: a copy is no root but an open store.
+    """
+    if any(not isinstance(root, (str, os.PathLike)) for root in options.copies):
+        raise DeclarationError(
+            f"copies={options.copies!r}: a Checkpointer looks for a copy of each step, so give paths or URLs "
+            f"of roots."
+        )
+    copies: tuple[Any, ...] = tuple(f"{os.fspath(root)}/{name}" for root in options.copies)
+    return replace(options, copies=copies) if copies else options
+
+
+def _all_failed(passed: list[tuple[int, CheckpointError]]) -> CheckpointError:
+    first = passed[0][1]
+    steps = ", ".join(str(step) for step, _ in passed)
+    text = f"None of the steps {steps} can be loaded. Of the newest: {first}"
+    return type(first)(text, key=first.key, rank=first.rank, path=first.path)
 
 
 class StepLoading(Protocol):
@@ -105,38 +200,6 @@ class RootLoading:
             return max((s for s in self.steps() if s < step), default=None)
 
         return _as_rank_0(group, look, doing="looking for an older checkpoint")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLoading:
-    """How steps come out of tiers, and of the root behind them. See `StepLoading`.
-
-    Attributes:
-        tiers: storage of the nodes.
-        root: how they come out of the root; its options hold for tiers, too.
-    """
-
-    tiers: TierSet
-    root: RootLoading
-
-    def load(
-        self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
-    ) -> tuple[StateDict, LastLoad]:
-        """Load a step from the first place where it is whole."""
-        return self._look(strict, group).load(state, step, strict, self.root.options)
-
-    def find_latest(self, group: Group) -> int | None:
-        """Return the newest step of which every byte is somewhere."""
-        return self._look(StrictHandling.ASSUME_OK_UNEXPECTED, group).find()
-
-    def _look(self, strict: ReturnsState, group: Group) -> Recovery:
-        """Look at all tiers and the root. Collective; strict is for loads from the root."""
-        root = Root(
-            location=self.root.places.location,
-            steps=self.root.steps,
-            load=lambda state, step: self.root.load_step(state, step, strict, group)[0],
-        )
-        return self.tiers.recovery(group, root)
 
 
 def _as_rank_0(group: Group, look: Callable[[], int | None], *, doing: str) -> int | None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from megackpt.checkpointer.going_back import with_copies_of_step
-from megackpt.checkpointer.survey import ROOT, Candidate, LastLoad, PassedOver, Survey
+from megackpt.checkpointer.loading import LastLoad, PassedOver, with_copies_of_step
+from megackpt.checkpointer.survey import ROOT, Candidate, Survey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalSteps, step_name
 from megackpt.engine.loading.fallback import DAMAGE

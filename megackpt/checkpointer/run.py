@@ -14,9 +14,7 @@ from typing import Any
 
 from megackpt.api import load_content_metadata
 from megackpt.arguments import check_flag, checked_step
-from megackpt.checkpointer.metrics import read_metrics
-from megackpt.checkpointer.pins import read_pins, remove_pin, write_pin
-from megackpt.checkpointer.step_list import StepList, scan
+from megackpt.checkpointer.root_files import StepList, read_metrics, read_pins, remove_pin, scan, write_pin
 from megackpt.engine.checkpoint.steps import step_directories, step_name
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.storage import ObjectOptions, Store, is_url

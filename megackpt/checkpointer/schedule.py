@@ -1,17 +1,19 @@
-"""Whether to save now: the same answer on all ranks, from steps, rank 0's clock and any rank's signals.
+"""When a step is saved, and where to: the same answer on all ranks.
 
-Owns when ranks meet to agree. Steps need no meeting. Time and signals do: 248 bytes from each rank to each,
-and not at every step but about once a second, at a step that the last meeting has named.
+Multiples of steps need no communication. Time and signals do: each rank sends 248 bytes to each other, about
+once a second, at a step that rank 0 chose in the last exchange.
 """
 
 from __future__ import annotations
 
+import signal
 import time
+import types
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from megackpt.checkpointer.options import MAX_SIGNALS, SaveSchedule
-from megackpt.checkpointer.signals import SignalWatch, asks_to_exit
+from megackpt.checkpointer.options import MAX_SIGNALS, SaveSchedule, Tiers
 from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.errors import DeclarationError
 
@@ -157,3 +159,116 @@ def steps_until_meeting(*, passed_steps: int, passed_s: float, before: int, agre
     most = min(2 * before, _MOST_STEPS_APART)
     fitting = most if passed_s <= 0 else min(most, int(agree_s * max(passed_steps, 1) / passed_s))
     return max(1, fitting)
+
+
+_GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def asks_to_exit(signum: int) -> bool:
+    """Say whether a signal asks for an end after the save: all do but SIGUSR1 and SIGUSR2."""
+    return signum not in _GO_ON
+
+
+class SignalWatch:
+    """Notes which of some signals this process has received.
+
+    Handlers of before are called as well, but for Python's own of SIGINT, which would end the process.
+
+    Raises:
+        DeclarationError: a signal cannot be handled, or this is not the main thread.
+
+    Attributes:
+        signals: their numbers, as `SaveSchedule.signals`.
+    """
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self.signals = signals
+        self._flags = dict.fromkeys(self.signals, False)
+        self._before: dict[int, Callable[..., object] | int | None] = {}
+        self._is_closed = False
+        for signum in self.signals:
+            try:
+                self._before[signum] = signal.signal(signum, self._note)
+            except (ValueError, OSError) as error:
+                self.close()
+                raise DeclarationError(
+                    f"SaveSchedule.signals: signal {signum} cannot be handled ({error}). Name signals as "
+                    f"signal.SIGTERM, and construct the Checkpointer in the main thread."
+                ) from error
+
+    def received(self) -> tuple[int, ...]:
+        """Return for each signal 1 if it was received and is not served yet, else 0."""
+        return tuple(int(self._flags[signum]) for signum in self.signals)
+
+    def serve(self, signum: int) -> None:
+        """Forget that a signal was received."""
+        self._flags[signum] = False
+
+    def close(self) -> None:
+        """Put the handlers of before back, where nobody has put others in place of these since.
+
+        Such others may still call, or put back, these: then they do what the handlers of before do.
+        """
+        self._is_closed = True
+        for signum, before in self._before.items():
+            if signal.getsignal(signum) == self._note:
+                signal.signal(signum, signal.SIG_DFL if before is None else before)
+
+    def _note(self, signum: int, frame: types.FrameType | None) -> None:
+        self._flags[signum] = True
+        before = self._before.get(signum)
+        if callable(before) and (self._is_closed or before is not signal.default_int_handler):
+            before(signum, frame)
+        elif self._is_closed and before != signal.SIG_IGN and signal.getsignal(signum) == self._note:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+
+@dataclass(frozen=True, slots=True)
+class Destinations:
+    """Where a step goes.
+
+    Attributes:
+        tiers: numbers of tiers, ascending.
+        root: whether to the root.
+    """
+
+    tiers: tuple[int, ...]
+    root: bool
+
+    def __bool__(self) -> bool:
+        return self.root or bool(self.tiers)
+
+
+class Intervals:
+    """Says where steps go; the same on all ranks, which skip the same steps. Local.
+
+    >>> intervals = Intervals(Tiers([Tier("a", every=2)], root_every=4))
+    >>> intervals.of(2), intervals.of(3, to_root=True)
+    (Destinations(tiers=(0,), root=False), Destinations(tiers=(), root=True))
+    >>> intervals.skipped(intervals.of(4))
+    >>> intervals.of(5)
+    Destinations(tiers=(0,), root=True)
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._root_every = tiers.root_every
+        self._tiers = tiers.tiers
+        self._owed = Destinations((), root=False)
+
+    def of(self, step: int, *, to_root: bool | None = None, is_signalled: bool = False) -> Destinations:
+        """Return where a step goes. to_root says so for the root, a signal where that is None."""
+        if to_root is None:
+            to_root = step % self._root_every == 0 or is_signalled or self._owed.root
+        due = (n for n, tier in enumerate(self._tiers) if step % tier.every == 0 or n in self._owed.tiers)
+        return Destinations(tuple(due), root=to_root)
+
+    def skipped(self, what: Destinations) -> None:
+        """Note that a step did not go where it was to: then the next one does."""
+        tiers = {*self._owed.tiers, *what.tiers}
+        self._owed = Destinations(tuple(sorted(tiers)), root=self._owed.root or what.root)
+
+    def served(self, what: Destinations) -> None:
+        """Note that a step goes there."""
+        tiers = tuple(n for n in self._owed.tiers if n not in what.tiers)
+        self._owed = Destinations(tiers, root=self._owed.root and not what.root)

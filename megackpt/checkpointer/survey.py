@@ -10,47 +10,9 @@ from dataclasses import dataclass, field
 
 from megackpt.engine.checkpoint.steps import step_name, step_of
 from megackpt.engine.tiers.recover import NodeStep, StepFiles
-from megackpt.validation import LoadReport
 
 ROOT = -1
 """Stands for the root where numbers stand for tiers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver:
-    """A step that was not loaded although it is newer than the one that was.
-
-    Attributes:
-        step: its number.
-        where: the tier or root it lies in.
-        why: what is wrong with it, in words.
-    """
-
-    step: int
-    where: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"step {self.step} in {self.where}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastLoad:
-    """What a load of a Checkpointer has used.
-
-    Attributes:
-        step: the step.
-        where: the tier or root it came from.
-        passed_over: newer steps, or the same ones elsewhere, that were not used; newest first.
-        damaged: copies of files that were left out as they are damaged, with the node they are on.
-        report: the load report of this rank; None of a `Checkpointer` with tiers.
-    """
-
-    step: int
-    where: str
-    passed_over: tuple[PassedOver, ...] = ()
-    damaged: tuple[str, ...] = ()
-    report: LoadReport | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from megackpt.errors import DeclarationError, NotACheckpointError
 
 if TYPE_CHECKING:
     from megackpt.checkpointer import KeepBest
-    from megackpt.checkpointer.housekeeping import Removals
+    from megackpt.checkpointer.retention import Removals
 
 _RUNNING = (
     "A job may be saving there right now: leftovers that are newer than the newest commit are left alone, "
@@ -83,10 +83,9 @@ def command(
     reading its chunks. What incomplete saves left goes only if a newer step is committed, or with
     --incomplete-newest, and if nothing was written to it lately.
     """
-    from megackpt.checkpointer.housekeeping import Housekeeping
-    from megackpt.checkpointer.metrics import read_metrics
     from megackpt.checkpointer.options import Retention
-    from megackpt.checkpointer.step_list import scan
+    from megackpt.checkpointer.retention import Housekeeping
+    from megackpt.checkpointer.root_files import read_metrics, scan
     from megackpt.engine.checkpoint.steps import step_directories
 
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)

@@ -83,8 +83,7 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
     Raises:
         NotACheckpointError: it is no directory, or is itself a checkpoint.
     """
-    from megackpt.checkpointer.pins import read_pins
-    from megackpt.checkpointer.step_list import scan
+    from megackpt.checkpointer.root_files import read_pins, scan
     from megackpt.engine.checkpoint.steps import step_directories
 
     check_root(str(root))
@@ -111,7 +110,7 @@ def _step(
     places: StepDirectories, step: int, *, is_committed: bool, latest: bool, pins: frozenset[int]
 ) -> Step | None:
     """Describe a step; None if it is gone meanwhile."""
-    from megackpt.checkpointer.metrics import read_metrics
+    from megackpt.checkpointer.root_files import read_metrics
     from megackpt.engine.checkpoint.manifest import read_manifest
     from megackpt.engine.checkpoint.steps import step_name
 

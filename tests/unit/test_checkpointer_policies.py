@@ -20,8 +20,8 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.checkpointer import saving
-from megackpt.checkpointer.housekeeping import Housekeeping
-from megackpt.checkpointer.pins import write_pin
+from megackpt.checkpointer.retention import Housekeeping
+from megackpt.checkpointer.root_files import write_pin
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.engine.verification.verify import ShareReport, verify_share

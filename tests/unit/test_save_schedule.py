@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megackpt import Checkpointer, DeclarationError, MemoryTier, Retention, SaveSchedule, Tiers
-from megackpt.checkpointer.schedule import SaveTrigger
-from megackpt.checkpointer.signals import SignalWatch
+from megackpt.checkpointer.schedule import SaveTrigger, SignalWatch
 from megackpt.comm import Group, SingleProcess
 from megackpt.testing.world import SimulatedWorld
 

@@ -25,7 +25,7 @@ from megackpt import (
     Tiers,
 )
 from megackpt.checkpointer import LastLoad
-from megackpt.checkpointer.tier_set import TierSet
+from megackpt.checkpointer.tiers import TierSet
 from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalSteps

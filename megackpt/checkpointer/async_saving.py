@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
-from megackpt.checkpointer.destinations import Destinations
-from megackpt.checkpointer.failures import Around
-from megackpt.checkpointer.saving import RootSaving
-from megackpt.checkpointer.tier_saving import destinations_in_tiers, in_native_format
-from megackpt.checkpointer.tier_set import TierSet
+from megackpt.checkpointer.saving import Around, RootSaving
+from megackpt.checkpointer.schedule import Destinations
+from megackpt.checkpointer.tiers import TierSet, destinations_in_tiers, in_native_format
 from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination
