@@ -21,7 +21,7 @@ import megackpt.engine.data.read as engine_read
 import megackpt.engine.loading.load as engine_load
 import megackpt.engine.loading.prepare as engine_prepare
 import megackpt.formats.file_chunks as file_chunks
-from megackpt.formats.strategy import MANIFEST, Json, Pieces, SaveStrategy, pieces_in_order
+from megackpt.formats.strategy import MANIFEST, ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
 from megackpt.storage import Store, StreamWriter, fill, lend
@@ -182,6 +182,7 @@ class _TracedWriter:
             self._writer.__exit__(*error)
 
 
+@SaveStrategy.register
 class _TracedStrategy:
     def __init__(self, strategy: SaveStrategy, tracer: Tracer) -> None:
         self._strategy, self._tracer = strategy, tracer
@@ -194,11 +195,11 @@ class _TracedStrategy:
         return self._strategy.rounds(plan, rank)
 
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
-        traced = _TracedPieces(pieces, self._tracer)
+        traced = _TracedParts(parts, self._tracer)
         return self._strategy.write_chunks(
-            store, attempt=attempt, rank=rank, plan=plan, rows=rows, pieces=traced
+            store, attempt=attempt, rank=rank, plan=plan, rows=rows, parts=traced
         )
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
@@ -213,27 +214,27 @@ class _TracedStrategy:
 _taken = threading.local()  # when this thread was last given a piece that it has not written yet
 
 
-class _TracedPieces:
-    """Pieces whose making is noted as a copy; what follows until they are written, as their digest."""
+class _TracedParts(ChunkParts):
+    """Parts whose making is noted as a copy; what follows until they are written, as their digest."""
 
-    def __init__(self, pieces: Pieces, tracer: Tracer) -> None:
-        self._pieces, self._tracer = pieces, tracer
+    def __init__(self, parts: ChunkParts, tracer: Tracer) -> None:
+        self._parts, self._tracer = parts, tracer
 
     def __call__(self, row: int) -> Iterator[memoryview]:
-        return self._traced(self._pieces(row))
+        return self._traced(self._parts(row))
 
     def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
-        return map(self._traced, pieces_in_order(self._pieces, rows))
+        return map(self._traced, self._parts.in_order(rows))
 
-    def _traced(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    def _traced(self, parts: Iterator[memoryview]) -> Iterator[memoryview]:
         while True:
             start = self._tracer.now
-            piece = next(pieces, None)
-            if piece is None:
+            part = next(parts, None)
+            if part is None:
                 return
             self._tracer.add("copy", start)
             _taken.at = self._tracer.now
-            yield piece
+            yield part
 
 
 def _end_of_digest(tracer: Tracer) -> None:

@@ -1,14 +1,12 @@
-"""What an opened checkpoint offers, whatever its format.
-
-Owns the protocols by which the engine reads: what is stored, and the way to the bytes of its chunks.
-"""
+"""What opening a checkpoint returns, whatever its format: what is stored, and how to read chunks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,72 +15,36 @@ from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable
 
 
-class Chunks(Protocol):
-    """Chunks of an opened checkpoint, and the way to their bytes."""
-
-    @property
-    def table(self) -> ChunkTable:
-        """The chunks, sorted by array, start and flat range."""
-
-    @property
-    def block_bytes(self) -> int:
-        """A read begins at a multiple of it in a chunk, and ends at one or at the end; 1: anywhere.
-
-        At most 1 MiB.
-        """
-
-    @property
-    def place(self) -> Ints:
-        """A number for each chunk, `[n]`: reading in their order runs through files from front to back."""
-
-    def describe(self, row: int) -> str:
-        """Say where the bytes of a chunk lie, for messages."""
-
-    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
-        """Fill out with the bytes `[start, start + len(out))` of a chunk in row-major order.
-
-        Several threads may call it at once.
-
-        Raises:
-            IntegrityError: verify is set, and a block does not have the digest it was stored with.
-            StorageError, FormatError: the bytes cannot be read, or are not there.
-        """
-
-
 class Part(NamedTuple):
-    """A range of the bytes of a chunk; it begins and ends where `Chunks.block_bytes` lets a read do so."""
+    """A range of the bytes of a chunk; it begins and ends where `Chunks.block_bytes` allows it."""
 
     row: int
     start: int
     stop: int
 
 
-@runtime_checkable
-class LiesInFiles(Protocol):
-    """What `Chunks` also have whose bytes stand in files as they are, so that neighbours are read at once."""
+Borrow: TypeAlias = Callable[[Sequence[Part], bool], AbstractContextManager[list[memoryview]]]
+"""Reads parts of one file at once; the second argument says whether to verify them.
 
-    @property
-    def file(self) -> Ints:
-        """Number of the file of each chunk, `[n]`."""
-
-    @property
-    def offset_bytes(self) -> Ints:
-        """Where each chunk begins in its file, `[n]`."""
-
-    def lend(self, parts: Sequence[Part], *, verify: bool) -> AbstractContextManager[list[memoryview]]:
-        """Yield the bytes of parts of one file, valid until the end of the block; errors are of `read_into`.
-
-        From the first to the last byte of all, they span at most
-        `megackpt.storage.MAX_BORROWED_BYTES`. Several threads may call it at once.
-        """
+The context manager returns the bytes of each part, valid until the end of the block, and raises what
+`Chunks.read_into` raises. From the first to the last byte of all, the parts extend over at most
+`megackpt.storage.MAX_BORROWED_BYTES`. Several threads may call it at once.
+"""
 
 
-@runtime_checkable
-class MayBeCached(Protocol):
-    """What `Chunks` also have that know whether their bytes are in memory already."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RawRanges:
+    """Where n uncompressed chunks lie in files, so that neighbours can be read in one request.
 
-    def is_cached(self) -> bool:
-        """Say whether no read has to wait for a disk or a network, as far as can be told."""
+    Attributes:
+        file: number of the file of each chunk, `[n]`.
+        offset_bytes: where each chunk begins in its file, `[n]`.
+        borrow: reads parts of one file at once.
+    """
+
+    file: Ints
+    offset_bytes: Ints
+    borrow: Borrow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,12 +53,12 @@ class FileRanges:
 
     Attributes:
         files: names of files in the checkpoint.
-        nbytes: how long each must be, `[files]`; -1 where that is not known.
+        nbytes: how long each file must be, `[files]`; -1 where that is not known.
         file: number of the file of each chunk, `[n]`.
-        start: first byte there, `[n]`.
-        stop: one past the last, `[n]`; -1 where a chunk has no bytes of its own in its file, as under
+        start: first byte of each chunk in its file, `[n]`.
+        stop: one past the last byte, `[n]`; -1 where a chunk has no bytes of its own in its file, as under
             compression.
-        is_checked: whether a read finds that bytes have changed, `[n]`.
+        is_checked: whether a read detects bytes that have changed, `[n]`.
     """
 
     files: tuple[str, ...]
@@ -107,12 +69,50 @@ class FileRanges:
     is_checked: npt.NDArray[np.bool_]
 
 
-@runtime_checkable
-class NamesFiles(Protocol):
-    """What `Chunks` also have that can say where they lie without being read."""
+class Chunks(ABC):
+    """Chunks of an opened checkpoint.
 
-    def file_ranges(self) -> FileRanges:
-        """Return it; nothing is read, and the files need not be there."""
+    Attributes:
+        table: the chunks, sorted by array, start and flat range.
+        position: a number for each chunk, `[n]`: reading in the order of these numbers reads files from front
+            to back.
+        block_bytes: a read begins at a multiple of this in a chunk, and ends at one or at the end of the
+            chunk; at most 1 MiB. 1: anywhere.
+    """
+
+    table: ChunkTable
+    position: Ints
+    block_bytes: int = 1
+
+    @abstractmethod
+    def describe(self, row: int) -> str:
+        """Return where the bytes of a chunk lie, for messages."""
+
+    @abstractmethod
+    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
+        """Fill out with the bytes `[start, start + len(out))` of a chunk in row-major order.
+
+        Several threads may call it at once.
+
+        Raises:
+            IntegrityError: verify is set, and a block does not have the digest that was stored for it.
+            StorageError, FormatError: the bytes cannot be read, or are missing.
+        """
+
+    def raw_ranges(self) -> RawRanges | None:
+        """Return where the chunks lie, if all are stored as they are; None if any has to be decoded."""
+        return None
+
+    def is_cached(self) -> bool:
+        """Return whether no read waits for a disk or a network, as far as can be known."""
+        return False
+
+    def file_ranges(self) -> FileRanges | None:
+        """Return where the chunks lie, without reading anything; the files may be missing.
+
+        None if the format does not know, or does not want files to be checked before they are read.
+        """
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +122,19 @@ class Contents:
     Attributes:
         arrays: every global array and array of objects, by key.
         chunks: returns the stored chunks of the given keys.
-        common: returns the value that `SaveStrategy.write_common` was given.
+        common: returns the value that `SaveStrategy.write_common` stored.
         decode_object: returns the value of an object from the bytes of its chunk; the second argument says
             where they come from, for messages.
         identity: the same on all ranks that have opened the same commit.
-        names_save: whether no other save has the same identity, wherever it is.
-        array_digests: CRC-64/NVME of the elements of arrays, little-endian in row-major order, by key; of
-            those arrays of which one is stored.
-        unreadable: keys that are stored, and not in arrays, with the reason why they cannot be loaded.
-        chunks_meeting: returns the stored chunks that meet any of the given ones, and maybe others of the
-            same arrays, all of which are stored; None if the format cannot find them faster than all chunks
-            of these arrays.
-        rebuilt: opens the same contents with the bytes of chunks computed from other files, digests checked
-            as ever; None if nothing was stored for that.
+        names_save: whether no save elsewhere can have the same identity.
+        array_digests: CRC-64/NVME of the elements of arrays, little-endian in row-major order, by key; only
+            of the arrays of which one is stored.
+        unreadable: keys that are stored, but not in arrays, with the reason why they cannot be loaded.
+        chunks_overlapping: returns the stored chunks that overlap any of the given ones, and possibly others
+            of the same arrays, all of which are stored. None if the format cannot find them faster than all
+            chunks of these arrays.
+        rebuilt: opens the same contents with the bytes of chunks computed from other files, which are checked
+            against their digests as usual; None if the checkpoint has no parity.
     """
 
     arrays: Mapping[str, ArraySpec]
@@ -143,13 +143,13 @@ class Contents:
     decode_object: Callable[[bytes, str], Any]  # likewise
     identity: str
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    chunks_meeting: Callable[[Sequence[ChunkTable]], Chunks] | None = None
+    chunks_overlapping: Callable[[Sequence[ChunkTable]], Chunks] | None = None
     rebuilt: Callable[[], Contents] | None = None
     names_save: bool = True
     array_digests: Mapping[str, int] = field(default_factory=dict)
 
     def chunks_for(self, wanted: Sequence[ChunkTable]) -> Chunks:
-        """Return the stored chunks that a load of these needs, as few others as the format can; local."""
-        if self.chunks_meeting is not None:
-            return self.chunks_meeting(wanted)
+        """Return the stored chunks that a load of wanted needs, and as few others as possible. Local."""
+        if self.chunks_overlapping is not None:
+            return self.chunks_overlapping(wanted)
         return self.chunks(sorted({spec.key for table in wanted for spec in table.arrays}))

@@ -7,49 +7,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import zip_longest
 
 import numpy as np
 
 from megackpt.errors import CheckpointError, IntegrityError
-from megackpt.formats.contents import FileRanges, Part
+from megackpt.formats.contents import Chunks, FileRanges, Part, RawRanges
 from megackpt.geometry import Ints
-from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, StoredChunks
+from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks
 from megackpt.storage import Store, digest_list, fill, lend
 
 _LOOKED_AT = 16  # files, to tell whether all are in memory
 
 
-class FileChunks:
-    """Chunks whose bytes stand in files as they are; see `Chunks`, `LiesInFiles` and `MayBeCached`."""
+class FileChunks(Chunks):
+    """Chunks that are stored uncompressed, whose bytes can be read straight from a file."""
 
     def __init__(self, store: Store, stored: StoredChunks) -> None:
         self._store = store
         self.stored = stored
+        self.table = stored.table
         self.block_bytes = 1 if stored.digests is None else DIGEST_BLOCK_BYTES
 
-    @property
-    def table(self) -> ChunkTable:
-        """The chunks."""
-        return self.stored.table
-
-    @property
-    def file(self) -> Ints:
-        """Number of the file of each chunk."""
-        return self.stored.file
-
-    @property
-    def offset_bytes(self) -> Ints:
-        """Where each chunk begins in its file."""
-        return self.stored.offset_bytes
-
-    @property
-    def place(self) -> Ints:
-        """Rank of each chunk by file and offset."""
+    @cached_property
+    def position(self) -> Ints:  # type: ignore[override]  # computed when it is first needed
+        """Position of each chunk by file and offset."""
         order = np.lexsort((self.stored.offset_bytes, self.stored.file))
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        return place
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        return position
 
     def describe(self, row: int) -> str:
         """Name the file and the byte range."""
@@ -57,7 +44,7 @@ class FileChunks:
         return f"bytes {start}:{start + int(self.table.nbytes[row])} of {self._path(row)}"
 
     def file_ranges(self) -> FileRanges:
-        """Return where the chunks lie; see `NamesFiles`."""
+        """Return where the chunks lie."""
         start = self.stored.offset_bytes
         return FileRanges(
             self.stored.files,
@@ -68,8 +55,12 @@ class FileChunks:
             np.full(len(start), self.stored.digests is not None, np.bool_),
         )
 
+    def raw_ranges(self) -> RawRanges:
+        """Return where the chunks lie, for reads of neighbours."""
+        return RawRanges(self.stored.file, self.stored.offset_bytes, self._borrow)
+
     def is_cached(self) -> bool:
-        """Say whether no read has to wait, as far as the store can tell; see `MayBeCached`."""
+        """Return whether no read waits, as far as the store knows. Asks about some files only."""
         ask = getattr(self._store, "is_cached", None)
         used = np.unique(self.stored.file)[:_LOOKED_AT].tolist()
         try:
@@ -93,7 +84,7 @@ class FileChunks:
         self._compare(Part(row, start, start + len(data)), found)
 
     @contextlib.contextmanager
-    def lend(self, parts: Sequence[Part], *, verify: bool) -> Iterator[list[memoryview]]:
+    def _borrow(self, parts: Sequence[Part], verify: bool) -> Iterator[list[memoryview]]:
         """Read from the first part to the last one at once, and check each."""
         offset = self.stored.offset_bytes[[part.row for part in parts]].tolist()
         begins = [at + part.start for at, part in zip(offset, parts, strict=True)]

@@ -7,15 +7,17 @@ imported when they are asked for; those of other packages are found through the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TypeAlias
 
-from megackpt.errors import DeclarationError, FormatError, MismatchError
+from megackpt.errors import CheckpointError, DeclarationError, FormatError, MismatchError
+from megackpt.formats.file_names import NATIVE, TORCH_DIST, ZARR_V1, ZARR_V3, FileNames
 from megackpt.formats.strategy import Format, Json, LoadStrategy, SaveStrategy
 from megackpt.notices import notice
 from megackpt.storage import Store
@@ -29,13 +31,13 @@ SaveChoice: TypeAlias = "SaveStrategy | tuple[str, int] | str | None"
 LoadChoice: TypeAlias = "SaveStrategy | LoadStrategy | tuple[str, int] | str | None"
 Name: TypeAlias = tuple[str, int]
 
-_BUILT_IN: dict[Name, str] = {
-    ("megackpt", 1): "megackpt.formats.native",
-    ("torch_dist", 1): "megackpt.formats.torch_dist",
-    ("zarr", 1): "megackpt.formats.zarr.version_1",
-    ("zarr", 3): "megackpt.formats.zarr.version_3",
+_BUILT_IN: dict[Name, tuple[str, FileNames]] = {
+    ("megackpt", 1): ("megackpt.formats.native", NATIVE),
+    ("torch_dist", 1): ("megackpt.formats.torch_dist", TORCH_DIST),
+    ("zarr", 1): ("megackpt.formats.zarr.version_1", ZARR_V1),
+    ("zarr", 3): ("megackpt.formats.zarr.version_3", ZARR_V3),
 }
-"""Modules that hold a format as FORMAT."""
+"""The module of each built-in format, which names it as FORMAT; and the names of its files."""
 
 
 def save_strategy(choice: SaveChoice) -> SaveStrategy:
@@ -49,10 +51,11 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
     if choice is None:
         choice = DEFAULT_BACKEND
     if not isinstance(choice, (str, tuple)):
-        if not all(hasattr(choice, name) for name in ("backend", "version", "writes_in_place")):
+        if not isinstance(choice, SaveStrategy):
             raise DeclarationError(
-                f"The strategy {choice!r} is none. Give the name of a format, a pair as ('zarr', 3), or an "
-                f"object with the methods of megackpt.formats.strategy.SaveStrategy."
+                f"{choice!r} is not a save strategy: its class does not derive from "
+                f"megackpt.formats.strategy.SaveStrategy. Give the name of a format, a pair as ('zarr', 3), "
+                f"or an object of such a class."
             )
         return choice
     known = [name for name in _names() if choice in (name, name[0])]
@@ -77,7 +80,7 @@ def not_imported(choice: SaveChoice) -> Name | None:
         if name not in _BUILT_IN:
             if _format(name).save is not None:
                 return None
-        elif name[0] == DEFAULT_BACKEND or _BUILT_IN[name] in sys.modules:
+        elif name[0] == DEFAULT_BACKEND or _BUILT_IN[name][0] in sys.modules:
             return None
         else:  # all built-in formats can be saved
             return name
@@ -104,7 +107,7 @@ def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Jso
     if isinstance(choice, (str, tuple)):
         check_known(choice)
         wanted = choice
-    elif hasattr(choice, "backend") and hasattr(choice, "version"):
+    elif isinstance(choice, SaveStrategy | LoadStrategy):
         wanted = (choice.backend, choice.version)
     else:
         raise DeclarationError(
@@ -162,7 +165,11 @@ def detect(store: Store) -> Json | None:
 
     None if no format recognises its own.
     """
+    listed = store.names()
     for name in _names():
+        file_names = _file_names(name)
+        if file_names is not None and not any(map(file_names.is_foreign, listed)):
+            continue  # so a format with large packages is imported only for directories that may be its own
         try:
             load = _format(name).load
         except ImportError:
@@ -173,6 +180,37 @@ def detect(store: Store) -> Json | None:
     return None
 
 
+def attempt_of(name: str) -> str | None:
+    """Return the attempt in a file name of any registered format; None for any other name."""
+    for format_name in _names():
+        file_names = _file_names(format_name)
+        attempt = file_names.attempt_of(name) if file_names is not None else None
+        if attempt is not None:
+            return attempt
+    return None
+
+
+def fixed_names(store: Store, listed: Sequence[str], *, without: Name | None = None) -> list[str]:
+    """Return files of registered formats' saves whose names carry no attempt; see `SaveStrategy.fixed_names`.
+
+    listed are the names in the store. A format is imported only if one of its markers is among them. The
+    format called without is left out. Files of a format that cannot be imported or read are not found.
+    """
+    fixed = []
+    for name in _names():
+        file_names = _file_names(name)
+        if name == without or file_names is None or not any(map(file_names.is_marker, listed)):
+            continue
+        with contextlib.suppress(ImportError, CheckpointError):
+            save = _format(name).save
+            fixed += save().fixed_names(store) if save is not None else []
+    return fixed
+
+
+def _file_names(name: Name) -> FileNames | None:
+    return _BUILT_IN[name][1] if name in _BUILT_IN else _third_parties()[name].file_names
+
+
 def _names() -> Iterable[Name]:
     return [*_BUILT_IN, *(name for name in _third_parties() if name not in _BUILT_IN)]
 
@@ -180,7 +218,7 @@ def _names() -> Iterable[Name]:
 @cache
 def _format(name: Name) -> Format:
     if name in _BUILT_IN:
-        found: Format = importlib.import_module(_BUILT_IN[name]).FORMAT
+        found: Format = importlib.import_module(_BUILT_IN[name][0]).FORMAT
         return found
     return _third_parties()[name]
 

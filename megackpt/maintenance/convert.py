@@ -28,7 +28,7 @@ from megackpt.engine.saving.array_digests import with_array_digests
 from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
 from megackpt.formats.contents import Chunks, Contents, Part
-from megackpt.formats.strategy import MANIFEST, SaveStrategy, refers_to_arrays
+from megackpt.formats.strategy import MANIFEST, ChunkParts, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.maintenance.compare import compare_chunks
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
@@ -167,11 +167,11 @@ def _open(job: _Job) -> _Opened:
     """Open the source, refuse what cannot be converted, and prepare this rank's objects."""
     contents = open_checkpoint(job.source, allow_unsafe_pickle=job.options.allow_unsafe_pickle)
     whole = contents
-    if not refers_to_arrays(job.strategy):  # they become tensors of common state, and no arrays
+    if not job.strategy.capabilities.refers_to_arrays:  # they become tensors of common state, and no arrays
         contents = without_referenced(contents, job.source)
     check_readable(contents.unreadable, contents.unreadable, where=job.source.location)
     chunks = contents.chunks(sorted(contents.arrays))
-    copy = plan_copy(chunks.table, chunks.place, ranks=job.group.size, block_bytes=chunks.block_bytes)
+    copy = plan_copy(chunks.table, chunks.position, ranks=job.group.size, block_bytes=chunks.block_bytes)
     plan = replace(copy.plan, table=_only_arrays(copy.plan.table, contents.arrays))
     check_coverage(_declared(plan))
     common: tuple[Any, Any] = (None, None)
@@ -200,7 +200,7 @@ def _common_of(job: _Job, contents: Contents, store: Store) -> tuple[Any, Any]:
 
     For other formats the arrays are read: all of these tensors are in memory then, as in a save.
     """
-    if refers_to_arrays(job.strategy):
+    if job.strategy.capabilities.refers_to_arrays:
         return read_common_and_references(contents, where=store.location)
     return read_whole_common(contents, store)
 
@@ -258,29 +258,35 @@ def _is_same_place(first: Store, second: Store) -> bool:
     return first is second
 
 
-def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> PlannedSave:
-    """Say where the bytes come from: this rank's objects from memory, anything else from the source."""
-    buffers = ReadBuffers()
+class _CopiedParts(ChunkParts):
+    """The bytes of this rank's rows: its objects from memory, anything else from the source."""
 
-    def pieces(row: int) -> Iterator[memoryview]:
-        entity = int(plan.entity[row])
-        of_row: Iterator[memoryview] = (
-            iter([memoryview(local.blobs[row])])
-            if row in local.blobs
-            else buffers.pieces(
+    def __init__(self, job: _Job, local: _Opened, plan: SavePlan) -> None:
+        self._job, self._local, self._plan = job, local, plan
+        self._buffers = ReadBuffers()
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        """Yield the parts of a row."""
+        job, local = self._job, self._local
+        if row in local.blobs:
+            parts = iter([memoryview(local.blobs[row])])
+        else:
+            parts = self._buffers.pieces(
                 local.chunks,
-                entity,
+                int(self._plan.entity[row]),
                 start=int(local.start[row]),
-                stop=int(local.start[row] + plan.table.nbytes[row]),
+                stop=int(local.start[row] + self._plan.table.nbytes[row]),
                 buffer_bytes=job.options.buffer_bytes,
             )
-        )
-        for piece in of_row:
-            yield piece
-            job.progress.advance(len(piece))
+        for part in parts:
+            yield part
+            job.progress.advance(len(part))
 
+
+def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> PlannedSave:
+    """Return the save of this rank's share."""
     common = {"state_dict": local.common[0], "content_metadata": local.common[1]}
-    return PlannedSave(attempt, plan, pieces, common, local.earlier)
+    return PlannedSave(attempt, plan, _CopiedParts(job, local, plan), common, local.earlier)
 
 
 def _verify(job: _Job, local: _Opened, planned: PlannedSave) -> None:

@@ -231,7 +231,7 @@ def _shares(chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
     """Cut the work into shares of about two buffers, chunks in the order in which they lie."""
     share: list[Part] = []
     nbytes = 0
-    for row in np.argsort(chunks.place, kind="stable").tolist():
+    for row in np.argsort(chunks.position, kind="stable").tolist():
         length = int(chunks.table.nbytes[row])
         step = max(buffer_bytes // chunks.block_bytes, 1) * chunks.block_bytes
         for start in range(0, length, step):

@@ -17,9 +17,9 @@ from megackpt.codec import carrying_unknown
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.errors import CheckpointError
-from megackpt.formats.contents import Chunks, Contents, NamesFiles
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import Json, KnowsFiles
+from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.maintenance.leaves import leaves_of
 from megackpt.storage import Store
 
@@ -120,7 +120,7 @@ def inspect_checkpoint(
     contents = strategy.open(store, manifest, allow_unsafe_pickle=allow_unsafe_pickle)
     chosen = [k for k in sorted(contents.arrays) if not keys or any(fnmatchcase(k, glob) for glob in keys)]
     chunks = contents.chunks(chosen)
-    files = _files(chunks, strategy if isinstance(strategy, KnowsFiles) else None)
+    files = _files(chunks, strategy)
     ranks: dict[int, int] = {}
     for file in files:
         if file.rank is not None:
@@ -160,17 +160,17 @@ def _arrays(chunks: Chunks, keys: set[str], digests: Mapping[str, int]) -> list[
     ]
 
 
-def _files(chunks: Chunks, strategy: KnowsFiles | None) -> list[StoredFile]:
-    if not isinstance(chunks, NamesFiles):
-        return []
+def _files(chunks: Chunks, strategy: LoadStrategy) -> list[StoredFile]:
     ranges = chunks.file_ranges()
+    if ranges is None:
+        return []
     count = np.bincount(ranges.file, minlength=len(ranges.files))
     nbytes = np.zeros(len(ranges.files), np.int64)
     np.add.at(nbytes, ranges.file, chunks.table.nbytes)
     return [
         StoredFile(
             name=name,
-            rank=strategy.writer_of(name) if strategy is not None else None,
+            rank=strategy.writer_of(name),
             chunks=int(count[number]),
             nbytes=int(nbytes[number]),
         )

@@ -15,7 +15,7 @@ from megackpt.engine.verification.verify import VerifyReport, verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy, save_strategy
-from megackpt.formats.strategy import MANIFEST, Json, RebuildsFiles
+from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.options import RepairOptions, VerifyOptions
 from megackpt.storage import Store
 from megackpt.storage.patched import Patch, PatchedStore
@@ -126,7 +126,7 @@ class RepairSearch:
         if manifest is None:
             return None
         strategy = load_strategy(manifest, where=view.location)
-        return strategy.rebuilt_files(view, manifest) if isinstance(strategy, RebuildsFiles) else None
+        return strategy.rebuilt_files(view, manifest)
 
     def _mend_from(self, state: RepairState, name: str, source: Store, others: Sequence[str]) -> RepairState:
         """Take what is damaged from a source, as far as it is right afterwards."""
@@ -179,7 +179,7 @@ def _are_of_one_save(copy: Store, manifest: Json, store: Store) -> bool:
     try:
         strategy = save_strategy((str(manifest["sharded_backend"]), int(manifest["sharded_backend_version"])))
         attempt = strategy.committed_attempt(copy)
-        there = {strategy.attempt_of(name) for name in store.names()} - {None}
+        there = {strategy.file_names.attempt_of(name) for name in store.names()} - {None}
     except (CheckpointError, KeyError, TypeError, ValueError):
         return False
     try:

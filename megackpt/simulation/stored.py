@@ -15,7 +15,6 @@ import numpy as np
 
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import open_checkpoint
-from megackpt.formats.contents import LiesInFiles
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.simulation.arrays import STEP, state_key
 from megackpt.simulation.model import Model, Stack, Weight
@@ -45,7 +44,8 @@ def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]
     chunks = contents.chunks(sorted(contents.arrays))
     table = chunks.table
     # Where chunks lie in no common files, each is one.
-    file = chunks.file if isinstance(chunks, LiesInFiles) else np.arange(len(table), dtype=np.int64)
+    raw = chunks.raw_ranges()
+    file = raw.file if raw is not None else np.arange(len(table), dtype=np.int64)
     files = int(file.max(initial=-1)) + 1
     nbytes = np.zeros(files, np.int64)
     np.add.at(nbytes, file, table.nbytes)

@@ -37,7 +37,7 @@ from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.errors import CheckpointError, DeclarationError, FormatError, UnserializableError
-from megackpt.formats.strategy import MANIFEST, Format, Pieces, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, ChunkParts, Format, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megackpt.metadata import DTYPES
@@ -267,7 +267,7 @@ class FormatConformance:
             with contextlib.suppress(CheckpointError):
                 save(_state(2), faulty, strategy)
             if not is_committed(inner):
-                assert strategy.writes_in_place, "the old checkpoint is gone"
+                assert strategy.capabilities.writes_in_place, "the old checkpoint is gone"
                 continue
             assert _loaded(inner) in (1, 2)
             save(_state(3), inner, strategy)
@@ -310,7 +310,7 @@ class FormatConformance:
         save({"w": whole("w", values)}, store, strategy)
         chunks = open_checkpoint(store).chunks(["w"])
         table, block = chunks.table, chunks.block_bytes
-        assert sorted(chunks.place.tolist()) == sorted(set(chunks.place.tolist()))
+        assert sorted(chunks.position.tolist()) == sorted(set(chunks.position.tolist()))
         for row in range(min(len(table), 4)):
             nbytes = int(table.nbytes[row])
             box = tuple(
@@ -341,6 +341,7 @@ class FormatConformance:
         seen: list[int] = []
         rounds = strategy.rounds
 
+        @SaveStrategy.register
         class Watched:
             def __getattr__(self, name: str) -> Any:
                 return getattr(strategy, name)
@@ -356,8 +357,8 @@ class FormatConformance:
             data = torch.full((5,), float(rank))
             return ShardedTensor.from_rank_offsets("w", data, (0, rank, 3))
 
-        store = new_store()
-        SimulatedWorld(3).run(lambda g: save({"w": part(g.rank)}, store, Watched(), group=g))
+        store, watched = new_store(), cast(SaveStrategy, Watched())
+        SimulatedWorld(3).run(lambda g: save({"w": part(g.rank)}, store, watched, group=g))
         assert len(set(seen)) == 1
 
     def remove(self, store: Store, prefix: str) -> None:
@@ -411,8 +412,9 @@ def _bytes_of(tensor: ShardedTensor) -> bytes:
     return bytes(byte_view(as_bits(_data(tensor)).contiguous()))
 
 
+@SaveStrategy.register
 class _Fleeting:
-    """A strategy that is given pieces whose memory is overwritten as soon as it may be."""
+    """A strategy that is given parts whose memory is overwritten as soon as that is allowed."""
 
     def __init__(self, strategy: SaveStrategy) -> None:
         self._strategy = strategy
@@ -420,13 +422,18 @@ class _Fleeting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
-    def write_chunks(self, store: Store, *, rows: Ints, pieces: Pieces, **given: Any) -> bytes:
-        def fleeting(row: int) -> Iterator[memoryview]:
-            for piece in pieces(row):
-                shown = bytearray(piece)
-                try:
-                    yield memoryview(shown)
-                finally:
-                    shown[:] = bytes(len(shown))
+    def write_chunks(self, store: Store, *, rows: Ints, parts: ChunkParts, **arguments: Any) -> bytes:
+        return self._strategy.write_chunks(store, rows=rows, parts=_FleetingParts(parts), **arguments)
 
-        return self._strategy.write_chunks(store, rows=rows, pieces=fleeting, **given)
+
+class _FleetingParts(ChunkParts):
+    def __init__(self, parts: ChunkParts) -> None:
+        self._parts = parts
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        for part in self._parts(row):
+            copy = bytearray(part)
+            try:
+                yield memoryview(copy)
+            finally:
+                copy[:] = bytes(len(copy))

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from megackpt.engine.data.tensor_bytes import as_bits
 from megackpt.errors import CheckpointError, IntegrityError, StorageError, UnserializableError
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.registry import save_strategies, save_strategy
-from megackpt.formats.strategy import Pieces, SaveStrategy
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.mapping import ShardedStateDict
 from megackpt.options import ConvertOptions
@@ -198,20 +199,28 @@ def test_a_source_that_lacks_a_file_gives_what_a_load_of_it_sees_or_nothing(
     assert failed == len(whole.names()) if name == NATIVE else failed
 
 
+class FlippedParts(ChunkParts):
+    """Parts of which the array `flat` has another last bit."""
+
+    def __init__(self, parts: ChunkParts, plan: SavePlan) -> None:
+        self.parts, self.plan = parts, plan
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        for part in self.parts(row):
+            copy = bytearray(part)
+            if self.plan.table.arrays[int(self.plan.table.array[row])].key == "flat":
+                copy[-1] ^= 1
+            yield memoryview(copy)
+
+
 class Flipping(NativeSaveStrategy):
     """A strategy that writes another bit than it is given, and digests of what it writes."""
 
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Any, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Any, parts: ChunkParts
     ) -> bytes:
-        def flipped(row: int) -> Any:
-            for piece in pieces(row):
-                copy = bytearray(piece)
-                if plan.table.arrays[int(plan.table.array[row])].key == "flat":
-                    copy[-1] ^= 1
-                yield memoryview(copy)
-
-        return super().write_chunks(store, attempt=attempt, rank=rank, plan=plan, rows=rows, pieces=flipped)
+        parts = FlippedParts(parts, plan)
+        return super().write_chunks(store, attempt=attempt, rank=rank, plan=plan, rows=rows, parts=parts)
 
 
 def test_a_target_that_reads_differently_is_taken_back(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megackpt.formats.strategy import Format
 from megackpt.testing.format_suite import FormatConformance
 
 
-class AlwaysFromTheStart(megackpt_npyfiles.Chunks):
+class AlwaysFromTheStart(megackpt_npyfiles.NpyChunks):
     """Reads the wrong part of a chunk."""
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:

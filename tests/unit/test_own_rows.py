@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Noting(NativeSaveStrategy):
 class NeedsAll(Noting):
     """A format that does not say that own rows are enough."""
 
-    takes_own_rows = False
+    capabilities = replace(NativeSaveStrategy.capabilities, needs_own_rows_only=False)
 
 
 def state(rank: int, number: int) -> dict[str, Any]:

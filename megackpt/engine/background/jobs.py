@@ -23,7 +23,7 @@ from megackpt.engine.verification.collective import verify_on_all_ranks, work_af
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
-from megackpt.formats.strategy import Pieces, SaveStrategy
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.options import VerifyOptions
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
@@ -49,7 +49,7 @@ class JobServices(Protocol):
         """Show that this process works."""
 
 
-def planned_by(job: Job, plan: SavePlan, complete: PlanCompletion | None, pieces: Pieces) -> PlannedSave:
+def planned_by(job: Job, plan: SavePlan, complete: PlanCompletion | None, pieces: ChunkParts) -> PlannedSave:
     """Return the save that a job tells to carry out."""
     return PlannedSave(
         attempt=job.attempt,

@@ -19,7 +19,7 @@ from megackpt.engine.saving.save import SaveRequest
 from megackpt.engine.saving.write import CommonFiles, PlannedSave
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.errors import DeclarationError
-from megackpt.formats.strategy import SaveStrategy, writes_in_order
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import VerifyOptions
 
 
@@ -75,7 +75,7 @@ class PreparedSave:
         rows = planned.plan.rows_of(rank)
         layout = lay_out_rows(planned.plan.table.nbytes[rows])
         pickled = bytes(ForkingPickler.dumps(strategy))
-        return cls(planned, pickled, common, rows.tolist(), layout, writes_in_order(strategy))
+        return cls(planned, pickled, common, rows.tolist(), layout, strategy.capabilities.writes_in_order)
 
 
 def shares_bytes(one: PreparedSave, other: PreparedSave) -> bool:

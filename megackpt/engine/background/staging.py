@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from megackpt.engine.background.staging_memory import ByteArray, RowLayout, ring_ranges
-from megackpt.formats.strategy import Pieces, pieces_in_order
+from megackpt.formats.strategy import ChunkParts
 
 
 class StreamReader(Protocol):
@@ -48,7 +48,7 @@ class StreamRange:
 
 
 def fill(
-    memory: ByteArray, span: StreamRange, rows: Sequence[int], pieces: Pieces, ring: StreamReader
+    memory: ByteArray, span: StreamRange, rows: Sequence[int], pieces: ChunkParts, ring: StreamReader
 ) -> None:
     """Copy rows into a ring of memory, `[capacity]`, in waves where they are more than there is room for.
 
@@ -64,7 +64,7 @@ def fill(
         return
     free = ring.room_from(span.start)
     told = span.start
-    of_rows = pieces_in_order(pieces, rows)
+    of_rows = pieces.in_order(rows)
     for at, of_row in zip((span.layout.start + span.start).tolist(), of_rows, strict=True):
         for piece in of_row:
             data = np.frombuffer(piece, np.uint8)

@@ -13,6 +13,7 @@ from megackpt.comm.messages import decode_error
 from megackpt.engine.background.heartbeat import BEAT_S, Heartbeat
 from megackpt.engine.background.messages import ConsumedMessage, FromWriter, Job
 from megackpt.engine.background.staging_memory import ByteArray, RowLayout, ring_ranges
+from megackpt.formats.strategy import ChunkParts
 
 _VIEW_BYTES = 8 << 20  # memory of a stream is given back in such steps
 
@@ -68,8 +69,8 @@ class StagedStream:
         self._tell(ConsumedMessage(position))
 
 
-class StreamRowParts:
-    """The bytes of rows that come through a stream; see `Pieces` and `InOrder`."""
+class StreamRowParts(ChunkParts):
+    """The bytes of rows that come through a stream."""
 
     def __init__(
         self, stream: StagedStream, memory: ByteArray, rows: Sequence[int], layout: RowLayout, job: Job
@@ -92,7 +93,3 @@ class StreamRowParts:
                 low += last - first
                 if in_order and not self._job.keeps:
                     self._stream.consume(low, step=capacity // 16)
-
-    def in_order(self, rows: Sequence[int]) -> Iterator[Iterator[memoryview]]:
-        """Yield the bytes of each row."""
-        return map(self, rows)

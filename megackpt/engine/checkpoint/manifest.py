@@ -12,13 +12,12 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError, StorageError
 from megackpt.formats.documents import read_manifest_file
-from megackpt.formats.registry import detect, save_strategies
-from megackpt.formats.strategy import MANIFEST, HasFixedNames, Json, SaveStrategy
+from megackpt.formats.registry import attempt_of, detect, fixed_names
+from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.storage import Store
 from megackpt.storage.names import is_temporary_name
 
@@ -55,7 +54,8 @@ class LeftoverFiles:
 
     Attributes:
         attempts: attempts of any known format that had files: the committed one, and what failed ones left.
-        fixed: files of other formats' saves whose names carry no attempt, in the order of `HasFixedNames`.
+        fixed: files of other formats' saves whose names carry no attempt, in the order in which they are
+            to be removed; see `SaveStrategy.fixed_names`.
     """
 
     attempts: frozenset[str] = frozenset()
@@ -70,11 +70,9 @@ def find_leftover_files(store: Store, strategy: SaveStrategy) -> LeftoverFiles:
     names = store.names()
     if not names:
         return LeftoverFiles()
-    known = _known(strategy)
-    attempts = frozenset(a for name in names if (a := _attempt_of(name, known)) is not None)
+    attempts = frozenset(a for name in names if (a := _attempt_of(name, strategy)) is not None)
     own = (strategy.backend, strategy.version)
-    fixed = [n for s in known if (s.backend, s.version) != own for n in _fixed_names(store, s)]
-    return LeftoverFiles(attempts, tuple(fixed))
+    return LeftoverFiles(attempts, tuple(fixed_names(store, names, without=own)))
 
 
 def is_leftover(store: Store) -> bool:
@@ -87,11 +85,11 @@ def files_of_saves(store: Store) -> list[str]:
 
     If they are removed in this order, and that stops anywhere, what remains is still recognised.
     """
-    names, known = store.names(), _known()
-    fixed = [n for strategy in known for n in _fixed_names(store, strategy)]
+    names = store.names()
+    fixed = fixed_names(store, names)
     others = set(names) - set(fixed)
     halves = [n for n in names if is_temporary_name(n)]
-    return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n, known) is not None)]
+    return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n) is not None)]
 
 
 def holds_other_attempts(store: Store) -> bool:
@@ -99,26 +97,16 @@ def holds_other_attempts(store: Store) -> bool:
     said: Json = {}
     with contextlib.suppress(FormatError):
         said = read_manifest_file(store) or {}
-    attempts = {attempt for name in store.names() if (attempt := _attempt_of(name, _known())) is not None}
+    attempts = {attempt for name in store.names() if (attempt := _attempt_of(name)) is not None}
     return bool(attempts - {said.get("attempt")})
 
 
-def _known(strategy: SaveStrategy | None = None) -> list[SaveStrategy]:
-    """Return a strategy of every known format, this one among them."""
-    return [*save_strategies(), *([strategy] if strategy is not None else [])]
-
-
-def _attempt_of(name: str, known: Iterable[SaveStrategy]) -> str | None:
-    """Return the attempt that any known format sees in a name, if it is one that `new_attempt` could make."""
-    found = (strategy.attempt_of(name) for strategy in known)
-    return next((a for a in found if a is not None and _ATTEMPT.fullmatch(a)), None)
-
-
-def _fixed_names(store: Store, strategy: SaveStrategy) -> list[str]:
-    """Return files of a format whose names carry no attempt; none if what is there cannot be read."""
-    with contextlib.suppress(CheckpointError):
-        return strategy.fixed_names(store) if isinstance(strategy, HasFixedNames) else []
-    return []
+def _attempt_of(name: str, strategy: SaveStrategy | None = None) -> str | None:
+    """Return the attempt in a file name of any registered format, or of a strategy; None if there is none."""
+    attempt = attempt_of(name)
+    if attempt is None and strategy is not None:
+        attempt = strategy.file_names.attempt_of(name)
+    return attempt if attempt is not None and _ATTEMPT.fullmatch(attempt) else None
 
 
 def commit(store: Store, said: Json, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> None:
@@ -139,7 +127,7 @@ def commit(store: Store, said: Json, *, attempt: str, earlier: LeftoverFiles, st
             f"or something cleans it up; give each its own.",
             path=store.location,
         )
-    manifest = strategy.publish(store, attempt=attempt, said=said)
+    manifest = strategy.publish(store, attempt=attempt, entries=said)
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. What cannot be removed now is removed by the next save.
     with contextlib.suppress(CheckpointError):
@@ -148,16 +136,15 @@ def commit(store: Store, said: Json, *, attempt: str, earlier: LeftoverFiles, st
 
 
 def _stale(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> list[str]:
-    """Return what a commit has made useless: fixed names first, see `HasFixedNames`."""
+    """Return what a commit has made useless: fixed names first, see `SaveStrategy.fixed_names`."""
     names = dict.fromkeys(store.names())
     stale = [n for n in names if is_temporary_name(n)]
     if there := [n for n in earlier.fixed if n in names]:
         # The new checkpoint may have a file of its own under the same name.
-        own = set(strategy.fixed_names(store) if isinstance(strategy, HasFixedNames) else [])
+        own = set(strategy.fixed_names(store))
         stale += [n for n in there if n not in own]
     if gone := earlier.attempts - {attempt}:
-        known = _known(strategy)
-        stale += [n for n in names if _attempt_of(n, known) in gone]
+        stale += [n for n in names if _attempt_of(n, strategy) in gone]
     return stale
 
 
@@ -180,7 +167,7 @@ def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
     with contextlib.suppress(CheckpointError):
         if strategy.committed_attempt(store) == attempt:
             return
-        store.delete([n for n in store.names() if strategy.attempt_of(n) == attempt])
+        store.delete([n for n in store.names() if strategy.file_names.attempt_of(n) == attempt])
         store.sync()
 
 
@@ -195,7 +182,7 @@ def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
             fixed = strategy.files_of(read_manifest(store))
             store.delete([MANIFEST])
             store.sync()
-        store.delete([*fixed, *(n for n in store.names() if strategy.attempt_of(n) == attempt)])
+        store.delete([*fixed, *(n for n in store.names() if strategy.file_names.attempt_of(n) == attempt)])
         store.sync()
 
 

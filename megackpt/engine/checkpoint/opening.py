@@ -14,7 +14,7 @@ import numpy as np
 from megackpt.engine.checkpoint.common_arrays import with_tensors
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import FormatError, truncated_list
-from megackpt.formats.contents import Chunks, Contents, NamesFiles
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy
 from megackpt.storage import Store
 from megackpt.validation import coverage_faults
@@ -82,9 +82,9 @@ def check_arrays_complete(store: Store, chunks: Chunks, keys: Collection[str]) -
             key=fault.spec.key,
             path=store.location,
         )
-    if not isinstance(chunks, NamesFiles):
-        return
     ranges = chunks.file_ranges()
+    if ranges is None:
+        return
     sizes = np.array([store.size(name) for name in ranges.files], np.int64)
     beyond = np.flatnonzero(ranges.stop > sizes[ranges.file]) if len(table) else ()
     for row in beyond:

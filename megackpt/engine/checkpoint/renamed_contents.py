@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megackpt.formats.contents import Chunks, Contents, LiesInFiles, MayBeCached, NamesFiles
+from megackpt.formats.contents import Chunks, Contents, FileRanges, RawRanges
 from megackpt.metadata import ChunkTable
 from megackpt.validation import rename_keys
 
@@ -24,28 +24,42 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Conten
     def chunks(keys: Iterable[str]) -> Chunks:
         return _RenamedChunks(contents.chunks([old_name[key] for key in keys]), new_name)
 
-    def chunks_meeting(wanted: Sequence[ChunkTable]) -> Chunks:
+    def chunks_overlapping(wanted: Sequence[ChunkTable]) -> Chunks:
         return _RenamedChunks(
             contents.chunks_for([_with_keys(table, old_name) for table in wanted]), new_name
         )
 
     arrays = {new_name[key]: replace(spec, key=new_name[key]) for key, spec in contents.arrays.items()}
-    return replace(contents, arrays=arrays, chunks=chunks, chunks_meeting=chunks_meeting)
+    return replace(contents, arrays=arrays, chunks=chunks, chunks_overlapping=chunks_overlapping)
 
 
-class _RenamedChunks:
-    """The same chunks with their arrays under other names; what else formats give is passed on."""
+class _RenamedChunks(Chunks):
+    """The same chunks with their arrays under other names."""
 
     def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
+        self._chunks = chunks
         self.table = _with_keys(chunks.table, new_name)
-        self.block_bytes, self.place = chunks.block_bytes, chunks.place
-        self.describe, self.read_into = chunks.describe, chunks.read_into
-        if isinstance(chunks, LiesInFiles):
-            self.file, self.offset_bytes, self.lend = chunks.file, chunks.offset_bytes, chunks.lend
-        if isinstance(chunks, MayBeCached):
-            self.is_cached = chunks.is_cached
-        if isinstance(chunks, NamesFiles):
-            self.file_ranges = chunks.file_ranges
+        self.block_bytes, self.position = chunks.block_bytes, chunks.position
+
+    def describe(self, row: int) -> str:
+        """Return where the bytes of a chunk lie."""
+        return self._chunks.describe(row)
+
+    def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
+        """Fill out with bytes of a chunk."""
+        self._chunks.read_into(row, start, out, verify=verify)
+
+    def raw_ranges(self) -> RawRanges | None:
+        """Return where uncompressed chunks lie."""
+        return self._chunks.raw_ranges()
+
+    def is_cached(self) -> bool:
+        """Return whether no read waits."""
+        return self._chunks.is_cached()
+
+    def file_ranges(self) -> FileRanges | None:
+        """Return where the chunks lie."""
+        return self._chunks.file_ranges()
 
 
 def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:

@@ -26,7 +26,7 @@ from megackpt.engine.data.tensor_bytes import (
 )
 from megackpt.engine.data.workers import run_jobs, useful_threads
 from megackpt.errors import FormatError
-from megackpt.formats.contents import Chunks, LiesInFiles, MayBeCached, Part
+from megackpt.formats.contents import Borrow, Chunks, Part
 from megackpt.geometry import Ints
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
@@ -56,11 +56,10 @@ def read_tensors(
     dtypes = {a.key: a.dtype for a in chunks.table.arrays}
     targets = [Target.of(t, dtypes) for t in tensors]
     placed = placed_in(copies, tensors, [t.memory for t in targets])
-    reads = plan_reads(placed, chunks.table, place=chunks.place, block_bytes=chunks.block_bytes)
+    reads = plan_reads(placed, chunks.table, place=chunks.position, block_bytes=chunks.block_bytes)
     with Uploads([t.memory for t in targets]) as uploads:
         reader = _Reader(chunks, targets, uploads, verify=options.verify)
-        waits = not isinstance(chunks, MayBeCached) or not chunks.is_cached()
-        threads = useful_threads(options.threads, waits=waits)
+        threads = useful_threads(options.threads, waits=not chunks.is_cached())
         run_jobs(reader.jobs(reads), threads=threads, name="megackpt-read")
 
 
@@ -158,7 +157,7 @@ class _Reader:
         self._verify = verify
         table = chunks.table
         self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
-        self._in_files = chunks if isinstance(chunks, LiesInFiles) else None
+        self._raw = chunks.raw_ranges()
         # As bytes, where they can be: to make such a view for each read would take longer than a short read.
         self._octets = [byte_view(t.memory) if _is_plain(t) else None for t in targets]
 
@@ -167,12 +166,10 @@ class _Reader:
         is_straight = self._are_straight(reads)
         yield from self._straight_jobs(reads, np.flatnonzero(is_straight))
         others = np.flatnonzero(~is_straight)
-        chunks = self._in_files
-        if chunks is not None:
-            for group in group_reads(
-                reads, others, chunks.file, chunks.offset_bytes, most=MAX_BORROWED_BYTES
-            ):
-                yield partial(self._read_group, chunks, reads, group.tolist())
+        raw = self._raw
+        if raw is not None:
+            for group in group_reads(reads, others, raw.file, raw.offset_bytes, most=MAX_BORROWED_BYTES):
+                yield partial(self._read_group, raw.borrow, reads, group.tolist())
         else:
             for read in others.tolist():
                 yield partial(self._read_buffered, reads, read)
@@ -202,7 +199,7 @@ class _Reader:
         is_one_run = (
             (np.diff(reads.first) == 1) & blocks.are_runs()[first] & takes_bytes[blocks.entity[first]]
         )
-        is_long = reads.stop - reads.start >= (0 if self._in_files is None else STRAIGHT_BYTES)
+        is_long = reads.stop - reads.start >= (0 if self._raw is None else STRAIGHT_BYTES)
         return np.asarray(is_whole & is_one_run & is_long)
 
     def _read_strided(self, reads: Reads, read: int) -> None:
@@ -212,10 +209,10 @@ class _Reader:
         assert into is not None  # by _are_straight
         self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
 
-    def _read_group(self, chunks: LiesInFiles, reads: Reads, group: Sequence[int]) -> None:
+    def _read_group(self, borrow: Borrow, reads: Reads, group: Sequence[int]) -> None:
         columns = (reads.stored[group], reads.start[group], reads.stop[group])
         parts = [Part(*part) for part in zip(*(c.tolist() for c in columns), strict=True)]
-        with chunks.lend(parts, verify=self._verify) as lent:
+        with borrow(parts, self._verify) as lent:
             for copies, part, data in zip(reads.copies(group), parts, lent, strict=True):
                 self._copy_out(copies, data, part.start)
 

@@ -21,7 +21,7 @@ from megackpt.engine.data.read import Target, placed_in
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
 from megackpt.engine.loading.transport import Arrival, Buffers, Step, steps_of, transport_for
 from megackpt.errors import MismatchError
-from megackpt.formats.contents import Chunks, Contents, NamesFiles
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
@@ -122,7 +122,7 @@ def _plan(
     plan = plan_exchange(
         requested,
         chunks.table,
-        place=chunks.place,
+        place=chunks.position,
         block_bytes=chunks.block_bytes,
         mode=options.exchange,
         buffer_bytes=options.exchange_bytes,
@@ -134,8 +134,8 @@ def _plan(
 
 def _readers(chunks: Chunks, holders: Mapping[str, Sequence[int]]) -> Readers:
     """Say of each chunk which ranks can read the file that it lies in."""
-    assert isinstance(chunks, NamesFiles)  # who gives holders has chosen the format
     ranges = chunks.file_ranges()
+    assert ranges is not None  # who gives holders has chosen the format
     sets = [list(holders[name]) for name in ranges.files]
     return Readers(
         of=ranges.file,

@@ -26,7 +26,7 @@ from megackpt.errors import (
     StorageError,
     truncated_list,
 )
-from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
+from megackpt.formats.contents import Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import damage_of
 from megackpt.metadata import ChunkTable
 from megackpt.notices import notice
@@ -119,7 +119,7 @@ class Fallback:
         return replace(
             primary,
             chunks=lambda keys: self._chunks(_of_keys(keys)),
-            chunks_meeting=lambda wanted: self._chunks(lambda contents: contents.chunks_for(wanted)),
+            chunks_overlapping=lambda wanted: self._chunks(lambda contents: contents.chunks_for(wanted)),
             common=lambda: self._first(lambda contents: contents.common()),
             rebuilt=None,
         )
@@ -218,10 +218,10 @@ class Fallback:
         return ChunksWithFallback(self._first(get), get, self)
 
 
-class ChunksWithFallback:
-    """Chunks of which damaged blocks are read from a source; what else formats give is passed on.
+class ChunksWithFallback(Chunks):
+    """Chunks whose damaged blocks are read from another source. Safe for many threads.
 
-    Safe for many threads.
+    It has no `file_ranges`: whether files are whole is found out, block by block, when they are read.
     """
 
     def __init__(self, chunks: Chunks, get: Callable[[Contents], Chunks], fallback: Fallback) -> None:
@@ -229,11 +229,16 @@ class ChunksWithFallback:
         self._others: list[tuple[str, Chunks]] | None = None
         self._refusals: list[str] = []
         self._lock = threading.Lock()
-        self.table, self.block_bytes, self.place = chunks.table, chunks.block_bytes, chunks.place
-        self.describe = chunks.describe
-        if isinstance(chunks, LiesInFiles):
-            self.file, self.offset_bytes = chunks.file, chunks.offset_bytes
-            self.lend = self._lend
+        self.table, self.block_bytes, self.position = chunks.table, chunks.block_bytes, chunks.position
+        self._raw = chunks.raw_ranges()
+
+    def describe(self, row: int) -> str:
+        """Return where the bytes of a chunk lie in the checkpoint itself."""
+        return self._chunks.describe(row)
+
+    def raw_ranges(self) -> RawRanges | None:
+        """Return where uncompressed chunks lie in the checkpoint itself."""
+        return None if self._raw is None else replace(self._raw, borrow=self._borrow)
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
         """Fill out; see `Chunks`. What is damaged comes from the first source that has it right."""
@@ -243,11 +248,11 @@ class ChunksWithFallback:
             self._read_blocks(row, start, out, error)
 
     @contextlib.contextmanager
-    def _lend(self, parts: Sequence[Part], *, verify: bool) -> Iterator[list[memoryview]]:
-        assert isinstance(self._chunks, LiesInFiles)
+    def _borrow(self, parts: Sequence[Part], verify: bool) -> Iterator[list[memoryview]]:
+        assert self._raw is not None
         with contextlib.ExitStack() as stack:
             try:
-                lent = stack.enter_context(self._chunks.lend(parts, verify=verify))
+                lent = stack.enter_context(self._raw.borrow(parts, verify))
             except DAMAGE:
                 lent = [memoryview(bytearray(part.stop - part.start)) for part in parts]
                 for part, out in zip(parts, lent, strict=True):
@@ -303,11 +308,11 @@ class ChunksWithFallback:
         table, chunks = self.table, self._chunks
         key, box = table.arrays[int(table.array[row])].key, table.describe(row)
         why = " ".join(str(error).split())
-        if not isinstance(chunks, NamesFiles):
-            return RecoveredBytes(source=source, why=why, key=key, box=box)
         ranges = chunks.file_ranges()
+        if ranges is None:
+            return RecoveredBytes(source=source, why=why, key=key, box=box)
         file = ranges.files[int(ranges.file[row])]
-        if not isinstance(chunks, LiesInFiles):
+        if self._raw is None:
             return RecoveredBytes(source=source, why=why, file=file, key=key, box=box)
         first = int(ranges.start[row]) + start
         return RecoveredBytes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megackpt.errors import UnsupportedError
-from megackpt.formats.strategy import DigestsArrays, SaveStrategy
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.metadata import ChunkTable
 from megackpt.validation import coverage_faults
 
@@ -20,7 +20,7 @@ def with_array_digests(strategy: SaveStrategy) -> SaveStrategy:
         UnsupportedError: the format has none.
         MissingExtraError: the library that it needs is not installed.
     """
-    if not isinstance(strategy, DigestsArrays):
+    if not strategy.capabilities.digests_arrays:
         raise UnsupportedError(
             f"Format {strategy.backend} version {strategy.version} stores no digests of arrays. Save without "
             f"array_digests, or in the native format."

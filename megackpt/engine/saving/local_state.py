@@ -24,7 +24,7 @@ from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_e
 from megackpt.engine.saving.plan_cache import CachedPlan, PlanCache
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, UnsupportedError
-from megackpt.formats.strategy import SaveStrategy, refers_to_arrays, takes_own_rows
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
 from megackpt.geometry import Ints, strides_of
 from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe
@@ -160,7 +160,7 @@ class LocalState:
         nbytes = table.nbytes.copy()
         nbytes[len(self.flattened.tensors) :] = nbytes[len(self.flattened.tensors) :] > 0
         lists = self._lists(replace(self.declared, table=replace(table, nbytes=nbytes)))
-        keeps_all = not takes_own_rows(self.strategy)
+        keeps_all = not self.strategy.capabilities.needs_own_rows_only
         who = [self.rank, self.ranks, self.request.spread, self.spread_label]
         besides = json.dumps([*who, len(lists.main_rows), keeps_all]).encode()
         return digest_of(b"".join((besides, lists.entities.tobytes(), lists.main_rows, lists.replica_rows)))
@@ -212,8 +212,8 @@ class LocalState:
         )
 
 
-class StateRowParts:
-    """The bytes of the rows of a plan that a rank writes, one by one or in order (see `InOrder`).
+class StateRowParts(ChunkParts):
+    """The bytes of the rows of a plan that a rank writes, one by one or in order.
 
     Made by the thread that has computed the tensors; any thread may ask for pieces.
     """
@@ -263,12 +263,12 @@ def prepare(
             key=empty[0],
         )
     taken = {entity.key for entity in flattened.entities}
-    if request.plain_tensors == "arrays" and not refers_to_arrays(strategy):
+    if request.plain_tensors == "arrays" and not strategy.capabilities.refers_to_arrays:
         raise UnsupportedError(
             f"Format {strategy.backend} version {strategy.version} holds tensors of common state in common "
             f"state only. Save in the native format, or without SaveOptions(plain_tensors='arrays')."
         )
-    as_arrays = request.plain_tensors != "common" and refers_to_arrays(strategy)
+    as_arrays = request.plain_tensors != "common" and strategy.capabilities.refers_to_arrays
     arrays = find_arrays(flattened.common, taken) if as_arrays else {}
     common = with_references(flattened.common, arrays)
     flattened = replace(flattened, tensors=(*flattened.tensors, *_declared(request, arrays, rank=rank)))
@@ -283,7 +283,7 @@ def prepare(
         for o in flattened.objects
     ]
     sizes = [len(b) for b in blobs]
-    who = (rank, ranks, request.spread, spread_label, takes_own_rows(strategy))
+    who = (rank, ranks, request.spread, spread_label, strategy.capabilities.needs_own_rows_only)
     said = (who, *_said(flattened, sizes))
     earlier = request.plans.recall(said) if request.plans is not None else None
     if earlier is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from megackpt.comm import Group, run_and_gather, scatter_from_rank_0
 from megackpt.errors import UnsupportedError
-from megackpt.formats.strategy import SaveStrategy, WritesParity
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
 
@@ -20,7 +20,7 @@ def check_parity(strategy: SaveStrategy, most: int | None) -> None:
     Raises:
         UnsupportedError: it has none.
     """
-    if most is not None and not isinstance(strategy, WritesParity):
+    if most is not None and not strategy.capabilities.writes_parity:
         raise UnsupportedError(
             f"Format {strategy.backend} version {strategy.version} has no parity files. Save without "
             f"SaveOptions.parity, or in the native format."
@@ -43,7 +43,7 @@ def write_parity(
     Raises:
         CheckpointError: the same on every rank.
     """
-    assert isinstance(strategy, WritesParity)  # checked before anything was written
+    assert strategy.capabilities.writes_parity  # checked before anything was written
 
     def plan() -> list[bytes]:
         whole, receipts = written()

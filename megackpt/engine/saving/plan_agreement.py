@@ -18,7 +18,6 @@ from megackpt.engine.saving.duplicates import with_mains_chosen
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.replica_samples import check_samples, samples_of
 from megackpt.errors import CoverageError
-from megackpt.formats.strategy import takes_own_rows
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
@@ -145,7 +144,7 @@ def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> 
 
     rows = scatter_from_rank_0(group, plan, doing="planning the save")
     own = unpack_rows(rows, local.declared, lists.entities, rank=group.rank)
-    if takes_own_rows(local.strategy):
+    if local.strategy.capabilities.needs_own_rows_only:
         return of_own_rows(local, own, whole[0] if whole else None, rank=group.rank)
     packed = _pack_plan(whole[0]) if whole else b""
     everything = _unpack_plan(broadcast_from_rank_0(group, packed, doing="sharing the plan"))
@@ -156,7 +155,7 @@ def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> 
 
 def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group: Group) -> PlanAgreement:
     """Take a plan of an earlier save, for objects of this one. Collective if the format needs it whole."""
-    if takes_own_rows(local.strategy):
+    if local.strategy.capabilities.needs_own_rows_only:
         return of_own_rows(local, plan, whole, rank=group.rank)
     if not len(object_sizes(plan)):
         return PlanAgreement(plan)

@@ -32,7 +32,7 @@ from megackpt.engine.saving.replica_check import compare_replicas
 from megackpt.engine.saving.settings import as_number, check_settings
 from megackpt.engine.saving.write import PlannedSave, write_out
 from megackpt.errors import DeclarationError
-from megackpt.formats.strategy import SaveStrategy, takes_own_rows
+from megackpt.formats.strategy import SaveStrategy
 from megackpt.metadata import ChunkTable
 from megackpt.options import SaveOptions
 from megackpt.storage import Store
@@ -70,7 +70,7 @@ def save_state(request: SaveRequest, store: Store, group: Group, options: SaveOp
 
     Raises:
         CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
-            this one if only the last meeting, after the commit, failed; see `SaveStrategy.writes_in_place`
+            this one if only the last meeting, after the commit, failed; see `Capabilities.writes_in_place`
             for formats that may leave none.
     """
     planned, strategy = plan_state(request, store, group, options)
@@ -111,7 +111,7 @@ def plan_state(
         check_parity(strategy, options.parity)
         if options.array_digests:
             strategy = with_array_digests(strategy)
-        if strategy.writes_in_place and not request.validate:
+        if strategy.capabilities.writes_in_place and not request.validate:
             raise DeclarationError(
                 f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
                 f"ranks have to know of each other what they write, to keep out of each other's way."
@@ -132,7 +132,11 @@ def plan_state(
         if not prepared:
             return
         local = prepared[0]
-        if beside is not None and local.earlier is not None and takes_own_rows(local.strategy):
+        if (
+            beside is not None
+            and local.earlier is not None
+            and local.strategy.capabilities.needs_own_rows_only
+        ):
             earlier_plan = local.earlier
             beside.meanwhile(
                 local, of_own_rows(local, earlier_plan.plan, earlier_plan.whole, rank=group.rank)

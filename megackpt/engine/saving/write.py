@@ -16,7 +16,7 @@ import numpy as np
 from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.saving.parity import write_parity
-from megackpt.formats.strategy import Json, Pieces, SaveStrategy, WritesParity
+from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
 from megackpt.storage import MemoryStore, Store
@@ -42,7 +42,7 @@ class PlannedSave:
 
     attempt: str
     plan: SavePlan
-    pieces: Pieces
+    pieces: ChunkParts
     common: Any  # whatever the user saves
     earlier: manifest.LeftoverFiles | None = field(default_factory=manifest.LeftoverFiles)
     report: bytes = b""
@@ -156,11 +156,11 @@ def write_rounds(
             rank=group.rank,
             plan=planned.plan,
             rows=rounds[number],
-            pieces=planned.pieces,
+            parts=planned.pieces,
         )
         return len(report).to_bytes(8, "little") + report + receipt
 
-    if strategy.writes_in_place:
+    if strategy.capabilities.writes_in_place:
         run_on_all_ranks(group, begin, doing="clearing the place")
     told: list[list[tuple[bytes, bytes]]] = []
     while not told or len(told) < len(rounds):
@@ -209,7 +209,7 @@ def finish_attempt(
         **_write_common(planned, store, strategy),
         **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
     }
-    if parity and isinstance(strategy, WritesParity):
+    if parity:
         said |= strategy.list_parity(store, attempt=attempt, receipts=list(parity))
     store.sync()
     earlier = planned.earlier or manifest.LeftoverFiles()

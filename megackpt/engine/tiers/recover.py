@@ -21,10 +21,9 @@ from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.tiers.transfer import broadcast_files
 from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError
-from megackpt.formats.contents import NamesFiles
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy, save_strategy
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json, KnowsFiles
+from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store, digest_of
 
@@ -132,13 +131,13 @@ def describe_step(store: Store) -> StepFiles:
     said = read_manifest(store)
     contents = open_checkpoint(store)
     chunks = contents.chunks(sorted(contents.arrays))
-    if not isinstance(chunks, NamesFiles):
+    ranges = chunks.file_ranges()
+    if ranges is None:
         raise FormatError(
             f"{store.location}: its format does not say in which files its chunks lie, so it cannot lie on "
             f"several nodes. A Checkpointer saves the native format into tiers.",
             path=store.location,
         )
-    ranges = chunks.file_ranges()
     until = np.zeros(len(ranges.files), np.int64)
     np.maximum.at(until, ranges.file, ranges.stop)
     data = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
@@ -196,5 +195,4 @@ def damaged_files(store: Store) -> list[tuple[str, bool]]:
     except CheckpointError:
         return [(MANIFEST, False)] if held else []
     names = sorted({damage.file for damage in found.damages} & held)
-    writer_of = strategy.writer_of if isinstance(strategy, KnowsFiles) else lambda name: None
-    return [(name, writer_of(name) is not None) for name in names]
+    return [(name, strategy.writer_of(name) is not None) for name in names]

@@ -20,7 +20,7 @@ from megackpt.engine.saving.write import PlannedSave, finish_attempt, write_roun
 from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_files, from_rank, send_to_keepers
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import MANIFEST, Json, KnowsFiles, SaveStrategy
+from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
 from megackpt.planning.nodes import Nodes
 from megackpt.storage import MemoryStore, Store
 
@@ -158,10 +158,9 @@ def _written(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> l
     """Return the data files that a rank has written in an attempt."""
     named = {"sharded_backend": strategy.backend, "sharded_backend_version": strategy.version}
     reader = load_strategy(named, where=store.location)
-    assert isinstance(reader, KnowsFiles)  # the native format is
     mine = [
         name
         for name in store.names()
-        if strategy.attempt_of(name) == attempt and reader.writer_of(name) == rank
+        if strategy.file_names.attempt_of(name) == attempt and reader.writer_of(name) == rank
     ]
     return [(name, store.size(name)) for name in mine]

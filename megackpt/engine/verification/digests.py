@@ -22,7 +22,7 @@ from megackpt.engine.data.read import read_chunk
 from megackpt.engine.data.workers import run_jobs
 from megackpt.engine.verification.arrays import ArrayCheck
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, UnknownClassError
-from megackpt.formats.contents import Chunks, Contents, LiesInFiles, NamesFiles, Part
+from megackpt.formats.contents import Borrow, Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import WholeFile
 from megackpt.metadata import OBJECT
@@ -57,7 +57,7 @@ def verify_bytes(
     objects = is_object[table.array] if len(table) else np.zeros(0, np.bool_)
     progress.begin("reading", int(table.nbytes[readable].sum()))
     reading = _Reading(contents, chunks, store, options, progress, arrays)
-    in_order = np.argsort(chunks.place, kind="stable")
+    in_order = np.argsort(chunks.position, kind="stable")
     tensors = in_order[(readable & ~objects)[in_order]].tolist()
     for batch in _batched(_parts(chunks, tensors), _AT_A_TIME):
         run_jobs(reading.jobs(batch), threads=options.threads, name="megackpt-verify")
@@ -125,12 +125,12 @@ def _batched(items: Iterator[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def _neighbours(chunks: LiesInFiles, parts: Sequence[Part]) -> Iterator[list[Part]]:
+def _neighbours(raw: RawRanges, parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Group parts, sorted by place, that lie near each other in one file and fit into one buffer."""
     group: list[Part] = []
     number = first = end = -1  # the file of the group, and where in it the group begins and ends
     rows = [part.row for part in parts]
-    files, offsets = chunks.file[rows].tolist(), chunks.offset_bytes[rows].tolist()
+    files, offsets = raw.file[rows].tolist(), raw.offset_bytes[rows].tolist()
     for part, file, offset in zip(parts, files, offsets, strict=True):
         begin, stop = offset + part.start, offset + part.stop
         is_near = (
@@ -166,17 +166,18 @@ class _Reading:
         self._store = store
         self._progress = progress
         self._arrays = arrays
-        self._ranges = chunks.file_ranges() if isinstance(chunks, NamesFiles) else None
+        self._ranges = chunks.file_ranges()
+        self._raw = chunks.raw_ranges()
         self._lock = threading.Lock()
         self._bad: dict[int, list[tuple[int, int, str]]] = {}  # row: (start, stop in the chunk, why)
         self._objects: list[Damage] = []
 
     def jobs(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
         """Return what reads these parts, neighbours in a file at once."""
-        chunks = self._chunks
-        if not isinstance(chunks, LiesInFiles):
+        raw = self._raw
+        if raw is None:
             return [partial(self._check_part, part) for part in parts]
-        return [partial(self._check_group, chunks, group) for group in _neighbours(chunks, parts)]
+        return [partial(self._check_group, raw.borrow, group) for group in _neighbours(raw, parts)]
 
     def check_object(self, row: int) -> None:
         """Read and decode an object."""
@@ -214,9 +215,9 @@ class _Reading:
             found += [self._damage(row, *part) for part in merged]
         return list(dict.fromkeys(found))
 
-    def _check_group(self, chunks: LiesInFiles, parts: Sequence[Part]) -> None:
+    def _check_group(self, borrow: Borrow, parts: Sequence[Part]) -> None:
         try:
-            with chunks.lend(parts, verify=True) as lent:
+            with borrow(parts, True) as lent:
                 if self._arrays is not None:
                     self._arrays.add(parts, lent)
                 self._progress.advance(sum(part.stop - part.start for part in parts))
@@ -264,7 +265,7 @@ class _Reading:
             return Damage(key=key, box=box, what=f"{self._chunks.describe(row)}: {what}")
         name = self._ranges.files[int(self._ranges.file[row])]
         first, last = int(self._ranges.start[row]), int(self._ranges.stop[row])
-        if isinstance(self._chunks, LiesInFiles):
+        if self._raw is not None:
             first, last = first + start, first + stop
         elif last < 0:  # no bytes of its own
             last = self._store.size(name)

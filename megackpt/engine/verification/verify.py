@@ -18,10 +18,10 @@ from megackpt.engine.verification.arrays import ArrayCheck, ArrayShare, array_ch
 from megackpt.engine.verification.digests import is_understood, verify_bytes, verify_files
 from megackpt.engine.verification.shares import WHOLE, in_share, sizes_of
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
-from megackpt.formats.contents import Chunks, Contents, FileRanges, LiesInFiles, NamesFiles
+from megackpt.formats.contents import Chunks, Contents, FileRanges
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import MANIFEST, KnowsFiles, ListsWholeFiles, WholeFile
+from megackpt.formats.strategy import MANIFEST, WholeFile
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store
@@ -129,7 +129,7 @@ def verify_checkpoint(
         return found.verified(options, "", 0)
     strategy = load_strategy(manifest, where=store.location)
     is_first = share[0] == 0
-    if is_first and isinstance(strategy, KnowsFiles):
+    if is_first:
         for damage in strategy.check_files(store, manifest, deep=options.deep):
             found.add(damage)
     try:
@@ -141,7 +141,7 @@ def verify_checkpoint(
     for key, why in contents.unreadable.items():
         found.add(Damage(key=key, what=why))
     listed: Sequence[WholeFile] = ()
-    if options.deep and isinstance(strategy, ListsWholeFiles):
+    if options.deep:
         listed = strategy.whole_files(store, manifest)
     for keys, chunks in _opened(contents, found):
         found.count(set(keys), chunks)
@@ -150,7 +150,7 @@ def verify_checkpoint(
         if options.deep:
             # Those with chunks are checked by the digests of these.
             listed = [file for file in listed if file.name not in found.files]
-            in_order = np.argsort(chunks.place, kind="stable")
+            in_order = np.argsort(chunks.position, kind="stable")
             readable[in_order] &= in_share(chunks.table.nbytes[in_order], share, after=sizes_of(listed))
             stored = {key: contents.array_digests[key] for key in keys if key in contents.array_digests}
             arrays = array_check(chunks.table, stored)
@@ -217,8 +217,8 @@ class _Found:
         self._objects += int(is_object[table.array].sum()) if len(table) else 0
         self._chunks += len(table)
         self._nbytes += int(table.nbytes.sum())
-        if isinstance(chunks, NamesFiles):
-            ranges = chunks.file_ranges()
+        ranges = chunks.file_ranges()
+        if ranges is not None:
             self._files.update(ranges.files)
             self._unchecked += int(table.nbytes[~ranges.is_checked].sum())
 
@@ -286,9 +286,9 @@ def _opened(contents: Contents, found: _Found) -> Iterator[tuple[list[str], Chun
 def _check_places(store: Store, chunks: Chunks, found: _Found) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Check that files are there and hold their chunks; return which chunks can be read."""
     readable = np.ones(len(chunks.table), np.bool_)
-    if not isinstance(chunks, NamesFiles):
-        return readable
     ranges = chunks.file_ranges()
+    if ranges is None:
+        return readable
     sizes = np.zeros(len(ranges.files), np.int64)
     for number, name in enumerate(ranges.files):
         try:
@@ -334,7 +334,7 @@ def _chunks_in(chunks: Chunks, rows: np.ndarray[tuple[int], np.dtype[np.int64]])
 
 def _check_overlaps(chunks: Chunks, ranges: FileRanges, found: _Found) -> None:
     """Find chunks that begin before the one in front of them ends."""
-    if not isinstance(chunks, LiesInFiles):
+    if chunks.raw_ranges() is None:
         return
     order = np.lexsort((ranges.stop, ranges.start, ranges.file))
     file, start, stop = ranges.file[order], ranges.start[order], ranges.stop[order]

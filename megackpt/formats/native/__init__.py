@@ -4,6 +4,12 @@ from megackpt.formats.native.load import NativeLoadStrategy
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.formats.strategy import Format
 
-FORMAT = Format(backend="megackpt", version=1, save=NativeSaveStrategy, load=NativeLoadStrategy)
+FORMAT = Format(
+    backend="megackpt",
+    version=1,
+    save=NativeSaveStrategy,
+    load=NativeLoadStrategy,
+    file_names=NativeSaveStrategy.file_names,
+)
 
 __all__ = ["FORMAT", "NativeLoadStrategy", "NativeSaveStrategy"]

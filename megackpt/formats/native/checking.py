@@ -32,7 +32,7 @@ _SMALL_BYTES = 64 << 20  # common state up to this length is read and compared w
 
 
 def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Yield what is wrong; see `KnowsFiles`."""
+    """Yield what is wrong; see `LoadStrategy.check_files`."""
     yield from _check_manifest(manifest)
     yield from _check_named(store, manifest)
     yield from _check_parity(store, manifest)
@@ -49,7 +49,7 @@ def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
 
 
 def whole_files(store: Store, manifest: Json) -> tuple[WholeFile, ...]:
-    """Return parity files and the files they protect; see `ListsWholeFiles`."""
+    """Return parity files and the files they protect; see `LoadStrategy.whole_files`."""
     try:
         groups = read_groups(store, manifest)
     except CheckpointError:

@@ -17,19 +17,15 @@ from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import StoredIndex, open_index
 from megackpt.formats.native import names
-from megackpt.formats.strategy import Json, WholeFile
+from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
 from megackpt.storage import Store
 
 
-class NativeLoadStrategy:
+class NativeLoadStrategy(LoadStrategy):
     """Loads format `megackpt` version 1. Source: docs/format.md."""
 
     backend = names.BACKEND
     version = names.VERSION
-
-    def detect(self, store: Store) -> Json | None:
-        """Return None: without metadata.json nothing was committed."""
-        return None
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
         """Yield what is wrong with documents, index and headers."""
@@ -38,7 +34,7 @@ class NativeLoadStrategy:
         return check_files(store, manifest)
 
     def whole_files(self, store: Store, manifest: Json) -> Sequence[WholeFile]:
-        """Return parity files and the files they protect; see `ListsWholeFiles`."""
+        """Return parity files and the files they protect; see `LoadStrategy.whole_files`."""
         from megackpt.formats.native.checking import whole_files
 
         return whole_files(store, manifest)
@@ -73,7 +69,7 @@ def _contents(store: Store, index: StoredIndex, manifest: Json) -> Contents:
     return Contents(
         arrays={a.key: a for a in index.arrays},
         chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
-        chunks_meeting=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
+        chunks_overlapping=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
         common=lambda: _read_common(store, manifest),
         decode_object=lambda data, where: unpack(data, where=where),
         identity=str(manifest.get("attempt")),

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 
+from megackpt.formats.file_names import NATIVE
+
 BACKEND = "megackpt"
 VERSION = 1
-
-_ATTEMPT_FILE = re.compile(
-    r"(?:data/|parity/|index-|common-|parity-)([0-9a-f]{16})(?:-\d{5,})?\.(?:safetensors|json)"
-)
 
 
 def data_file(attempt: str, rank: int) -> str:
@@ -60,5 +58,4 @@ def parity_list(attempt: str, *, revision: int = 0) -> str:
 
 def attempt_of(name: str) -> str | None:
     """Return the attempt in a file name of this format; None for any other file."""
-    match = _ATTEMPT_FILE.fullmatch(name)
-    return match.group(1) if match else None
+    return NATIVE.attempt_of(name)

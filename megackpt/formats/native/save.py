@@ -14,6 +14,7 @@ import torch
 
 from megackpt.codec import encode, pack
 from megackpt.formats.documents import attempt_in_manifest
+from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import (
     check_files,
     compact,
@@ -26,7 +27,7 @@ from megackpt.formats.joined import Joined
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.native.receipts import Digesting, unpacked
-from megackpt.formats.strategy import Covered, Json, Pieces, pieces_in_order
+from megackpt.formats.strategy import Capabilities, ChunkParts, CoverageCheck, Json, SaveStrategy
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import StoredChunks, block_counts
 from megackpt.planning import SavePlan, first_of_equal_chunks
@@ -36,19 +37,23 @@ _STEP_BYTES = 1 << 20
 _RANKS_AT_ONCE = 64  # whose digests are put in order together: what is still in the processor's cache
 
 
-class NativeSaveStrategy:
+class NativeSaveStrategy(SaveStrategy):
     """Saves format `megackpt` version 1. Source: docs/format.md."""
 
     backend = names.BACKEND
     version = names.VERSION
-    writes_in_place = False
-    takes_own_rows = True
-    writes_in_order = True
-    refers_to_arrays = True
+    file_names = NATIVE
+    capabilities = Capabilities(
+        needs_own_rows_only=True,
+        writes_in_order=True,
+        refers_to_arrays=True,
+        writes_parity=True,
+        digests_arrays=True,
+    )
 
-    _covered: Covered | None = None  # says of which arrays digests are stored, if they are
+    _covered: CoverageCheck | None = None  # finds the arrays whose digests are stored; None: none are
 
-    def with_array_digests(self, covered: Covered) -> NativeSaveStrategy:
+    def with_array_digests(self, covered: CoverageCheck) -> NativeSaveStrategy:
         """Return one that stores digests of arrays."""
         from megackpt.storage.crc64 import Crc64
 
@@ -56,9 +61,6 @@ class NativeSaveStrategy:
         digesting = copy.copy(self)
         digesting._covered = covered
         return digesting
-
-    def begin(self, store: Store, *, attempt: str) -> None:
-        """Do nothing: files of an attempt carry its name."""
 
     def check_common(self, common: Any) -> None:
         """Refuse what `megackpt.codec` cannot encode."""
@@ -69,12 +71,8 @@ class NativeSaveStrategy:
         """Return a value as one blob; see `megackpt.codec`."""
         return pack(value, path=path)
 
-    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
-        """Return all rows of a rank: every rank writes a file of its own."""
-        return [plan.rows_of(rank)]
-
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
         """Write one data file and return where its data begins and the digests of its bytes."""
         chunks = plan.table.take(rows)
@@ -87,11 +85,11 @@ class NativeSaveStrategy:
         ) as writer:
             joined = Joined(writer)
             joined.write(memoryview(header))
-            for row, of_row in enumerate(pieces_in_order(pieces, rows.tolist())):
+            for row, of_row in enumerate(parts.in_order(rows.tolist())):
                 digesting.begin(row)
-                for piece in of_row:
-                    for at in range(0, len(piece), _STEP_BYTES):
-                        step = piece[at : at + _STEP_BYTES]
+                for part in of_row:
+                    for at in range(0, len(part), _STEP_BYTES):
+                        step = part[at : at + _STEP_BYTES]
                         digesting.update(step)
                         joined.write(step)  # from the processor's cache, where the digest has brought it
                 digesting.end(row)
@@ -177,10 +175,6 @@ class NativeSaveStrategy:
         groups.sort(key=lambda group: group.parity.name)
         return {"parity": write_small(store, names.parity_list(attempt), list_of(groups))} if groups else {}
 
-    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
-        """Return all that is known: metadata.json is the one file with a fixed name."""
-        return said
-
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
         return attempt_in_manifest(store)
@@ -236,10 +230,6 @@ class NativeSaveStrategy:
         """Return the index, the files of the common state and the list of parity files."""
         entries = ("index", "common", "common_tensors", "parity")
         return [manifest[entry]["file"] for entry in entries if entry in manifest]
-
-    def attempt_of(self, name: str) -> str | None:
-        """Return the attempt in a file name of this format."""
-        return names.attempt_of(name)
 
 
 def _apart(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

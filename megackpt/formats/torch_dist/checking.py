@@ -26,7 +26,7 @@ _CRC = struct.Struct("<4sI")  # what follows the bytes of a tensor: a signature,
 
 
 def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Yield what is wrong; see `KnowsFiles`. manifest may be one that was made up."""
+    """Yield what is wrong; see `LoadStrategy.check_files`. manifest may be one that was made up."""
     notes = [name for name in store.names("megackpt-") if names.note_of(name) is not None]
     try:
         if not notes or not store.exists(names.METADATA):

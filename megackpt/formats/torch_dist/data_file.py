@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.formats.strategy import Pieces, pieces_in_order
+from megackpt.formats.strategy import ChunkParts
 from megackpt.formats.torch_dist.item import ALIGNMENT, frame_of, stream
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.metadata import DIGEST_BLOCK_BYTES, OBJECT, ChunkTable, itemsizes
@@ -90,17 +90,17 @@ class DataFile:
             chosen += range(a, b)
         return cls(items.table, np.array(chosen, np.int64), of_row)
 
-    def write(self, store: Store, name: str, pieces: Pieces) -> None:
+    def write(self, store: Store, name: str, parts: ChunkParts) -> None:
         """Write all of it, and keep the digests of the tensors' bytes."""
         total = int(self.start[-1] + self.length[-1])
         with store.open_writer(name, total) as writer:
             position = 0
-            in_order = pieces_in_order(pieces, [row for row, _ in self._rows])
+            in_order = parts.in_order([row for row, _ in self._rows])
             for (_, items), of_row in zip(self._rows, in_order, strict=True):
                 rest = _Rest(of_row)
                 for at in items:
-                    for piece in self._item(at, rest, position):
-                        writer.write(piece)
+                    for part in self._item(at, rest, position):
+                        writer.write(part)
                     position = int(self.start[at] + self.length[at])
 
     def _item(self, at: int, rest: _Rest, position: int) -> Iterator[memoryview]:
@@ -110,9 +110,9 @@ class DataFile:
         digester = BlockDigester(DIGEST_BLOCK_BYTES)
 
         def digested() -> Iterator[memoryview]:
-            for piece in rest.take(int(self._table.nbytes[item])):
-                digester.update(piece)
-                yield piece
+            for part in rest.take(int(self._table.nbytes[item])):
+                digester.update(part)
+                yield part
 
         frame = self._frames[at][0]
         yield from digested() if frame is None else stream(frame, digested())
@@ -131,15 +131,15 @@ def _frame(table: ChunkTable, item: int) -> tuple[Any, int, int]:
 class _Rest:
     """The bytes of a row, taken in parts."""
 
-    def __init__(self, pieces: Iterator[memoryview]) -> None:
-        self._pieces = pieces
+    def __init__(self, parts: Iterator[memoryview]) -> None:
+        self._parts = parts
         self._open = memoryview(b"")
 
     def take(self, nbytes: int) -> Iterator[memoryview]:
         """Yield the next nbytes bytes."""
         while nbytes:
             if not len(self._open):
-                self._open = memoryview(next(self._pieces)).cast("B")
-            piece, self._open = self._open[:nbytes], self._open[nbytes:]
-            nbytes -= len(piece)
-            yield piece
+                self._open = memoryview(next(self._parts)).cast("B")
+            part, self._open = self._open[:nbytes], self._open[nbytes:]
+            nbytes -= len(part)
+            yield part

@@ -116,13 +116,13 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
     return Frame(head, nbytes, len(head) + nbytes + len(_tail(frozen, nbytes, len(head), 0)), frozen)
 
 
-def stream(frame: Frame, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+def stream(frame: Frame, parts: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yield a whole item, given the tensor's bytes in row-major order."""
     yield memoryview(frame.head)
     crc = 0
-    for piece in pieces:
-        crc = zlib.crc32(piece, crc)
-        yield piece
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+        yield part
     yield memoryview(frame.tail(crc))
 
 

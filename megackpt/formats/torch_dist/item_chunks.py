@@ -10,13 +10,14 @@ import json
 import math
 import threading
 from collections import OrderedDict
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from megackpt.errors import FormatError, StorageError
-from megackpt.formats.contents import FileRanges
+from megackpt.formats.contents import Chunks, FileRanges
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.torch_dist.described import Item
 from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
@@ -41,13 +42,11 @@ KEPT_ITEMS = 4
 """Items loaded whole that are kept: as many as are usually read at once."""
 
 
-class ItemChunks:
+class ItemChunks(Chunks):
     """Chunks in items; see `Chunks` for what its methods do. There are no digests.
 
     Of an object, the first byte says how its item holds it; the item follows.
     """
-
-    block_bytes = 1
 
     def __init__(self, store: Store, table: ChunkTable, items: list[Item], *, allow_unsafe: bool) -> None:
         self._store = store
@@ -64,15 +63,15 @@ class ItemChunks:
             if item.dtype == OBJECT:  # it will be read as a whole: not before its length is known to be true
                 self._check_inside(item, sizes)
 
-    @property
-    def place(self) -> Ints:
-        """Rank of each chunk by file and offset."""
+    @cached_property
+    def position(self) -> Ints:  # type: ignore[override]  # computed when it is first needed
+        """Position of each chunk by file and offset."""
         order = sorted(
             range(len(self._items)), key=lambda i: (self._items[i].file, self._items[i].offset_bytes)
         )
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        return place
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        return position
 
     def describe(self, row: int) -> str:
         """Name the file and the item."""

@@ -14,7 +14,7 @@ from megackpt.formats.file_chunks import FileChunks
 from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
-from megackpt.formats.strategy import Json
+from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.checking import check_files
 from megackpt.formats.torch_dist.described import COMMON_STATE, Described
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 COMMON_OBJECT = f"{COMMON_STATE}/shard_0_1"
 
 
-class TorchDistLoadStrategy:
+class TorchDistLoadStrategy(LoadStrategy):
     """Loads what torch.distributed.checkpoint, Megatron-Core or megackpt saved as `torch_dist`."""
 
     backend = names.BACKEND
@@ -79,7 +79,7 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
     return Contents(
         arrays={a.key: a for a in index.arrays},
         chunks=lambda keys: FileChunks(store, index.of_keys(keys)),
-        chunks_meeting=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
+        chunks_overlapping=lambda wanted: FileChunks(store, index.of_boxes(wanted)),
         common=common,
         decode_object=lambda data, where: _only_one(
             load_value(data, where=where, allow_unsafe=allow_unsafe), where

@@ -16,14 +16,8 @@ COMMON = "common.pt"
 VALUES_ENTRIES = ("values", "value_objects")
 """Entries of a note that name files of copies for DCP."""
 
-_ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
-_OURS = re.compile(
-    rf"__\d+_\d+_{_ATTEMPT}\.distcp"
-    rf"|megackpt-{_ATTEMPT.replace('attempt', 'note')}(?:-[0-9a-f]{{32}}\.json|(?:-\d{{5,}})?\.safetensors)"
-    rf"|common-{_ATTEMPT.replace('attempt', 'common')}\.pt"
-    rf"|metadata-{_ATTEMPT.replace('attempt', 'metadata')}\.pickle"
-    rf"|values-{_ATTEMPT.replace('attempt', 'values')}-(?:state|objects)\.distcp"
-)
+_COMMON = re.compile(r"common-[0-9a-f]{16}\.pt")
+_VALUES = re.compile(r"values-[0-9a-f]{16}-(?:state|objects)\.distcp")
 
 
 def data_file(attempt: str, rank: int, number: int) -> str:
@@ -76,17 +70,9 @@ def values_file(attempt: str, kind: str) -> str:
 
 def is_values_file(name: str, *, kind: str = "") -> bool:
     """Say whether a file holds such copies, of one kind or of any."""
-    match = _OURS.fullmatch(name)
-    return match is not None and match["values"] is not None and name.endswith(f"{kind}.distcp")
+    return _VALUES.fullmatch(name) is not None and name.endswith(f"{kind}.distcp")
 
 
 def is_attempts_common(name: str) -> bool:
     """Say whether a file is an attempt's own copy of common.pt."""
-    match = _OURS.fullmatch(name)
-    return match is not None and match["common"] is not None
-
-
-def attempt_of(name: str) -> str | None:
-    """Return the attempt in a file name of ours; None for any other file, those with fixed names included."""
-    match = _OURS.fullmatch(name)
-    return next(found for found in match.groups() if found) if match else None
+    return _COMMON.fullmatch(name) is not None

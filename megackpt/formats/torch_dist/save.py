@@ -14,6 +14,7 @@ import numpy as np
 
 from megackpt.errors import DeclarationError, FormatError, StorageError, UnserializableError
 from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.file_names import TORCH_DIST, TORCH_DIST_TEMPORARY
 from megackpt.formats.index_file import (
     check_files,
     compact,
@@ -23,7 +24,7 @@ from megackpt.formats.index_file import (
 )
 from megackpt.formats.index_writer import write_index
 from megackpt.formats.safe_pickle import save_value
-from megackpt.formats.strategy import MANIFEST, Json, Pieces
+from megackpt.formats.strategy import MANIFEST, Capabilities, ChunkParts, Json, SaveStrategy
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
 from megackpt.formats.torch_dist.described import Described
@@ -51,10 +52,10 @@ from megackpt.storage import Store, digest_of
 
 PICKLE_PROTOCOL = 4  # what the oldest supported Python of a reader knows
 
-_HALF_REPLACED = re.compile(r"\.(?:\.metadata|common\.pt)\.[0-9a-f]+\.tmp")  # of a replace that died
+_TEMPORARY = re.compile(TORCH_DIST_TEMPORARY)
 
 
-class TorchDistSaveStrategy:
+class TorchDistSaveStrategy(SaveStrategy):
     """Saves format `torch_dist` version 1.
 
     thread_count is how many files each rank writes at the same time, one thread each. Arrays and objects
@@ -73,8 +74,7 @@ class TorchDistSaveStrategy:
 
     backend = names.BACKEND
     version = names.VERSION
-    writes_in_place = False
-    takes_own_rows = True
+    file_names = TORCH_DIST
 
     def __init__(
         self,
@@ -96,14 +96,8 @@ class TorchDistSaveStrategy:
         self.thread_count = thread_count
         self.separation_hint = separation_hint
         self.values_for_dcp = values_for_dcp
-
-    @property
-    def writes_in_order(self) -> bool:
-        """Whether it writes one file, and not several at a time."""
-        return self.thread_count == 1
-
-    def begin(self, store: Store, *, attempt: str) -> None:
-        """Do nothing: files of an attempt carry its name."""
+        # Several threads take the bytes of their files at the same time, and so in no order.
+        self.capabilities = Capabilities(needs_own_rows_only=True, writes_in_order=thread_count == 1)
 
     def check_common(self, common: Any) -> None:
         """Refuse what cannot be pickled, or could not be loaded without running code."""
@@ -113,12 +107,8 @@ class TorchDistSaveStrategy:
         """Return what torch.save makes of a list of the value alone, as Megatron-Core stores objects."""
         return save_value([value], path=path)
 
-    def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
-        """Return all rows of a rank: every rank writes files of its own."""
-        return [plan.rows_of(rank)]
-
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
         """Write the rows as items of up to thread_count files; return where they lie and their digests."""
         if not len(rows):
@@ -128,7 +118,7 @@ class TorchDistSaveStrategy:
         files = [DataFile.of(items, rows, members) for members in bins]
 
         def write(number: int) -> None:
-            files[number].write(store, names.data_file(attempt, rank, number), pieces)
+            files[number].write(store, names.data_file(attempt, rank, number), parts)
 
         with ThreadPoolExecutor(max_workers=len(files), thread_name_prefix="megackpt-write") as pool:
             for done in [pool.submit(write, number) for number in range(len(files))]:
@@ -177,18 +167,18 @@ class TorchDistSaveStrategy:
             CONTENT_METADATA: common["content_metadata"] is not None,
         }
 
-    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+    def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
         """Note what belongs to the new `.metadata`, then put it in place: the commit; then common.pt.
 
         A reader of ours takes common state from the attempt's own copy, so that it finds the old checkpoint
         or the new one at any moment between. Over a checkpoint of another format, replacing its metadata.json
         is the commit.
         """
-        data = store.read(said["metadata"]["file"], max_bytes=METADATA_MAX_BYTES)
-        note = {key: value for key, value in said.items() if key != "metadata"} | {"attempt": attempt}
+        data = store.read(entries["metadata"]["file"], max_bytes=METADATA_MAX_BYTES)
+        note = {key: value for key, value in entries.items() if key != "metadata"} | {"attempt": attempt}
         _write_note(store, attempt, digest_of(data), note)
         store.sync()
-        common = store.read(names.common_file(attempt), max_bytes=said["common"]["nbytes"])
+        common = store.read(names.common_file(attempt), max_bytes=entries["common"]["nbytes"])
         others = _manifest_of_another_format(store)
         before = {name: _content(store, name) for name in (names.COMMON, *others, names.METADATA)}
         store.replace(names.METADATA, data)
@@ -203,8 +193,8 @@ class TorchDistSaveStrategy:
                     _put_back(store, name, content)
             raise
         with contextlib.suppress(StorageError):
-            stale = [n for n in store.names(".") if _HALF_REPLACED.fullmatch(n)]
-            store.delete([said["metadata"]["file"], *stale])
+            stale = [n for n in store.names(".") if _TEMPORARY.fullmatch(n)]
+            store.delete([entries["metadata"]["file"], *stale])
         return dict(MANIFEST_CONTENT)
 
     def committed_attempt(self, store: Store) -> str | None:
@@ -254,17 +244,13 @@ class TorchDistSaveStrategy:
     def fixed_names(self, store: Store) -> list[str]:
         """Return `.metadata` if a note of ours belongs to it, and common.pt if it is the copy of ours."""
         listed = store.names()
-        halves = [n for n in listed if _HALF_REPLACED.fullmatch(n)]
+        temporary = [n for n in listed if _TEMPORARY.fullmatch(n)]
         digests = {note[1] for note in map(names.note_of, listed) if note is not None}
         if names.METADATA not in listed or digest_of(read_metadata(store)) not in digests:
-            return halves
+            return temporary
         copies = [n for n in listed if names.is_attempts_common(n)] if names.COMMON in listed else []
         is_ours = any(_are_equal(store, names.COMMON, copy) for copy in copies)
-        return [*halves, *([names.COMMON] if is_ours else []), names.METADATA]
-
-    def attempt_of(self, name: str) -> str | None:
-        """Return the attempt in a file name of ours."""
-        return names.attempt_of(name)
+        return [*temporary, *([names.COMMON] if is_ours else []), names.METADATA]
 
 
 def _encoded_common(common: Any) -> bytes:

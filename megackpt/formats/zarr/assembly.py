@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import StorageError
-from megackpt.formats.strategy import Pieces
+from megackpt.formats.strategy import ChunkParts
 from megackpt.formats.zarr.described import ZarrArray
 from megackpt.formats.zarr.files import ArrayCodec, Elements
 from megackpt.formats.zarr.rounds import Rounds, Touches
@@ -63,12 +63,12 @@ class Assembler:
         self._open: dict[int, _OpenFile] = {}  # by number of the file; oldest first
         self._written: set[int] = set()
 
-    def write(self, rows: Ints, pieces: Pieces) -> None:
+    def write(self, rows: Ints, parts: ChunkParts) -> None:
         """Write rows of tensors; the files are complete, as far as these rows go, when this returns."""
         files = {int(row): self._writing.touches.files_of(int(row)).tolist() for row in rows}
         left = Counter(file for touched in files.values() for file in touched)
         for row, touched in files.items():
-            self._add(row, pieces, left)
+            self._add(row, parts, left)
             for file in touched:
                 left[file] -= 1
                 if not left[file]:
@@ -76,15 +76,14 @@ class Assembler:
             while sum(f.elements.nbytes for f in self._open.values()) > BUFFERED_BYTES:
                 self._finish(next(iter(self._open)))
 
-    def _add(self, row: int, pieces: Pieces, left: Counter[int]) -> None:
+    def _add(self, row: int, parts: ChunkParts, left: Counter[int]) -> None:
         table = self._writing.plan.table
         number = int(table.array[row])
         codec = self._codec(number)
         array = codec.array
-        of_row = pieces(
-            row
-        )  # held until all is written: the elements may lie in the memory of its last piece
-        elements = gathered(of_row, int(table.nbytes[row])).view(codec.dtype)
+        # Keep the iterator until all is written: the elements may be in the memory of its last part.
+        row_parts = parts(row)
+        elements = gathered(row_parts, int(table.nbytes[row])).view(codec.dtype)
         first = int(self._writing.touches.first_file[number])
         for start, shape, block in _blocks(self._writing.plan, row, elements, len(array.spec.global_shape)):
             stop = [a + n for a, n in zip(start, shape, strict=True)]
@@ -94,16 +93,16 @@ class Assembler:
                 region = array.region(cell)
                 low = [max(a, r.start) for a, r in zip(start, region, strict=True)]
                 high = [min(b, r.stop) for b, r in zip(stop, region, strict=True)]
-                part = block[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
+                overlap = block[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
                 file = first + _linear(cell, array.file_extents)
                 whole = all((a, b) == (r.start, r.stop) for a, b, r in zip(low, high, region, strict=True))
                 if whole and left[file] == 1:
-                    self._put(file, codec, cell, part)
+                    self._put(file, codec, cell, overlap)
                     continue
                 inside = tuple(
                     slice(a - r.start, b - r.start) for a, b, r in zip(low, high, region, strict=True)
                 )
-                self._opened(file, number, cell, row).elements[inside] = part
+                self._opened(file, number, cell, row).elements[inside] = overlap
 
     def _opened(self, file: int, number: int, cell: tuple[int, ...], row: int) -> _OpenFile:
         """Return the buffer of a file, with what other rows have written there before."""
@@ -157,21 +156,21 @@ def put_file(store: Store, name: str, data: bytes | memoryview) -> None:
         writer.write(memoryview(data))
 
 
-def gathered(pieces: Iterator[memoryview], nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a row: as they lie in memory where they come in one piece, else a copy.
+def gathered(parts: Iterator[memoryview], nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a row: a view of its memory if it has one part, else a copy.
 
-    Valid as long as pieces is held, and nothing more is taken of it.
+    Valid until another part is taken from the iterator, or the iterator is closed.
     """
     whole: npt.NDArray[np.uint8] | None = None
     at = 0
-    for piece in pieces:
-        octets: npt.NDArray[np.uint8] = np.frombuffer(piece, np.uint8)
-        if len(octets) == nbytes:
-            return octets
+    for part in parts:
+        data: npt.NDArray[np.uint8] = np.frombuffer(part, np.uint8)
+        if len(data) == nbytes:
+            return data
         if whole is None:
             whole = np.empty(nbytes, np.uint8)
-        whole[at : at + len(octets)] = octets
-        at += len(octets)
+        whole[at : at + len(data)] = data
+        at += len(data)
     assert whole is not None  # plans have no empty rows
     assert at == nbytes
     return whole

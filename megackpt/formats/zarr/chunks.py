@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
-from megackpt.formats.contents import FileRanges
+from megackpt.formats.contents import Chunks, FileRanges
 from megackpt.formats.zarr.described import ZarrArray
 from megackpt.formats.zarr.expanding import LARGE_BYTES, Packing, check_file, packing_of
 from megackpt.formats.zarr.files import ArrayCodec, Elements, unreadable
@@ -55,7 +55,7 @@ class StoredObjects:
     is_checked: bool = False
 
 
-class ZarrChunks:
+class ZarrChunks(Chunks):
     """Chunks of some arrays and objects; see `Chunks` for what its methods do.
 
     files are the names in the store.
@@ -63,8 +63,6 @@ class ZarrChunks:
     Raises:
         FormatError: the file of a chunk is missing.
     """
-
-    block_bytes = 1
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class ZarrChunks:
         for array in arrays:
             _check_files(store, array, files)
         self.table = _table(store, self._held)
-        self.place = self._places()
+        self.position = self._positions()
         self._reader: _Reader | None = None
         self._lock = threading.Lock()
         self._seen: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
@@ -214,8 +212,8 @@ class ZarrChunks:
             return held.files[tuple(self.table.start[row, : len(held.spec.global_shape)].tolist())]
         return held.path + held.leaf(self._cell(held, row))
 
-    def _places(self) -> Ints:
-        """Sort chunks by array, file and place."""
+    def _positions(self) -> Ints:
+        """Return the position of each chunk, by array, file and start."""
         table = self.table
         chunk = np.ones((len(self._held), table.dims), np.int64)
         for i, held in enumerate(self._held):
@@ -223,9 +221,9 @@ class ZarrChunks:
                 chunk[i, : len(held.grid.chunk)] = held.grid.chunk
         cells = table.start // chunk[table.array] if len(table) else table.start
         order = np.lexsort((*table.start.T[::-1], *cells.T[::-1], table.array))
-        place = np.empty(len(table), np.int64)
-        place[order] = np.arange(len(table))
-        return place
+        position = np.empty(len(table), np.int64)
+        position[order] = np.arange(len(table))
+        return position
 
 
 class _Files:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
 
 from megackpt.errors import DeclarationError, truncated_list
+from megackpt.formats.file_names import ZARR_V1, ZARR_V3
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.storage import is_allowed_name
 
@@ -17,13 +18,7 @@ BACKEND = "zarr"
 COMMON = "common.pt"
 STAGING = ".megackpt-"
 
-_ATTEMPT = "([0-9a-f]{16})"
-_STAGED = re.compile(rf"\.megackpt-{_ATTEMPT}/.*", re.DOTALL)
-_MARKER = re.compile(rf"\.megackpt-{_ATTEMPT}\.json")
-_HALF_MARKER = re.compile(rf"\.\.megackpt-{_ATTEMPT}\.json\.[0-9a-f]+\.tmp")  # of a replace that died
-_NATIVE = re.compile(
-    rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors|files-{_ATTEMPT}\.json", re.DOTALL
-)
+_MARKER = re.compile(r"\.megackpt-([0-9a-f]{16})\.json")
 _CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.(?:pt|bin)")
 _UNSAFE = re.compile(r"[%/\\\x00-\x1f\x7f]|^\.+$|^__|^zarr\.json$", re.DOTALL)
@@ -48,8 +43,7 @@ def attempt_of_marker(name: str) -> str | None:
 
 def attempt_of_staged(name: str) -> str | None:
     """Return the attempt of a file that waits to be published, or of a marker that was never finished."""
-    match = _STAGED.fullmatch(name) or _HALF_MARKER.fullmatch(name)
-    return match.group(1) if match else None
+    return ZARR_V1.attempt_of(name)
 
 
 def arrays_directory(attempt: str) -> str:
@@ -74,8 +68,7 @@ def files_file(attempt: str) -> str:
 
 def attempt_of_native(name: str) -> str | None:
     """Return the attempt of a file of version 3."""
-    match = _NATIVE.fullmatch(name)
-    return next(found for found in match.groups() if found) if match else None
+    return ZARR_V3.attempt_of(name)
 
 
 def shard_file(offset: Sequence[int], shape: Sequence[int], *, suffix: str) -> str:

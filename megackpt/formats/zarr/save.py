@@ -5,11 +5,11 @@ Owns the order of writing. How keys become directories, and what a commit says, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import numpy as np
 
-from megackpt.formats.strategy import Json, Pieces
+from megackpt.formats.strategy import Capabilities, ChunkParts, Json, SaveStrategy
 from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
 from megackpt.formats.zarr.described import ZarrArray
 from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
@@ -22,15 +22,14 @@ from megackpt.planning import SavePlan
 from megackpt.storage import Store
 
 
-class ZarrSaveStrategy(ABC):
+class ZarrSaveStrategy(SaveStrategy):
     """Saves arrays as zarr. Used for one save at a time.
 
     rules say how large files and chunks become.
     """
 
     backend = BACKEND
-    version: int
-    writes_in_place = True
+    capabilities = Capabilities(writes_in_place=True)
 
     def __init__(self, rules: GridRules) -> None:
         self._rules = rules
@@ -66,7 +65,7 @@ class ZarrSaveStrategy(ABC):
         return [np.sort(mine[rounds.round[mine] == number]) for number in range(rounds.count)]
 
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
         """Write the files of one round. There is nothing that rank 0 would have to know."""
         writing = self._planned(plan, attempt)
@@ -74,13 +73,13 @@ class ZarrSaveStrategy(ABC):
         first_rows = np.searchsorted(table.array, np.arange(len(table.arrays)))
         assembler = Assembler(store, writing)
         tensors = [row for row in rows.tolist() if writing.arrays[int(table.array[row])] is not None]
-        assembler.write(np.array(tensors, np.int64), pieces)
+        assembler.write(np.array(tensors, np.int64), parts)
         for row in rows.tolist():
             number = int(table.array[row])
             array, spec = writing.arrays[number], table.arrays[number]
             if array is None:
                 offset = tuple(table.start[row, : len(spec.global_shape)].tolist())
-                data = gathered(pieces(row), int(table.nbytes[row])).tobytes()
+                data = gathered(parts(row), int(table.nbytes[row])).tobytes()
                 put_file(store, self.object_name(spec, offset, attempt), data)
             elif row == first_rows[number]:
                 _put_documents(store, array)

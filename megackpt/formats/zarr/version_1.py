@@ -14,8 +14,9 @@ from typing import Any
 from megackpt.errors import CheckpointError, FormatError, UnserializableError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
+from megackpt.formats.file_names import ZARR_V1
 from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
-from megackpt.formats.strategy import MANIFEST, Format, Json
+from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import (
@@ -63,6 +64,7 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
     """Saves format `zarr` version 1."""
 
     version = 1
+    file_names = ZARR_V1
 
     def __init__(self, rules: GridRules = RULES) -> None:
         super().__init__(rules)
@@ -100,7 +102,7 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         put_file(store, names.staged(attempt) + names.COMMON, _encoded_common(common))
         return {"common": names.staged(attempt) + names.COMMON}
 
-    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
+    def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
         """Put all files in place of those that are there."""
         publish_files(store, attempt=attempt)
         return dict(_MANIFEST)
@@ -134,12 +136,8 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         """Return the files that markers of ours name, and the markers themselves."""
         return marked_files(store, store.names())
 
-    def attempt_of(self, name: str) -> str | None:
-        """Return the attempt of a file that waits to be published; files in place carry none."""
-        return names.attempt_of_staged(name)
 
-
-class ZarrV2LoadStrategy:
+class ZarrV2LoadStrategy(LoadStrategy):
     """Loads format `zarr` version 1, of megackpt and Megatron-Core, and zarr v2 arrays that others wrote."""
 
     backend = names.BACKEND
@@ -181,10 +179,6 @@ class ZarrV2LoadStrategy:
                     )
         except CheckpointError as error:
             yield damage_of(error, location=store.location)
-
-    def writer_of(self, name: str) -> int | None:
-        """Return None: files are named after what they hold."""
-        return None
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Find the arrays; pickles are read when asked for."""
@@ -252,4 +246,10 @@ def _read_common(store: Store, allow_unsafe_pickle: bool) -> Any:
     }
 
 
-FORMAT = Format(backend=names.BACKEND, version=1, save=ZarrV2SaveStrategy, load=ZarrV2LoadStrategy)
+FORMAT = Format(
+    backend=names.BACKEND,
+    version=1,
+    save=ZarrV2SaveStrategy,
+    load=ZarrV2LoadStrategy,
+    file_names=ZARR_V1,
+)

@@ -18,8 +18,9 @@ from megackpt.errors import CheckpointError, FormatError, IntegrityError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.documents import attempt_in_manifest, parse_document
+from megackpt.formats.file_names import ZARR_V3
 from megackpt.formats.index_file import entry_of, read_small, write_small
-from megackpt.formats.strategy import MANIFEST, Format, Json
+from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
@@ -49,6 +50,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
     """Saves format `zarr` version 3."""
 
     version = 3
+    file_names = ZARR_V3
 
     def __init__(self, rules: GridRules = RULES) -> None:
         super().__init__(rules)
@@ -113,10 +115,6 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
             "common": {"file": names.common_file(attempt), "nbytes": len(data), "xxh3_128": digest_of(data)}
         }
 
-    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
-        """Return all that is known: metadata.json is the one file with a fixed name."""
-        return said
-
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
         return attempt_in_manifest(store)
@@ -134,12 +132,8 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         """Return the group's document and the common state."""
         return [f"{manifest['arrays']}/{V3_FILE}", *(manifest[e]["file"] for e in ("files", "common"))]
 
-    def attempt_of(self, name: str) -> str | None:
-        """Return the attempt in a file name of this format."""
-        return names.attempt_of_native(name)
 
-
-class ZarrV3LoadStrategy:
+class ZarrV3LoadStrategy(LoadStrategy):
     """Loads format `zarr` version 3, and groups of zarr v3 arrays that others wrote."""
 
     backend = names.BACKEND
@@ -179,10 +173,6 @@ class ZarrV3LoadStrategy:
                 yield from _check_common(store, manifest)
         except CheckpointError as error:
             yield damage_of(error, location=store.location)
-
-    def writer_of(self, name: str) -> int | None:
-        """Return None: files are named after what they hold."""
-        return None
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Find the arrays; there are no pickles."""
@@ -354,4 +344,10 @@ def _read_common(store: Store, manifest: Json) -> Any:
     return unpack(data, where=where)
 
 
-FORMAT = Format(backend=names.BACKEND, version=3, save=ZarrV3SaveStrategy, load=ZarrV3LoadStrategy)
+FORMAT = Format(
+    backend=names.BACKEND,
+    version=3,
+    save=ZarrV3SaveStrategy,
+    load=ZarrV3LoadStrategy,
+    file_names=ZARR_V3,
+)

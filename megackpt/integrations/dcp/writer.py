@@ -25,6 +25,7 @@ from megackpt.engine.data.tensor_bytes import check_source
 from megackpt.engine.saving.write import PlannedSave, finish_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
+from megackpt.formats.strategy import ChunkParts
 from megackpt.integrations.dcp.names import with_lists, with_value
 from megackpt.integrations.dcp.place import Location, opened
 from megackpt.integrations.dcp.save_planner import MegackptSavePlanner
@@ -40,6 +41,7 @@ from megackpt.mapping import (
 from megackpt.mapping.describe import describe
 from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
 from megackpt.options import SaveOptions
+from megackpt.planning import SavePlan as OwnPlan
 from megackpt.planning import plan_own
 from megackpt.validation import check_coverage
 
@@ -168,17 +170,11 @@ class MegackptStorageWriter(Stager, StorageWriter):
         own = plan_own(declared)
         strategy = save_strategy(None)
 
-        def pieces(row: int) -> Iterator[memoryview]:
-            entity = int(own.entity[row])
-            if entity >= len(parts.tensors):
-                return iter([memoryview(parts.blobs[entity - len(parts.tensors)])])
-            data = _resolved(planner, parts.items[entity], parts.tensors[entity])
-            return host_parts(data, part_bytes=self._options.part_bytes)
-
+        source = _PlannerParts(planner, parts, own, part_bytes=self._options.part_bytes)
         with opened(self.path) as store:
             receipts = [
                 strategy.write_chunks(
-                    store, attempt=task.attempt, rank=task.rank, plan=own, rows=rows, pieces=pieces
+                    store, attempt=task.attempt, rank=task.rank, plan=own, rows=rows, parts=source
                 )
                 for rows in strategy.rounds(own, task.rank)
             ]
@@ -222,7 +218,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 planned = PlannedSave(
                     attempt=self._attempt,
                     plan=plan,
-                    pieces=lambda row: iter(()),  # every rank has written its own
+                    pieces=_NoParts(),  # every rank has written its own
                     common={"state_dict": common, "content_metadata": self._content_metadata},
                     earlier=self._earlier,
                 )
@@ -289,6 +285,27 @@ def _taken_apart(plan: SavePlan, planner: SavePlanner) -> _Parts:
             )
         )
     return parts
+
+
+class _PlannerParts(ChunkParts):
+    """The bytes of a rank's rows: tensors as DCP's planner resolves them, and blobs of objects."""
+
+    def __init__(self, planner: SavePlanner, given: _Parts, own: OwnPlan, *, part_bytes: int) -> None:
+        self._planner, self._given, self._own, self._part_bytes = planner, given, own, part_bytes
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        """Yield the parts of a row."""
+        given = self._given
+        entity = int(self._own.entity[row])
+        if entity >= len(given.tensors):
+            return iter([memoryview(given.blobs[entity - len(given.tensors)])])
+        data = _resolved(self._planner, given.items[entity], given.tensors[entity])
+        return host_parts(data, part_bytes=self._part_bytes)
+
+
+class _NoParts(ChunkParts):
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        return iter(())
 
 
 def _value_of(planner: SavePlanner, item: WriteItem) -> Any:

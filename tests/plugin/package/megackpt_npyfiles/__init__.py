@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,16 +15,25 @@ import numpy as np
 
 from megackpt.codec import pack, unpack
 from megackpt.errors import FormatError, IntegrityError
-from megackpt.formats.contents import Contents
-from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Format, Json, Pieces
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.formats.file_names import FileNames
+from megackpt.formats.strategy import (
+    MANIFEST,
+    MANIFEST_MAX_BYTES,
+    ChunkParts,
+    Format,
+    Json,
+    LoadStrategy,
+    SaveStrategy,
+)
 from megackpt.metadata import ChunkTable, column, pack_columns, unpack_columns
 from megackpt.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import Store, digest_of
 
 BACKEND, VERSION = "npyfiles", 1
 FILE_ENTRIES = ("index", "common")
-OURS = re.compile(
-    r"(?:chunk-([0-9a-f]{16})-\d+-\d+\.npy|common-([0-9a-f]{16})|index-([0-9a-f]{16})(?:-less)*)"
+FILE_NAMES = FileNames(
+    attempt=r"chunk-([0-9a-f]{16})-\d+-\d+\.npy|common-([0-9a-f]{16})|index-([0-9a-f]{16})(?:-less)*"
 )
 
 
@@ -36,13 +44,10 @@ def npy_header(nbytes: int) -> bytes:
     return header.getvalue()
 
 
-class Save:
+class Save(SaveStrategy):
     """Writes one file a chunk, named after the attempt and the chunk's place in the plan's index."""
 
-    backend, version, writes_in_place = BACKEND, VERSION, False
-
-    def begin(self, store: Store, *, attempt: str) -> None:
-        """Do nothing: names carry the attempt."""
+    backend, version, file_names = BACKEND, VERSION, FILE_NAMES
 
     def check_common(self, common: Any) -> None:
         """Refuse what megackpt's own codec cannot hold."""
@@ -52,18 +57,14 @@ class Save:
         """Encode as megackpt's own format does."""
         return pack(value, path=path)
 
-    def rounds(self, plan: SavePlan, rank: int) -> list[Any]:
-        """One round: no two ranks write the same file."""
-        return [plan.rows_of(rank)]
-
     def write_chunks(
-        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Any, pieces: Pieces
+        self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Any, parts: ChunkParts
     ) -> bytes:
         """Write this rank's chunks; the receipt says their digests."""
         digests = []
         for number, row in enumerate(rows.tolist()):
             nbytes = int(plan.table.nbytes[row])
-            data = b"".join(bytes(piece) for piece in pieces(row))  # a whole chunk: simple, not frugal
+            data = b"".join(bytes(part) for part in parts(row))  # a whole chunk: simple, not frugal
             header = npy_header(nbytes)
             with store.open_writer(_name(attempt, rank, number), len(header) + nbytes) as writer:
                 writer.write(memoryview(header))
@@ -89,10 +90,6 @@ class Save:
         data = pack(common, path="common state")
         store.write(f"common-{attempt}", data)
         return {"common": f"common-{attempt}", "common_digest": digest_of(data)}
-
-    def publish(self, store: Store, *, attempt: str, said: Json) -> Json:
-        """Return what is known: it is all in metadata.json."""
-        return said
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return what metadata.json says."""
@@ -127,29 +124,20 @@ class Save:
         """Return index and common state."""
         return [manifest[entry] for entry in FILE_ENTRIES]
 
-    def attempt_of(self, name: str) -> str | None:
-        """Return the attempt in a name of ours."""
-        match = OURS.fullmatch(name)
-        return next(filter(None, match.groups())) if match else None
 
-
-class Load:
+class Load(LoadStrategy):
     """Reads what `Save` writes."""
 
     backend, version = BACKEND, VERSION
-
-    def detect(self, store: Store) -> Json | None:
-        """Return None: without metadata.json it is no checkpoint."""
-        return None
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
         """Read the index."""
         table, files = _read_index(store, manifest)
 
-        def chunks(keys: Iterable[str]) -> Chunks:
+        def chunks(keys: Iterable[str]) -> NpyChunks:
             wanted = set(keys)
             rows = [r for r in range(len(table)) if table.arrays[int(table.array[r])].key in wanted]
-            return Chunks(store, table.take(np.array(rows, np.int64)), [files[r] for r in rows])
+            return NpyChunks(store, table.take(np.array(rows, np.int64)), [files[r] for r in rows])
 
         def common() -> Any:
             data = store.read(manifest["common"], max_bytes=1 << 30)
@@ -166,15 +154,14 @@ class Load:
         )
 
 
-class Chunks:
+class NpyChunks(Chunks):
     """Chunks in files of their own. A digest covers a whole one, so a whole one is what is read."""
 
     def __init__(self, store: Store, table: ChunkTable, files: list[list[str]]) -> None:
         self._store = store
         self._files = files
         self.table = table
-        self.block_bytes = 1
-        self.place = np.arange(len(table))
+        self.position = np.arange(len(table))
 
     def describe(self, row: int) -> str:
         """Name the file."""
@@ -215,4 +202,4 @@ def _read_index(store: Store, manifest: Json) -> tuple[ChunkTable, list[list[str
     return table, files
 
 
-FORMAT = Format(backend=BACKEND, version=VERSION, save=Save, load=Load)
+FORMAT = Format(backend=BACKEND, version=VERSION, save=Save, load=Load, file_names=FILE_NAMES)

@@ -1,0 +1,85 @@
+"""Names by which the files of each built-in format are recognised.
+
+They are registered here, apart from the formats' code, so that a commit finds the stale files of any format
+without importing that format.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+_ATTEMPT = "([0-9a-f]{16})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileNames:
+    """Regular expressions for the names of a format's files; each has to match a whole name.
+
+    Attributes:
+        attempt: matches names that carry the attempt that wrote the file. In each match exactly one group is
+            set: the attempt.
+        marker: matches names of files that show that a save of this format may also have left files whose
+            names carry no attempt; `SaveStrategy.fixed_names` lists those. None if there are never any.
+        foreign: matches a name without which `LoadStrategy.detect` recognises nothing. None if `detect` has
+            to be called for every directory without metadata.json.
+    """
+
+    attempt: str
+    marker: str | None = None
+    foreign: str | None = None
+
+    def attempt_of(self, name: str) -> str | None:
+        """Return the attempt in a file name; None for a name that carries none, or is of no such file."""
+        match = _compiled(self.attempt).fullmatch(name)
+        return next((group for group in match.groups() if group), None) if match else None
+
+    def is_marker(self, name: str) -> bool:
+        """Return whether a file shows that there may be files whose names carry no attempt."""
+        return self.marker is not None and _compiled(self.marker).fullmatch(name) is not None
+
+    def is_foreign(self, name: str) -> bool:
+        """Return whether `LoadStrategy.detect` may recognise a directory with a file of this name."""
+        return self.foreign is None or _compiled(self.foreign).fullmatch(name) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.DOTALL)  # a key, and so a name, may contain a newline
+
+
+NOTHING = "(?!)"
+"""Matches no name."""
+
+NATIVE = FileNames(
+    attempt=rf"(?:data/|parity/|index-|common-|parity-){_ATTEMPT}(?:-\d{{5,}})?\.(?:safetensors|json)",
+    foreign=NOTHING,
+)
+
+TORCH_DIST_TEMPORARY = r"\.(?:\.metadata|common\.pt)\.[0-9a-f]+\.tmp"
+"""Temporary files that a process leaves which dies while it replaces `.metadata` or `common.pt`."""
+
+TORCH_DIST = FileNames(
+    attempt=(
+        rf"__\d+_\d+_{_ATTEMPT}\.distcp"
+        rf"|megackpt-{_ATTEMPT}(?:-[0-9a-f]{{32}}\.json|(?:-\d{{5,}})?\.safetensors)"
+        rf"|common-{_ATTEMPT}\.pt"
+        rf"|metadata-{_ATTEMPT}\.pickle"
+        rf"|values-{_ATTEMPT}-(?:state|objects)\.distcp"
+    ),
+    marker=rf"megackpt-[0-9a-f]{{16}}-[0-9a-f]{{32}}\.json|{TORCH_DIST_TEMPORARY}",
+    foreign=r"\.metadata",
+)
+
+ZARR_V1 = FileNames(
+    # The second one is the temporary file of a process that died while it replaced a marker.
+    attempt=rf"\.megackpt-{_ATTEMPT}/.*|\.\.megackpt-{_ATTEMPT}\.json\.[0-9a-f]+\.tmp",
+    marker=r"\.megackpt-[0-9a-f]{16}\.json",
+    foreign=r".*/\.zarray",
+)
+
+ZARR_V3 = FileNames(
+    attempt=rf"(?:zarr|objects)-{_ATTEMPT}/.*|common-{_ATTEMPT}\.safetensors|files-{_ATTEMPT}\.json",
+    foreign=r".*/zarr\.json",
+)
