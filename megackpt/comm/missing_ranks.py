@@ -21,24 +21,36 @@ _PAUSE_S = 0.05
 
 
 def find_missing_ranks(
-    name: str, *, rank: int, size: int, mark: int, tolerance: int, timeout_s: float
-) -> list[int] | None:
-    """Return the ranks of a group that do not report that it broke; None if the store does not answer. Local.
+    name: str, *, rank: int, size: int, mark: int, tolerance: int, waited_s: float, timeout_s: float
+) -> tuple[list[int], list[int]] | None:
+    """Return the ranks of a group that do not report that it broke, and those that came late. Local.
 
-    Every rank reports with a mark; one that differs by more than tolerance is about another failure.
+    Every rank reports a mark, and how long it waited in the collective. A mark that differs by more than
+    `tolerance` belongs to another failure. A rank came late if it waited less than half as long as this
+    one: it was busy while this one waited, for instance with a writer process that does not answer.
+
+    Returns:
+        Missing and late ranks of the group; None if the rendezvous store does not answer.
     """
     try:
         port = rendezvous_port()
         store = StoreClient(lambda: _reports(name), port=port, connect_s=timeout_s, answer_s=timeout_s)
-        store.set(str(rank), str(mark))
+        store.set(str(rank), f"{mark} {waited_s:.3f}")
         deadline = time.monotonic() + timeout_s
         absent = [r for r in range(size) if r != rank]
+        late: list[int] = []
         while absent and time.monotonic() < deadline:
-            absent = [r for r in absent if not _has_reported(store, r, mark, tolerance)]
+            for other in list(absent):
+                waited = _reported_wait(store, other, mark, tolerance)
+                if waited is None:
+                    continue
+                absent.remove(other)
+                if waited < waited_s / 2:
+                    late.append(other)
             time.sleep(_PAUSE_S)
     except RuntimeError:  # its host is gone, or does not answer
         return None
-    return absent
+    return absent, sorted(late)
 
 
 def describe_lost_rendezvous() -> str:
@@ -70,8 +82,12 @@ def _reports(name: str) -> Any:
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
-def _has_reported(store: StoreClient, rank: int, mark: int, tolerance: int) -> bool:
-    return store.check([str(rank)]) and abs(int(store.get(str(rank))) - mark) <= tolerance
+def _reported_wait(store: StoreClient, rank: int, mark: int, tolerance: int) -> float | None:
+    """Return the seconds that a rank waited before it reported this failure; None if it has not."""
+    if not store.check([str(rank)]):
+        return None
+    reported_mark, waited_s = store.get(str(rank)).split()
+    return float(waited_s) if abs(int(reported_mark) - mark) <= tolerance else None
 
 
 def _is_of_launcher() -> bool:

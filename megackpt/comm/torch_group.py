@@ -106,6 +106,7 @@ class TorchGroup(Group):
 
         # The store has no deadline if the process that serves it is stopped; gloo has one.
         most_s = self._timeout_s + _ENDING_S
+        began = time.monotonic()
         try:
             group = CallThread(rendezvous_port()).call(connect, timeout_s=most_s)
         except TimeoutError:
@@ -116,7 +117,9 @@ class TorchGroup(Group):
             ) from None
         except RuntimeError as error:  # what the rendezvous store and gloo raise
             tolerance = int(self._timeout_s) + 6
-            first, who, hint = self._absent(f"{name}/unmet", int(time.time()), tolerance=tolerance)
+            first, who, hint = self._absent(
+                f"{name}/unmet", int(time.time()), tolerance=tolerance, waited_s=time.monotonic() - began
+            )
             raise RankFailedError(
                 f"The ranks could not be connected: no answer from {who} (seen by rank {dist.get_rank()}): "
                 f"{error}. Look at the logs of the others, and call with an equal timeout_s and equal groups "
@@ -339,7 +342,9 @@ class TorchGroup(Group):
         except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
             waited_s = time.monotonic() - began
             # Some get further than others before they notice, but none past the meeting behind the next one.
-            first, who, hint = self._absent(f"{self._name}/lost", self._meetings, tolerance=2)
+            first, who, hint = self._absent(
+                f"{self._name}/lost", self._meetings, tolerance=2, waited_s=waited_s
+            )
             if waited_s < 0.95 * self._timeout_s:
                 text = (
                     f"No answer from {who} (seen by rank {self.rank}): the connection broke after "
@@ -353,22 +358,27 @@ class TorchGroup(Group):
                 )
             raise RankFailedError(text + hint, rank=first) from error
 
-    def _absent(self, name: str, mark: int, *, tolerance: int) -> tuple[int | None, str, str]:
+    def _absent(
+        self, name: str, mark: int, *, tolerance: int, waited_s: float
+    ) -> tuple[int | None, str, str]:
         """Ask which ranks are missing: return the first of them, text that names all, and a further hint."""
-        absent = find_missing_ranks(
+        reports = find_missing_ranks(
             name,
             rank=self.rank,
             size=self.size,
             mark=mark,
             tolerance=tolerance,
+            waited_s=waited_s,
             timeout_s=min(ROLL_CALL_S, self._timeout_s),
         )
-        if absent is None:
+        if reports is None:
             return rendezvous_rank(), "a rank", f" {describe_lost_rendezvous()}"
-        missing = [self._ranks[r] for r in absent]
-        if not missing:
-            return None, "a rank that has answered since", ""
-        return missing[0], f"rank(s) {describe_ranks(missing)}", ""
+        missing, late = ([self._ranks[r] for r in ranks] for ranks in reports)
+        if missing:
+            return missing[0], f"rank(s) {describe_ranks(missing)}", ""
+        if late:
+            return late[0], f"rank(s) {describe_ranks(late)}, which answered only later,", ""
+        return None, "a rank that has answered since", ""
 
 
 def _headed(data: bytes) -> bytes:

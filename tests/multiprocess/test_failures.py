@@ -240,3 +240,22 @@ def test_damage_in_the_chunk_of_one_rank_is_raised_on_all(rank_pool: RankPool, t
         assert isinstance(error, IntegrityError)
         assert error.rank == 2
         assert file.name in str(error)
+
+
+def save_while_rank_1_is_late(directory: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(4.5)  # after the others have given up, while they ask who is missing
+        return shard()
+
+    factory = ShardedTensorFactory("f", torch.zeros(1), build, lambda x: x)
+    megackpt.save({"f": factory}, directory, options=SaveOptions(timeout_s=3))
+
+
+def test_a_rank_that_comes_after_the_deadline_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
+    outcomes = rank_pool.outcomes(save_while_rank_1_is_late, 3, tmp_path, timeout_s=60)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RankFailedError), outcome.trace
+        if outcome.rank != 1:
+            assert "rank(s) 1, which answered only later, within 3 s" in str(outcome.error)
+            assert outcome.error.rank == 1
