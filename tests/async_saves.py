@@ -28,7 +28,7 @@ def part(value: float, rows: int = 1000) -> ShardedTensor:
 
 
 def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
-    found = checkpointer._behind and checkpointer._behind.saver
+    found = checkpointer._async_saving and checkpointer._async_saving.saver
     assert found is not None
     return found
 

@@ -1,7 +1,7 @@
 """The steps of a training run under one root: when to save, finding the newest, keeping some of them."""
 
 from megackpt.checkpointer.checkpointer import Checkpointer
-from megackpt.checkpointer.loading import LastLoad, PassedOver
+from megackpt.checkpointer.loading import LastLoad, SkippedStep
 from megackpt.checkpointer.options import (
     Groups,
     KeepBest,
@@ -21,9 +21,9 @@ __all__ = [
     "LastLoad",
     "LocalTier",
     "MemoryTier",
-    "PassedOver",
     "Retention",
     "SaveSchedule",
+    "SkippedStep",
     "StepList",
     "Tier",
     "Tiers",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
-from megackpt.checkpointer.saving import Around, RootSaving
+from megackpt.checkpointer.saving import RootSaving, SaveAttempt
 from megackpt.checkpointer.schedule import Destinations
 from megackpt.checkpointer.tiers import TierSet, destinations_in_tiers, in_native_format
 from megackpt.comm import Group
@@ -24,7 +24,7 @@ from megackpt.options import AsyncOptions
 from megackpt.storage import ObjectOptions
 
 
-class SavingBehind:
+class AsyncSaving:
     """Saves into tiers and a root by a process beside each rank.
 
     saving is what is done for any save into the root; store is the root, pickled, if it is neither a path nor
@@ -142,7 +142,7 @@ class SavingBehind:
             saving.warn_of_newer(step, group)
             if self._store is not None:
                 _check_visible(saving, step)
-            saving.housekeeping.committed(step, damages)
+            saving.cleanup.committed(step, damages)
 
         def failed(_: Exception) -> bool:
             saving.clean_up(step, group)
@@ -165,7 +165,7 @@ class SavingBehind:
             self.saver = AsyncSaver(self._options, hook=self._hook)
         return self.saver
 
-    def _waiting(self) -> Around:
+    def _waiting(self) -> SaveAttempt:
         """Return a block in which the error of the save that was begun last may be raised."""
         return self._failures.around(f"Saving step {self._step}", rank=self._rank)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, SupportsFloat
 
 from megackpt.api import ReturnsState, save_request
 from megackpt.arguments import check_flag, check_kind, checked_step
-from megackpt.checkpointer.async_saving import SavingBehind
+from megackpt.checkpointer.async_saving import AsyncSaving
 from megackpt.checkpointer.loading import LastLoad, RootLoading, StepLoading
 from megackpt.checkpointer.options import (
     Groups,
@@ -31,10 +31,10 @@ from megackpt.checkpointer.options import (
     schedule_of,
     tiers_of,
 )
-from megackpt.checkpointer.retention import Housekeeping
+from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.run import Run
-from megackpt.checkpointer.saving import Failures, OnError, RootSaving
-from megackpt.checkpointer.schedule import Destinations, Intervals, SaveTrigger, SignalWatch
+from megackpt.checkpointer.saving import OnError, RootSaving, SaveFailures
+from megackpt.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger, SignalWatch
 from megackpt.checkpointer.settings import RunSettings
 from megackpt.checkpointer.tiers import TierLoading, TierSaving, TierSet
 from megackpt.comm import Group, world_group
@@ -105,7 +105,7 @@ class Checkpointer(Run):
     ...     state = checkpointer.load({"model": model.sharded_state_dict()})
     """
 
-    _writer_hook: str | None = None  # for tests; see `SavingBehind`
+    _writer_hook: str | None = None  # for tests; see `AsyncSaving`
 
     def __init__(
         self,
@@ -140,11 +140,11 @@ class Checkpointer(Run):
         trusted = self._load_options.allow_unsafe_pickle
         super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
         self._plans = PlanCache()
-        self._failures = Failures(on_error)
+        self._failures = SaveFailures(on_error)
         root_saving = RootSaving(
             places=self._places,
             steps=self.steps,
-            housekeeping=Housekeeping(self._places, self.retention, allow_unsafe_pickle=trusted),
+            cleanup=Cleanup(self._places, self.retention, allow_unsafe_pickle=trusted),
             failures=self._failures,
             options=self._save_options,
             verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
@@ -160,11 +160,11 @@ class Checkpointer(Run):
         self._loading: StepLoading = root_loading
         if len(self._tier_set):
             self._loading = TierLoading(tiers=self._tier_set, root=root_loading)
-        self._behind: SavingBehind | None = None
+        self._async_saving: AsyncSaving | None = None
         self._into_root, self._into_tiers = root_saving, TierSaving(self._tier_set, self._save_options)
         is_path = isinstance(root, (str, os.PathLike))
         if async_options is not None:
-            self._behind = SavingBehind(
+            self._async_saving = AsyncSaving(
                 root_saving,
                 self._tier_set,
                 async_options,
@@ -172,7 +172,7 @@ class Checkpointer(Run):
                 store=None if is_path else pickled_for_a_writer(root),
                 hook=self._writer_hook,
             )
-        self._intervals = Intervals(self.tiers)
+        self._intervals = DestinationChoice(self.tiers)
         # What follows must not fail: handlers of signals are set, and only `close` removes them.
         self._signals = SignalWatch(self.schedule.signals)
         self._trigger = SaveTrigger(self.schedule, self._signals)
@@ -294,7 +294,7 @@ class Checkpointer(Run):
             self._check_way(step, to_root, going, group)
         alike = {"step": step, "metrics given": metrics is not None}
         request = replace(self._request(state, content_metadata, sharded_strategy, group), alike=alike)
-        behind = self._behind if going else None
+        behind = self._async_saving if going else None
         if behind is not None and not behind.may_save(group, is_last=self.exit_requested):
             self._intervals.skipped(going)
             return False
@@ -329,17 +329,17 @@ class Checkpointer(Run):
         Raises:
             CheckpointError: as `save` does before anything is written.
         """
-        if self._behind is not None:
+        if self._async_saving is not None:
             group = self._ranks(self._save_options.timeout_s)
-            self._behind.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
+            self._async_saving.warm_up(self._request(state, content_metadata, sharded_strategy, group), group)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local.
 
         At once, unless `AsyncOptions.stage_in_background` is set: then call it before `optimizer.step()`.
         """
-        if self._behind is not None:
-            self._behind.wait_staged()
+        if self._async_saving is not None:
+            self._async_saving.wait_staged()
 
     def poll(self) -> bool:
         """Return whether an asynchronous save is under way on this rank. Local.
@@ -348,8 +348,8 @@ class Checkpointer(Run):
             CheckpointError: one has failed; older steps are untouched. As for `save`, on_error says which
                 errors are raised.
         """
-        if self._behind is not None:
-            self._behind.poll()
+        if self._async_saving is not None:
+            self._async_saving.poll()
         return self.is_saving
 
     def _request(
@@ -373,13 +373,13 @@ class Checkpointer(Run):
             CheckpointError: it failed; older steps are untouched. As for `save`, on_error says which errors
                 are raised.
         """
-        if self._behind is not None:
-            self._behind.wait()
+        if self._async_saving is not None:
+            self._async_saving.wait()
 
     @property
     def is_saving(self) -> bool:
         """Whether an asynchronous save is under way on this rank. Local."""
-        return self._behind is not None and self._behind.is_busy
+        return self._async_saving is not None and self._async_saving.is_busy
 
     def load(
         self,
@@ -430,8 +430,8 @@ class Checkpointer(Run):
         handlers of before are put back. The checkpointer can be used again, but watches no signals then.
         """
         try:
-            if self._behind is not None:
-                self._behind.close()
+            if self._async_saving is not None:
+                self._async_saving.close()
         finally:
             self._signals.close()
 

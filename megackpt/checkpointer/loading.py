@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver:
+class SkippedStep:
     """A step that was not loaded although it is newer than the one that was.
 
     Attributes:
@@ -50,14 +50,14 @@ class LastLoad:
     Attributes:
         step: the step.
         where: the tier or root it came from.
-        passed_over: newer steps, or the same ones elsewhere, that were not used; newest first.
+        skipped: newer steps, or the same ones elsewhere, that were not used; newest first.
         damaged: copies of files that were left out as they are damaged, with the node they are on.
         report: the load report of this rank; None of a `Checkpointer` with tiers.
     """
 
     step: int
     where: str
-    passed_over: tuple[PassedOver, ...] = ()
+    skipped: tuple[SkippedStep, ...] = ()
     damaged: tuple[str, ...] = ()
     report: LoadReport | None = field(default=None, repr=False)
 
@@ -85,8 +85,8 @@ def load_or_go_back(
         except DAMAGE as error:
             passed.append((step, error))
         else:
-            over = (PassedOver(step=number, where=where, why=str(error)) for number, error in passed)
-            return loaded, LastLoad(step=step, where=where, passed_over=tuple(over))
+            over = (SkippedStep(step=number, where=where, why=str(error)) for number, error in passed)
+            return loaded, LastLoad(step=step, where=where, skipped=tuple(over))
         before = older(step) if older is not None else None
         if before is None and len(passed) == 1:
             raise passed[0][1]

@@ -103,20 +103,20 @@ class Removals:
 
     Attributes:
         retention: about committed steps.
-        torn: leftovers that go, ascending.
+        incomplete: incomplete steps to remove, ascending.
     """
 
     retention: RetentionDecision
-    torn: tuple[int, ...]
+    incomplete: tuple[int, ...]
 
     def without(self, steps: Collection[int]) -> Removals:
         """Return what is left to go if these steps are let alone."""
         removed = tuple(step for step in self.retention.removed if step not in steps)
-        torn = tuple(step for step in self.torn if step not in steps)
-        return Removals(retention=replace(self.retention, removed=removed), torn=torn)
+        incomplete = tuple(step for step in self.incomplete if step not in steps)
+        return Removals(retention=replace(self.retention, removed=removed), incomplete=incomplete)
 
 
-class Housekeeping:
+class Cleanup:
     """Keeps the root of a run in order. Local; see the module."""
 
     def __init__(
@@ -163,7 +163,7 @@ class Housekeeping:
             retention=decide(
                 self._retention, found.committed, pinned=pinned, good=frozenset(good), metrics=metrics
             ),
-            torn=stale_leftovers(found.torn, upto=upto, pinned=pinned),
+            incomplete=stale_leftovers(found.incomplete, upto=upto, pinned=pinned),
         )
 
     def being_saved(self, removals: Removals, *, within_s: float) -> frozenset[int]:
@@ -172,7 +172,7 @@ class Housekeeping:
         Of a committed one, that there are files that its commit does not name counts as well. Where a store
         does not tell when it was written to, none.
         """
-        busy = {step for step in removals.torn if self._is_young(step, within_s)}
+        busy = {step for step in removals.incomplete if self._is_young(step, within_s)}
         for step in removals.retention.removed:
             if self._is_young(step, within_s):
                 with contextlib.closing(self._places.open(step_name(step))) as store:
@@ -189,9 +189,9 @@ class Housekeeping:
         found is what was there before. Metrics go with them, and those of steps before upto that do not
         exist: of saves that wrote nothing else before they were cut short.
         """
-        chosen = (*removals.retention.removed, *removals.torn)
+        chosen = (*removals.retention.removed, *removals.incomplete)
         gone = tuple(step for step in chosen if self._remove(step))
-        there = {*found.committed, *found.torn} - set(gone)
+        there = {*found.committed, *found.incomplete} - set(gone)
         with _warned("removing metrics before step", upto):
             for stray in steps_with_metrics(self._places.root):
                 if stray in gone or (stray < upto and stray not in there):

@@ -23,12 +23,12 @@ class StepList:
 
     Attributes:
         committed: steps that can be loaded.
-        torn: steps whose save did not finish, or whose removal did not; directories that hold anything but
-            what a save of ours writes are not among them.
+        incomplete: steps whose save or removal did not finish. Directories that contain anything else than
+            files of a save are not among them.
     """
 
     committed: tuple[int, ...]
-    torn: tuple[int, ...]
+    incomplete: tuple[int, ...]
 
 
 def steps_of(names: Iterable[str]) -> tuple[int, ...]:
@@ -44,8 +44,8 @@ def scan(places: StepDirectories) -> StepList:
     """
     names = [name for name in places.names() if step_of(name) is not None]
     committed = set(places.committed(names))
-    torn = [name for name in names if name not in committed and places.is_leftover(name)]
-    return StepList(steps_of(committed), steps_of(torn))
+    incomplete = [name for name in names if name not in committed and places.is_leftover(name)]
+    return StepList(steps_of(committed), steps_of(incomplete))
 
 
 _METRICS = ".megackpt/metrics/"

@@ -75,7 +75,7 @@ class Run:
         """Return the newest committed step or None; warn of a newer one that is torn. Local."""
         found = self.scan()
         newest = found.committed[-1] if found.committed else None
-        for step in found.torn:
+        for step in found.incomplete:
             if newest is None or step > newest:
                 log.warning(
                     "%s is not committed (its save did not finish) and is ignored; the newest committed "

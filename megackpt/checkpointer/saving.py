@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, SupportsFloat, get_args
 
-from megackpt.checkpointer.retention import Housekeeping
+from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import checked_metrics, forget_metrics, write_metrics
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn"]
 
-OUTLIVED = (StorageError, IntegrityError, WriterFailedError)
+TOLERATED_ERRORS = (StorageError, IntegrityError, WriterFailedError)
 """What the store did, and processes that are started again.
 
 Not among them: mistakes of the caller, which the next save would meet again, an error that is none of ours,
@@ -39,7 +39,7 @@ recover.
 """
 
 
-class Failures:
+class SaveFailures:
     """A context manager around saving, to be entered again and again: counts, and raises or warns.
 
     rank is that of this process; rank 0, and the rank that failed, say why.
@@ -55,9 +55,9 @@ class Failures:
         self._last: weakref.ref[CheckpointError] | None = None  # not the error: its frames hold the state
         self.count = 0
 
-    def around(self, what: str, *, rank: int) -> Around:
+    def around(self, what: str, *, rank: int) -> SaveAttempt:
         """Return a block in which a save may fail; what says which."""
-        return Around(self, what, rank)
+        return SaveAttempt(self, what, rank)
 
     def take(self, what: str, error: CheckpointError, *, rank: int) -> bool:
         """Count an error, once where it passes through several blocks; say whether it is dealt with."""
@@ -80,24 +80,24 @@ class Failures:
         return True
 
 
-class Around:
+class SaveAttempt:
     """A block in which a save may fail.
 
     Attributes:
         has_failed: whether it has, and training goes on.
     """
 
-    def __init__(self, failures: Failures, what: str, rank: int) -> None:
+    def __init__(self, failures: SaveFailures, what: str, rank: int) -> None:
         self._failures, self._what, self._rank = failures, what, rank
         self.has_failed = False
 
-    def __enter__(self) -> Around:
+    def __enter__(self) -> SaveAttempt:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> bool:
-        if not isinstance(error, OUTLIVED):
+        if not isinstance(error, TOLERATED_ERRORS):
             return False
         self.has_failed = self._failures.take(self._what, error, rank=self._rank)
         return self.has_failed
@@ -110,7 +110,7 @@ class RootSaving:
     Attributes:
         places: where they lie.
         steps: returns the committed ones.
-        housekeeping: does what follows a commit, or a failure.
+        cleanup: does what follows a commit, or a failure.
         failures: counts what fails, and says which errors training outlives.
         options: of the saves.
         verify: how every byte is read again after a commit; None if it is not.
@@ -118,8 +118,8 @@ class RootSaving:
 
     places: StepDirectories
     steps: Callable[[], Iterable[int]]
-    housekeeping: Housekeeping
-    failures: Failures
+    cleanup: Cleanup
+    failures: SaveFailures
     options: SaveOptions
     verify: VerifyOptions | None
 
@@ -163,7 +163,7 @@ class RootSaving:
 
         def follow() -> bytes:
             if group.rank == 0:
-                self.housekeeping.committed(step, damages)
+                self.cleanup.committed(step, damages)
             return b""
 
         run_on_all_ranks(group, follow, doing=work_after_commit(damages))
@@ -171,7 +171,7 @@ class RootSaving:
     def clean_up(self, step: int, group: Group) -> None:
         """Let go of what is beside the files of a save that failed, on rank 0. Local."""
         if group.rank == 0:
-            self.housekeeping.failed(step)
+            self.cleanup.failed(step)
 
     def warn_of_newer(self, step: int, group: Group) -> None:
         """Say, on rank 0, that the step will not be the newest, if there is a newer one. Local."""

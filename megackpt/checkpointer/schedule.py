@@ -240,7 +240,7 @@ class Destinations:
         return self.root or bool(self.tiers)
 
 
-class Intervals:
+class DestinationChoice:
     """Says where steps go; the same on all ranks, which skip the same steps. Local.
 
     >>> intervals = Intervals(Tiers([Tier("a", every=2)], root_every=4))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megackpt.api import ReturnsState
 from megackpt.checkpointer.loading import LastLoad, RootLoading
 from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
-from megackpt.checkpointer.recovery import Recovery, Root
+from megackpt.checkpointer.tier_recovery import Recovery, RootAccess
 from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.steps import LocalSteps, step_of
@@ -44,7 +44,7 @@ class TierSet:
     def __getitem__(self, number: int) -> Tier:
         return self._tiers[number]
 
-    def recovery(self, group: Group, root: Root) -> Recovery:
+    def recovery(self, group: Group, root: RootAccess) -> Recovery:
         """Look at all tiers and the root. Collective."""
         nodes, places = self.open(group)
         return Recovery(group, nodes, places, [str(tier) for tier in self._tiers], root)
@@ -272,7 +272,7 @@ class TierLoading:
 
     def _look(self, strict: ReturnsState, group: Group) -> Recovery:
         """Look at all tiers and the root. Collective; strict is for loads from the root."""
-        root = Root(
+        root = RootAccess(
             location=self.root.places.location,
             steps=self.root.steps,
             load=lambda state, step: self.root.load_step(state, step, strict, group)[0],

@@ -84,7 +84,7 @@ def command(
     --incomplete-newest, and if nothing was written to it lately.
     """
     from megackpt.checkpointer.options import Retention
-    from megackpt.checkpointer.retention import Housekeeping
+    from megackpt.checkpointer.retention import Cleanup
     from megackpt.checkpointer.root_files import read_metrics, scan
     from megackpt.engine.checkpoint.steps import step_directories
 
@@ -106,16 +106,18 @@ def command(
         )
     if keep_best is not None:
         _check_metric(keep_best.metric, {s: read_metrics(places.root, s) for s in found.committed}, root)
-    keeping = Housekeeping(places, retention)
+    keeping = Cleanup(places, retention)
     whole = keeping.newest_whole(found.committed)
     newest = (
-        max(found.committed[-1], *found.torn) if incomplete_newest and found.torn else found.committed[-1]
+        max(found.committed[-1], *found.incomplete)
+        if incomplete_newest and found.incomplete
+        else found.committed[-1]
     )
     planned = keeping.plan(found, upto=newest, good=() if whole is None else (whole,))
-    waiting = [step for step in found.torn if step > newest]
+    waiting = [step for step in found.incomplete if step > newest]
     busy = keeping.being_saved(planned, within_s=60 * min_age)
     chosen = planned.without(busy)
-    todo = (*chosen.torn, *chosen.retention.removed)
+    todo = (*chosen.incomplete, *chosen.retention.removed)
     # A job that saves an older step again may have stored its metrics, and nothing else yet.
     removed = todo if dry_run else keeping.remove(chosen, found, upto=0)
     left = sorted(set(todo) - set(removed))
@@ -173,4 +175,4 @@ def _show(
 
 
 def _state(planned: Removals, step: int) -> str:
-    return "torn" if step in planned.torn else "committed"
+    return "torn" if step in planned.incomplete else "committed"

@@ -101,7 +101,7 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
     def described(step: int) -> Step | None:
         return _step(places, step, is_committed=step in found.committed, latest=step == newest, pins=pins)
 
-    steps = sorted({*found.committed, *found.torn})
+    steps = sorted({*found.committed, *found.incomplete})
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="megackpt-ls") as threads:
         return [step for step in threads.map(described, steps) if step is not None]
 

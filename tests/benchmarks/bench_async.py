@@ -284,7 +284,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
         return time.perf_counter() - began
 
     contender = Behind(root, state)
-    saver = contender.checkpointer._behind.saver
+    saver = contender.checkpointer._async_saving.saver
     assert saver is not None
     alone, draining, burning, ratios, shares, burnt = [step() for _ in range(200)], [], [], [], [], []
     mean = statistics.mean
@@ -327,7 +327,7 @@ def memory(root: Path, mib: int, saves: int) -> Row:
     """Save many times; return the growth from the tenth save to the last."""
     state = made(mib)
     contender = Behind(root, state)
-    saver = contender.checkpointer._behind.saver
+    saver = contender.checkpointer._async_saving.saver
     assert saver is not None
     rows: list[Row] = []
     for _ in range(saves):

@@ -61,7 +61,7 @@ def test_gc_removes_what_is_torn_and_what_the_policy_does_not_keep(
     ]
     assert (done["code"], done["not_removed"], done["dry_run"], planned["dry_run"]) == (0, [], False, True)
     assert Checkpointer(root).scan().committed == (1, 3, 6)
-    assert Checkpointer(root).scan().torn == (7,)  # a job may be saving it
+    assert Checkpointer(root).scan().incomplete == (7,)  # a job may be saving it
     files = [path.stem for path in (root / ".megackpt" / "metrics").iterdir()]
     assert sorted(files) == [f"iter_000000{step}" for step in (1, 3, 6, 7)]
 

@@ -89,7 +89,7 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
     options = AsyncOptions(nice=0) if async_save else False
     checkpointer = Checkpointer(root, keep_last=2, async_save=options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    saver = checkpointer._behind and checkpointer._behind.saver
+    saver = checkpointer._async_saving and checkpointer._async_saving.saver
     notes.tell_processes(saver.writer_pid if saver is not None else None)
     notes.await_go()
     tensors = [torch.empty(NUMEL) for _ in range(TENSORS)]
@@ -149,11 +149,11 @@ class Tally:
             assert step == (newest if asked is None else asked)
             assert torch.equal(values, torch.full_like(values, step))
         # Torn is the step that was being saved, or an old one that was being removed.
-        assert all(torn == newest + 1 or torn < found.committed[0] for torn in found.torn)
+        assert all(torn == newest + 1 or torn < found.committed[0] for torn in found.incomplete)
         self.newest = newest
         self.kills += 1
         self.interrupted += notes.step() > newest
-        self.torn += any(torn > newest for torn in found.torn)
+        self.torn += any(torn > newest for torn in found.incomplete)
 
     def __str__(self) -> str:
         return (

@@ -131,7 +131,7 @@ def go_on_without_a_writer(root: Path, kills: int, seed: int) -> tuple[int, int]
         return {"w": ShardedTensor.from_rank_offsets("w", data.fill_(value), (0, rank, size))}
 
     with Checkpointer(root, keep_last=2, async_save=True, timeout_s=LIMIT_S) as checkpointer:
-        saver = checkpointer._behind and checkpointer._behind.saver
+        saver = checkpointer._async_saving and checkpointer._async_saving.saver
         assert saver is not None
         checkpointer.save(0, part(0))
         checkpointer.wait()

@@ -203,7 +203,11 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
             signal.alarm(0)
             said = traceback.format_exc()[-1500:]
             wrong.append(f"{work}: line {number} at {where}: {type(error).__name__}: {error}\n{said}")
-            saver = trial.checkpointer and trial.checkpointer._behind and trial.checkpointer._behind.saver
+            saver = (
+                trial.checkpointer
+                and trial.checkpointer._async_saving
+                and trial.checkpointer._async_saving.saver
+            )
             if saver is not None:
                 saver._session.writer.kill()
             trial.checkpointer = None

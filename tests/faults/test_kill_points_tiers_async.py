@@ -170,7 +170,7 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
         run.lose(point % 2)  # so that what the other one says it has must be all there is
         used = run.load(nodes=range(2))
         assert used.step in (1, 2), point
-        assert used.passed_over == (), point
+        assert used.skipped == (), point
         found.add(used.step)
         run.save(3, nodes=range(2))
         assert [run.kept(node) for node in range(2)] == [["iter_0000003"]] * 2, point

@@ -60,13 +60,13 @@ def test_a_first_save_that_dies_anywhere_is_torn_and_removed_once_a_newer_step_i
         except StorageError:
             pass
         if checkpointer.directory(at).exists():
-            assert checkpointer.scan().torn == (at,), files_of(checkpointer.directory(at))
+            assert checkpointer.scan().incomplete == (at,), files_of(checkpointer.directory(at))
             checkpointer.directory(at).rename(tmp_path / f"kept-{at}")
     assert at > 5
     for kept in sorted(tmp_path.glob("kept-*")):
         kept.rename(checkpointer.directory(int(kept.name.split("-")[1])))
     checkpointer.save(500, state(2.0))
-    assert checkpointer.scan().torn == ()
+    assert checkpointer.scan().incomplete == ()
     assert checkpointer.scan().committed == (at, 500)
 
 

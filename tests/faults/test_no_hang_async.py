@@ -58,7 +58,7 @@ def started(
     """Return a checkpointer whose writers are there: how long they take to start is not of interest here."""
     options = AsyncOptions(nice=0)  # the time-out is short, and the machine may be busy
     checkpointer = kind(root, async_save=options, timeout_s=timeout_s, **given)
-    saver = checkpointer._behind and checkpointer._behind.saver
+    saver = checkpointer._async_saving and checkpointer._async_saving.saver
     assert saver is not None
     saver._session.running().wait_ready()
     dist.barrier()
@@ -192,7 +192,7 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
         said = str(error)
     elapsed = time.monotonic() - began
     (gate / f"raised.{rank}").touch()
-    saver = checkpointer._behind and checkpointer._behind.saver
+    saver = checkpointer._async_saving and checkpointer._async_saving.saver
     assert saver is not None
     saver.abandon()
     return said, elapsed

@@ -160,7 +160,7 @@ def test_mistakes_of_the_caller_are_raised_even_so(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         checkpointer.save(1, {"thread": object()})
     assert checkpointer.failed_saves == 0
-    assert checkpointer.scan().torn == ()
+    assert checkpointer.scan().incomplete == ()
     assert not (tmp_path / "iter_0000001").exists()
 
 

@@ -151,13 +151,13 @@ def test_steps_are_found_kept_removed_and_torn_ones_cleaned(s3_server: S3Server)
         everything.write("iter_0000000/of_others.pt", b"1")
         everything.write("iter_00000004/metadata.json", b"{}")
         assert checkpointer.scan().committed == (2,)
-        assert checkpointer.scan().torn == (3,)
+        assert checkpointer.scan().incomplete == (3,)
         assert checkpointer.load({})["value"] == 2
         assert checkpointer.content_metadata(2) == {"of": 2}
         with pytest.raises(NotACheckpointError, match=f"{url}/iter_0000003 is not a checkpoint"):
             checkpointer.load({}, step=3)
         checkpointer.save(4, {"value": 4})
-        assert checkpointer.scan().torn == ()
+        assert checkpointer.scan().incomplete == ()
         assert checkpointer.steps() == (2, 4)
         assert everything.names("iter_0000000/") == ["iter_0000000/of_others.pt"]
         assert everything.names("iter_0000003/") == []
@@ -236,7 +236,7 @@ def test_a_removal_that_breaks_off_leaves_no_half_of_a_step(s3_proxy: FaultyProx
         assert next(deleted) == 3  # metrics of an earlier save of step 3, the commit of step 1, and its files
         s3_proxy.choose = lambda kind, path: ""
         assert checkpointer.scan().committed == (2, 3)
-        assert checkpointer.scan().torn == (1,)
+        assert checkpointer.scan().incomplete == (1,)
         checkpointer.save(4, {"a": 4})
         assert checkpointer.scan() == StepList((3, 4), ())
 

@@ -105,7 +105,7 @@ def test_the_newest_step_in_memory_outlives_any_node_and_without_it_the_root_is_
         shutil.rmtree(memory_path / "restarted" / "root")
         shutil.rmtree(memory_path / "restarted" / f"node-{lost}")
         found = rank_pool.run(resume, RANKS, memory_path / "restarted", 2 if lost else 4)
-        assert {(used.step, used.passed_over, used.damaged) for used in found} == {(3, (), ())}
+        assert {(used.step, used.skipped, used.damaged) for used in found} == {(3, (), ())}
         for node in range(NODES):
             steps = sorted(path.name for path in (memory_path / "restarted" / f"node-{node}").iterdir())
             assert steps == ["iter_0000003", "iter_0000004"], (
@@ -117,4 +117,4 @@ def test_the_newest_step_in_memory_outlives_any_node_and_without_it_the_root_is_
         shutil.rmtree(memory_path / "run" / f"node-{lost}")
     found = rank_pool.run(resume, RANKS, memory_path / "run", 1)
     assert {(used.step, used.where) for used in found} == {(1, str(memory_path / "run" / "root"))}
-    assert [passed.step for passed in found[0].passed_over] == [3, 2]
+    assert [passed.step for passed in found[0].skipped] == [3, 2]

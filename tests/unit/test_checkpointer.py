@@ -54,9 +54,9 @@ def test_a_torn_step_is_named_ignored_and_removed_once_training_has_passed_it(
         assert value_of(checkpointer) == 1
     assert "iter_0000003 is not committed" in caplog.text
     checkpointer.save(2, state(2))
-    assert checkpointer.scan().torn == (3,)  # it might be another job's save, under way
+    assert checkpointer.scan().incomplete == (3,)  # it might be another job's save, under way
     checkpointer.save(4, state(4))
-    assert checkpointer.scan().torn == ()
+    assert checkpointer.scan().incomplete == ()
     assert checkpointer.steps() == (1, 2, 4)
 
 
@@ -68,7 +68,7 @@ def test_directories_of_others_are_never_removed(tmp_path: Path) -> None:
     checkpointer.save(5, state(5))
     checkpointer.save(6, state(6))
     assert (legacy / "model_optim_rng.pt").exists()
-    assert checkpointer.scan().torn == ()
+    assert checkpointer.scan().incomplete == ()
 
 
 def test_a_linked_step_loads_and_only_the_link_is_removed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.checkpointer import saving
-from megackpt.checkpointer.retention import Housekeeping
+from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import write_pin
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalSteps
@@ -80,7 +80,7 @@ def test_metrics_are_those_of_the_last_save_of_a_step(root: Path | Store) -> Non
     assert checkpointer.metrics(1) == {}
     with pytest.raises(DeclarationError, match=r"metrics\['loss'\] is 'low'; give a single number"):
         checkpointer.save(2, {"a": 2}, metrics={"loss": "low"})  # type: ignore[dict-item]
-    assert checkpointer.scan().torn == ()
+    assert checkpointer.scan().incomplete == ()
     assert checkpointer.load({}) == {"a": 2}
 
 
@@ -111,7 +111,7 @@ def test_a_pin_that_comes_after_the_decision_is_still_heeded(tmp_path: Path) -> 
             write_pin(self.root, 2)  # by someone else, while step 1 is removed
             super().remove(name)
 
-    Housekeeping(PinnedMeanwhile(tmp_path), Retention(keep_last=1)).committed(3)
+    Cleanup(PinnedMeanwhile(tmp_path), Retention(keep_last=1)).committed(3)
     assert checkpointer.steps() == (2, 3)
 
 
@@ -174,7 +174,7 @@ def test_a_step_that_is_damaged_right_after_the_commit_is_removed_and_older_ones
         assert "'w'" in text
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.scan().committed == (1,)
-    assert checkpointer.scan().torn == ()
+    assert checkpointer.scan().incomplete == ()
     assert checkpointer.metrics(2) == {}
     assert (tmp_path / TRACKER).read_text() == "1"
     assert SimulatedWorld(2).run(lambda group: save(group, 3)) == [0, 0]

@@ -338,7 +338,7 @@ def load_latest(root: Path, options: LoadOptions, step: int | None = None) -> li
         with Checkpointer(root, group=group, load_options=options) as checkpointer:
             found = checkpointer.load(state(group.rank, value=None), step=step)
             assert checkpointer.last_load is not None
-            passed = [over.step for over in checkpointer.last_load.passed_over]
+            passed = [over.step for over in checkpointer.last_load.skipped]
             return checkpointer.last_load.step, passed, float(found["small"][0]), float(found["rows"][1])
 
     return SimulatedWorld(RANKS).outcomes(run)

@@ -41,4 +41,4 @@ def test_that_a_step_is_no_checkpoint_any_more_is_durable_before_other_files_go(
     step_directories(root, objects=None).remove(step_name(1))
     assert done[:2] == [[MANIFEST], "sync"]
     assert len(done[2]) >= 2
-    assert Checkpointer(root).scan().torn == ()
+    assert Checkpointer(root).scan().incomplete == ()

@@ -176,7 +176,7 @@ def test_other_layouts_and_fewer_nodes_take_the_newest_step_from_the_nodes_that_
     run.lose(*lost)
     left = [node for node in range(4) if node not in lost]
     used = run.load(nodes=left, tp=1)
-    assert (used.step, used.passed_over) == (2, ())
+    assert (used.step, used.skipped) == (2, ())
     assert run.load(nodes=[*left, *lost], tp=4).step == 2  # empty nodes come instead
 
 
@@ -190,8 +190,8 @@ def test_two_neighbours_lost_leave_the_root_and_that_is_said(
     with caplog.at_level(logging.WARNING):
         used = run.load()
     assert (used.step, used.where) == (1, str(memory_path / "root"))
-    assert [passed.step for passed in used.passed_over] == [3, 2]
-    assert "2 of its 8 data files are on no node any more" in used.passed_over[0].why
+    assert [passed.step for passed in used.skipped] == [3, 2]
+    assert "2 of its 8 data files are on no node any more" in used.skipped[0].why
     assert "Not loaded: step 3 in the memory tier" in caplog.text
     assert f"Step 1 was loaded from {memory_path / 'root'}" in caplog.text
     assert all(run.kept(node) == [] for node in (0, 3))  # of no use, and of much memory
@@ -287,13 +287,13 @@ def test_a_damaged_copy_is_left_out_and_the_other_one_read(
         flip(run.node(node) / "iter_0000002" / "data" / name.replace("-00001", f"-0000{node}"), DATA)
     with caplog.at_level(logging.WARNING):
         used = run.load()
-    assert (used.step, used.passed_over) == (2, ())
+    assert (used.step, used.skipped) == (2, ())
     assert len(used.damaged) == 2
     assert f"node 1: iter_0000002/data/{name}" in used.damaged
     assert f"node 1: iter_0000002/data/{name}" in caplog.text
     flip(run.node(0) / "iter_0000002" / "data" / name, DATA)
     used = run.load()
-    assert (used.step, [passed.step for passed in used.passed_over]) == (1, [2])
+    assert (used.step, [passed.step for passed in used.skipped]) == (1, [2])
 
 
 @pytest.mark.parametrize("name", ["index", "common", "metadata.json"])
@@ -320,8 +320,8 @@ def test_a_damaged_step_of_the_root_is_passed_over_too(memory_path: Path) -> Non
     run.save(3, to_root=True)
     flip(data_files(memory_path / "root" / "iter_0000003")[3], DATA)
     used = run.load()
-    assert (used.step, used.passed_over[0].step) == (2, 3)
-    assert "digest differs" in used.passed_over[0].why
+    assert (used.step, used.skipped[0].step) == (2, 3)
+    assert "digest differs" in used.skipped[0].why
 
 
 @pytest.fixture
@@ -409,7 +409,7 @@ def test_a_job_killed_at_any_operation_of_a_save_has_the_old_step_or_the_new_one
         run.lose(len(seen) % 2)  # so that what the other one says it has must be all there is
         used = run.load(nodes=range(2))
         assert used.step in (1, 2)
-        assert used.passed_over == ()
+        assert used.skipped == ()
         seen.append(used.step)
         run.save(3, nodes=range(2))
         assert [run.kept(n) for n in range(2)] == [["iter_0000003"]] * 2

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from megackpt.checkpointer.loading import LastLoad, PassedOver, with_copies_of_step
-from megackpt.checkpointer.survey import ROOT, Candidate, Survey
+from megackpt.checkpointer.loading import LastLoad, SkippedStep, with_copies_of_step
+from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalSteps, step_name
 from megackpt.engine.loading.fallback import DAMAGE
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
+class RootAccess:
     """The durable store, as recovery sees it.
 
     Attributes:
@@ -64,13 +64,13 @@ class Recovery:
     """One search for the newest step. Every method is collective; rank 0 decides."""
 
     def __init__(
-        self, group: Group, nodes: Nodes, places: Sequence[LocalSteps], names: Sequence[str], root: Root
+        self, group: Group, nodes: Nodes, places: Sequence[LocalSteps], names: Sequence[str], root: RootAccess
     ) -> None:
         """Look at all of it. places are this node's directories of the tiers, names what they are called."""
         self._group, self._nodes, self._places, self._names = group, nodes, places, names
         self._root = root
-        self._passed: list[PassedOver] = []
-        self._incomplete: list[Candidate] = []
+        self._passed: list[SkippedStep] = []
+        self._incomplete: list[StepCandidate] = []
         self._errors: list[CheckpointError] = []
         self._survey = self._look()
 
@@ -108,7 +108,7 @@ class Recovery:
             path=self._root.location,
         )
 
-    def _look(self) -> Survey:
+    def _look(self) -> TierSurvey:
         """Ask all nodes what they have; the answer is rank 0's."""
         group = self._group
 
@@ -121,7 +121,7 @@ class Recovery:
         said = [json.loads(told[leader]) for leader in self._nodes.leaders()] if told else []
         of_nodes = [[[NodeStep.from_json(h) for h in tier] for tier in node] for node in said]
         held = [[{h.name: h for h in node[tier]} for node in of_nodes] for tier in range(len(self._places))]
-        return Survey(held, self._root_steps() if group.rank == 0 else [])
+        return TierSurvey(held, self._root_steps() if group.rank == 0 else [])
 
     def _held_in(self, place: LocalSteps) -> list[list[object]]:
         try:
@@ -137,14 +137,14 @@ class Recovery:
             log.warning("%s cannot be looked at, so only the tiers are: %s", self._root.location, error)
             return []
 
-    def _queue(self, step: int | None) -> list[Candidate]:
+    def _queue(self, step: int | None) -> list[StepCandidate]:
         """Return the candidates, the same on every rank."""
         found = [c for c in self._survey.candidates() if step in (None, c.step)]
         said = json.dumps([[c.step, c.tier, c.commit] for c in found]).encode()
         told = broadcast_from_rank_0(self._group, said, doing="choosing a checkpoint")
-        return [Candidate(step=s, tier=tier, commit=commit) for s, tier, commit in json.loads(told)]
+        return [StepCandidate(step=s, tier=tier, commit=commit) for s, tier, commit in json.loads(told)]
 
-    def _try(self, candidate: Candidate, act: Callable[[], T | None]) -> T | None:
+    def _try(self, candidate: StepCandidate, act: Callable[[], T | None]) -> T | None:
         """Do something with a step; None if that cannot be. What is damaged on one node others may have."""
         while True:
             try:
@@ -155,7 +155,7 @@ class Recovery:
                     self._pass_over(candidate, str(error))
                     return None
 
-    def _place(self, candidate: Candidate) -> _Placed | None:
+    def _place(self, candidate: StepCandidate) -> _StepPlacement | None:
         """Find where the files of a step of a tier are, and give every node its index; None if some are lost.
 
         Raises:
@@ -188,7 +188,7 @@ class Recovery:
             return None
         members = self._nodes.members()
         ranks = {file: [rank for node in nodes for rank in members[node]] for file, nodes in holders.items()}
-        return _Placed(
+        return _StepPlacement(
             needs=needs,
             donor=leaders[donor],
             holders={file: sorted(of_file) for file, of_file in ranks.items()},
@@ -197,7 +197,7 @@ class Recovery:
 
     def _load(
         self,
-        candidate: Candidate,
+        candidate: StepCandidate,
         state: ShardedStateDict,
         strict: StrictHandling | str,
         options: LoadOptions,
@@ -217,7 +217,7 @@ class Recovery:
             )
             return load_state(state, lambda: store, group, by_exchange, strict, holders=placed.holders).state
 
-    def _find_damage(self, candidate: Candidate) -> bool:
+    def _find_damage(self, candidate: StepCandidate) -> bool:
         """Let every node check what it has of a step; say whether anything is damaged that was not known."""
         group, leaders, name = self._group, self._nodes.leaders(), step_name(candidate.step)
 
@@ -238,24 +238,24 @@ class Recovery:
         with contextlib.closing(self._places[tier].open(name)) as store:
             yield store
 
-    def _pass_over(self, candidate: Candidate, why: str, *, is_incomplete: bool = False) -> None:
-        passed = PassedOver(step=candidate.step, where=self._place_name(candidate), why=why)
+    def _pass_over(self, candidate: StepCandidate, why: str, *, is_incomplete: bool = False) -> None:
+        passed = SkippedStep(step=candidate.step, where=self._place_name(candidate), why=why)
         self._passed.append(passed)
         if is_incomplete:
             self._incomplete.append(candidate)
         if self._group.rank == 0:
             log.warning("Not loaded: %s", passed)
 
-    def _place_name(self, candidate: Candidate) -> str:
+    def _place_name(self, candidate: StepCandidate) -> str:
         return self._root.location if candidate.tier == ROOT else self._names[candidate.tier]
 
-    def _report(self, candidate: Candidate, *, is_newest: bool) -> LastLoad:
+    def _report(self, candidate: StepCandidate, *, is_newest: bool) -> LastLoad:
         """Say what was used; after a search for the newest step, remove what is of no use in the tiers."""
         survey = self._survey
         damaged = sorted(f"node {node}: {name}/{file}" for _, name, node, file in survey.damaged)
         useless: list[tuple[int, str]] = []
         if is_newest:
-            useless += [(tier, name) for tier in range(len(survey.held)) for name in survey.torn(tier)]
+            useless += [(tier, name) for tier in range(len(survey.held)) for name in survey.incomplete(tier)]
             useless += [(c.tier, step_name(c.step)) for c in self._incomplete]
         damaged, useless = _agreed(self._group, [damaged, useless])
         where = self._place_name(candidate)
@@ -266,9 +266,7 @@ class Recovery:
         run_on_all_ranks(
             self._group, lambda: self._remove(useless), doing="removing torn steps from its node"
         )
-        return LastLoad(
-            step=candidate.step, where=where, passed_over=tuple(self._passed), damaged=tuple(damaged)
-        )
+        return LastLoad(step=candidate.step, where=where, skipped=tuple(self._passed), damaged=tuple(damaged))
 
     def _remove(self, useless: Sequence[tuple[int, str]]) -> bytes:
         if self._group.rank in self._nodes.leaders():
@@ -281,7 +279,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
+class _StepPlacement:
     """Where the files of a step are.
 
     Attributes:

@@ -16,7 +16,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class StepCandidate:
     """A step that is committed somewhere.
 
     Attributes:
@@ -31,7 +31,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Survey:
+class TierSurvey:
     """What nodes and root have; known to rank 0.
 
     Attributes:
@@ -46,12 +46,12 @@ class Survey:
     damaged: set[tuple[int, str, int, str]] = field(default_factory=set)
     unfit: set[tuple[int, str, int]] = field(default_factory=set)
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[StepCandidate]:
         """Return committed steps: the newest first, of one step the tiers in their order, then the root.
 
         Where nodes have different commits of a step, the one that more of them have comes first.
         """
-        found: list[tuple[int, int, int, Candidate]] = []
+        found: list[tuple[int, int, int, StepCandidate]] = []
         for tier, nodes in enumerate(self.held):
             counts: dict[tuple[str, str], int] = {}
             for steps in nodes:
@@ -60,12 +60,12 @@ class Survey:
                         counts[name, held.commit] = counts.get((name, held.commit), 0) + 1
             for (name, commit), count in counts.items():
                 step = _number(name)
-                found.append((-step, tier, -count, Candidate(step=step, tier=tier, commit=commit)))
+                found.append((-step, tier, -count, StepCandidate(step=step, tier=tier, commit=commit)))
         last = len(self.held)
-        found += [(-step, last, 0, Candidate(step=step, tier=ROOT)) for step in self.in_root]
+        found += [(-step, last, 0, StepCandidate(step=step, tier=ROOT)) for step in self.in_root]
         return [candidate for *_, candidate in sorted(found, key=lambda row: row[:3])]
 
-    def donor(self, candidate: Candidate) -> int | None:
+    def donor(self, candidate: StepCandidate) -> int | None:
         """Return a node that has commit, index and common state of a step; None if there is none."""
         name = step_name(candidate.step)
         for node, steps in enumerate(self.held[candidate.tier]):
@@ -75,7 +75,7 @@ class Survey:
                 return node
         return None
 
-    def holders(self, candidate: Candidate, needs: StepFiles) -> dict[str, list[int]]:
+    def holders(self, candidate: StepCandidate, needs: StepFiles) -> dict[str, list[int]]:
         """Return the nodes that have each file of chunks, whole as far as is known."""
         name = step_name(candidate.step)
         files: dict[str, list[int]] = {file: [] for file in needs.data}
@@ -87,7 +87,7 @@ class Survey:
                     files[file].append(node)
         return files
 
-    def lacking(self, candidate: Candidate, needs: StepFiles) -> dict[int, tuple[list[str], bool]]:
+    def lacking(self, candidate: StepCandidate, needs: StepFiles) -> dict[int, tuple[list[str], bool]]:
         """Return for each node that lacks some which small files, and whether the commit."""
         name = step_name(candidate.step)
         found = {}
@@ -103,7 +103,7 @@ class Survey:
                 found[node] = (lacks, not is_committed)
         return found
 
-    def note_damage(self, candidate: Candidate, node: int, files: Iterable[tuple[str, bool]]) -> bool:
+    def note_damage(self, candidate: StepCandidate, node: int, files: Iterable[tuple[str, bool]]) -> bool:
         """Take what a node has found damaged; say whether that is news."""
         name, known = step_name(candidate.step), len(self.damaged)
         for file, is_data in files:
@@ -112,7 +112,7 @@ class Survey:
                 self.unfit.add((candidate.tier, name, node))
         return len(self.damaged) > known
 
-    def torn(self, tier: int) -> list[str]:
+    def incomplete(self, tier: int) -> list[str]:
         """Return steps that no node has committed: their saves did not finish."""
         names = {name for steps in self.held[tier] for name in steps}
         committed = {name for steps in self.held[tier] for name, held in steps.items() if held.commit}
