@@ -127,7 +127,7 @@ UNLIKE = {
     "direct with a group": "Rank 0 failed while preparing the load: exchange_group is given",
     "group of one": "ranks 0 and 1 differ in whether they give an exchange_group",
     "other groups": "the exchange_group of rank 0 is not that of each of its members",
-    "no group at all": "Rank 1 failed while preparing the load: A group of class str",
+    "no group at all": "Rank 1 failed while preparing the load: exchange_group is 'tp'",
     "strict": "ranks 0 and 1 differ in what they do about missing keys",
     "no mode": "Rank 1 failed while preparing the load: strict='lenient' is not a mode",
 }
