@@ -24,7 +24,7 @@ import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
-from megackpt.storage import Store, StreamWriter, fill, lend
+from megackpt.storage import ForwardingStore, Store, StreamWriter
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (engine_load, "open_checkpoint", "open"),
@@ -98,7 +98,7 @@ class Tracer:
 
 def traced_store(store: Store, tracer: Tracer) -> Store:
     """Return a store that does the same and notes reads, writes and flushes."""
-    return cast(Store, _TracedStore(store, tracer))
+    return _TracedStore(store, tracer)
 
 
 def traced_strategy(strategy: SaveStrategy, tracer: Tracer) -> SaveStrategy:
@@ -119,45 +119,46 @@ def traced_load(tracer: Tracer) -> Iterator[None]:
         yield
 
 
-class _TracedStore:
+class _TracedStore(ForwardingStore):
     def __init__(self, store: Store, tracer: Tracer) -> None:
-        self._store, self._tracer = store, tracer
+        super().__init__(store)
+        self._tracer = tracer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def is_cached(self, name: str) -> bool:
+        return self._inner.is_cached(name)
 
     def open_writer(self, name: str, nbytes: int) -> StreamWriter:
-        with self._tracer.span("write"):  # reserves the room
-            writer = self._store.open_writer(name, nbytes)
+        with self._tracer.span("write"):  # reserves the disk space
+            writer = super().open_writer(name, nbytes)
         return cast(StreamWriter, _TracedWriter(writer, self._tracer))
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         with self._tracer.span("read"):
-            self._store.read_into(name, offset_bytes, out)
+            super().read_into(name, offset_bytes, out)
 
-    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        filling = fill(self._store, name, offset_bytes, out)
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        counts = self._inner.stream_into(name, offset_bytes, out)
         while True:
             with self._tracer.span("read"):
-                filled = next(filling, None)
-            if filled is None:
+                count = next(counts, None)
+            if count is None:
                 return
-            yield filled
+            yield count
 
     @contextlib.contextmanager
-    def lend(self, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
+    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
         with contextlib.ExitStack() as stack:
             with self._tracer.span("read"):
-                data = stack.enter_context(lend(self._store, name, offset_bytes, nbytes))
+                data = stack.enter_context(self._inner.borrow(name, offset_bytes, nbytes))
             yield data
 
     def replace(self, name: str, data: bytes) -> None:
         with self._tracer.span("commit" if name == MANIFEST else "index"):
-            self._store.replace(name, data)
+            super().replace(name, data)
 
     def sync(self) -> None:
         with self._tracer.span("sync"):
-            self._store.sync()
+            super().sync()
 
 
 class _TracedWriter:

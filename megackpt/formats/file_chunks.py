@@ -16,7 +16,7 @@ from megackpt.errors import CheckpointError, IntegrityError
 from megackpt.formats.contents import Chunks, FileRanges, Part, RawRanges
 from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks
-from megackpt.storage import Store, digest_list, fill, lend
+from megackpt.storage import Store, digest_list
 
 _LOOKED_AT = 16  # files, to tell whether all are in memory
 
@@ -61,10 +61,9 @@ class FileChunks(Chunks):
 
     def is_cached(self) -> bool:
         """Return whether no read waits, as far as the store knows. Asks about some files only."""
-        ask = getattr(self._store, "is_cached", None)
         used = np.unique(self.stored.file)[:_LOOKED_AT].tolist()
         try:
-            return ask is not None and all(ask(self.stored.files[number]) for number in used)
+            return all(self._store.is_cached(self.stored.files[number]) for number in used)
         except CheckpointError:  # whoever reads the file will say what is wrong with it
             return False
 
@@ -76,7 +75,7 @@ class FileChunks(Chunks):
             self._store.read_into(name, offset, out)
             return
         data, found, done = out.cast("B"), list[int](), 0
-        for filled in fill(self._store, name, offset, data):
+        for filled in self._store.stream_into(name, offset, data):
             if filled < len(data):
                 filled -= filled % DIGEST_BLOCK_BYTES
             found += digest_list(data[done:filled], DIGEST_BLOCK_BYTES)
@@ -91,7 +90,7 @@ class FileChunks(Chunks):
         first = min(begins)
         last = max(b + p.stop - p.start for b, p in zip(begins, parts, strict=True))
         name = self.stored.files[int(self.stored.file[parts[0].row])]
-        with lend(self._store, name, first, last - first) as data:
+        with self._store.borrow(name, first, last - first) as data:
             lent = [
                 data[b - first : b - first + p.stop - p.start] for b, p in zip(begins, parts, strict=True)
             ]

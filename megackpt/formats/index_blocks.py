@@ -17,7 +17,7 @@ from megackpt.formats.index_head import IndexHead, Marks
 from megackpt.formats.index_layout import ROW_COLUMNS
 from megackpt.geometry import Ints
 from megackpt.metadata import block_counts
-from megackpt.storage import MAX_BORROWED_BYTES, Store, block_digests, lend
+from megackpt.storage import MAX_BORROWED_BYTES, Store, block_digests
 
 
 def runs_of(blocks: Marks, *, longest: int, gap: int) -> Iterator[range]:
@@ -148,7 +148,7 @@ class RowBlocks:
 def _borrowed(store: Store, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
     """Yield a range of a file of any length, valid until the end of the block."""
     if nbytes <= MAX_BORROWED_BYTES:
-        with lend(store, name, offset_bytes, nbytes) as data:
+        with store.borrow(name, offset_bytes, nbytes) as data:
             yield data
         return
     data = memoryview(bytearray(nbytes))

@@ -18,7 +18,7 @@ from megackpt.formats.registry import load_strategy, save_strategy
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.options import RepairOptions, VerifyOptions
 from megackpt.storage import Store
-from megackpt.storage.patched import Patch, PatchedStore
+from megackpt.storage.views import Patch, PatchedStore
 from megackpt.validation import PARITY
 
 _ROUNDS = 8  # each mends at least one file, or ends the search

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from megackpt.errors import CheckpointError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
-from megackpt.storage import ObjectStore, Store
+from megackpt.storage import Store
 from megackpt.storage.names import is_temporary_name_of, temporary_name
-from megackpt.storage.patched import Patch, PatchedStore
+from megackpt.storage.views import Patch, PatchedStore
 
 _STEP_BYTES = 4 * 1024 * 1024
-
-
-@runtime_checkable
-class _Moves(Protocol):
-    def move(self, name: str, target: str) -> None:
-        """Give a file another name, at once, instead of what was there. Durable after `sync`."""
 
 
 def replace_files(store: Store, view: Store, names: Sequence[str], check: Callable[[Store], None]) -> None:
@@ -38,12 +31,11 @@ def replace_files(store: Store, view: Store, names: Sequence[str], check: Callab
         CheckpointError: a file could not be written, or check raised; what was written is removed.
         UnsupportedError: the store can replace a file neither by a rename nor by a put.
     """
-    if isinstance(store, ObjectStore):
-        # A put replaces an object all at once, and a rename would be a second copy.
+    if store.replaces_on_close:
         for name in _commit_last(names):
             _copy(view, name, store, name)
         return
-    if not isinstance(store, _Moves):
+    if not store.moves_atomically:
         raise UnsupportedError(
             f"{store.location}: this store has no way to replace a large file at once (a method `move`), so "
             f"nothing in it is repaired. Repair a copy of the checkpoint in a directory.",

@@ -1,8 +1,7 @@
-"""Page-aligned buffers that are used again.
+"""Page-aligned buffers for reading and writing files, kept and used again.
 
-Owns the memory through which bytes go to files and come from them. It is kept for the life of the process:
-touching fresh pages costs several times the copy into them, so a buffer that each save made anew would cost
-more than the digests of all that goes through it.
+They are kept for the life of the process: the first touch of fresh pages costs several times as much as the
+copy into them, so buffers made anew for each save would cost more than the digests of all its bytes.
 """
 
 from __future__ import annotations
@@ -16,20 +15,25 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from megackpt.storage.rawio import ALIGNMENT
+
 ByteArray = npt.NDArray[np.uint8]  # [n], a view of bytes
 
 BUFFER_BYTES = 4 << 20
 """Size of a buffer of the common pool, and so of the longest request to the system."""
 
-_KEPT = 8
-_HUGE_PAGE = 2 << 20
+MAX_BORROWED_BYTES = BUFFER_BYTES - 2 * ALIGNMENT
+"""Longest range of `Store.borrow`: one buffer, less what alignment may cost at both ends."""
+
+_MAX_IDLE_BUFFERS = 8
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class BufferPool:
     """Buffers of one size; keeps at most `limit` unused ones. Safe for many threads.
 
-    They begin at multiples of 2 MiB if they are as large, so that the system can use huge pages for them: a
-    request to a disk is then made of few parts.
+    Buffers of 2 MiB or more begin at multiples of 2 MiB, so that the system can use huge pages for them: a
+    request to a disk then has fewer segments.
     """
 
     def __init__(self, buffer_bytes: int, *, limit: int) -> None:
@@ -43,48 +47,49 @@ class BufferPool:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return _fresh(self.buffer_bytes)
+        return _new_buffer(self.buffer_bytes)
 
-    def give(self, buffer: ByteArray) -> None:
-        """Take a buffer back."""
+    def give_back(self, buffer: ByteArray) -> None:
+        """Return a buffer to the pool."""
         with self._lock:
             if len(self._idle) < self._limit:
                 self._idle.append(buffer)
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[ByteArray]:
-        """Yield a buffer, `[buffer_bytes]`, with arbitrary content until the end of the block."""
+    def borrow(self) -> Iterator[ByteArray]:
+        """Yield a buffer, `[buffer_bytes]`, with arbitrary content; it goes back at the end of the block."""
         buffer = self.take()
         try:
             yield buffer
         finally:
-            self.give(buffer)
+            self.give_back(buffer)
 
     def clear(self) -> None:
         """Return unused buffers to the system."""
         with self._lock:
             self._idle.clear()
 
-    def renew(self) -> None:
-        """Begin anew, in a process just forked: the lock may be held by a thread that is not here."""
+    def reset_after_fork(self) -> None:
+        """Start empty in a forked process, where the lock may be held by a thread that does not exist."""
         self._lock = threading.Lock()
         self._idle = []
 
 
-COMMON_POOL = BufferPool(BUFFER_BYTES, limit=_KEPT)
-"""The buffers of this process. It keeps at most 32 MiB; what is taken beyond that is not kept."""
+COMMON_POOL = BufferPool(BUFFER_BYTES, limit=_MAX_IDLE_BUFFERS)
+"""The buffers of this process. It keeps at most 32 MiB; more can be taken, and is freed when given back."""
 
-os.register_at_fork(after_in_child=COMMON_POOL.renew)
+os.register_at_fork(after_in_child=COMMON_POOL.reset_after_fork)
 
 
-def _fresh(nbytes: int) -> ByteArray:
+def _new_buffer(nbytes: int) -> ByteArray:
     # Private, so that a forked process does not write into buffers of its parent; the default is shared.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if nbytes < _HUGE_PAGE:
+    if nbytes < _HUGE_PAGE_BYTES:
         return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=flags)
+    # One huge page more than needed, to have an aligned start somewhere in the first one.
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
     with contextlib.suppress(AttributeError, OSError):  # a hint, which not every system knows
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    first = -whole.ctypes.data % _HUGE_PAGE
-    return whole[first : first + nbytes]
+    mapped = np.frombuffer(memory, np.uint8)
+    first = -mapped.ctypes.data % _HUGE_PAGE_BYTES
+    return mapped[first : first + nbytes]

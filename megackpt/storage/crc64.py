@@ -1,11 +1,11 @@
-"""CRC-64/NVME as a linear function: of zeros in front of bytes it is 0, behind them it is a shift.
+"""CRC-64/NVME as a linear function, with which parts of an array can be digested in any order.
 
-The door to awscrt, an optional dependency: the extra `digests`. Owns its import and the arithmetic; whose
-bytes are digested is up to formats.
+Without its initial value and final XOR, a CRC is linear over GF(2): the CRC of `a + b` is that of `a`,
+shifted by the length of b, XOR that of b. Zeros in front of bytes change nothing, and zeros behind them are a
+shift. So each part of an array is digested as if all other bytes were zeros, and the results are combined by
+XOR. Values here are these linear ones; `finished` returns the CRC as the catalogue defines it.
 
-Without its constants a CRC is linear over GF(2): that of `a + b` is that of `a`, shifted by the length of b,
-XOR that of b. So bytes can be digested in any order, each part where it lies among zeros. Values here are
-such linear ones, unless said otherwise.
+Computed by awscrt, an optional dependency: the extra `digests`.
 Source: CRC-64/NVME of the catalogue of parametrised CRC algorithms (polynomial 0xad93d23594c93659, reflected,
 initial value and final XOR of all ones; check value 0xae8b14860a799888).
 """
@@ -22,14 +22,14 @@ from megackpt.errors import MissingExtraError
 Words = npt.NDArray[np.uint64]
 
 ONES = 2**64 - 1
-"""To continue from it is to begin with a register of zeros; results come inverted as well."""
+"""XOR with it turns a CRC of awscrt into a linear value and back: awscrt inverts it at both ends."""
 
-_FEW = 48  # values that are shifted one by one: a table takes 64 shifts to make
-_MOST_TABLES = 256  # 16 KiB each
+_MAX_SINGLE_SHIFTS = 48  # so many values are shifted one by one: a table takes 64 shifts to make
+_MAX_TABLES = 256  # 16 KiB each
 
 
 class Crc64:
-    """Computes it. Safe for several threads.
+    """Computes linear CRC-64 values. Safe for several threads.
 
     Raises:
         MissingExtraError: awscrt is not installed, or is too old.
@@ -48,37 +48,41 @@ class Crc64:
         self._tables: dict[int, Words] = {}
 
     def of(self, data: memoryview, before: int = 0) -> int:
-        """Return the value of bytes, or of those with this value and data behind them."""
+        """Return the value of data; with `before`, that of the bytes which have this value, and data."""
         return self._crc(data, before ^ ONES) ^ ONES
 
     def of_each(self, data: memoryview, nbytes: int) -> Words:
-        """Return the value of each part of nbytes bytes, `[parts]`; data is as many whole ones."""
+        """Return the value of each part of nbytes bytes, `[parts]`; data is a whole number of parts."""
         count = len(data) // nbytes
-        if nbytes < 128:  # shorter than what a call takes: word by word, all parts at once
-            words = np.zeros((count, -(-nbytes // 8) * 8), np.uint8)
-            words[:, -nbytes % 8 :] = np.frombuffer(data, np.uint8).reshape(count, nbytes)
-            return self.shift(self.fold(words.view("<u8").astype(np.uint64, copy=False), 8), 8)
+        if nbytes < 128:  # a call per part would take longer than its bytes: all parts at once, word by word
+            # Zeros in front of a part change nothing, so each part can be padded to whole words.
+            padded = np.zeros((count, -(-nbytes // 8) * 8), np.uint8)
+            padded[:, -nbytes % 8 :] = np.frombuffer(data, np.uint8).reshape(count, nbytes)
+            words = padded.view("<u8").astype(np.uint64, copy=False)
+            # A word as a number is the register before its 8 bytes are processed, hence the shift by 8.
+            return self.shift(self.fold(words, 8), 8)
         crc = self._crc
-        found = [crc(data[at : at + nbytes], ONES) for at in range(0, count * nbytes, nbytes)]
-        each: Words = np.array(found, np.uint64) ^ np.uint64(ONES)
-        return each
+        inverted = [crc(data[at : at + nbytes], ONES) for at in range(0, count * nbytes, nbytes)]
+        values: Words = np.array(inverted, np.uint64) ^ np.uint64(ONES)
+        return values
 
     def shifted(self, value: int, nbytes: int) -> int:
-        """Return the value with so many zero bytes behind."""
+        """Return the value of the same bytes followed by nbytes zeros."""
         return self._combine(value, 0, nbytes)
 
     def shift(self, values: Words, nbytes: int) -> Words:
-        """Return values, of any shape, with so many zero bytes behind."""
+        """Return values, of any shape, as if nbytes zeros followed the bytes of each."""
         table = self._table(nbytes)
-        octets = np.ascontiguousarray(values, "<u8").view(np.uint8).reshape(*values.shape, 8)
-        found: Words = table[0][octets[..., 0]]
-        for place in range(1, 8):
-            found ^= table[place][octets[..., place]]
-        return found
+        # A shift is linear: shift each byte of a value by its table, and combine the results.
+        value_bytes = np.ascontiguousarray(values, "<u8").view(np.uint8).reshape(*values.shape, 8)
+        shifted: Words = table[0][value_bytes[..., 0]]
+        for index in range(1, 8):
+            shifted ^= table[index][value_bytes[..., index]]
+        return shifted
 
     def fold(self, values: Words, stride: int) -> Words:
-        """Return for each row of `[n, m]` the value of all m; their ends are stride bytes apart."""
-        if values.size <= _FEW:
+        """Return the values of n byte strings, from those of their m parts of stride bytes each, `[n, m]`."""
+        if values.size <= _MAX_SINGLE_SHIFTS:
             folded = values[:, 0].tolist()
             for column in values[:, 1:].T.tolist():
                 folded = [self._combine(a, b, stride) for a, b in zip(folded, column, strict=True)]
@@ -86,24 +90,26 @@ class Crc64:
         while values.shape[1] > 1:
             if values.shape[1] % 2:
                 values = np.pad(values, ((0, 0), (1, 0)))  # zeros in front change nothing
+            # Combine neighbours, so that the number of parts halves and each is twice as long.
             values = self.shift(values[:, 0::2], stride) ^ values[:, 1::2]
             stride *= 2
         return values[:, 0]
 
     def finished(self, value: int, nbytes: int) -> int:
-        """Return the CRC as the catalogue defines it, of nbytes bytes with this value."""
+        """Return the CRC as the catalogue defines it, of nbytes bytes with this linear value."""
         return self._combine(ONES, 0, nbytes) ^ ONES ^ value
 
     def _table(self, nbytes: int) -> Words:
-        """Return what each octet of a value becomes, `[8, 256]`."""
-        found = self._tables.get(nbytes)
-        if found is None:
-            bits = [self._combine(1 << bit, 0, nbytes) for bit in range(64)]
-            of_bit = np.array(bits, np.uint64).reshape(8, 8)
-            found = np.zeros((8, 1), np.uint64)
+        """Return what each byte of a value becomes when it is shifted by nbytes, `[8, 256]`."""
+        table = self._tables.get(nbytes)
+        if table is None:
+            shifted_bits = [self._combine(1 << bit, 0, nbytes) for bit in range(64)]
+            of_bit = np.array(shifted_bits, np.uint64).reshape(8, 8)
+            # Each bit doubles the table: entries with it are those without it, XOR the shifted bit.
+            table = np.zeros((8, 1), np.uint64)
             for bit in range(8):
-                found = np.concatenate((found, found ^ of_bit[:, bit : bit + 1]), axis=1)
-            if len(self._tables) >= _MOST_TABLES:
+                table = np.concatenate((table, table ^ of_bit[:, bit : bit + 1]), axis=1)
+            if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
-            self._tables[nbytes] = found
-        return found
+            self._tables[nbytes] = table
+        return table

@@ -1,10 +1,7 @@
-"""Digests of stored bytes: one per fixed block of large data, one for a small file.
+"""Digests of stored bytes: one per block of large data, one for a small file.
 
-Owns which hash is used and how data is cut into blocks. Who stores digests, and what happens when one
-differs, is up to formats.
-
-xxHash 3 finds bit rot, truncation and mixed-up bytes at memory speed; it does not resist someone who forges
-data.
+`formats` stores digests and compares them. xxHash 3 finds bit rot, truncation and mixed-up bytes at memory
+speed; it does not detect data that somebody forged on purpose.
 Source: the XXH3_64bits and XXH3_128bits functions of the xxHash specification, with seed 0.
 """
 
@@ -20,7 +17,9 @@ import xxhash
 def block_digests(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
     """Return the 64-bit digest of each block of `block_bytes` bytes, `[blocks]`.
 
-    data is a C-contiguous buffer. The last block may be shorter; empty data has no blocks.
+    Args:
+        data: a C-contiguous buffer.
+        block_bytes: length of a block. The last one may be shorter; empty data has no blocks.
 
     >>> [hex(int(digest)) for digest in block_digests(memoryview(b"abcde"), 4)]
     ['0x6497a96f53a89890', '0xe5e72e5e3bec4a78']
@@ -29,7 +28,7 @@ def block_digests(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
 
 
 def digest_list(data: memoryview, block_bytes: int) -> list[int]:
-    """Return the same as `block_digests` as Python's integers, which takes less time for few blocks."""
+    """Return the same as `block_digests` as a list, which takes less time for few blocks."""
     if not data.nbytes:
         return []
     view = memoryview(data).cast("B")
@@ -43,24 +42,23 @@ def digest_of(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_of_parts(pieces: Iterable[memoryview]) -> str:
-    """Like `digest_of`, for the bytes of a file that come one piece after the other."""
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        digest.update(piece)
-    hexdigest: str = digest.hexdigest()
-    return hexdigest
+def digest_of_parts(parts: Iterable[memoryview]) -> str:
+    """Return the digest (see `digest_of`) of a file that is given part by part."""
+    digester = FileDigester()
+    for part in parts:
+        digester.update(part)
+    return digester.result()
 
 
 class FileDigester:
-    """Like `digest_of`, for the bytes of a file that come one piece after the other, as they come."""
+    """Computes the digest (see `digest_of`) of a file whose parts arrive one after the other."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
 
-    def update(self, piece: memoryview) -> None:
-        """Take the next bytes."""
-        self._digest.update(piece)
+    def update(self, part: memoryview) -> None:
+        """Add the next bytes."""
+        self._digest.update(part)
 
     def result(self) -> str:
         """Return the digest of the bytes so far."""
@@ -69,52 +67,53 @@ class FileDigester:
 
 
 class BlockDigester:
-    """Like `block_digests`, for bytes that arrive in pieces of any size. Copies nothing. For one thread.
+    """Computes digests of blocks of bytes that arrive in parts of any size. Copies nothing. For one thread.
 
-    It may digest several pieces of data one after the other, each with blocks of its own; see `end`.
+    Can digest several chunks one after the other, each with blocks of its own: call `end` between them.
     """
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes <= 0:
             raise ValueError(f"block_bytes is {block_bytes}; a block has at least one byte.")
         self._block_bytes = block_bytes
-        self._done: list[int] = []
-        self._open = xxhash.xxh3_64()
-        self._open_bytes = 0  # how much of the current block was seen; always less than a block
+        self._digests: list[int] = []
+        self._open_block = xxhash.xxh3_64()
+        self._open_bytes = 0  # bytes of the open block so far; always less than a block
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes: a C-contiguous buffer of any element type."""
+        """Add the next bytes: a C-contiguous buffer of any element type."""
         view = memoryview(data)
         if not view.nbytes:
             return
         view = view.cast("B")
+        # First the rest of the open block, then complete blocks in one call each, then the start of another.
         start = 0
         if self._open_bytes:
             start = min(self._block_bytes - self._open_bytes, len(view))
             self._continue_block(view[:start])
-        whole = start + (len(view) - start) // self._block_bytes * self._block_bytes
-        for offset in range(start, whole, self._block_bytes):
-            self._done.append(xxhash.xxh3_64_intdigest(view[offset : offset + self._block_bytes]))
-        if whole < len(view):
-            self._continue_block(view[whole:])
+        stop = start + (len(view) - start) // self._block_bytes * self._block_bytes
+        for offset in range(start, stop, self._block_bytes):
+            self._digests.append(xxhash.xxh3_64_intdigest(view[offset : offset + self._block_bytes]))
+        if stop < len(view):
+            self._continue_block(view[stop:])
 
     def end(self) -> None:
-        """End the block that is open, if one is: the next bytes begin another, as those of other data do."""
+        """End the open block, if there is one: the next bytes begin a new block."""
         if self._open_bytes:
             self._close_block()
 
     def result(self) -> npt.NDArray[np.uint64]:
-        """Return the digests of the blocks so far, `[blocks]`, an unfinished one included."""
-        unfinished = [self._open.intdigest()] if self._open_bytes else []
-        return np.array(self._done + unfinished, dtype=np.uint64)
+        """Return the digests of the blocks so far, `[blocks]`, with that of the open block last."""
+        unfinished = [self._open_block.intdigest()] if self._open_bytes else []
+        return np.array(self._digests + unfinished, dtype=np.uint64)
 
-    def _continue_block(self, piece: memoryview) -> None:
-        self._open.update(piece)
-        self._open_bytes += len(piece)
+    def _continue_block(self, part: memoryview) -> None:
+        self._open_block.update(part)
+        self._open_bytes += len(part)
         if self._open_bytes == self._block_bytes:
             self._close_block()
 
     def _close_block(self) -> None:
-        self._done.append(self._open.intdigest())
-        self._open.reset()
+        self._digests.append(self._open_block.intdigest())
+        self._open_block.reset()
         self._open_bytes = 0

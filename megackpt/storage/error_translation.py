@@ -1,6 +1,7 @@
-"""Turns refusals of the operating system, and of files, into errors: what failed, where, why, what to do.
+"""Errors of stores: what failed, where, why, and what to do about it.
 
-Owns the wording. Which operations are tried, and what happens after one failed, is up to the stores.
+Translates errors of the operating system, and words the errors that all stores share. Object stores translate
+those of their library in `object_client`.
 """
 
 from __future__ import annotations
@@ -30,31 +31,38 @@ _ADVICE = {
     errno.ESTALE: "The network file system lost the file: it was removed or exported anew meanwhile.",
     errno.ETIMEDOUT: "The network file system did not answer in time: check its server and the connection.",
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def storage_error(error: OSError, *, action: str, path: str, nbytes: int | None = None) -> StorageError:
-    """Return the StorageError for a refused `action` ("write", "open", ...) on `path`; chain it to `error`.
+    """Return the StorageError for an OSError; the caller chains the two.
 
-    nbytes is how many bytes the action needed room for, if it needed any.
+    Args:
+        error: what the operating system raised.
+        action: what was tried, as a verb: "write", "open", ...
+        path: the file or directory concerned.
+        nbytes: how many bytes of space the action needed, if any.
     """
     meaning = os.strerror(error.errno) if error.errno is not None else str(error)
     code = errno.errorcode.get(error.errno, "") if error.errno is not None else ""
-    if error.errno in _FULL:
+    if error.errno in _DISK_FULL:
         advice = _advice_on_space(path, nbytes)
     else:
         advice = _ADVICE.get(error.errno or 0, "Check the file system and try again.")
-        advice = advice.format(uid=_uid(), file=_file_in(path) if error.errno == errno.ENOTDIR else path)
-    refused = StorageError(f"{path}: cannot {action}: {meaning}{code and f' ({code})'}. {advice}", path=path)
-    refused.errno = error.errno
-    return refused
+        file = _non_directory_in(path) if error.errno == errno.ENOTDIR else path
+        advice = advice.format(uid=_uid(), file=file)
+    translated = StorageError(
+        f"{path}: cannot {action}: {meaning}{code and f' ({code})'}. {advice}", path=path
+    )
+    translated.errno = error.errno
+    return translated
 
 
 # Lower case like `contextlib.suppress`. A class, as a generator would cost as much as a short write.
 class translated_errors:
-    """Within the block, an OSError becomes a StorageError that says what was tried; our own errors pass.
+    """A context manager: an OSError of the block becomes a StorageError. Our own errors pass unchanged.
 
-    It may be entered again and again.
+    Can be entered again and again.
 
     Raises:
         StorageError: the block raised an OSError.
@@ -73,8 +81,8 @@ class translated_errors:
             raise storage_error(error, action=self._action, path=self._path, nbytes=self._nbytes) from error
 
 
-def ends_early(path: str, end: int, offset: int, nbytes: int) -> FormatError:
-    """Return the error for a file that ends at byte `end`, before the bytes that are needed do."""
+def short_file_error(path: str, end: int, offset: int, nbytes: int) -> FormatError:
+    """Return the error for a file that ends at byte `end`, before the end of the range that is needed."""
     return FormatError(
         f"{path}: the file ends at byte {end:,}, but bytes [{offset:,}:{offset + nbytes:,}) are needed. It "
         "was cut short, perhaps by an incomplete copy: restore it, or use another checkpoint.",
@@ -82,13 +90,22 @@ def ends_early(path: str, end: int, offset: int, nbytes: int) -> FormatError:
     )
 
 
-def writer_is_closed(path: str) -> StorageError:
-    """Return the error for a write into a file that is complete, or given up."""
+def large_file_error(path: str, nbytes: int, max_bytes: int) -> FormatError:
+    """Return the error for a small file that is larger than it may be."""
+    return FormatError(
+        f"{path}: the file has {nbytes:,} bytes, more than the {max_bytes:,} that it may have. It is "
+        "damaged, or not part of a checkpoint: restore it, or use another checkpoint.",
+        path=path,
+    )
+
+
+def closed_writer_error(path: str) -> StorageError:
+    """Return the error for a write after the writer was closed or has failed."""
     return StorageError(f"{path}: this writer is closed. Open a new one to write the file again.", path=path)
 
 
-def too_many_bytes(path: str, nbytes: int, *, written: int, expected: int) -> StorageError:
-    """Return the error for a write of nbytes that would make a file longer than was said."""
+def excess_bytes_error(path: str, nbytes: int, *, written: int, expected: int) -> StorageError:
+    """Return the error for a write of nbytes that exceeds the size that the file was opened with."""
     return StorageError(
         f"{path}: {nbytes:,} more bytes after {written:,} exceed the {expected:,} that the file was opened "
         "for. Open the writer with the size of everything that will be written.",
@@ -96,20 +113,11 @@ def too_many_bytes(path: str, nbytes: int, *, written: int, expected: int) -> St
     )
 
 
-def closed_early(path: str, *, written: int, expected: int) -> StorageError:
-    """Return the error for a file that was closed before all of it was written."""
+def incomplete_file_error(path: str, *, written: int, expected: int) -> StorageError:
+    """Return the error for a writer that was closed before all bytes were written."""
     return StorageError(
         f"{path}: closed after {written:,} of {expected:,} bytes, so the file was removed. Write all of it "
         "before closing.",
-        path=path,
-    )
-
-
-def too_large(path: str, nbytes: int, max_bytes: int) -> FormatError:
-    """Return the error for a small file that is none."""
-    return FormatError(
-        f"{path}: the file has {nbytes:,} bytes, more than the {max_bytes:,} that it may have. It is "
-        "damaged, or not part of a checkpoint: restore it, or use another checkpoint.",
         path=path,
     )
 
@@ -126,7 +134,10 @@ def _advice_on_space(path: str, nbytes: int | None) -> str:
 
 
 def _free_bytes(path: str) -> int | None:
-    """What an unprivileged process may still use on the file system of `path` or of its nearest parent."""
+    """Return the space that an unprivileged process may use on the file system of `path`; None if unknown.
+
+    If there is no such path, ask about the nearest directory above it.
+    """
     while True:
         try:
             state = os.statvfs(path)
@@ -139,8 +150,8 @@ def _free_bytes(path: str) -> int | None:
             return state.f_bavail * state.f_frsize
 
 
-def _file_in(path: str) -> str:
-    """Return the part of a path that is no directory although something is to lie in it."""
+def _non_directory_in(path: str) -> str:
+    """Return the part of a path that is a file although it should be a directory."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     return "A part of the path" if os.path.isdir(path) else path

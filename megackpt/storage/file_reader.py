@@ -1,36 +1,48 @@
-"""Reads ranges of local files, through the page cache or around it.
+"""Reads ranges of local files, through the page cache or past it.
 
-Owns which of the two a range is read by. Bytes that are cached are copied from there; others are read with
-O_DIRECT into aligned buffers, which several threads do faster than the system reads ahead, and which leaves
-the memory of the host alone. Which file it is, and how it is opened safely, is up to `local`.
+Cached bytes are copied from the page cache. Others are read with O_DIRECT into aligned buffers: several
+threads do that faster than the system reads ahead, and it leaves the page cache alone. Which file it is, and
+how it is opened safely, is up to `local`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.storage.buffers import COMMON_POOL, ByteArray
-from megackpt.storage.descriptors import DescriptorCache
-from megackpt.storage.error_translation import ends_early, translated_errors
-from megackpt.storage.lending import MAX_BORROWED_BYTES, check_lendable
-from megackpt.storage.rawio import ALIGNMENT, enable_direct, read_some
-from megackpt.storage.residency import is_cached, is_in_memory, is_sampled_cached
+from megackpt.storage.buffers import COMMON_POOL, MAX_BORROWED_BYTES, ByteArray
+from megackpt.storage.error_translation import short_file_error, translated_errors
+from megackpt.storage.rawio import (
+    ALIGNMENT,
+    enable_direct,
+    is_cached,
+    is_in_memory,
+    is_sampled_cached,
+    read_some,
+)
+from megackpt.storage.store import check_borrowed_range
 
 DIRECT_FROM_BYTES = 64 << 10
-"""Shorter reads go through the page cache: what lies around them is likely to be read next."""
+"""Shorter reads go through the page cache: the bytes around them are likely to be read next."""
 
-# A copy out of the page cache in pieces of this size is still in a processor's own cache when it is checked.
-_CACHED_PIECE_BYTES = 1 << 20
+# A part of this size, copied out of the page cache, is still in the processor's own cache when it is checked.
+_CACHED_PART_BYTES = 1 << 20
 
 
 class FileReader:
-    """Fills memory with ranges of files. Safe for many threads.
+    """Reads ranges of files into memory. Safe for many threads.
 
-    open_file opens a name for reading, and path says what to call it. Of each kind, with and without the page
-    cache, at most open_files unused descriptors are kept.
+    Args:
+        open_file: opens a name for reading and returns the descriptor.
+        path: returns what messages call a name.
+        direct: whether to read past the page cache what is not in it.
+        open_files: unused descriptors to keep at most, of each kind: with and without O_DIRECT.
     """
 
     def __init__(
@@ -41,71 +53,72 @@ class FileReader:
         direct: bool,
         open_files: int,
     ) -> None:
-        def open_around(name: str) -> int:
+        def open_direct(name: str) -> int:
             descriptor = open_file(name)
-            enable_direct(descriptor)  # where there is none, bytes come through the page cache as well
+            enable_direct(descriptor)  # where this fails, reads go through the page cache
             return descriptor
 
-        self._cached = DescriptorCache(open_file, limit=open_files)
-        self._around = DescriptorCache(open_around, limit=open_files)
+        self._cached_files = DescriptorCache(open_file, limit=open_files)
+        self._direct_files = DescriptorCache(open_direct, limit=open_files)
         self._path = path
         self._direct = direct
-        self._has_disk: bool | None = None  # as the first file has; all are in one file system
+        self._has_disk: bool | None = None  # asked of the first file; all are in one file system
 
     def is_cached(self, name: str) -> bool:
-        """Tell whether a file seems to be in memory as a whole, so that no read has to wait.
+        """Return whether a file seems to be in memory, so that no read has to wait.
 
         Raises:
-            StorageError: the system refused.
+            StorageError: the file cannot be opened.
         """
-        with self._cached.borrow(name) as descriptor:
+        with self._cached_files.borrow(name) as descriptor:
             return not self._may_wait(descriptor) or is_sampled_cached(descriptor)
 
-    def fill(self, name: str, offset: int, out: memoryview) -> Iterator[int]:
-        """Fill out, flat bytes, with those from offset on; yield now and then how many are there.
+    def stream_into(self, name: str, offset: int, out: memoryview) -> Iterator[int]:
+        """Fill out, flat bytes, from offset on; yield now and then how many bytes are there so far.
 
         Raises:
-            FormatError: the file ends before.
-            StorageError: the system refused.
+            FormatError: the file ends before `out` is full.
+            StorageError: the file cannot be read.
         """
-        with self._cached.borrow(name) as descriptor:
-            if not self._goes_around(descriptor, offset, len(out)):
-                yield from filled_cached(descriptor, self._path(name), offset, out)
+        with self._cached_files.borrow(name) as descriptor:
+            if not self._is_direct(descriptor, offset, len(out)):
+                yield from read_through_cache(descriptor, self._path(name), offset, out)
                 return
         target = np.frombuffer(out, np.uint8)
         for start in range(0, len(out), MAX_BORROWED_BYTES):
-            piece = target[start : start + MAX_BORROWED_BYTES]
-            with COMMON_POOL.lend() as buffer:
-                np.copyto(piece, self._read_around(name, offset + start, len(piece), buffer))
-            yield start + len(piece)
+            part = target[start : start + MAX_BORROWED_BYTES]
+            with COMMON_POOL.borrow() as buffer:
+                np.copyto(part, self._read_direct(name, offset + start, len(part), buffer))
+            yield start + len(part)
 
     @contextlib.contextmanager
-    def lend(self, name: str, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield nbytes bytes from offset on, at most LENT_BYTES, valid until the end of the block.
+    def borrow(self, name: str, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield nbytes bytes from offset on, at most MAX_BORROWED_BYTES, valid until the end of the block.
 
         Raises:
-            FormatError: the file ends before.
-            StorageError: the system refused.
+            FormatError: the file ends before the range does.
+            StorageError: the file cannot be read.
         """
-        check_lendable(self._path(name), offset, nbytes)
-        with COMMON_POOL.lend() as buffer:
-            with self._cached.borrow(name) as descriptor:
-                around = self._goes_around(descriptor, offset, nbytes)
-                if not around:
-                    fill_cached(descriptor, self._path(name), offset, buffer.data[:nbytes])
-            yield self._read_around(name, offset, nbytes, buffer).data if around else buffer.data[:nbytes]
+        check_borrowed_range(self._path(name), offset, nbytes)
+        with COMMON_POOL.borrow() as buffer:
+            with self._cached_files.borrow(name) as descriptor:
+                is_direct = self._is_direct(descriptor, offset, nbytes)
+                if not is_direct:
+                    for _ in read_through_cache(descriptor, self._path(name), offset, buffer.data[:nbytes]):
+                        pass
+            yield self._read_direct(name, offset, nbytes, buffer).data if is_direct else buffer.data[:nbytes]
 
-    def drop(self, name: str) -> None:
-        """Forget a file that was replaced or deleted."""
-        self._cached.drop(name)
-        self._around.drop(name)
+    def forget(self, name: str) -> None:
+        """Close the descriptors of a file that was replaced or deleted."""
+        self._cached_files.forget(name)
+        self._direct_files.forget(name)
 
-    def clear(self) -> None:
-        """Forget all files."""
-        self._cached.clear()
-        self._around.clear()
+    def close(self) -> None:
+        """Close the descriptors of all files; the next read opens its file again."""
+        self._cached_files.clear()
+        self._direct_files.clear()
 
-    def _goes_around(self, descriptor: int, offset: int, nbytes: int) -> bool:
+    def _is_direct(self, descriptor: int, offset: int, nbytes: int) -> bool:
         if not self._direct or nbytes < DIRECT_FROM_BYTES or not self._may_wait(descriptor):
             return False
         return not is_cached(descriptor, offset, nbytes)
@@ -115,42 +128,115 @@ class FileReader:
             self._has_disk = not is_in_memory(descriptor)
         return self._has_disk
 
-    def _read_around(self, name: str, offset: int, nbytes: int, buffer: ByteArray) -> ByteArray:
-        """Return the bytes, somewhere in buffer."""
+    def _read_direct(self, name: str, offset: int, nbytes: int, buffer: ByteArray) -> ByteArray:
+        """Read a range past the page cache; return the part of buffer where it is."""
+        # Direct I/O reads aligned ranges: one that encloses the wanted range.
         low = offset // ALIGNMENT * ALIGNMENT
-        wanted = -(-(offset + nbytes - low) // ALIGNMENT) * ALIGNMENT
+        aligned_nbytes = -(-(offset + nbytes - low) // ALIGNMENT) * ALIGNMENT
         done = 0
-        with self._around.borrow(name) as descriptor:
+        with self._direct_files.borrow(name) as descriptor:
             while True:
                 with translated_errors("read", self._path(name)):
-                    count = read_some(descriptor, buffer.data[done:wanted], low + done)
+                    count = read_some(descriptor, buffer.data[done:aligned_nbytes], low + done)
                 if low + done + count >= offset + nbytes:
                     break
                 if not count:
-                    raise ends_early(self._path(name), low + done, offset, nbytes)
-                # Go on where direct I/O may, unless that is no progress: then `read_some` finds another way.
+                    raise short_file_error(self._path(name), low + done, offset, nbytes)
+                # Go on at an aligned offset, unless that is no progress: then `read_some` turns O_DIRECT off.
                 done += count // ALIGNMENT * ALIGNMENT or count
         return buffer[offset - low : offset - low + nbytes]
 
 
-def fill_cached(descriptor: int, path: str, offset: int, out: memoryview) -> None:
-    """Fill out, flat bytes, with those from offset on, through the page cache; path is for messages.
+def read_through_cache(descriptor: int, path: str, offset: int, out: memoryview) -> Iterator[int]:
+    """Fill out, flat bytes, from offset on, through the page cache; yield after each part how many are there.
+
+    Args:
+        descriptor: a file open for reading.
+        path: what messages call the file.
+        offset: where to begin, in bytes.
+        out: the memory to fill.
 
     Raises:
-        FormatError: the file ends before.
-        StorageError: the system refused.
+        FormatError: the file ends before `out` is full.
+        StorageError: the file cannot be read.
     """
-    for _ in filled_cached(descriptor, path, offset, out):
-        pass
-
-
-def filled_cached(descriptor: int, path: str, offset: int, out: memoryview) -> Iterator[int]:
-    """Like `fill_cached`; yield after each piece how many bytes are there."""
     done = 0
     while done < len(out):
         with translated_errors("read", path):
-            count = read_some(descriptor, out[done : done + _CACHED_PIECE_BYTES], offset + done)
+            count = read_some(descriptor, out[done : done + _CACHED_PART_BYTES], offset + done)
         if not count:
-            raise ends_early(path, offset + done, offset, len(out))
+            raise short_file_error(path, offset + done, offset, len(out))
         done += count
         yield done
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    descriptor: int
+    readers: int = 0
+    is_forgotten: bool = False  # the last reader closes it
+
+
+class DescriptorCache:
+    """Keeps at most `limit` unused descriptors open, by name. Safe for many threads.
+
+    A descriptor stays open until it is the least recently used of too many, or until its file changes; never
+    is it closed while a thread reads from it.
+
+    Args:
+        open_file: opens a name for reading and returns the descriptor, which then belongs to the cache.
+        limit: descriptors to keep.
+    """
+
+    def __init__(self, open_file: Callable[[str], int], *, limit: int) -> None:
+        self._open_file = open_file
+        self._limit = limit
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def borrow(self, name: str) -> Iterator[int]:
+        """Yield a descriptor that stays open at least until the end of the block."""
+        file = self._take(name)
+        try:
+            yield file.descriptor
+        finally:
+            self._give_back(file)
+
+    def forget(self, name: str) -> None:
+        """Close a file that was replaced or deleted: the next reader opens it anew."""
+        with self._lock:
+            file = self._open.pop(name, None)
+            if file is not None:
+                _close_when_unused(file)
+
+    def clear(self) -> None:
+        """Close all files."""
+        with self._lock:
+            while self._open:
+                _close_when_unused(self._open.popitem()[1])
+
+    def _take(self, name: str) -> _OpenFile:
+        with self._lock:
+            file = self._open.get(name)
+            if file is None:
+                file = self._open[name] = _OpenFile(self._open_file(name))
+            else:
+                self._open.move_to_end(name)
+            file.readers += 1
+            while len(self._open) > self._limit:
+                _close_when_unused(self._open.popitem(last=False)[1])
+            return file
+
+    def _give_back(self, file: _OpenFile) -> None:
+        with self._lock:
+            file.readers -= 1
+            if file.is_forgotten:
+                _close_when_unused(file)
+
+
+def _close_when_unused(file: _OpenFile) -> None:
+    """Close the descriptor now, or let the last of its readers close it."""
+    file.is_forgotten = True
+    if not file.readers:
+        os.close(file.descriptor)

@@ -1,30 +1,46 @@
-"""Writes one new local file of known size, all of it or none.
+"""Writes one new local file of known size, all of it or none: past the page cache, or through it.
 
-Owns the order of events: reserve, choose a way, write, flush, and remove what stayed incomplete. How bytes
-reach the file fast is in `sinks`; which file it is, and its directory, is up to `local`.
+* `DirectOutput`: the caller's thread copies into page-aligned buffers, a few threads write full buffers with
+  O_DIRECT, and the caller waits only when all buffers are being written.
+* `CachedOutput`: straight from the caller's memory, for small files and file systems without O_DIRECT. What
+  is written is flushed and dropped from the page cache every few megabytes: filling fresh pages with
+  gigabytes that nobody reads again is several times slower than using a few again, and takes memory from the
+  training.
+
+Which file it is, and its directory, is up to `local`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from megackpt.storage.buffers import BufferPool
+from megackpt.storage.buffers import BufferPool, ByteArray
 from megackpt.storage.error_translation import translated_errors
-from megackpt.storage.rawio import enable_direct, reserve
-from megackpt.storage.residency import is_in_memory
-from megackpt.storage.sinks import BufferedSink, DirectSink, FileOptions, Sink
-from megackpt.storage.sized_writer import SizedWriter
+from megackpt.storage.options import FileOptions
+from megackpt.storage.rawio import ALIGNMENT, enable_direct, is_in_memory, reserve, write_fully
+from megackpt.storage.store import SizedWriter
+
+# Measured on ext4, 1 GiB into fresh pages: 0.35 GB/s without flushing, 0.37 when only asking for early
+# write-back, 2.1 when flushing and dropping every 32 MiB; O_DIRECT 2.3.
+_FLUSH_EVERY_BYTES = 32 << 20
 
 
 class FileWriter(SizedWriter):
     """A `StreamWriter` for a file that was just created.
 
-    descriptor is open for writing and now belongs to the writer. remove deletes the file if it cannot be
-    completed.
+    Args:
+        descriptor: open for writing; the writer closes it.
+        nbytes: the size of the file.
+        path: what messages call the file.
+        remove: deletes the file; called if it cannot be completed.
+        options: how files are written.
+        pool: where staging buffers come from.
     """
 
     def __init__(
@@ -40,14 +56,14 @@ class FileWriter(SizedWriter):
         super().__init__(path, nbytes)
         self._descriptor = descriptor
         self._remove = remove
-        self._writing = translated_errors("write", path, nbytes=nbytes)
-        self._sink: Sink = BufferedSink(descriptor)
+        self._errors = translated_errors("write", path, nbytes=nbytes)
+        self._output: CachedOutput | DirectOutput = CachedOutput(descriptor)
         try:
             with translated_errors("reserve space", path, nbytes=nbytes):
                 reserve(descriptor, nbytes)
             is_long = nbytes >= options.direct_from_bytes and not is_in_memory(descriptor)
             if options.direct and is_long and enable_direct(descriptor):
-                self._sink = DirectSink(descriptor, options=options, pool=pool)
+                self._output = DirectOutput(descriptor, options=options, pool=pool)
         except BaseException:
             self._abandon()
             raise
@@ -57,29 +73,137 @@ class FileWriter(SizedWriter):
         nbytes = memoryview(data).nbytes
         self._check_room(nbytes)
         if nbytes:
-            with self._writing:
-                self._sink.append(np.frombuffer(data, np.uint8))
+            with self._errors:
+                self._output.append(np.frombuffer(data, np.uint8))
             self._written += nbytes
 
     def _complete(self) -> None:
         try:
-            with self._writing:
-                self._sink.finish()
+            with self._errors:
+                self._output.finish()
                 os.fsync(self._descriptor)
         except BaseException:
             self._abandon()
             raise
         with translated_errors("close", self._path):
-            self._release()
+            self._close_descriptor()
 
     def _abandon(self) -> None:
-        self._release()
-        with contextlib.suppress(
-            OSError
-        ):  # what made us give up matters more than a file that cannot be removed
+        self._close_descriptor()
+        # The error that led here matters more than a file that cannot be removed.
+        with contextlib.suppress(OSError):
             self._remove()
 
-    def _release(self) -> None:
+    def _close_descriptor(self) -> None:
         self._open = False
-        self._sink.stop()  # before the descriptor's number can mean another file
+        self._output.stop()  # first, or its threads could write to another file with the same number
         os.close(self._descriptor)
+
+
+class CachedOutput:
+    """Writes through the page cache, straight from the caller's memory."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._offset = 0
+        self._flushed = 0  # bytes at the front that are on disk and no longer cached
+
+    def append(self, data: ByteArray) -> None:
+        """Write `data` at the end."""
+        for start in range(0, data.size, _FLUSH_EVERY_BYTES):
+            part = data[start : start + _FLUSH_EVERY_BYTES]
+            write_fully(self._descriptor, part.data, self._offset)
+            self._offset += part.size
+            if self._offset - self._flushed >= _FLUSH_EVERY_BYTES:
+                self._flush()
+
+    def finish(self) -> None:
+        """Do nothing: `append` has written everything."""
+
+    def stop(self) -> None:
+        """Do nothing: there are no threads and no buffers."""
+
+    def _flush(self) -> None:
+        os.fdatasync(self._descriptor)
+        count = self._offset - self._flushed
+        os.posix_fadvise(self._descriptor, self._flushed, count, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._offset
+
+
+class DirectOutput:
+    """Writes past the page cache, through a bounded pipeline of staging buffers.
+
+    Args:
+        descriptor: has O_DIRECT.
+        options: how many buffers and threads.
+        pool: where the buffers come from.
+    """
+
+    def __init__(self, descriptor: int, *, options: FileOptions, pool: BufferPool) -> None:
+        self._descriptor = descriptor
+        self._options = options
+        self._pool = pool
+        self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="megackpt-write")
+        self._in_flight: deque[tuple[Future[None], ByteArray]] = deque()
+        self._buffer: ByteArray | None = None  # the one that is being filled
+        self._filled = 0  # bytes in it
+        self._submitted = 0  # bytes of the file before it
+
+    def append(self, data: ByteArray) -> None:
+        """Copy `data` into staging buffers; let the threads write those that are full."""
+        while data.size:
+            if self._buffer is None:
+                self._buffer = self._next_buffer()
+            count = min(data.size, self._buffer.size - self._filled)
+            # np.copyto releases the GIL; assigning to a slice of a memoryview would not.
+            np.copyto(self._buffer[self._filled : self._filled + count], data[:count])
+            self._filled += count
+            data = data[count:]
+            if self._filled == self._buffer.size:
+                self._submit(self._filled)
+
+    def finish(self) -> None:
+        """Write the last buffer, wait for all writes, cut the padding off.
+
+        Raises:
+            OSError: any of the writes failed.
+        """
+        nbytes = self._submitted + self._filled
+        if self._buffer is not None and self._filled:
+            padded = -(-self._filled // ALIGNMENT) * ALIGNMENT  # direct I/O writes multiples of this only
+            self._buffer[self._filled : padded] = 0
+            self._submit(padded)
+        while self._in_flight:
+            self._pool.give_back(self._await_oldest())
+        if self._submitted != nbytes:
+            os.ftruncate(self._descriptor, nbytes)
+
+    def stop(self) -> None:
+        """Cancel writes that have not begun, wait for the others, give buffers back."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        unused = [buffer for _, buffer in self._in_flight]
+        if self._buffer is not None:
+            unused.append(self._buffer)
+        self._in_flight.clear()
+        self._buffer = None
+        for buffer in unused:
+            self._pool.give_back(buffer)
+
+    def _next_buffer(self) -> ByteArray:
+        if len(self._in_flight) < self._options.buffers:
+            return self._pool.take()
+        return self._await_oldest()
+
+    def _submit(self, count: int) -> None:
+        assert self._buffer is not None
+        view = self._buffer.data[:count]
+        write = self._threads.submit(write_fully, self._descriptor, view, self._submitted)
+        self._in_flight.append((write, self._buffer))
+        self._submitted += count
+        self._buffer, self._filled = None, 0
+
+    def _await_oldest(self) -> ByteArray:
+        write, buffer = self._in_flight[0]
+        write.result()
+        self._in_flight.popleft()
+        return buffer

@@ -1,7 +1,7 @@
 """A store in a directory of a local or mounted file system.
 
-Owns what makes files and their names durable, and which operations follow each other. How names become
-descriptors without ever leaving the directory is in `beneath`, how a stream is written in `writer`.
+This module makes files and their names durable. `sandbox` turns names into descriptors without ever leaving
+the directory; `file_writer` and `file_reader` write and read the bytes.
 """
 
 from __future__ import annotations
@@ -10,30 +10,33 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from megackpt.storage.buffers import COMMON_POOL, BufferPool
-from megackpt.storage.error_translation import too_large, translated_errors
-from megackpt.storage.file_reader import FileReader, fill_cached
+from megackpt.storage.error_translation import large_file_error, translated_errors
+from megackpt.storage.file_reader import FileReader, read_through_cache
 from megackpt.storage.file_writer import FileWriter
-from megackpt.storage.names import temporary_name
-from megackpt.storage.paths import absolute_path
+from megackpt.storage.names import check_name, temporary_name
+from megackpt.storage.options import FileOptions
 from megackpt.storage.rawio import write_fully
 from megackpt.storage.sandbox import Sandbox, flush_directory
-from megackpt.storage.sinks import FileOptions
-from megackpt.storage.store import check_name
+from megackpt.storage.store import Store
 
-_OWN_BUFFERS = 8  # that a store keeps if its buffers are not of the common size
+_MAX_IDLE_BUFFERS = 8  # of a store whose buffers are not of the common size
 
 
-class LocalStore:
-    """Files below one directory. A `Store`; see there for what each method does.
+class LocalStore(Store):
+    """Files below one directory.
 
-    root is the directory; it may be reached through symbolic links, nothing below it may. files says how
-    files are written and read, open_files how many stay open between reads.
+    Args:
+        root: the directory. Its own path may contain symbolic links; names below it may not.
+        files: how files are written and read.
+        open_files: how many files stay open between reads.
     """
+
+    moves_atomically = True
 
     def __init__(
         self,
@@ -46,20 +49,21 @@ class LocalStore:
         self._files = Sandbox(self._root, on_change=self._note_change)
         self._options = files or FileOptions()
         self._open_files = open_files
-        common = self._options.buffer_bytes == COMMON_POOL.buffer_bytes
-        self._pool = COMMON_POOL if common else BufferPool(self._options.buffer_bytes, limit=_OWN_BUFFERS)
-        self._reading = FileReader(
+        self._pool = COMMON_POOL
+        if self._options.buffer_bytes != COMMON_POOL.buffer_bytes:
+            self._pool = BufferPool(self._options.buffer_bytes, limit=_MAX_IDLE_BUFFERS)
+        self._reader = FileReader(
             self._open_to_read,
             self._files.path,
             direct=self._options.direct,
             open_files=open_files,
         )
         self._unsynced: set[str] = set()  # directories below root ("" is root) whose entries changed
-        self._unsynced_above: set[str] = set()  # paths of directories in which `create` made one
+        self._unsynced_outside: set[str] = set()  # paths of directories in which `create` made one
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it was made of: the process that writes asynchronous saves opens files of its own."""
+        """Pickle the arguments: the process that writes asynchronous saves opens files of its own."""
         return partial(type(self), files=self._options, open_files=self._open_files), (self._root,)
 
     @property
@@ -76,14 +80,14 @@ class LocalStore:
             for path in reversed(missing):
                 try:
                     os.mkdir(path)
-                except FileExistsError:  # of old, or another rank was faster
+                except FileExistsError:  # it was there, or another rank was faster
                     if not os.path.isdir(path):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
                 with self._lock:
-                    self._unsynced_above.add(os.path.dirname(path))
+                    self._unsynced_outside.add(os.path.dirname(path))
 
     def open_writer(self, name: str, nbytes: int) -> FileWriter:
-        """Start a new file of exactly `nbytes` bytes; room for it is reserved at once."""
+        """Start a new file of exactly `nbytes` bytes; disk space for it is reserved now."""
         if nbytes < 0:
             raise ValueError(f"{self._files.path(name)}: nbytes is {nbytes}; a file has at least 0 bytes.")
         return FileWriter(
@@ -100,10 +104,9 @@ class LocalStore:
         self._write_small(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write beside the old file, then rename over it.
+        """Write a temporary file in the same directory, then rename it over the old one.
 
-        A process that is killed may leave the new bytes under a name that begins with '.' and ends with
-        '.tmp'.
+        A process that is killed may leave the temporary file; see `names.is_temporary_name`.
         """
         check_name(name, location=self._root)
         temporary = temporary_name(name)
@@ -114,8 +117,8 @@ class LocalStore:
         except BaseException:
             self._try_to_delete(temporary)
             raise
-        self._reading.drop(name)
-        self._flush_above(name)
+        self._reader.forget(name)
+        self._flush_parents(name)
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return a whole small file."""
@@ -123,12 +126,13 @@ class LocalStore:
         try:
             nbytes = os.fstat(descriptor).st_size
             if nbytes > max_bytes:
-                raise too_large(self._files.path(name), nbytes, max_bytes)
+                raise large_file_error(self._files.path(name), nbytes, max_bytes)
             try:
                 data = bytearray(nbytes)
-            except MemoryError:  # the file is a hole, or max_bytes somebody's claim
-                raise too_large(self._files.path(name), nbytes, max_bytes) from None
-            fill_cached(descriptor, self._files.path(name), 0, memoryview(data))
+            except MemoryError:  # a sparse file, or max_bytes came from a file that is damaged
+                raise large_file_error(self._files.path(name), nbytes, max_bytes) from None
+            for _ in read_through_cache(descriptor, self._files.path(name), 0, memoryview(data)):
+                pass
             return bytes(data)
         finally:
             os.close(descriptor)
@@ -139,37 +143,41 @@ class LocalStore:
             raise ValueError(
                 f"{self._files.path(name)}: offset_bytes is {offset_bytes}; it cannot be negative."
             )
-        for _ in self.fill(name, offset_bytes, out.cast("B") if out.nbytes else memoryview(b"")):
+        for _ in self.stream_into(name, offset_bytes, out.cast("B") if out.nbytes else memoryview(b"")):
             pass
 
-    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-        """Fill `out`, flat bytes, from front to back, and yield how many are there; see `Fills`."""
-        return self._reading.fill(name, offset_bytes, out)
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        """Fill `out`, flat bytes, from front to back; yield now and then how many bytes are there so far."""
+        return self._reader.stream_into(name, offset_bytes, out)
 
-    def lend(
+    def borrow(
         self, name: str, offset_bytes: int, nbytes: int
     ) -> contextlib.AbstractContextManager[memoryview]:
-        """Yield a range of a file in memory of the store, valid until the end of the block; see `Lends`."""
-        return self._reading.lend(name, offset_bytes, nbytes)
+        """Yield a range of a file in a buffer of the store, valid until the end of the block."""
+        return self._reader.borrow(name, offset_bytes, nbytes)
 
     def is_cached(self, name: str) -> bool:
-        """Tell whether a file seems to be in memory as a whole, so that no read has to wait."""
-        return self._reading.is_cached(name)
+        """Return whether a file seems to be in the page cache, so that no read has to wait."""
+        return self._reader.is_cached(name)
 
     def size(self, name: str) -> int:
         """Return the size in bytes."""
         path = self._files.path(name)
         with translated_errors("look up", path):
-            state = self._files.state(name)
+            state = self._files.stat(name)
             if state is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._files.require_regular(name, state.st_mode)
             return state.st_size
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is such a file; what could not be read (a symbolic link, say) is refused."""
+        """Return whether there is such a file.
+
+        Raises:
+            StorageError: the name is that of a symbolic link or of anything else that cannot be read.
+        """
         with translated_errors("look up", self._files.path(name)):
-            state = self._files.state(name)
+            state = self._files.stat(name)
             if state is None:
                 return False
             self._files.require_regular(name, state.st_mode)
@@ -178,38 +186,40 @@ class LocalStore:
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all regular files that begin with `prefix`, sorted.
 
-        What this store would not open (symbolic links, pipes, odd names) is not listed.
+        Leaves out what this store does not open: symbolic links, pipes, names that are not allowed.
         """
         with translated_errors("list", self._root):
             return sorted(self._files.names(prefix))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files. A symbolic link is removed itself, not what it points to."""
+        """Remove files; of a symbolic link, the link itself."""
         for name in names:
             with translated_errors("delete", self._files.path(name)):
                 self._files.unlink(name)
-            self._reading.drop(name)
+            self._reader.forget(name)
 
     def move(self, name: str, target: str) -> None:
-        """Give a file another name, at once, instead of what was there. Durable after `sync`."""
+        """Rename a file, atomically."""
         check_name(target, location=self._root)
         with translated_errors(f"move to {target!r}", self._files.path(name)):
             self._files.move(name, target)
-        self._reading.drop(name)
-        self._reading.drop(target)
+        self._reader.forget(name)
+        self._reader.forget(target)
 
-    def prune(self, prefix: str = "") -> None:
-        """Remove the directories at the top, of names that begin with `prefix`, that hold no files at all."""
+    def remove_empty_directories(self, prefix: str = "") -> None:
+        """Remove the topmost directories that begin with `prefix` and contain no files at any depth."""
         with translated_errors("remove empty directories below", self._root):
-            self._files.prune(prefix)
+            self._files.remove_empty_directories(prefix)
 
     def sync(self) -> None:
-        """Flush every directory in which this object made, replaced or removed something."""
-        self._flush_directories(lambda directory: True)
+        """Flush every directory whose entries this object changed."""
+        with self._lock:
+            directories = sorted(self._unsynced)
+        self._flush_directories(directories)
 
     def close(self) -> None:
         """Close files kept open for reading."""
-        self._reading.clear()
+        self._reader.close()
 
     def _open_to_read(self, name: str) -> int:
         with translated_errors("open", self._files.path(name)):
@@ -218,7 +228,7 @@ class LocalStore:
     def _create_file(self, name: str) -> int:
         with translated_errors("create", self._files.path(name)):
             descriptor = self._files.create(name)
-        self._reading.drop(name)
+        self._reader.forget(name)
         return descriptor
 
     def _write_small(self, name: str, data: bytes) -> None:
@@ -235,34 +245,52 @@ class LocalStore:
             raise
 
     def _try_to_delete(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # on the way out of a failure, which matters more
+        with contextlib.suppress(OSError):  # the error that led here matters more
             self.delete([name])
 
     def _note_change(self, directory: str) -> None:
         with self._lock:
             self._unsynced.add(directory)
 
-    def _flush_above(self, name: str) -> None:
-        self._flush_directories(lambda directory: not directory or name.startswith(f"{directory}/"))
-
-    def _flush_directories(self, chosen: Callable[[str], bool]) -> None:
+    def _flush_parents(self, name: str) -> None:
+        """Flush the directories on the path of a file, as far as their entries changed."""
         with self._lock:
-            todo = sorted(filter(chosen, self._unsynced))
-            # Forgotten before the flush: what changes meanwhile is noted anew.
-            self._unsynced.difference_update(todo)
-            above, self._unsynced_above = sorted(self._unsynced_above), set()
+            parents = sorted(d for d in self._unsynced if not d or name.startswith(f"{d}/"))
+        self._flush_directories(parents)
+
+    def _flush_directories(self, directories: list[str]) -> None:
+        with self._lock:
+            # Before the flush: an entry that changes during the flush marks its directory again.
+            self._unsynced.difference_update(directories)
+            outside, self._unsynced_outside = sorted(self._unsynced_outside), set()
         try:
-            for path in above:
+            for path in outside:
                 with translated_errors("flush", path):
                     _flush_path(path)
-            for directory in todo:
+            for directory in directories:
                 with translated_errors("flush", self._files.path(directory)):
                     self._files.flush_directory(directory)
         except BaseException:
             with self._lock:
-                self._unsynced.update(todo)
-                self._unsynced_above.update(above)
+                self._unsynced.update(directories)
+                self._unsynced_outside.update(outside)
             raise
+
+
+def expanded_path(path: str | os.PathLike[str]) -> str:
+    """Return a path with `~` or `~user` at its beginning replaced by a home directory, as a shell does.
+
+    A path whose user does not exist is returned unchanged.
+
+    >>> expanded_path("/ckpt/~run"), expanded_path("./~")
+    ('/ckpt/~run', './~')
+    """
+    return os.path.expanduser(os.fspath(path))
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return an expanded path that stays valid when the process changes its directory."""
+    return os.path.abspath(expanded_path(path))
 
 
 def _flush_path(path: str) -> None:

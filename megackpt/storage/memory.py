@@ -1,6 +1,6 @@
 """A store in memory, for tests and simulated worlds: many simulated ranks may share one.
 
-Owns nothing that lasts. It refuses what a directory would refuse, so that code which works here works there.
+It rejects what a directory would reject, so that code which works here works there.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megackpt.errors import StorageError
-from megackpt.storage.error_translation import ends_early, storage_error, too_large
-from megackpt.storage.sized_writer import SizedWriter
-from megackpt.storage.store import check_name
+from megackpt.storage.error_translation import large_file_error, short_file_error, storage_error
+from megackpt.storage.names import check_name
+from megackpt.storage.store import SizedWriter, Store
 
 
-class MemoryStore:
-    """Files in a dictionary. A `Store`; see there for what each method does. Safe for many threads.
+class MemoryStore(Store):
+    """Files in a dictionary. Safe for many threads.
 
-    A streamed file becomes visible when its writer is closed. files are there from the beginning.
+    A streamed file becomes visible when its writer is closed.
+
+    Args:
+        location: what messages call the store.
+        files: content of the store at the beginning, by name.
     """
+
+    moves_atomically = True
 
     def __init__(self, location: str = "memory:", *, files: Mapping[str, bytes] | None = None) -> None:
         self._location = location
         self._files: dict[str, bytes] = dict(files or {})
-        self._below = Counter(directory for name in self._files for directory in _directories_of(name))
+        # How many files are in each directory, at any depth.
+        self._files_in = Counter(directory for name in self._files for directory in _directories_of(name))
         self._lock = threading.Lock()
 
     @property
@@ -35,51 +42,51 @@ class MemoryStore:
         return self._location
 
     def create(self) -> None:
-        """Nothing to do: it exists."""
+        """Do nothing: it exists."""
 
     def open_writer(self, name: str, nbytes: int) -> MemoryWriter:
         """Start a new file of exactly `nbytes` bytes."""
         if nbytes < 0:
             raise ValueError(f"{self._path(name)}: nbytes is {nbytes}; a file has at least 0 bytes.")
         with self._lock:
-            self._make_room_for(name)
-            self._forget(name)
+            self._check_path(name)
+            self._remove(name)
         return MemoryWriter(self, name, nbytes)
 
     def write(self, name: str, data: bytes) -> None:
-        """Keep a copy of `data`."""
+        """Store a copy of `data`."""
         with self._lock:
-            self._make_room_for(name)
-            self._keep(name, bytes(data))
+            self._check_path(name)
+            self._put(name, bytes(data))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Keep a copy of `data` instead of what was there."""
+        """Store a copy of `data`."""
         self.write(name, data)
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return a whole file."""
-        data = self._find(name, action="open")
+        data = self._content(name, action="open")
         if len(data) > max_bytes:
-            raise too_large(self._path(name), len(data), max_bytes)
+            raise large_file_error(self._path(name), len(data), max_bytes)
         return data
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         """Fill `out` from `offset_bytes` on."""
         if offset_bytes < 0:
             raise ValueError(f"{self._path(name)}: offset_bytes is {offset_bytes}; it cannot be negative.")
-        data = self._find(name, action="open")
+        data = self._content(name, action="open")
         stop = offset_bytes + out.nbytes
         if out.nbytes and stop > len(data):
-            raise ends_early(self._path(name), len(data), offset_bytes, out.nbytes)
+            raise short_file_error(self._path(name), len(data), offset_bytes, out.nbytes)
         if out.nbytes:
             out.cast("B")[:] = memoryview(data)[offset_bytes:stop]
 
     def size(self, name: str) -> int:
         """Return the size in bytes."""
-        return len(self._find(name, action="look up"))
+        return len(self._content(name, action="look up"))
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is such a file."""
+        """Return whether there is such a file."""
         check_name(name, location=self._location)
         with self._lock:
             return name in self._files
@@ -90,52 +97,52 @@ class MemoryStore:
             return sorted(name for name in self._files if name.startswith(prefix))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Forget files."""
+        """Remove files."""
         for name in names:
             check_name(name, location=self._location)
             with self._lock:
-                self._forget(name)
+                self._remove(name)
 
     def move(self, name: str, target: str) -> None:
-        """Keep a file under another name, instead of what was there."""
-        data = self._find(name, action="move")
+        """Rename a file."""
+        data = self._content(name, action="move")
         with self._lock:
-            self._make_room_for(target)
-            self._keep(target, data)
-            self._forget(name)
+            self._check_path(target)
+            self._put(target, data)
+            self._remove(name)
 
     def sync(self) -> None:
-        """Nothing to do: nothing lasts."""
+        """Do nothing: nothing is durable here."""
 
     def close(self) -> None:
-        """Nothing to do; the content stays, as that of a directory would."""
+        """Do nothing; the content stays, as that of a directory would."""
 
-    def _find(self, name: str, *, action: str) -> bytes:
+    def _content(self, name: str, *, action: str) -> bytes:
         check_name(name, location=self._location)
         with self._lock:
             data = self._files.get(name)
         if data is None:
-            raise self._refused(errno.ENOENT, action, name)
+            raise self._error(errno.ENOENT, action, name)
         return data
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def _put(self, name: str, data: bytes) -> None:
         if name not in self._files:
-            self._below.update(_directories_of(name))
+            self._files_in.update(_directories_of(name))
         self._files[name] = data
 
-    def _forget(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         if self._files.pop(name, None) is not None:
-            self._below.subtract(_directories_of(name))
+            self._files_in.subtract(_directories_of(name))
 
-    def _make_room_for(self, name: str) -> None:
-        """Refuse a name that would be both a file and a directory."""
+    def _check_path(self, name: str) -> None:
+        """Reject a name that would be both a file and a directory."""
         check_name(name, location=self._location)
         if any(directory in self._files for directory in _directories_of(name)):
-            raise self._refused(errno.ENOTDIR, "create", name)
-        if self._below[name]:
-            raise self._refused(errno.EISDIR, "create", name)
+            raise self._error(errno.ENOTDIR, "create", name)
+        if self._files_in[name]:
+            raise self._error(errno.EISDIR, "create", name)
 
-    def _refused(self, code: int, action: str, name: str) -> StorageError:
+    def _error(self, code: int, action: str, name: str) -> StorageError:
         return storage_error(OSError(code, os.strerror(code)), action=action, path=self._path(name))
 
     def _path(self, name: str) -> str:
@@ -143,7 +150,7 @@ class MemoryStore:
 
 
 def _directories_of(name: str) -> list[str]:
-    """Return the directories that a file is in, the outermost first."""
+    """Return the directories on the path of a file, the outermost first."""
     parts = name.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 

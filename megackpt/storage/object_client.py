@@ -1,86 +1,43 @@
-"""The door to obstore, an optional dependency: the extra `s3`.
+"""Access to object stores through obstore, an optional dependency: the extra `s3`.
 
-Owns its import, how a client is set up from an URL, options and the environment, and which requests are made
-again. Which requests are made is up to `objects` and `object_upload`, how failures are worded to
-`object_refusal`.
+Imports the library, sets a client up from a URL, options and the environment, repeats requests that failed
+for a moment, and translates the library's errors. The library's texts quote the server's answer, which may
+contain an access key: only the status and the code are taken from them, and the texts are never shown.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar
 
-from megackpt.arguments import check_count, check_seconds
-from megackpt.errors import DeclarationError, MissingExtraError, StorageError
-from megackpt.storage.buffers import BUFFER_BYTES
-from megackpt.storage.object_refusal import is_of_library, passes
-from megackpt.storage.paths import SCHEMES
+from megackpt.errors import CheckpointError, MissingExtraError, StorageError
+from megackpt.storage.error_translation import storage_error
+from megackpt.storage.options import OBJECT_SCHEMES, ObjectOptions
 
 T = TypeVar("T")
 
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[A-Za-z0-9._-]+)(?P<prefix>/[^?#]*)?")
 _HTTP = re.compile(r"https?://[^/\s]")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectOptions:
-    """How an object store is reached, written and read.
-
-    Attributes:
-        config: settings of the client, by obstore's names (`endpoint`, `region`, `access_key_id`, ...); they
-            take precedence over environment variables.
-        part_bytes: size of one part of an upload; smaller files are one request. S3 takes no parts below
-            5 MiB but the last. Larger where a file would need more than 10,000 parts.
-        parts_in_flight: parts of one file that are sent at a time.
-        range_bytes: longer reads are made of several requests of this size.
-        ranges_in_flight: requests that one such read makes at a time.
-        timeout_s: how long one request may take, in seconds.
-        connect_timeout_s: how long a connection may take to be made, in seconds.
-        max_retries: how often a request is repeated that failed with 500, 503 or another 5xx, was cut off, or
-            timed out.
-        retry_s: no request is repeated after so many seconds.
-        backoff_s: pause before the first repetition, in seconds, with jitter; each further one is twice as
-            long, at most 15 s.
-    """
-
-    config: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
-    part_bytes: int = 2 * BUFFER_BYTES
-    parts_in_flight: int = 4
-    range_bytes: int = 8 << 20
-    ranges_in_flight: int = 4
-    timeout_s: float = 60.0
-    connect_timeout_s: float = 5.0
-    max_retries: int = 10
-    retry_s: float = 180.0
-    backoff_s: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("part_bytes", "parts_in_flight", "range_bytes", "ranges_in_flight"):
-            check_count(name, getattr(self, name))
-        for name in ("timeout_s", "connect_timeout_s", "retry_s", "backoff_s"):
-            check_seconds(name, getattr(self, name))
-        check_count("max_retries", self.max_retries, least=0, otherwise=", 0 for none")
-        is_config = isinstance(self.config, Mapping) and all(
-            isinstance(text, str) for pair in self.config.items() for text in pair
-        )
-        if not is_config:  # not quoted: it may hold secrets
-            raise DeclarationError(
-                f"config is a {type(self.config).__name__} with other things than text; give names and "
-                f"values as text, as {{'region': 'eu-west-1'}}."
-            )
+# What the library's texts contain.
+_STATUS = r"status(?: code)?: (\d{3})"
+_CODE = r"<Code>(\w{1,80})</Code>"
+_RETRIES = r"after (\d+) retries"
+_HTTP_FAILURE = r"HttpError \{\s*kind: (\w+)"
 
 
 def obstore() -> ModuleType:
-    """Return the module.
+    """Return the library.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -97,19 +54,19 @@ def obstore() -> ModuleType:
 
 
 def checked_url(url: str) -> str:
-    """Return an URL without slashes at its end.
+    """Return a URL without slashes at its end.
 
     Raises:
-        StorageError: it is not of the form `s3://bucket/prefix`. It is not quoted: it may hold a password.
+        StorageError: it is not of the form `s3://bucket/prefix`. It is not quoted: it may contain a password.
     """
-    found = _URL.fullmatch(url)
-    if found is None or found["scheme"] not in SCHEMES:
+    match = _URL.fullmatch(url)
+    if match is None or match["scheme"] not in OBJECT_SCHEMES:
         raise StorageError(
-            "This is no URL of an object store: it has to look like s3://bucket/prefix, without user, "
+            "This is not a URL of an object store: it has to look like s3://bucket/prefix, without user, "
             "password, '?' and '#'. Credentials and options come from the environment or from "
             "ObjectOptions(config=...)."
         )
-    parts = (found["prefix"] or "").rstrip("/").removeprefix("/").split("/")
+    parts = (match["prefix"] or "").rstrip("/").removeprefix("/").split("/")
     if any(part in (".", "..") for part in parts) or (len(parts) > 1 and "" in parts):
         raise StorageError(f"{url}: the prefix has an empty part, '.' or '..'. Leave it out.", path=url)
     return url.rstrip("/")
@@ -117,11 +74,11 @@ def checked_url(url: str) -> str:
 
 # obstore's stores share no public type: what it returns is Any.
 def open_client(url: str, options: ObjectOptions) -> Any:
-    """Return a client for what lies below an URL. No request is made.
+    """Return a client for the objects below a URL. No request is made.
 
     Raises:
         MissingExtraError: obstore is not installed.
-        StorageError: the configuration is refused.
+        StorageError: the library rejects the configuration.
     """
     library = obstore()
     endpoint = _endpoint(options)
@@ -134,7 +91,7 @@ def open_client(url: str, options: ObjectOptions) -> Any:
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=options.timeout_s),
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-        # Plain HTTP is what an endpoint that begins with it asks for.
+        # An endpoint that begins with http:// asks for plain HTTP.
         "allow_http": endpoint.startswith("http://"),
     }
     retry = {
@@ -151,29 +108,34 @@ def open_client(url: str, options: ObjectOptions) -> Any:
             url, config=dict(options.config) or None, client_options=client, retry_config=retry
         )
     except Exception as error:
-        if not (is_of_library(error) or isinstance(error, ValueError)):
+        if not (_is_library_error(error) or isinstance(error, ValueError)):
             raise
         raise StorageError(
-            f"{url}: the settings of the object store are refused ({type(error).__name__}). Check the "
-            f"environment variables (AWS_..., for s3) and the names in ObjectOptions(config=...): "
+            f"{url}: the library rejects the settings of the object store ({type(error).__name__}). Check "
+            f"the environment variables (AWS_..., for s3) and the names in ObjectOptions(config=...): "
             f"{', '.join(sorted(options.config)) or 'none are given'}.",
             path=url,
         ) from None  # the library's text may quote values
 
 
 def _endpoint(options: ObjectOptions) -> str:
-    given = {key.lower().removeprefix("aws_"): value for key, value in options.config.items()}
-    from_environment = next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
-    return given.get("endpoint_url") or given.get("endpoint") or from_environment
+    config = {key.lower().removeprefix("aws_"): value for key, value in options.config.items()}
+    from_environment = next((os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ), "")
+    return config.get("endpoint_url") or config.get("endpoint") or from_environment
 
 
-def repeating(
+def with_retries(
     request: Callable[[], T], options: ObjectOptions, *, unless: Callable[[], bool] = lambda: False
 ) -> T:
-    """Return what an idempotent request returns, repeated where it fails in a way that passes.
+    """Return the result of an idempotent request; repeat it after failures that may be temporary.
 
-    The library repeats most by itself; not answers that are cut off after their head, deletions that time
-    out, nor 429, with which some stores say what S3 says with 503.
+    The library repeats most failed requests itself, with these exceptions: answers that are cut off after
+    their head, deletions that time out, and 429, which some stores send where S3 sends 503.
+
+    Args:
+        request: makes the request.
+        options: how often and how long to repeat it.
+        unless: called after a failure; if it returns True, the request is not repeated.
     """
     deadline = time.monotonic() + options.retry_s
     for attempt in itertools.count():
@@ -181,7 +143,107 @@ def repeating(
             return request()
         except Exception as error:
             is_over = attempt >= options.max_retries or time.monotonic() > deadline or unless()
-            if is_over or not passes(error):
+            if is_over or not _is_temporary(error):
                 raise
         time.sleep(random.uniform(0.5, 1.5) * min(15.0, options.backoff_s * 2**attempt))
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def translated_object_errors(action: str, path: str) -> Iterator[None]:
+    """A context manager: an error of the library in the block becomes a StorageError. Our own errors pass.
+
+    Raises:
+        StorageError: the block raised an error of the library.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not _is_library_error(error):
+            raise
+        # Not chained: its text quotes the server's answer.
+        raise _translated(error, action=action, path=path) from None
+
+
+def _translated(error: Exception, *, action: str, path: str) -> StorageError:
+    text = str(error)
+    status = _first(_STATUS, text)
+    code = _first(_CODE, text)
+    if isinstance(error, FileNotFoundError) and code not in ("NoSuchBucket", "NoSuchUpload"):
+        return storage_error(OSError(errno.ENOENT, os.strerror(errno.ENOENT)), action=action, path=path)
+    number, reason, advice = _explanation(type(error).__name__, text, status, code)
+    retries = _first(_RETRIES, text)
+    reason += f", also after {retries} retries" if retries else ""
+    translated = StorageError(f"{path}: cannot {action}: {reason}. {advice}", path=path)
+    translated.errno = number
+    return translated
+
+
+def _explanation(kind: str, text: str, status: str, code: str) -> tuple[int | None, str, str]:
+    """Return errno, what happened, and what to do.
+
+    Args:
+        kind: name of the library's error class.
+        text: the library's text.
+        status: the HTTP status in it, "" if there is none.
+        code: the code of the object store in it, "" if there is none.
+    """
+    answer = f"the server answered {status}{code and f' ({code})'}"
+    if code == "NoSuchBucket":
+        return errno.ENOENT, answer, "Create the bucket, or correct its name, region and endpoint."
+    if code == "NoSuchUpload":
+        return None, answer, "Somebody has aborted the upload (a lifecycle rule?). Save again."
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
+        return (
+            errno.EACCES,
+            answer if status else "permission denied",
+            "Check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), the clock, "
+            "and that they may get, put, list and delete objects there.",
+        )
+    if status == "503" or code == "SlowDown" or status == "429":
+        return (
+            errno.EAGAIN,
+            answer,
+            "The store is overloaded: save less often or with fewer ranks, or raise retry_s.",
+        )
+    if status:
+        return (
+            None,
+            answer,
+            "Look at the state of the service; if it is not a fault of it, at the settings.",
+        )
+    failure = _first(_HTTP_FAILURE, text)
+    if failure == "Timeout":
+        return (
+            errno.ETIMEDOUT,
+            "no answer in time",
+            "Check the network and the endpoint (AWS_ENDPOINT_URL); if it is slow, raise timeout_s.",
+        )
+    if failure == "Connect":
+        return None, "no connection", "Check the network and the endpoint (AWS_ENDPOINT_URL)."
+    return (
+        None,
+        f"the transfer failed ({kind})",
+        "Check the network, the endpoint (AWS_ENDPOINT_URL), and try again.",
+    )
+
+
+def _is_library_error(error: Exception) -> bool:
+    return isinstance(error, OSError) or any(c.__module__.startswith("obstore") for c in type(error).__mro__)
+
+
+def _is_temporary(error: Exception) -> bool:
+    """Return whether a failure may go away, and the library has not repeated the request."""
+    text = str(error)
+    if not _is_library_error(error) or _first(_RETRIES, text):
+        return False
+    return (
+        _first(_HTTP_FAILURE, text) in ("Interrupted", "Timeout", "Decode") or _first(_STATUS, text) == "429"
+    )
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""

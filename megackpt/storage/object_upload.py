@@ -1,7 +1,8 @@
 """Uploads one new object of known size, all of it or none.
 
-Owns the buffers between the thread that writes and the one that uploads, and what an upload ends in. A short
-file is one request; a longer one a multipart upload, of which nothing is visible before it is complete.
+A short file is one request; a longer one is a multipart upload, of which nothing is visible before it is
+complete. One thread fills buffers, the other uploads them; a queue of a bounded number of buffers lies
+between.
 """
 
 from __future__ import annotations
@@ -16,61 +17,65 @@ from typing import Any
 import numpy as np
 
 from megackpt.storage.buffers import BUFFER_BYTES, COMMON_POOL, ByteArray
-from megackpt.storage.object_client import ObjectOptions, obstore, repeating
-from megackpt.storage.object_refusal import translated_object_errors
-from megackpt.storage.sized_writer import SizedWriter
+from megackpt.storage.object_client import obstore, translated_object_errors, with_retries
+from megackpt.storage.options import ObjectOptions
+from megackpt.storage.store import SizedWriter
 
-_MOST_PARTS = 10_000  # Source: Amazon S3, limits of multipart uploads.
-_MARK = "megackpt-upload"  # metadata of an object that says which upload made it
+_MAX_PARTS = 10_000  # Source: Amazon S3, limits of multipart uploads.
+_UPLOAD_ID = "megackpt-upload"  # metadata of an object: which upload made it
 
 
 class _AbandonedError(Exception):
-    """Tells the library to abort an upload."""
+    """Makes the library abort an upload."""
 
 
-class _Pipe:
-    """An iterator over filled buffers, which waits for the next; the buffers that it lends are limited.
+class _BufferQueue:
+    """Filled buffers on their way to the library, which iterates over them; at most `limit` are in use.
 
-    A buffer goes back to the pool when the library has let go of it: that it may read it until then, after
-    however many repetitions, needs no copy and no book-keeping here.
+    The library may read a buffer until it drops its view, after however many repetitions. A buffer goes back
+    to the pool when its view is garbage: that needs no copy and no book-keeping.
+
+    Args:
+        buffer_bytes: how much of a buffer to use.
+        limit: buffers in use at a time.
     """
 
-    def __init__(self, *, piece_bytes: int, limit: int) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self, *, buffer_bytes: int, limit: int) -> None:
+        self._buffer_bytes = buffer_bytes
         self._limit = limit
-        self._lent = 0
+        self._in_use = 0
         self._filled: deque[ByteArray] = deque()
         self.is_begun = False  # whether the library has asked for a buffer
         self._state = "open"  # or "ended", "abandoned", "broken"
         self._changed = threading.Condition()
 
     def take(self) -> ByteArray | None:
-        """Return a buffer to be filled, `[piece_bytes]`, once there is one; None if nobody takes any more."""
+        """Return an empty buffer, `[buffer_bytes]`, once there is one; None if the upload has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lent < self._limit or self._state == "broken")
+            self._changed.wait_for(lambda: self._in_use < self._limit or self._state == "broken")
             if self._state == "broken":
                 return None
-            self._lent += 1
+            self._in_use += 1
         buffer = COMMON_POOL.take()
-        view = buffer[: self._piece_bytes]
+        view = buffer[: self._buffer_bytes]
         weakref.finalize(view, self._give_back, buffer).atexit = False
         return view
 
     def put(self, view: ByteArray, count: int) -> None:
-        """Hand the first `count` bytes of a buffer on. The caller lets go of it."""
+        """Pass the first `count` bytes of a buffer to the library. The caller must not use it any more."""
         with self._changed:
             self._filled.append(view if count == view.size else _front(view, count))
             self._changed.notify_all()
 
     def end(self, state: str) -> None:
-        """Say how it ends: "ended" after the buffers that are there, "abandoned" or "broken" at once."""
+        """End the queue: "ended" after the buffers that are in it, "abandoned" or "broken" at once."""
         with self._changed:
             self._state = state
             if state != "ended":
                 self._filled.clear()
             self._changed.notify_all()
 
-    def __iter__(self) -> _Pipe:
+    def __iter__(self) -> _BufferQueue:
         return self
 
     def __next__(self) -> ByteArray:
@@ -84,69 +89,74 @@ class _Pipe:
             return self._filled.popleft()
 
     def _give_back(self, buffer: ByteArray) -> None:
-        COMMON_POOL.give(buffer)
+        COMMON_POOL.give_back(buffer)
         with self._changed:
-            self._lent -= 1
+            self._in_use -= 1
             self._changed.notify_all()
 
 
 def _front(view: ByteArray, count: int) -> ByteArray:
-    """Return the first bytes of a buffer; they keep the whole of it lent."""
-    return np.frombuffer(view.data[:count], np.uint8)  # its base is the view, not what that lies in
+    """Return the first bytes of a buffer; as long as they are referenced, the buffer stays in use."""
+    return np.frombuffer(view.data[:count], np.uint8)  # its base is the view, not the memory below it
 
 
 class ObjectWriter(SizedWriter):
-    """A `StreamWriter` into an object store. The object is visible, all at once, when it is closed.
+    """A `StreamWriter` into an object store. The object becomes visible, all at once, when it is closed.
 
-    client is the library's, key the object's name in it. An upload that fails or is left by an exception is
-    aborted. One whose process is killed leaves parts, which no listing shows: a lifecycle rule of the bucket
-    removes them.
+    An upload that fails is aborted, and so is one whose block ends by an exception. If the process is killed,
+    parts stay that no listing shows: a lifecycle rule of the bucket removes them.
+
+    Args:
+        client: the library's.
+        key: the object's name in the client.
+        nbytes: the size of the object.
+        path: what messages call the object.
+        options: sizes and numbers of requests.
     """
 
     def __init__(self, client: Any, key: str, nbytes: int, *, path: str, options: ObjectOptions) -> None:
         super().__init__(path, nbytes)
         self._client = client
         self._key = key
-        self._filling: ByteArray | None = None
-        self._filled = 0
+        self._buffer: ByteArray | None = None  # the one that is being filled
+        self._filled = 0  # bytes in it
         self._error: Exception | None = None
-        self._mark = secrets.token_hex(16)
-        part_bytes = _part_bytes(nbytes, options.part_bytes)
-        piece = min(part_bytes, BUFFER_BYTES)
-        self._is_short = nbytes <= part_bytes
-        self._part_bytes = part_bytes
+        self._upload_id = secrets.token_hex(16)
+        self._part_bytes = _part_bytes(nbytes, options.part_bytes)
+        self._is_short = nbytes <= self._part_bytes
         self._options = options
-        pieces = part_bytes // piece
-        self._pipe = _Pipe(
-            piece_bytes=piece, limit=pieces * (1 if self._is_short else 1 + options.parts_in_flight)
-        )
+        # One part is being filled while others are sent. A part takes one buffer or several.
+        buffer_bytes = min(self._part_bytes, BUFFER_BYTES)
+        parts = 1 if self._is_short else 1 + options.parts_in_flight
+        self._queue = _BufferQueue(buffer_bytes=buffer_bytes, limit=self._part_bytes // buffer_bytes * parts)
         self._thread = threading.Thread(target=self._upload, name="megackpt-upload")
         if not self._is_short:
             self._thread.start()
 
     def write(self, data: memoryview) -> None:
         """Append `data`. See StreamWriter."""
-        left = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.zeros(0, np.uint8)
-        self._check_room(left.size)
-        self._written += left.size
-        while left.size:
-            if self._filling is None:
-                self._filling = self._pipe.take()
-                if self._filling is None:
-                    self._fail()
+        rest = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.zeros(0, np.uint8)
+        self._check_room(rest.size)
+        self._written += rest.size
+        while rest.size:
+            if self._buffer is None:
+                self._buffer = self._queue.take()
+                if self._buffer is None:  # the upload has failed while there was more to write
+                    self._abandon()
+                    self._raise_error()
                     return
-            count = min(left.size, self._filling.size - self._filled)
+            count = min(rest.size, self._buffer.size - self._filled)
             # np.copyto releases the GIL; assigning to a slice of a memoryview would not.
-            np.copyto(self._filling[self._filled : self._filled + count], left[:count])
+            np.copyto(self._buffer[self._filled : self._filled + count], rest[:count])
             self._filled += count
-            left = left[count:]
-            if self._filled == self._filling.size:
-                self._hand_on()
+            rest = rest[count:]
+            if self._filled == self._buffer.size:
+                self._put_buffer()
 
     def _complete(self) -> None:
         self._open = False
-        self._hand_on()
-        self._pipe.end("ended")
+        self._put_buffer()
+        self._queue.end("ended")
         if self._is_short:
             self._upload()
         else:
@@ -154,49 +164,46 @@ class ObjectWriter(SizedWriter):
         if self._error is not None and not self._has_arrived():
             self._raise_error()
 
-    def _hand_on(self) -> None:
-        if self._filling is not None:
-            self._pipe.put(self._filling, self._filled)
-        self._filling, self._filled = None, 0
+    def _put_buffer(self) -> None:
+        if self._buffer is not None:
+            self._queue.put(self._buffer, self._filled)
+        self._buffer, self._filled = None, 0
 
     def _upload(self) -> None:
         try:
-            # What the library has been given cannot be given again.
-            repeating(self._put, self._options, unless=lambda: self._pipe.is_begun)
+            # Buffers that the library has taken out of the queue cannot be sent a second time.
+            with_retries(self._send_request, self._options, unless=lambda: self._queue.is_begun)
         except Exception as error:  # noqa: BLE001 - the last line of a thread: raised by the one that writes
             self._error = error
-            self._pipe.end("broken")
+            self._queue.end("broken")
 
-    def _put(self) -> None:
+    def _send_request(self) -> None:
         if not self._nbytes:  # the library takes no empty list of buffers
             obstore().put(self._client, self._key, b"", use_multipart=False)
             return
         obstore().put(
             self._client,
             self._key,
-            self._pipe,
-            attributes=None if self._is_short else {_MARK: self._mark},
+            self._queue,
+            attributes=None if self._is_short else {_UPLOAD_ID: self._upload_id},
             use_multipart=not self._is_short,
             chunk_size=self._part_bytes,
             max_concurrency=self._options.parts_in_flight,
         )
 
     def _has_arrived(self) -> bool:
-        """Whether a failed upload is complete nevertheless: its last answer may have been lost.
+        """Return whether a failed upload is complete: the answer to its last request may have been lost.
 
-        Repeated, the last request finds no upload any more. The mark tells this upload from an older object.
+        The library then repeats the request, which fails as there is no such upload any more. The id in the
+        metadata tells this object from an older one.
         """
         if self._is_short:
             return False
         with contextlib.suppress(Exception):
-            found = obstore().get(self._client, self._key, options={"head": True})
-            return bool(found.attributes.get(_MARK) == self._mark and found.meta["size"] == self._nbytes)
+            head = obstore().get(self._client, self._key, options={"head": True})
+            is_ours = head.attributes.get(_UPLOAD_ID) == self._upload_id
+            return bool(is_ours and head.meta["size"] == self._nbytes)
         return False
-
-    def _fail(self) -> None:
-        """Raise what ended the upload while there was more to write."""
-        self._abandon()
-        self._raise_error()
 
     def _raise_error(self) -> None:
         assert self._error is not None
@@ -205,16 +212,16 @@ class ObjectWriter(SizedWriter):
 
     def _abandon(self) -> None:
         self._open = False
-        self._filling = None
-        self._pipe.end("abandoned")
+        self._buffer = None
+        self._queue.end("abandoned")
         if not self._is_short:
             self._thread.join()
 
 
 def _part_bytes(nbytes: int, wanted: int) -> int:
-    """Return the size of parts: that wanted, or as large as the limit of their number asks for.
+    """Return the size of parts: `wanted`, or more if there would be too many parts.
 
-    Whole buffers, if it is more than one.
+    A size of more than one buffer is rounded up to whole buffers.
     """
-    least = max(wanted, -(-nbytes // _MOST_PARTS))
-    return least if least <= BUFFER_BYTES else -(-least // BUFFER_BYTES) * BUFFER_BYTES
+    part_bytes = max(wanted, -(-nbytes // _MAX_PARTS))
+    return part_bytes if part_bytes <= BUFFER_BYTES else -(-part_bytes // BUFFER_BYTES) * BUFFER_BYTES

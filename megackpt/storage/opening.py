@@ -1,7 +1,4 @@
-"""Which store serves a path.
-
-Owns the one decision of how a user's path or URL maps to a kind of store.
-"""
+"""Which store serves a path, a URL, or an object that a user gives."""
 
 from __future__ import annotations
 
@@ -9,32 +6,31 @@ import os
 import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from megackpt.errors import CheckpointError, DeclarationError, StorageError
-from megackpt.storage.local import LocalStore
-from megackpt.storage.paths import SCHEMES, expanded_path, is_object_url
+from megackpt.storage.local import LocalStore, expanded_path
+from megackpt.storage.options import OBJECT_SCHEMES, ObjectOptions
 from megackpt.storage.store import Store
 
-if TYPE_CHECKING:
-    from megackpt.storage.object_client import ObjectOptions
-
 ENTRY_POINTS = "megackpt.stores"
-"""Entry points of other packages: by the scheme of its URLs, a function that returns the store of an URL."""
+"""Entry points of other packages: the name is the scheme of URLs, the value a function from URL to store."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-_JOINED = re.compile(r"(s3|gs|az):/[^/]")
+_URL_WITH_ONE_SLASH = re.compile(r"(s3|gs|az):/[^/]")
 
 
 def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = None) -> Store:
-    """Return the store for a checkpoint directory or the URL of one. Local; nothing is touched yet.
+    """Return the store for a checkpoint directory or the URL of one. Local; no file is touched yet.
 
-    objects are the options of an object store, if it is one.
+    Args:
+        path: a path, or a URL of an object store or of another package's store.
+        objects: options of an object store; ignored by other stores.
 
     Raises:
-        StorageError: `path` is an URL of a kind that no store serves, or empty.
-        DeclarationError: it is no path.
-        MissingExtraError: it is in an object store, and the library for those is not installed.
+        StorageError: no store serves URLs of this kind, or `path` is empty.
+        DeclarationError: `path` is not a path.
+        MissingExtraError: it is a URL of an object store, and the library for these is not installed.
 
     >>> open_store("/ckpt/iter_0000100").location
     '/ckpt/iter_0000100'
@@ -44,37 +40,42 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
         from megackpt.storage.object_store import ObjectStore
 
         return ObjectStore(text, options=objects)
-    return _store_of_package(text) if is_url(text) else LocalStore(text)
+    return _open_store_of_package(text) if is_url(text) else LocalStore(text)
 
 
 def is_url(text: str) -> bool:
-    """Say whether a location is an URL, and no path. Local, pure."""
+    """Return whether a location is a URL and not a path. Local, pure."""
     return _URL.match(text) is not None
+
+
+def is_object_url(text: str) -> bool:
+    """Return whether a location is a URL of an object store. Local, pure."""
+    return text.partition("://")[0] in OBJECT_SCHEMES and "://" in text
 
 
 def checked_path(path: object) -> str:
     """Return a path, or the URL of a store, as text; `~` becomes the home directory. Local.
 
     Raises:
-        StorageError: it is an URL of a kind that no store serves, or empty.
-        DeclarationError: it is none of these.
+        StorageError: no store serves URLs of this kind, or `path` is empty.
+        DeclarationError: `path` is neither a path nor a URL.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
-        raise _no_place(path)
+        raise _location_error(path)
     if not text:
         raise StorageError(
             "'': an empty path names no checkpoint directory. Give its path, or '.' for this one."
         )
     url = _URL.match(text)
-    if url and (is_object_url(text) or url["scheme"] in _packages()):
+    if url and (is_object_url(text) or url["scheme"] in _stores_of_packages()):
         return text
-    if not isinstance(path, str) and _JOINED.match(text):
+    if not isinstance(path, str) and _URL_WITH_ONE_SLASH.match(text):
         raise StorageError(
-            f"{text}: a pathlib.Path makes one slash of the two in an URL. Give the URL as a string.",
+            f"{text}: a pathlib.Path makes one slash of the two in a URL. Give the URL as a string.",
             path=text,
         )
     if url:
-        known = ", ".join(f"{scheme}://" for scheme in ("s3", *sorted(_packages())))
+        known = ", ".join(f"{scheme}://" for scheme in ("s3", *sorted(_stores_of_packages())))
         raise StorageError(
             f"{text}: there is no store for {url['scheme']}:// locations, but for {known}. Mount it as "
             "a directory and give that path (a local path is given without a scheme), pass an object with "
@@ -85,14 +86,32 @@ def checked_path(path: object) -> str:
     return expanded_path(text)
 
 
+def as_store(location: object) -> Store:
+    """Return the store for an object that a user gives instead of a path. Local, pure.
+
+    An object that has the methods of a store without deriving from `Store` is wrapped.
+
+    Raises:
+        DeclarationError: the object lacks what every use of a store begins with.
+    """
+    if isinstance(location, Store):
+        return location
+    if not all(hasattr(location, name) for name in ("location", "exists", "read")):
+        raise _location_error(location)
+    from megackpt.storage.views import ForwardingStore
+
+    return ForwardingStore(cast(Store, location))
+
+
 @cache
-def _packages() -> dict[str, EntryPoint]:
-    """Entry points of stores by their schemes; those of object stores are ours."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in SCHEMES}
+def _stores_of_packages() -> dict[str, EntryPoint]:
+    """Return entry points of stores by scheme. Object stores are always those of this package."""
+    points = entry_points(group=ENTRY_POINTS)
+    return {point.name: point for point in points if point.name not in OBJECT_SCHEMES}
 
 
-def _store_of_package(url: str) -> Store:
-    point = _packages()[url.partition("://")[0]]
+def _open_store_of_package(url: str) -> Store:
+    point = _stores_of_packages()[url.partition("://")[0]]
     try:
         return as_store(point.load()(url))
     except CheckpointError:
@@ -105,19 +124,8 @@ def _store_of_package(url: str) -> Store:
         ) from error
 
 
-def as_store(place: object) -> Store:
-    """Return a store that was handed in. Local, pure.
-
-    Raises:
-        DeclarationError: it lacks what every use of a store begins with.
-    """
-    if not all(hasattr(place, name) for name in ("location", "exists", "read")):
-        raise _no_place(place)
-    return cast(Store, place)
-
-
-def _no_place(given: object) -> DeclarationError:
+def _location_error(location: object) -> DeclarationError:
     return DeclarationError(
-        f"{given!r} is no place for a checkpoint. Give a path, an URL as text, or an object with the methods "
-        f"of megackpt.storage.Store."
+        f"{location!r} is not a location of a checkpoint. Give a path, a URL as text, or an object with the "
+        f"methods of megackpt.storage.Store."
     )

@@ -1,7 +1,7 @@
-"""Single requests to the system on one open file, with what the standard library leaves out.
+"""Single requests to the operating system about one open file, with what the standard library lacks.
 
-Owns complete writes, reads, switching direct I/O and reserving space. When to ask for which is up to `sinks`,
-`writer` and `reader`.
+Complete writes, reads, direct I/O (O_DIRECT: past the page cache), reserving space, and which bytes are in
+the page cache. `file_writer` and `file_reader` decide what to use when.
 """
 
 from __future__ import annotations
@@ -9,40 +9,50 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
+import sys
 from collections.abc import Callable
 
-# The strictest common demand on offset, length and address of direct I/O; also the page size mmap aligns to.
+import numpy as np
+
+# The strictest common demand of direct I/O on offset, length and address; also the page size mmap aligns to.
 ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Linux writes at most 2 GiB - 4 KiB at once; smaller pieces let an interrupted program end sooner.
-_PIECE_BYTES = 64 << 20
+# Linux writes at most 2 GiB - 4 KiB at once; with shorter requests an interrupted program ends sooner.
+_REQUEST_BYTES = 64 << 20
+
+_CACHESTAT = 451  # the number of the system call on every architecture but Alpha
+_FILE_SYSTEMS_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)  # tmpfs, ramfs, hugetlbfs
+_SAMPLES = 8
+_SAMPLE_BYTES = 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset` bytes, however little the system takes at a time.
+    """Write all of `data` at `offset` bytes, however few bytes the system takes at a time.
 
-    Where the file system turns out to refuse direct I/O of this kind, or what is left after a short write is
-    not aligned, go on through the page cache.
+    Goes on through the page cache if the file system rejects this kind of direct I/O, or if the rest after a
+    short write is not aligned.
     """
-    is_refused = False
+    is_rejected = False
     while data:
         try:
-            count = os.pwrite(descriptor, data[:_PIECE_BYTES], offset)
+            count = os.pwrite(descriptor, data[:_REQUEST_BYTES], offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or is_refused:
+            if error.errno != errno.EINVAL or is_rejected:
                 raise
             disable_direct(descriptor)
-            is_refused = True
+            is_rejected = True
             continue
         data = data[count:]
         offset += count
 
 
 def read_some(descriptor: int, data: memoryview, offset: int) -> int:
-    """Read what the system gives at once; 0 at the end of the file.
+    """Read into `data` what the system gives at once; return the number of bytes, 0 at the end of the file.
 
-    Where the file system turns out to refuse direct I/O of this kind, go on through the page cache.
+    Reads through the page cache if the file system rejects this kind of direct I/O.
     """
     try:
         return os.preadv(descriptor, [data], offset)
@@ -54,22 +64,19 @@ def read_some(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def enable_direct(descriptor: int) -> bool:
-    """Turn O_DIRECT on; False where the system or file system has none."""
+    """Turn O_DIRECT on; return False where the system or file system does not have it."""
     if not _O_DIRECT:
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
-    except OSError:  # EINVAL: not here
+    except OSError:  # EINVAL: this file system does not have it
         return False
     return True
 
 
 def disable_direct(descriptor: int) -> None:
-    """Turn O_DIRECT off.
-
-    It may be off already: several threads use a descriptor, and another may have been refused as well.
-    """
+    """Turn O_DIRECT off. It may be off already: several threads share a descriptor."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
 
@@ -83,7 +90,7 @@ def reserve(descriptor: int, nbytes: int) -> None:
         OSError: ENOSPC, EDQUOT or EFBIG.
     """
     state = os.fstatvfs(descriptor)
-    # First ask: reserving more than there is may take what is left from others for a moment, only to give up.
+    # Compare first: a request for more than is free may take all free space from others until it fails.
     if state.f_blocks and nbytes > state.f_bfree * state.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if not nbytes or _fallocate is None:
@@ -109,3 +116,74 @@ def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 _fallocate = _load_fallocate()
+
+
+class _CachestatRange(ctypes.Structure):
+    _fields_ = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
+
+
+class _CachestatPages(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    ]
+
+
+def is_in_memory(descriptor: int) -> bool:
+    """Return whether an open file is on a file system without a disk; False where the system does not say.
+
+    Some of these file systems take O_DIRECT, and copy all the same.
+
+    Source: fstatfs(2).
+    """
+    if _libc is None or sys.platform != "linux":
+        return False
+    state = (ctypes.c_long * 64)()  # struct statfs, which begins with the type and is much shorter
+    return not _libc.fstatfs(descriptor, ctypes.byref(state)) and state[0] in _FILE_SYSTEMS_IN_MEMORY
+
+
+def is_cached(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
+    """Return whether at least half of a range of an open file is in the page cache.
+
+    True where the system does not say. The range may reach beyond the file's end.
+
+    Source: cachestat(2), since Linux 6.5; mincore(2), which takes 70 times as long.
+    """
+    global _has_cachestat
+    if _libc is None or sys.platform != "linux" or nbytes <= 0:
+        return True
+    if _has_cachestat:
+        pages = _CachestatPages()
+        bounds = _CachestatRange(offset_bytes, nbytes)
+        if not _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(bounds), ctypes.byref(pages), 0):
+            return bool(2 * pages.cached * mmap.PAGESIZE >= nbytes)
+        if ctypes.get_errno() != errno.ENOSYS:  # a kind of file that it does not know
+            return True
+        _has_cachestat = False
+    return _is_in_core(descriptor, offset_bytes, nbytes)
+
+
+_has_cachestat = True
+
+
+def is_sampled_cached(descriptor: int) -> bool:
+    """Return whether an open file seems to be in the page cache, judged by samples of it."""
+    nbytes = os.fstat(descriptor).st_size
+    offsets = range(0, nbytes, max(nbytes // _SAMPLES, _SAMPLE_BYTES))
+    return all(is_cached(descriptor, at, min(_SAMPLE_BYTES, nbytes - at)) for at in offsets)
+
+
+def _is_in_core(descriptor: int, offset_bytes: int, nbytes: int) -> bool:
+    """Do the same as `is_cached` with mincore, for systems without cachestat."""
+    assert _libc is not None
+    first = offset_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = offset_bytes + nbytes - first
+    try:
+        with mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=first) as mapped:
+            pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+            view = np.frombuffer(mapped, np.uint8)
+            address, into = ctypes.c_void_p(view.ctypes.data), ctypes.c_void_p(pages.ctypes.data)
+            failed = _libc.mincore(address, ctypes.c_size_t(length), into)
+            del view  # or the map could not be closed
+    except (OSError, ValueError):  # a file that cannot be mapped, or a range beyond its end
+        return True
+    return bool(failed) or bool(2 * int((pages & 1).sum()) >= len(pages))

@@ -1,8 +1,8 @@
-"""Opens files beneath one directory, and never anything else.
+"""A sandbox for file names: opens regular files below one directory, and nothing else.
 
-Owns the way from a name to a descriptor: a checkpoint directory may come from anywhere, so every part of a
-name is opened relative to its parent, never through a symbolic link, and only regular files are read. What is
-read or written is up to `local`.
+A checkpoint may come from anywhere, and so may the file names in it. Each part of a name is opened relative
+to its parent (openat), never through a symbolic link, and only regular files are read. What is read or
+written is up to `local`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 
 from megackpt.errors import StorageError
-from megackpt.storage.store import check_name, is_allowed_name
+from megackpt.storage.names import check_name, is_allowed_name
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a named pipe must not wait for somebody to write to it.
@@ -23,11 +23,13 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Sandbox:
-    """The files beneath `root`, an absolute path.
+    """The files below a directory.
 
-    Refusals arrive as the system's OSError; what is no regular file or lies behind a link as StorageError.
+    Methods raise the system's OSError, or StorageError for a link or anything else but a regular file.
 
-    on_change is told the directory (relative to root, "" for root itself) whose entries are about to change.
+    Args:
+        root: the directory, an absolute path.
+        on_change: called with a directory (relative to root, "" for root itself) before its entries change.
     """
 
     def __init__(self, root: str, *, on_change: Callable[[str], None]) -> None:
@@ -35,11 +37,11 @@ class Sandbox:
         self._on_change = on_change
 
     def path(self, name: str) -> str:
-        """Return the path of `name`, for messages."""
+        """Return the path of the file `name`, for messages."""
         return f"{self.root}/{name}" if name else self.root
 
     def open_to_read(self, name: str) -> int:
-        """Return a new descriptor of a regular file."""
+        """Open a regular file; return the descriptor."""
         with self._directory_of(name) as (directory, leaf):
             descriptor = self._open_without_links(directory, leaf, _OPEN_TO_READ, name)
             try:
@@ -50,44 +52,44 @@ class Sandbox:
             return descriptor
 
     def create(self, name: str) -> int:
-        """Return a descriptor to write a new file, made with its parents instead of one of that name."""
+        """Make a new file and its parent directories; return the descriptor. An older file is unlinked."""
         with self._directory_of(name, make=True) as (directory, leaf):
             self._on_change(_parent(name))
-            # A new file, not the old one truncated: whoever reads the old one keeps reading the old bytes.
+            # Not truncated but unlinked: readers that have the old file open keep reading the old bytes.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=directory)
             return os.open(leaf, _CREATE, 0o666, dir_fd=directory)
 
     def rename(self, name: str, target: str) -> None:
-        """Give `name` the name `target` in the same directory, at once and instead of what was there."""
+        """Rename `name` to `target`, in the same directory; an older file `target` is replaced."""
         with self._directory_of(target) as (directory, leaf):
             self._on_change(_parent(target))
             os.rename(name.rpartition("/")[2], leaf, src_dir_fd=directory, dst_dir_fd=directory)
 
     def move(self, name: str, target: str) -> None:
-        """Give `name` the name `target`, in whichever directory, instead of what was there."""
+        """Rename `name` to `target`, in any directory below root; an older file `target` is replaced."""
         with (
-            self._directory_of(name) as (source, old),
-            self._directory_of(target, make=True) as (parent, new),
+            self._directory_of(name) as (old_directory, old_leaf),
+            self._directory_of(target, make=True) as (new_directory, new_leaf),
         ):
             self._on_change(_parent(name))
             self._on_change(_parent(target))
-            os.rename(old, new, src_dir_fd=source, dst_dir_fd=parent)
+            os.rename(old_leaf, new_leaf, src_dir_fd=old_directory, dst_dir_fd=new_directory)
 
-    def prune(self, prefix: str) -> None:
-        """Remove directories below root that begin with `prefix` and hold nothing but empty directories."""
+    def remove_empty_directories(self, prefix: str) -> None:
+        """Remove directories in root that begin with `prefix` and contain no files at any depth."""
         with contextlib.suppress(FileNotFoundError), self._descend([]) as root:
             for leaf in _directories_in(root):
                 if leaf.startswith(prefix):
                     self._on_change("")
-                    self._prune(root, leaf)
+                    self._remove_if_empty(root, leaf)
 
-    def _prune(self, parent: int, leaf: str) -> None:
+    def _remove_if_empty(self, parent: int, leaf: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             directory = os.open(leaf, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
             try:
-                for below in _directories_in(directory):
-                    self._prune(directory, below)
+                for child in _directories_in(directory):
+                    self._remove_if_empty(directory, child)
             finally:
                 os.close(directory)
             try:
@@ -97,19 +99,19 @@ class Sandbox:
                     raise
 
     def unlink(self, name: str) -> None:
-        """Remove a file; a symbolic link is removed itself. Missing is fine."""
+        """Remove a file if it exists; of a symbolic link, the link itself."""
         with contextlib.suppress(FileNotFoundError), self._directory_of(name) as (directory, leaf):
             self._on_change(_parent(name))
             os.unlink(leaf, dir_fd=directory)
 
-    def state(self, name: str) -> os.stat_result | None:
-        """Return what the system knows of `name` itself, a link not followed; None if there is nothing."""
+    def stat(self, name: str) -> os.stat_result | None:
+        """Return the result of lstat; None if there is no such name."""
         with contextlib.suppress(FileNotFoundError), self._directory_of(name) as (directory, leaf):
             return os.stat(leaf, dir_fd=directory, follow_symlinks=False)
         return None
 
     def flush_directory(self, name: str) -> None:
-        """Make the entries of a directory ("" is root) durable; one that is gone needs nothing."""
+        """Make the entries of a directory ("" is root) durable, if it exists."""
         with (
             contextlib.suppress(FileNotFoundError),
             self._descend(name.split("/") if name else []) as directory,
@@ -118,27 +120,27 @@ class Sandbox:
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of all regular files that begin with `prefix`, in no particular order."""
-        found: list[str] = []
+        names: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._descend([]) as root:
-            self._collect(root, "", prefix, found)
-        return found
+            self._collect(root, "", prefix, names)
+        return names
 
     def require_regular(self, name: str, mode: int) -> None:
-        """Refuse anything but a regular file.
+        """Raise an error unless `mode` (st_mode) is that of a regular file.
 
         Raises:
-            StorageError: `mode` (st_mode) is of something else.
+            StorageError: `name` is a link, a directory, a pipe, a socket or a device.
         """
         if not stat.S_ISREG(mode):
             raise StorageError(
-                f"{self.path(name)}: it is {_kind(mode)}, not a regular file. A checkpoint holds its own "
-                "files, so that reading it can reach nothing else: put the real file there.",
+                f"{self.path(name)}: it is {_kind(mode)}, not a regular file. A checkpoint consists of "
+                "regular files only, so that reading it can reach nothing else: put the real file there.",
                 path=self.path(name),
             )
 
     @contextlib.contextmanager
     def _directory_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield a descriptor of the directory that holds `name`, and the last part of the name."""
+        """Yield a descriptor of the directory of `name`, and the last part of the name."""
         check_name(name, location=self.root)
         *parents, leaf = name.split("/")
         with self._descend(parents, make=make) as directory:
@@ -146,9 +148,9 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _descend(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
-        """Yield a descriptor of a directory; each one on the way is opened relative to the one before.
+        """Yield a descriptor of a directory, opened part by part, each relative to the one before.
 
-        So nobody can swap a part of the path for a link between a check and its use.
+        Nobody can replace a part of the path by a link between its check and its use.
         """
         directory = os.open(self.root, _OPEN_DIRECTORY)
         try:
@@ -156,11 +158,11 @@ class Sandbox:
                 if make:
                     self._make(directory, part, "/".join(parts[:depth]))
                 name = "/".join(parts[: depth + 1])
-                below = self._open_without_links(directory, part, _OPEN_DIRECTORY | os.O_NOFOLLOW, name)
-                # The name moves on first: Ctrl-C after the close must not close the number a second time, as
-                # it may be that of another thread's file by then.
-                above, directory = directory, below
-                os.close(above)
+                child = self._open_without_links(directory, part, _OPEN_DIRECTORY | os.O_NOFOLLOW, name)
+                # Assign before the close: after Ctrl-C between the two, the `finally` below must not close
+                # the same number again, which may be that of another thread's file by then.
+                parent, directory = directory, child
+                os.close(parent)
             yield directory
         finally:
             os.close(directory)
@@ -176,40 +178,40 @@ class Sandbox:
         try:
             return os.open(part, flags, dir_fd=directory)
         except OSError as error:
-            # A link is ELOOP to O_NOFOLLOW and ENOTDIR to O_DIRECTORY; say that it is one.
+            # For a link, O_NOFOLLOW gives ELOOP and O_DIRECTORY gives ENOTDIR: raise a clearer error.
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 mode = os.stat(part, dir_fd=directory, follow_symlinks=False).st_mode
                 if stat.S_ISLNK(mode):
                     self.require_regular(name, mode)
             raise
 
-    def _collect(self, directory: int, above: str, prefix: str, found: list[str]) -> None:
+    def _collect(self, directory: int, path: str, prefix: str, names: list[str]) -> None:
+        """Append the names of files in and below a directory; path is "" or its name with a slash."""
         with os.scandir(directory) as entries:
             listed = [
                 (e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries
             ]
         for leaf, is_directory, is_file in listed:
-            name = above + leaf
+            name = path + leaf
+            # A directory can contain such names if the prefix goes on in it, or ends before its name does.
             if is_directory and (name + "/").startswith(prefix[: len(name) + 1]):
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    below = os.open(leaf, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                    child = os.open(leaf, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
                     try:
-                        self._collect(below, name + "/", prefix, found)
+                        self._collect(child, name + "/", prefix, names)
                     finally:
-                        os.close(below)
+                        os.close(child)
             elif is_file and name.startswith(prefix) and is_allowed_name(name):
-                found.append(name)
+                names.append(name)
 
 
 def flush_directory(descriptor: int) -> None:
-    """Make the entries of an open directory durable, where the file system knows such a thing."""
+    """Make the entries of an open directory durable, where the file system can."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some network file systems: no fsync of directories
+        # Some network file systems have no fsync of directories.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
 

@@ -1,39 +1,45 @@
-"""What a store of bytes must offer, and which names it takes.
+"""The interface of a store of files, and of a writer of one file.
 
-Owns the two protocols that everything above storage is written against, and the one check of file names.
-Where the bytes go is up to the stores (`local`, `memory`); what they mean is up to formats.
+`Store` is the base class of all stores: its abstract methods are what a store must have, the others have
+defaults. What the bytes mean is up to `formats`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
-from megackpt.errors import StorageError
+from megackpt.storage.buffers import COMMON_POOL, MAX_BORROWED_BYTES
+from megackpt.storage.error_translation import closed_writer_error, excess_bytes_error, incomplete_file_error
+
+_COPY_BYTES = 4 << 20
 
 
 class StreamWriter(Protocol):
     """Appends to one new file, whose size was given when it was opened. Used by one thread at a time.
 
-    A context manager: leaving the block closes the writer, leaving it by an exception removes the partial
+    A context manager: leaving the block closes the writer; an exception in the block removes the partial
     file.
     """
 
     def write(self, data: memoryview) -> None:
-        """Append `data`, a C-contiguous buffer of any element type; it may be reused once this returns.
+        """Append `data`, a C-contiguous buffer of any element type. The caller may reuse it afterwards.
 
         Raises:
-            StorageError: the store refused this write or, where writes go on in the background, an earlier
-                one; or more bytes were given than the file was opened for.
+            StorageError: this write failed or, where writes go on in the background, an earlier one; or the
+                file would be longer than the size it was opened with.
         """
         ...
 
     def close(self) -> None:
-        """Make the content durable. Closing twice is harmless. If it fails, the partial file is gone.
+        """Make the content durable. A second call does nothing. If it fails, the partial file is removed.
 
         Raises:
-            StorageError: the store refused a write, or fewer bytes were written than the file was opened for.
+            StorageError: a write failed, or the file is shorter than the size it was opened with.
         """
         ...
 
@@ -48,27 +54,82 @@ class StreamWriter(Protocol):
     ) -> None: ...
 
 
-class Store(Protocol):
-    """A flat namespace of '/'-separated relative names under one checkpoint directory. Safe for many threads.
+class SizedWriter(ABC):
+    """Base class of writers: ends once, with a file of the size it was opened with or without a file.
 
-    Everything here is local: no rank waits for another. Every method raises StorageError if the store
-    refuses, with the reason, the path and what to do; `errno` of the error is set where the system gave one.
-
-    A store may have more, which loads then use instead of `read_into`: `lend` (see `Lends`) and `fill` (see
-    `Fills`); and `is_cached(name)`, whether a file is in memory. Who derives from one overrides those, too.
-
-    A file that was written under a name is not expected to change afterwards (`replace` is for the one that
-    does), so a store may keep files open between reads; it notices changes that it made itself.
+    A subclass defines `write`, which calls `_check_room` first and adds what it wrote to `_written`.
 
     Attributes:
-        location: what to call this store in messages, a path or an URL.
+        _open: whether the file is still being written; `_complete` and `_abandon` set it to False.
+    """
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self._path = path
+        self._nbytes = nbytes
+        self._written = 0
+        self._open = True
+
+    @abstractmethod
+    def write(self, data: memoryview) -> None:
+        """Append `data`. See StreamWriter."""
+
+    def close(self) -> None:
+        """Make the content durable and visible. See StreamWriter."""
+        if not self._open:
+            return
+        if self._written != self._nbytes:
+            self._abandon()
+            raise incomplete_file_error(self._path, written=self._written, expected=self._nbytes)
+        self._complete()
+
+    def __enter__(self) -> SizedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._open:
+            self._abandon()
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise an error if the writer is closed, or if nbytes more would exceed the size of the file."""
+        if not self._open:
+            raise closed_writer_error(self._path)
+        if self._written + nbytes > self._nbytes:
+            raise excess_bytes_error(self._path, nbytes, written=self._written, expected=self._nbytes)
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Finish the file, all of whose bytes were written. If that fails, remove it."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Stop writing and remove the partial file."""
+
+
+class Store(ABC):
+    """A flat namespace of '/'-separated relative names under one checkpoint directory. Safe for many threads.
+
+    A store of your own defines the abstract methods. The others (from `borrow` on) have defaults that call
+    them; override one where your store can do better. An object with the abstract methods that does not
+    derive from this class can be given to `save` and `load`, too, and gets the defaults.
+
+    Everything here is local: no rank waits for another. Every method raises StorageError if the operation
+    fails, with the reason, the path and what to do; `errno` of the error is set where the system gave one.
+
+    A file is not expected to change after it was written (`replace` is for the one that does), so a store may
+    keep files open between reads. It notices the changes that it made itself.
     """
 
     @property
+    @abstractmethod
     def location(self) -> str:
-        """What to call this store in messages, a path or an URL."""
+        """What to call this store in messages: a path or a URL."""
         ...
 
+    @abstractmethod
     def create(self) -> None:
         """Make the store ready to be written to. One that exists already is left as it is.
 
@@ -76,25 +137,29 @@ class Store(Protocol):
         """
         ...
 
+    @abstractmethod
     def open_writer(self, name: str, nbytes: int) -> StreamWriter:
-        """Start a new file of exactly `nbytes` bytes, instead of what had that name before.
+        """Start a new file of exactly `nbytes` bytes; it takes the place of an older file of that name.
 
-        The file may be visible before it is complete: give it a name that nothing refers to yet. Its content
-        is durable when the writer is closed, its name after `sync`.
+        The file may be visible before it is complete: use a name that nothing refers to yet. Its content is
+        durable when the writer is closed, its name after `sync`.
         """
         ...
 
+    @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Write a small file; its content is durable when this returns, its name after `sync`."""
         ...
 
+    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small file so that readers, also after a crash, find the old bytes or the new ones.
+        """Write a small file atomically: readers find the old bytes or the new ones, also after a crash.
 
-        Never a mixture. Durable when it returns. This is how a checkpoint is committed.
+        Durable when it returns. This is how a checkpoint is committed.
         """
         ...
 
+    @abstractmethod
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Return a whole small file, as it is now.
 
@@ -103,79 +168,121 @@ class Store(Protocol):
         """
         ...
 
+    @abstractmethod
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         """Fill `out`, a writable C-contiguous buffer, with the bytes from `offset_bytes` on.
 
-        Other threads may read and compute meanwhile.
+        Other Python threads can run meanwhile.
 
         Raises:
             FormatError: the file ends before `out` is full.
         """
         ...
 
+    @abstractmethod
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
         ...
 
+    @abstractmethod
     def exists(self, name: str) -> bool:
-        """Tell whether there is a file of this name."""
+        """Return whether there is a file of this name."""
         ...
 
+    @abstractmethod
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all files that begin with `prefix`, sorted; none before `create`."""
         ...
 
+    @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files; those that are missing already are fine. Durable after `sync`."""
+        """Remove files; missing ones are no error. Durable after `sync`."""
         ...
 
+    @abstractmethod
     def sync(self) -> None:
         """Make the names of everything written and deleted through this object durable."""
         ...
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of open files and buffers. Using the store again opens them again."""
+        """Close files and free buffers. Using the store again opens them again."""
         ...
 
+    @property
+    def moves_atomically(self) -> bool:
+        """Whether `move` is one atomic step that copies nothing, as a rename is."""
+        return False
 
-def check_name(name: str, *, location: str) -> None:
-    """Refuse a name that could mean a file outside the store, or that is no name on some system.
+    @property
+    def replaces_on_close(self) -> bool:
+        """Whether a file of `open_writer` takes the place of the older one atomically, when it is closed."""
+        return False
+
+    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        """Yield a range of a file in a buffer of the store, valid until the end of the block.
+
+        For callers that only look at the bytes or copy them on: they need no buffer of their own.
+
+        Args:
+            name: the file.
+            offset_bytes: where the range begins in the file.
+            nbytes: its length, at most MAX_BORROWED_BYTES.
+
+        Raises:
+            FormatError: the file ends before the range does.
+        """
+        return _borrow_from_pool(self, name, offset_bytes, nbytes)
+
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        """Fill `out`, flat bytes, from front to back; yield now and then how many bytes are there so far.
+
+        A caller that computes digests gets the bytes while they are still in the processor's cache.
+
+        Raises:
+            FormatError: the file ends before `out` is full.
+        """
+        self.read_into(name, offset_bytes, out)
+        yield len(out)
+
+    def is_cached(self, name: str) -> bool:
+        """Return whether a file seems to be in memory, so that reads need not wait; False if unknown."""
+        return False
+
+    def move(self, name: str, target: str) -> None:
+        """Rename a file; it takes the place of an older file of the new name. Durable after `sync`.
+
+        The default copies the file; see `moves_atomically`.
+        """
+        nbytes = self.size(name)
+        with self.open_writer(target, nbytes) as writer:
+            for start in range(0, nbytes, _COPY_BYTES):
+                part = bytearray(min(_COPY_BYTES, nbytes - start))
+                self.read_into(name, start, memoryview(part))
+                writer.write(memoryview(part))
+        self.delete([name])
+
+    def remove_empty_directories(self, prefix: str = "") -> None:  # noqa: B027 - many stores have none
+        """Remove the topmost directories that begin with `prefix` and have no files; see `LocalStore`."""
+
+
+def check_borrowed_range(path: str, offset_bytes: int, nbytes: int) -> None:
+    """Reject a range that does not fit into one buffer: slicing the buffer would silently give fewer bytes.
 
     Raises:
-        StorageError: `name` is empty, absolute, has an empty, '.' or '..' part, a backslash, a NUL or a
-            character that UTF-8 cannot write.
-
-    >>> check_name("data/rank-00000.safetensors", location="/ckpt")
+        ValueError: it is longer than MAX_BORROWED_BYTES, or begins before the file.
     """
-    reason = _fault_of(name)
-    if reason is not None:
-        raise StorageError(
-            f"{location}: the file name {name!r} {reason}, so it is refused. Names inside a checkpoint are "
-            "relative, with parts joined by '/'. If it was read from a checkpoint, that checkpoint is "
-            "damaged or forged.",
-            path=location,
+    if offset_bytes < 0 or not 0 <= nbytes <= MAX_BORROWED_BYTES:
+        raise ValueError(
+            f"{path}: {nbytes} bytes from {offset_bytes} on cannot be borrowed; ask for at most "
+            f"{MAX_BORROWED_BYTES} from a position in the file, or read into memory of your own."
         )
 
 
-def is_allowed_name(name: str) -> bool:
-    """Tell whether `check_name` would let a name pass."""
-    return _fault_of(name) is None
-
-
-def _fault_of(name: str) -> str | None:
-    if not name:
-        return "is empty"
-    if name.startswith("/"):
-        return "is absolute"
-    if "\0" in name:
-        return "contains a NUL"
-    if "\\" in name:
-        return "contains a backslash"
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return "is not valid Unicode"
-    for part in name.split("/"):
-        if part in ("", ".", ".."):
-            return f"has the part {part!r}"
-    return None
+@contextlib.contextmanager
+def _borrow_from_pool(store: Store, name: str, offset_bytes: int, nbytes: int) -> Iterator[memoryview]:
+    check_borrowed_range(f"{store.location}/{name}", offset_bytes, nbytes)
+    with COMMON_POOL.borrow() as buffer:
+        data = buffer.data[:nbytes]
+        store.read_into(name, offset_bytes, data)
+        yield data

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megackpt.storage import MemoryStore, StreamWriter, check_name
+from megackpt.storage import MemoryStore, Store, StreamWriter, check_name
 from megackpt.storage.error_translation import storage_error
-from megackpt.storage.sized_writer import SizedWriter
+from megackpt.storage.store import SizedWriter
 from megackpt.testing.cached_disk import CachedDisk, CachedFile, Loss
 
 
@@ -98,13 +98,14 @@ class CrashMachine:
         return self._stop_at is not None and self._stop_at.alone
 
 
-class CrashStore:
+class CrashStore(Store):
     """One rank's way to the disk of a CrashMachine; a `Store`, see there for what each method does.
 
     It makes durable what the protocol promises and nothing more, as late as the protocol allows.
     """
 
     location = "crash:"
+    moves_atomically = True
 
     def __init__(self, machine: CrashMachine, rank: int) -> None:
         self._machine = machine

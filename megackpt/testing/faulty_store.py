@@ -68,7 +68,7 @@ def access_denied() -> OSError:
     return OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-class FaultyStore:
+class FaultyStore(Store):
     """Wraps `inner`; a `Store` itself. Safe for many threads as far as `inner` is.
 
     fail_at chooses the operations that fail: the one with this index, or those for which the function is
@@ -103,6 +103,16 @@ class FaultyStore:
     def location(self) -> str:
         """That of the inner store."""
         return self._inner.location
+
+    @property
+    def moves_atomically(self) -> bool:
+        """Whether the inner store does."""
+        return self._inner.moves_atomically
+
+    @property
+    def replaces_on_close(self) -> bool:
+        """Whether the inner store does."""
+        return self._inner.replaces_on_close
 
     def create(self) -> None:
         """Create the inner store."""
@@ -147,8 +157,8 @@ class FaultyStore:
             self.perform("delete", name, 0, lambda name=name: self._inner.delete([name]))  # type: ignore[misc]
 
     def move(self, name: str, target: str) -> None:
-        """Give a file another name, as far as the inner store can."""
-        self.perform("move", name, 0, lambda: self._inner.move(name, target))  # type: ignore[attr-defined]
+        """Rename a file."""
+        self.perform("move", name, 0, lambda: self._inner.move(name, target))
 
     def sync(self) -> None:
         """Make names durable."""

@@ -271,7 +271,7 @@ class StoreConformance:
             lambda: store.delete([name]),
         ]
         for use in uses:
-            with self.refuses(StorageError, None, r"the file name .* so it is refused.*relative"):
+            with self.refuses(StorageError, None, r"the file name .* so it is not allowed.*relative"):
                 use()
 
     def test_nonsense_numbers_are_refused(self, store: Store) -> None:

@@ -198,13 +198,13 @@ def _load_plan(directory: str, said: dict[str, Any], requested: Any) -> tuple[fl
     class Counting(LocalStore):
         nbytes = 0
 
-        def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+        def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
             self.nbytes += out.nbytes
-            return super().fill(name, offset_bytes, out)
+            return super().stream_into(name, offset_bytes, out)
 
-        def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+        def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
             self.nbytes += nbytes
-            return super().lend(name, offset_bytes, nbytes)
+            return super().borrow(name, offset_bytes, nbytes)
 
     store, clock = Counting(directory), _Clock()
     stored = open_index(store, said).of_boxes([requested.table])

@@ -300,9 +300,9 @@ class _Counting(LocalStore):
 
     asked = 0
 
-    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
         self.asked += out.nbytes
-        return super().fill(name, offset_bytes, out)
+        return super().stream_into(name, offset_bytes, out)
 
 
 def test_what_the_system_says_is_read_is_what_the_store_was_asked_for(tmp_path: Path) -> None:

@@ -42,13 +42,13 @@ class CountingStore(LocalStore):
         self._before, self._read = before, read
         self._counting = threading.Lock()
 
-    def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+    def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
         self._count(out.nbytes)
-        return super().fill(name, offset_bytes, out)
+        return super().stream_into(name, offset_bytes, out)
 
-    def lend(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
+    def borrow(self, name: str, offset_bytes: int, nbytes: int) -> AbstractContextManager[memoryview]:
         self._count(nbytes)
-        return super().lend(name, offset_bytes, nbytes)
+        return super().borrow(name, offset_bytes, nbytes)
 
     def _count(self, nbytes: int) -> None:
         with self._counting:

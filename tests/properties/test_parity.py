@@ -14,7 +14,7 @@ from megackpt.formats.native.parity import read_groups, write_parity_file
 from megackpt.formats.native.rebuilding import RebuiltFiles
 from megackpt.planning.parity import parity_groups, parity_writer
 from megackpt.storage import MemoryStore
-from megackpt.storage.patched import Patch, PatchedStore
+from megackpt.storage.views import Patch, PatchedStore
 
 ATTEMPT = "0123456789abcdef"
 

@@ -24,12 +24,10 @@ from megackpt.storage import (
     MemoryStore,
     buffers,
     file_reader,
-    lend,
     rawio,
-    residency,
 )
 from megackpt.storage.buffers import COMMON_POOL, ByteArray
-from megackpt.storage.residency import is_cached
+from megackpt.storage.rawio import is_cached
 
 NBYTES = 9 * 1024 * 1024 + 123  # several buffers, and an end that is not aligned
 RANGES = [(0, NBYTES), (0, 4096), (1, NBYTES - 1), (4095, 4097 + (1 << 20)), (NBYTES - 70_001, 70_001)]
@@ -66,7 +64,7 @@ def test_a_range_is_the_same_either_way(
     store.read_into("a", offset, memoryview(out))
     assert out == content[offset : offset + nbytes]
     nbytes = min(nbytes, MAX_BORROWED_BYTES)
-    with store.lend("a", offset, nbytes) as data:
+    with store.borrow("a", offset, nbytes) as data:
         assert data == content[offset : offset + nbytes]
 
 
@@ -75,7 +73,7 @@ def test_a_range_comes_piece_by_piece_and_each_is_right_when_it_is_told_of(
 ) -> None:
     out = bytearray(NBYTES - 9)
     told = []
-    for filled in store.fill("a", 9, memoryview(out)):
+    for filled in store.stream_into("a", 9, memoryview(out)):
         assert out[:filled] == content[9 : 9 + filled]
         told.append(filled)
     assert len(told) > 2
@@ -85,8 +83,8 @@ def test_a_range_comes_piece_by_piece_and_each_is_right_when_it_is_told_of(
 
 def test_a_store_that_ends_before_all_bytes_are_there_is_found_out(tmp_path: Path) -> None:
     class EndsEarly(LocalStore):
-        def fill(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
-            return iter(()) if len(out) > 1 << 20 else super().fill(name, offset_bytes, out)
+        def stream_into(self, name: str, offset_bytes: int, out: memoryview) -> Iterator[int]:
+            return iter(()) if len(out) > 1 << 20 else super().stream_into(name, offset_bytes, out)
 
     def declared() -> dict[str, ShardedTensor]:
         return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1 << 18))}  # 2 MiB
@@ -136,7 +134,7 @@ def test_what_is_not_cached_is_read_around_the_cache_and_leaves_it_alone(
 def test_both_ways_to_ask_what_is_cached_agree(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cachestat: bool
 ) -> None:
-    monkeypatch.setattr(residency, "_has_cachestat", has_cachestat)
+    monkeypatch.setattr(rawio, "_has_cachestat", has_cachestat)
     descriptor = os.open(tmp_path / "a", os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
     before = is_cached(descriptor, 0, NBYTES)
@@ -199,7 +197,7 @@ def test_a_file_that_ends_early_is_an_error_either_way(
     with pytest.raises(FormatError, match=r"the file ends at byte .* are needed"):
         store.read_into("a", offset, memoryview(bytearray(nbytes)))
     if nbytes < MAX_BORROWED_BYTES:
-        with pytest.raises(FormatError, match="the file ends at byte"), store.lend("a", offset, nbytes):
+        with pytest.raises(FormatError, match="the file ends at byte"), store.borrow("a", offset, nbytes):
             pass
 
 
@@ -209,7 +207,7 @@ def test_what_is_longer_than_a_buffer_is_not_lent(store: LocalStore) -> None:
     memory.write("a", bytes(MAX_BORROWED_BYTES + 1))
     for lender in (store, memory):
         for offset, nbytes in ((0, MAX_BORROWED_BYTES + 1), (-1, 9), (0, -1)):
-            with pytest.raises(ValueError, match="cannot be lent"), lend(lender, "a", offset, nbytes):
+            with pytest.raises(ValueError, match="cannot be borrowed"), lender.borrow("a", offset, nbytes):
                 pass
 
 
@@ -217,7 +215,7 @@ def test_any_store_lends() -> None:
     store = MemoryStore()
     store.create()
     store.write("a", b"0123456789")
-    with lend(store, "a", 3, 4) as data:
+    with store.borrow("a", 3, 4) as data:
         assert bytes(data) == b"3456"
 
 
@@ -236,13 +234,13 @@ def test_direct_reading_can_be_switched_off(
 def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     COMMON_POOL.clear()
     made: list[int] = []
-    real = buffers._fresh
+    real = buffers._new_buffer
 
     def fresh(nbytes: int) -> ByteArray:
         made.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(buffers, "_fresh", fresh)
+    monkeypatch.setattr(buffers, "_new_buffer", fresh)
     for name in "ab":
         store = LocalStore(tmp_path / name)
         store.create()
@@ -250,7 +248,7 @@ def test_buffers_are_used_again_by_other_stores(tmp_path: Path, monkeypatch: pyt
             writer.write(memoryview(bytes(64 << 20)))
         store.close()
         assert len(made) <= FileOptions().buffers
-        with store.lend("f", 0, MAX_BORROWED_BYTES):
+        with store.borrow("f", 0, MAX_BORROWED_BYTES):
             assert len(made) <= FileOptions().buffers
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.errors import FormatError, StorageError
-from megackpt.storage import FileOptions, LocalStore, buffers, rawio, sinks
+from megackpt.storage import FileOptions, LocalStore, buffers, file_writer, rawio
 from megackpt.testing.store_suite import read_range, some_bytes, write_stream
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
@@ -231,7 +231,7 @@ def test_a_writer_holds_no_more_buffers_than_it_may(
 def test_a_buffered_stream_is_flushed_and_dropped_from_the_cache_as_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "_FLUSH_EVERY_BYTES", 1 << 20)
+    monkeypatch.setattr(file_writer, "_FLUSH_EVERY_BYTES", 1 << 20)
     dropped: list[tuple[int, int]] = []
     real = os.posix_fadvise
 

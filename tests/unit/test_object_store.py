@@ -79,7 +79,7 @@ def test_reads_ask_for_what_is_needed_and_long_ones_in_several_requests(
     write_stream(store, "a", some_bytes(LARGE), part_bytes=1 << 20)
     with s3_proxy.counting() as asked:
         assert read_range(store, "a", 5, 1005) == some_bytes(LARGE)[5:1005]
-        with store.lend("a", 7, 1000) as lent:
+        with store.borrow("a", 7, 1000) as lent:
             assert lent == some_bytes(LARGE)[7:1007]
     assert asked == {"get": 2}
     with s3_proxy.counting() as asked:
@@ -129,7 +129,7 @@ def test_a_writer_holds_few_buffers_however_slow_the_store_is(
     s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent, most = [0], [0]
-    take, give = COMMON_POOL.take, COMMON_POOL.give
+    take, give = COMMON_POOL.take, COMMON_POOL.give_back
 
     def counting_take() -> object:
         lent[0] += 1
@@ -141,7 +141,7 @@ def test_a_writer_holds_few_buffers_however_slow_the_store_is(
         give(buffer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(object_upload.COMMON_POOL, "take", counting_take)
-    monkeypatch.setattr(object_upload.COMMON_POOL, "give", counting_give)
+    monkeypatch.setattr(object_upload.COMMON_POOL, "give_back", counting_give)
 
     def slow(kind: str, path: str) -> str:
         time.sleep(0.005)
@@ -284,7 +284,9 @@ def test_a_server_that_is_not_there_or_does_not_answer_is_said_to_be_so(s3_proxy
 
 def test_settings_that_the_library_refuses_are_named() -> None:
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
-    with pytest.raises(StorageError, match=r"s3://b: the settings .* refused .*ObjectOptions.*: endpoind"):
+    with pytest.raises(
+        StorageError, match=r"s3://b: the library rejects the settings .*ObjectOptions.*: endpoind"
+    ):
         ObjectStore("s3://b", options=ObjectOptions(config={"endpoind": "x"}))
     with pytest.raises(ValueError, match="part_bytes is 0; give an int of at least 1"):
         ObjectOptions(part_bytes=0)

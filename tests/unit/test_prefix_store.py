@@ -6,7 +6,7 @@ import pytest
 
 from megackpt import StorageError
 from megackpt.storage import MemoryStore
-from megackpt.storage.prefix_store import PrefixStore
+from megackpt.storage.views import PrefixStore
 from megackpt.testing.store_suite import StoreConformance
 
 

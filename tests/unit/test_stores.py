@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megackpt.errors import CheckpointError, StorageError
-from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, open_store, sinks
+from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, file_writer, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.store_suite import StoreConformance, read_range
 
@@ -34,7 +34,7 @@ class TestLocalStoreBuffered(StoreConformance):
 
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr(sinks, "_FLUSH_EVERY_BYTES", 1 << 20)
+        monkeypatch.setattr(file_writer, "_FLUSH_EVERY_BYTES", 1 << 20)
         return LocalStore(tmp_path / "ckpt", files=BUFFERED)
 
 

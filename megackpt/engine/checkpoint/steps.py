@@ -34,8 +34,8 @@ from megackpt.storage import (
 )
 from megackpt.storage.error_translation import translated_errors
 from megackpt.storage.names import is_temporary_name
-from megackpt.storage.paths import is_object_url
-from megackpt.storage.prefix_store import PrefixStore
+from megackpt.storage.opening import is_object_url
+from megackpt.storage.views import PrefixStore
 
 _AT_ONCE = 16  # requests, when many steps are looked at
 _MOST = 1 << 62  # as `megackpt.arguments.checked_step` has it
@@ -245,7 +245,7 @@ class LocalSteps:
             return
         with contextlib.closing(LocalStore(directory)) as store:
             if not store.names():
-                store.prune()
+                store.remove_empty_directories()
                 with contextlib.suppress(OSError):  # what is not ours lies in it: a link, say
                     directory.rmdir()
 

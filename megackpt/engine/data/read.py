@@ -218,7 +218,7 @@ class _Reader:
 
     def _read_buffered(self, reads: Reads, read: int) -> None:
         start = int(reads.start[read])
-        with COMMON_POOL.lend() as buffer:
+        with COMMON_POOL.borrow() as buffer:
             data = buffer.data[: int(reads.stop[read]) - start]
             self._chunks.read_into(int(reads.stored[read]), start, data, verify=self._verify)
             (copies,) = reads.copies([read])

@@ -30,7 +30,7 @@ from megackpt.formats.contents import Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import damage_of
 from megackpt.metadata import ChunkTable
 from megackpt.notices import notice
-from megackpt.storage import Store, open_store
+from megackpt.storage import Store, as_store, open_store
 from megackpt.validation import PARITY, RecoveredBytes, merge_recovered
 
 log = logging.getLogger(__name__)
@@ -167,8 +167,7 @@ class Fallback:
 
     def _store_of(self, copy: Any) -> Store:
         if not isinstance(copy, (str, os.PathLike)):
-            store: Store = copy
-            return store
+            return as_store(copy)
         return self._opened.enter_context(contextlib.closing(open_store(copy)))
 
     def _find_sources(self) -> Iterator[_Source]:

@@ -27,7 +27,7 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.strategy import WholeFile
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
-from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES, FileDigester, Store, lend
+from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES, FileDigester, Store
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _check_file(file: WholeFile, store: Store, progress: Progress, found: list[D
         # Of another size it is damaged, and that is said by whoever knows what its size is for.
         if store.exists(file.name) and store.size(file.name) == file.nbytes:
             for start in range(0, file.nbytes, MAX_BORROWED_BYTES):
-                with lend(store, file.name, start, min(MAX_BORROWED_BYTES, file.nbytes - start)) as data:
+                with store.borrow(file.name, start, min(MAX_BORROWED_BYTES, file.nbytes - start)) as data:
                     digest.update(data)
                     read += len(data)
                     progress.advance(len(data))
@@ -241,7 +241,7 @@ class _Reading:
                 self._note(smaller, error)
 
     def _error_of(self, part: Part) -> CheckpointError | None:
-        with COMMON_POOL.lend() as buffer:
+        with COMMON_POOL.borrow() as buffer:
             nbytes = part.stop - part.start
             data = buffer.data[:nbytes] if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
             try:

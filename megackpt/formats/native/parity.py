@@ -20,7 +20,7 @@ from megackpt.formats.index_file import read_small
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
 from megackpt.formats.strategy import Json, WholeFile
-from megackpt.storage import MAX_BORROWED_BYTES, FileDigester, Store, check_name, lend
+from megackpt.storage import MAX_BORROWED_BYTES, FileDigester, Store, check_name
 
 STEP_BYTES = MAX_BORROWED_BYTES
 """How much of each file of a group is in memory at a time."""
@@ -133,7 +133,7 @@ def write_parity_file(
             for (member, nbytes), digest in zip(members, digests, strict=True):
                 if nbytes > start:
                     stop = min(start + len(parity), nbytes)
-                    with lend(store, member, start, stop - start) as data:
+                    with store.borrow(member, start, stop - start) as data:
                         digest.update(data)
                         add_into(parity, data)
             of_parity.update(parity.data)

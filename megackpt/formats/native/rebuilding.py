@@ -12,7 +12,7 @@ import numpy as np
 
 from megackpt.errors import StorageError
 from megackpt.formats.native.parity import STEP_BYTES, ParityGroup, add_into, parity_header
-from megackpt.storage import Store, lend
+from megackpt.storage import Store
 from megackpt.storage.views import ReadOnlyView
 
 
@@ -75,7 +75,7 @@ class RebuiltFiles(ReadOnlyView):
             part = np.frombuffer(out[at : at + STEP_BYTES], np.uint8)
             part[:] = 0
             for other, offset, nbytes in self._others(group, name, start + at, len(part)):
-                with lend(self._store, other, offset, nbytes) as data:
+                with self._store.borrow(other, offset, nbytes) as data:
                     add_into(part, data)
 
     def _others(

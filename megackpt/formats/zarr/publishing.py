@@ -19,7 +19,6 @@ from megackpt.formats.zarr.load import check_listed, parse_files
 from megackpt.storage import Store
 
 MARKER_MAX_BYTES = 2**30
-_COPY_BYTES = 16 * 1024 * 1024
 _ASIDE = ".before/"  # below the staging area; no key has this name there
 
 
@@ -146,7 +145,7 @@ def publish_files(store: Store, *, attempt: str) -> None:
         if manifest is not None:
             store.delete([MANIFEST])
         store.sync()
-        if hasattr(store, "move"):
+        if store.moves_atomically:
             aside = {name: f"{staging}{_ASIDE}{name}" for name in sorted(owned)}
             _move_all(store, {**aside, **target_of}, moved)
         else:
@@ -154,7 +153,7 @@ def publish_files(store: Store, *, attempt: str) -> None:
             _move_all(store, target_of, moved)
     except Exception:
         with contextlib.suppress(CheckpointError):
-            if manifest is not None and hasattr(store, "move"):
+            if manifest is not None and store.moves_atomically:
                 _put_back(store, moved, manifest, marker=names.marker(attempt))
             elif store.exists(MANIFEST):  # of the old checkpoint, which the new marker knows nothing of
                 store.delete([names.marker(attempt)])
@@ -163,7 +162,7 @@ def publish_files(store: Store, *, attempt: str) -> None:
     # Only now: until all is in place, the markers of before may be what names some of the files.
     store.delete(markers)
     store.sync()
-    prune(store, names.STAGING)
+    remove_empty_directories(store, names.STAGING)
 
 
 def put_marker(store: Store, attempt: str, *, owned: Iterable[str], checkpoint: Iterable[str]) -> None:
@@ -194,14 +193,14 @@ def check_marked(store: Store, listed: Sequence[str]) -> None:
 
 def _move_all(store: Store, target_of: Mapping[str, str], moved: list[tuple[str, str]]) -> None:
     for name, target in target_of.items():
-        move(store, name, target)
+        store.move(name, target)
         moved.append((name, target))
 
 
 def _put_back(store: Store, moved: list[tuple[str, str]], manifest: bytes, *, marker: str) -> None:
     """Undo what was moved, and commit what was there before only once all of it is in place."""
     for name, target in reversed(moved):
-        move(store, target, name)
+        store.move(target, name)
     store.sync()
     store.delete([marker])
     store.replace(MANIFEST, manifest)
@@ -231,24 +230,7 @@ def _directories_above(files: Iterable[str]) -> set[str]:
     return found
 
 
-def move(store: Store, name: str, target: str) -> None:
-    """Give a file another name: at once where the store can do that, else by copying it."""
-    rename = getattr(store, "move", None)
-    if rename is not None:
-        rename(name, target)
-        return
-    nbytes = store.size(name)
-    with store.open_writer(target, nbytes) as writer:
-        for start in range(0, nbytes, _COPY_BYTES):
-            part = bytearray(min(_COPY_BYTES, nbytes - start))
-            store.read_into(name, start, memoryview(part))
-            writer.write(memoryview(part))
-    store.delete([name])
-
-
-def prune(store: Store, prefix: str) -> None:
-    """Remove empty directories, in stores that have directories. What fails to go stays."""
-    remove = getattr(store, "prune", None)
-    if remove is not None:
-        with contextlib.suppress(CheckpointError):
-            remove(prefix)
+def remove_empty_directories(store: Store, prefix: str) -> None:
+    """Remove empty directories, in stores that have directories. What cannot be removed stays."""
+    with contextlib.suppress(CheckpointError):
+        store.remove_empty_directories(prefix)

@@ -36,9 +36,9 @@ from megackpt.formats.zarr.publishing import (
     is_committed,
     marked_files,
     owned_files,
-    prune,
     publish_files,
     put_marker,
+    remove_empty_directories,
 )
 from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.metadata import ArraySpec
@@ -73,7 +73,7 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         """Refuse a directory with arrays that no checkpoint owns, before anything is written."""
         tensorstore()
         owned_files(store, store.names())
-        prune(store, names.STAGING)
+        remove_empty_directories(store, names.STAGING)
 
     def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
         """Refuse keys that are no paths of their own."""

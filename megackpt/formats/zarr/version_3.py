@@ -36,7 +36,7 @@ from megackpt.formats.zarr.load import (
     open_contents,
     parse_files,
 )
-from megackpt.formats.zarr.publishing import prune
+from megackpt.formats.zarr.publishing import remove_empty_directories
 from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.planning import SavePlan
@@ -59,7 +59,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         """Remove directories that earlier attempts have left empty; what is written carries the attempt."""
         tensorstore()
         for prefix in ("zarr-", "objects-"):
-            prune(store, prefix)
+            remove_empty_directories(store, prefix)
 
     def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
         """Refuse keys that are no directory name even when encoded."""

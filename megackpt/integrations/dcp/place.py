@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from megackpt.errors import DeclarationError
-from megackpt.storage import Store, open_store
+from megackpt.storage import Store, as_store, open_store
 
 Location: TypeAlias = "str | os.PathLike[str] | Store"
 
@@ -38,7 +38,7 @@ def opened(location: Location | None) -> Iterator[Store]:
             "checkpoint_id."
         )
     if not isinstance(location, (str, os.PathLike)):
-        yield location
+        yield as_store(location)
         return
     store = open_store(location)
     try:
