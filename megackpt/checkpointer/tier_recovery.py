@@ -36,7 +36,7 @@ from megackpt.errors import (
 )
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
-from megackpt.planning.nodes import Nodes
+from megackpt.planning.redundancy import Nodes
 from megackpt.storage import Store
 from megackpt.validation import StrictHandling
 

@@ -24,7 +24,7 @@ from megackpt.formats.damage import Damage
 from megackpt.formats.registry import save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import SaveOptions
-from megackpt.planning.nodes import Nodes
+from megackpt.planning.redundancy import Nodes
 from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)

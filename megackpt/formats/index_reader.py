@@ -19,7 +19,7 @@ from megackpt.formats.index_layout import ROW_COLUMNS
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec, ChunkTable, StoredChunks, block_counts
-from megackpt.planning.load_plan import overlapping_chunks, padded_to
+from megackpt.planning.overlaps import overlapping_chunks
 from megackpt.storage import MAX_BORROWED_BYTES, Store, check_name
 
 WHOLE_BYTES = 1024 * 1024
@@ -129,7 +129,7 @@ class PartialIndex:
         meeting = np.zeros(len(table), np.bool_)
         for of in wanted:
             dims = max(of.dims, table.dims)
-            meeting[overlapping_chunks(padded_to(of, dims), padded_to(table, dims))[1]] = True
+            meeting[overlapping_chunks(of.padded_to(dims), table.padded_to(dims))[1]] = True
         return self._with_digests(table, rest, np.flatnonzero(meeting))
 
     def _hulls(self, wanted: Sequence[ChunkTable]) -> tuple[Ints, Ints]:

@@ -98,6 +98,10 @@ class ChunkTable:
         """Numbers that sort the rows as `(array, shape)` does, equal where these are, `[n]`."""
         return lexicographic_keys(self.array, self.shape, self.padded_global_shape() + 1)
 
+    def padded_to(self, dims: int) -> ChunkTable:
+        """Return the same chunks with columns of `dims` dims, at least as many as they have."""
+        return replace(self, start=widen(self.start, dims, fill=0), shape=widen(self.shape, dims, fill=1))
+
     def describe(self, row: int) -> str:
         """One chunk as a person writes it: `[0:4, 2:6]`, with `flat a:b` where it is a range of the box."""
         spec = self.arrays[int(self.array[row])]
@@ -272,5 +276,7 @@ def region_text(start: Sequence[int], shape: Sequence[int], flat_start: int, fla
 
 
 def widen(values: Ints, dims: int, *, fill: int) -> Ints:
-    """Pad the rows of `[n, d]` behind to `[n, dims]`."""
+    """Append columns to `[n, d]` up to `[n, dims]`."""
+    if values.shape[1] == dims:
+        return values
     return np.pad(values, ((0, 0), (0, dims - values.shape[1])), constant_values=fill)

@@ -1,30 +1,30 @@
 """Plans: declarations in, who writes or reads what out. Pure, over columns."""
 
-from megackpt.planning.blocks import BlockCopy, Blocks
-from megackpt.planning.copies import Copies
+from megackpt.planning.copies import CompactCopies, Copies, StridedCopy
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.own_rows import pack_rows, unpack_rows
 from megackpt.planning.read_plan import Reads, group_reads, needed_ranges, plan_reads
 from megackpt.planning.save_plan import (
     CopyPlan,
     SavePlan,
     first_of_equal_chunks,
     object_sizes,
+    pack_rows,
     plan_copy,
+    plan_main_replicas,
     plan_merged_save,
-    plan_own,
     plan_save,
+    unpack_rows,
     with_object_sizes,
     with_sizes,
 )
 
 __all__ = [
-    "BlockCopy",
-    "Blocks",
+    "CompactCopies",
     "Copies",
     "CopyPlan",
     "Reads",
     "SavePlan",
+    "StridedCopy",
     "first_of_equal_chunks",
     "group_reads",
     "needed_ranges",
@@ -32,8 +32,8 @@ __all__ = [
     "pack_rows",
     "plan_copy",
     "plan_load",
+    "plan_main_replicas",
     "plan_merged_save",
-    "plan_own",
     "plan_reads",
     "plan_save",
     "unpack_rows",

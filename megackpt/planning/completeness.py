@@ -70,7 +70,7 @@ def exceed_arrays(table: ChunkTable, *, times: int = 1) -> list[ArraySpec]:
     return [table.arrays[i] for i in np.flatnonzero(held > times * whole).tolist()]
 
 
-class Needed(NamedTuple):
+class NeededElements(NamedTuple):
     """What a load has to fill, in n requested chunks.
 
     Attributes:
@@ -84,7 +84,7 @@ class Needed(NamedTuple):
     parts: Rectangles
 
 
-class Filled(NamedTuple):
+class FilledElements(NamedTuple):
     """What copies fill.
 
     Attributes:
@@ -106,7 +106,13 @@ class Filled(NamedTuple):
 
 
 def with_one_source(
-    copies: Copies, filled: Filled, needed: Needed, wanted: ChunkTable, stored: ChunkTable, *, where: str
+    copies: Copies,
+    filled: FilledElements,
+    needed: NeededElements,
+    wanted: ChunkTable,
+    stored: ChunkTable,
+    *,
+    where: str,
 ) -> Copies:
     """Prove that copies fill all that is needed; return them, each element from one stored chunk.
 
@@ -127,12 +133,14 @@ def with_one_source(
         *(np.concatenate((getattr(copies, n)[rest], getattr(cut, n)))[order] for n in Copies.__slots__)
     )
     start = both.target_start
-    filled = Filled(both.stored, Rectangles(both.entity, start, start + both.shape))
+    filled = FilledElements(both.stored, Rectangles(both.entity, start, start + both.shape))
     _refuse_short(filled.numel(len(wanted)) < needed.numel, filled, needed, wanted, where)
     return both
 
 
-def _overlapping(filled: Filled, needed: Needed, wanted: ChunkTable, where: str) -> npt.NDArray[np.bool_]:
+def _overlapping(
+    filled: FilledElements, needed: NeededElements, wanted: ChunkTable, where: str
+) -> npt.NDArray[np.bool_]:
     """Return which requested chunks are not filled exactly once; some of them may lack elements, `[n]`.
 
     Raises:
@@ -153,7 +161,9 @@ def _overlapping(filled: Filled, needed: Needed, wanted: ChunkTable, where: str)
     return overlapping
 
 
-def _chosen(filled: Filled, needed: Needed, rows: Ints) -> tuple[Rectangles, Ints, Rectangles]:
+def _chosen(
+    filled: FilledElements, needed: NeededElements, rows: Ints
+) -> tuple[Rectangles, Ints, Rectangles]:
     """Return what is filled, the boxes, and what is needed of some requested chunks, numbered from 0."""
     number = np.full(len(needed.numel), -1)
     number[rows] = np.arange(len(rows))
@@ -232,7 +242,11 @@ def _edges(entity: Ints, start: Ints, extent: Ints) -> _Edges:
 
 
 def _refuse_short(
-    is_short: npt.NDArray[np.bool_], filled: Filled, needed: Needed, wanted: ChunkTable, where: str
+    is_short: npt.NDArray[np.bool_],
+    filled: FilledElements,
+    needed: NeededElements,
+    wanted: ChunkTable,
+    where: str,
 ) -> None:
     rows = np.flatnonzero(is_short)
     if not rows.size:
@@ -248,7 +262,7 @@ def _refuse_short(
     )
 
 
-def _first_missing(filled: Filled, needed: Needed, wanted: ChunkTable, row: int) -> str:
+def _first_missing(filled: FilledElements, needed: NeededElements, wanted: ChunkTable, row: int) -> str:
     """Return the first box of a requested chunk that nothing fills, as text."""
     (regions,) = uncovered_regions(*_chosen(filled, needed, np.array([row])))
     # A count of 0: in no chunk. Below 0: too many regions to examine, in a box around them.

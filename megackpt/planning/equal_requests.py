@@ -49,7 +49,7 @@ def _digest_of_rows(declared: DeclaredChunks) -> bytes:
 
 
 def for_each_rank(copies: Copies, group: Ints, groups: list[list[int]]) -> tuple[Copies, Ints]:
-    """Give the copies of a group to each of its ranks; returns them and their ranks, by unit and rank."""
+    """Give the copies of a group to each of its ranks; returns them and their ranks, by part and rank."""
     counts = np.array([len(ranks) for ranks in groups], np.int64)
     first = np.cumsum(counts) - counts
     row = np.repeat(np.arange(len(copies)), counts[group])

@@ -1,9 +1,9 @@
 """The exchange plan: who reads which bytes of a checkpoint, who needs what of them, and when it is sent.
 
 Pure: the requests of a group's ranks in, the same plan on each of them out. Direct loading needs none. Stored
-chunks are cut into units; a unit is read once, by one rank, and delivered to every rank that asked for
-elements of it. Units are exchanged in rounds, in each of which no rank holds more than a bounded number of
-bytes.
+chunks are cut into parts; a part is read once, by one rank, and delivered to every rank that asked for
+elements of it. ChunkParts are exchanged in rounds, in each of which no rank holds more than a bounded number
+of bytes.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ import numpy.typing as npt
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, itemsizes
 from megackpt.options import Exchange
+from megackpt.planning.assignment import Readers, assign_readers
 from megackpt.planning.completeness import exceed_arrays
 from megackpt.planning.copies import Copies
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
-from megackpt.planning.load_plan import overlapping_chunks, padded_to, plan_load
-from megackpt.planning.readers import Readers, choose_readers
-from megackpt.planning.rounds import Loads, schedule_rounds
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.overlaps import overlapping_chunks
+from megackpt.planning.rounds import PartLoads, assign_rounds
 
-UNIT_BYTES = 4 * 1024 * 1024
-"""Upper bound of a unit, unless a single block of the format is larger."""
+PART_BYTES = 4 * 1024 * 1024
+"""Upper bound of a part, unless a single block of the format is larger."""
 
-UNITS_PER_RANK = 20
-"""So many units, or more, that one of them is at most 5 % of what a rank reads; as blocks allow."""
+PARTS_PER_RANK = 20
+"""So many parts, or more, that one of them is at most 5 % of what a rank reads; as blocks allow."""
 
 SMALL_BYTES = 64 * 1024
-"""Lower bound of a unit where the format could read less, and of what is sent on its own: what is shorter
-goes into one parcel with all else that is."""
+"""Lower bound of a part where the format could read less, and of what is sent on its own: what is shorter
+goes into one batch with all else that is."""
 
 ALIGNMENT = 64
 """Everything in a buffer begins at a multiple of this, so that it can be seen as elements of any dtype."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Units:
-    """Parts of stored chunks, each of which is read once; one row a unit.
+class ChunkParts:
+    """Parts of stored chunks, each of which is read once; one row a part.
 
     Attributes:
         chunk: row of the stored chunk, `[u]`.
@@ -72,31 +73,31 @@ class Units:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deliveries:
-    """What one rank gets of one unit; one row for each such pair, sorted by unit and rank.
+    """What one rank gets of one part; one row for each such pair, sorted by part and rank.
 
     Attributes:
-        unit: `[p]`.
+        part: `[p]`.
         rank: the rank of the group that needs it, `[p]`.
-        start: where what it needs begins in the unit, in bytes, `[p]`.
+        start: where what it needs begins in the part, in bytes, `[p]`.
         nbytes: how much is sent, `[p]`.
-        is_dense: whether that is one range of the unit; else the elements of the copies, one after the other,
+        is_dense: whether that is one range of the part; else the elements of the copies, one after the other,
             `[p]`.
-        is_parcelled: whether it travels with others in one parcel from the reader to the rank, `[p]`.
-        offset: where in this parcel, in bytes; 0 for others, `[p]`.
+        is_batched: whether it travels with others in one batch from the reader to the rank, `[p]`.
+        offset: where in this batch, in bytes; 0 for others, `[p]`.
         first: its first copy; the last one is before the first of the next row, `[p + 1]`.
     """
 
-    unit: Ints
+    part: Ints
     rank: Ints
     start: Ints
     nbytes: Ints
     is_dense: npt.NDArray[np.bool_]
-    is_parcelled: npt.NDArray[np.bool_]
+    is_batched: npt.NDArray[np.bool_]
     offset: Ints
     first: Ints
 
     def __len__(self) -> int:
-        return len(self.unit)
+        return len(self.part)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +107,16 @@ class ExchangePlan:
     Attributes:
         mode: how it is sent.
         size: number of ranks in the group.
-        units: what is read.
+        parts: what is read.
         deliveries: who needs what of it.
-        copies: where elements of a unit go, sorted as `deliveries`: `stored` is the unit, sources are counted
+        copies: where elements of a part go, sorted as `deliveries`: `stored` is the part, sources are counted
             from its first element, `entity` is the requester's.
         rounds: number of rounds.
     """
 
     mode: Exchange
     size: int
-    units: Units
+    parts: ChunkParts
     deliveries: Deliveries
     copies: Copies
     rounds: int
@@ -124,18 +125,18 @@ class ExchangePlan:
         """Return a few bytes that are equal on ranks with equal plans."""
         digest = hashlib.blake2b(digest_size=8)
         for column in (
-            self.units.chunk,
-            self.units.start,
-            self.units.stop,
-            self.units.reader,
-            self.units.round,
+            self.parts.chunk,
+            self.parts.start,
+            self.parts.stop,
+            self.parts.reader,
+            self.parts.round,
         ):
             digest.update(np.ascontiguousarray(column).tobytes())
         return digest.digest()
 
     def read_nbytes(self) -> Ints:
         """Bytes that each rank reads, `[size]`."""
-        return np.bincount(self.units.reader, self.units.nbytes, minlength=self.size).astype(np.int64)
+        return np.bincount(self.parts.reader, self.parts.nbytes, minlength=self.size).astype(np.int64)
 
 
 def plan_exchange(
@@ -164,12 +165,12 @@ def plan_exchange(
     merged = merge_requests([requested[ranks[0]] for ranks in groups], stored)
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
     dims = max(merged.table.dims, stored.dims)
-    found = np.unique(overlapping_chunks(padded_to(merged.table, dims), padded_to(stored, dims))[1])
+    found = np.unique(overlapping_chunks(merged.table.padded_to(dims), stored.padded_to(dims))[1])
     numbered = replace(merged, entity=np.arange(len(merged), dtype=np.int64))
     if exceed_arrays(stored.take(found)):  # chunks overlap: cut only those that something is copied from
         found = np.unique(plan_load(numbered, stored, where=where).stored)
     bounds = _bounds(merged, stored.nbytes[found], mode, buffer_bytes, size)
-    table, chunk, start = _cut(stored, found, width, bounds.unit_bytes, block_bytes)
+    table, chunk, start = _cut(stored, found, width, bounds.part_bytes, block_bytes)
     copies = plan_load(numbered, table, where=where)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
     copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
@@ -181,9 +182,9 @@ def plan_exchange(
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Bytes that a unit may have, and that a rank may give and take in one round."""
+    """Bytes that a part may have, and that a rank may give and take in one round."""
 
-    unit_bytes: int
+    part_bytes: int
     give: int
     take: int
 
@@ -202,25 +203,25 @@ def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: 
         give = take = min(buffer_bytes // 2, largest)
     elif mode == "gather_rounds":  # shorter ones are padded to the longest
         give = min(give, take // size)
-    unit_bytes = min(UNIT_BYTES, give, take // max(1, size - 1))
+    part_bytes = min(PART_BYTES, give, take // max(1, size - 1))
     if mode == "two_stage":
-        unit_bytes = min(UNIT_BYTES, give)
+        part_bytes = min(PART_BYTES, give)
     else:  # small enough to be given out evenly
-        unit_bytes = min(unit_bytes, int(nbytes.sum()) // (UNITS_PER_RANK * size))
-    return _Bounds(max(unit_bytes, SMALL_BYTES), give, take)
+        part_bytes = min(part_bytes, int(nbytes.sum()) // (PARTS_PER_RANK * size))
+    return _Bounds(max(part_bytes, SMALL_BYTES), give, take)
 
 
 def _cut(
-    stored: ChunkTable, rows: Ints, width: Ints, unit_bytes: int, block_bytes: int
+    stored: ChunkTable, rows: Ints, width: Ints, part_bytes: int, block_bytes: int
 ) -> tuple[ChunkTable, Ints, Ints]:
-    """Cut chunks into units of whole blocks and elements; returns them, their chunks and first bytes.
+    """Cut chunks into parts of whole blocks and elements; returns them, their chunks and first bytes.
 
-    A unit is a flat range of its chunk's box, so it is a chunk like any other. Objects stay whole.
+    A part is a flat range of its chunk's box, so it is a chunk like any other. Objects stay whole.
     """
     rows = rows[stored.nbytes[rows] > 0]
     nbytes, wide = stored.nbytes[rows], width[rows]
     block = np.lcm(min(block_bytes, 2**40), wide)
-    step = np.maximum(block, unit_bytes // block * block)
+    step = np.maximum(block, part_bytes // block * block)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)[stored.array[rows]]
     step = np.where(is_object | (step > nbytes), nbytes, step)
     counts = -(-nbytes // step)
@@ -235,7 +236,7 @@ def _cut(
 
 
 def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: Ints) -> Copies:
-    """Let an object's copies move the bytes of its unit, which are its one element."""
+    """Let an object's copies move the bytes of its part, which are its one element."""
     rows = np.flatnonzero(is_object[copies.stored])
     if not rows.size:
         return copies
@@ -267,17 +268,17 @@ def _plan(
     bounds: _Bounds,
     readers: Readers | None,
 ) -> ExchangePlan:
-    """Narrow units to what is needed of them, choose readers and rounds, and put all in their order.
+    """Narrow parts to what is needed of them, choose readers and rounds, and put all in their order.
 
-    copies and rank are sorted by unit and rank.
+    copies and rank are sorted by part and rank.
     """
     needed, copies = _renumbered(copies)
     chunk, start = chunk[needed], start[needed]
     wide = width[chunk]
     low, high = _spans(copies)
-    unit_first = np.flatnonzero(np.diff(copies.stored, prepend=-1))
-    lowest = _reduced(np.minimum, low, unit_first) * wide
-    highest = _reduced(np.maximum, high, unit_first) * wide
+    part_first = np.flatnonzero(np.diff(copies.stored, prepend=-1))
+    lowest = _reduced(np.minimum, low, part_first) * wide
+    highest = _reduced(np.maximum, high, part_first) * wide
     block = np.lcm(min(block_bytes, 2**40), wide)
     begin = (start + lowest) // block * block
     end = np.minimum(-(-(start + highest) // block) * block, stored.nbytes[chunk])
@@ -285,30 +286,30 @@ def _plan(
     copies = replace(copies, source_first=copies.source_first - shift)
 
     pair_first = np.flatnonzero((np.diff(copies.stored, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
-    unit, to = copies.stored[pair_first], rank[pair_first]
-    holder_start = np.append(np.searchsorted(unit, np.arange(len(chunk))), len(unit))
+    part, to = copies.stored[pair_first], rank[pair_first]
+    holder_start = np.append(np.searchsorted(part, np.arange(len(chunk))), len(part))
     if mode == "two_stage":
         reader = np.zeros(len(chunk), np.int64)
     else:
-        reader = choose_readers(end - begin, holder_start, to, chunk, readers=readers, ranks=size)
+        reader = assign_readers(end - begin, holder_start, to, chunk, readers=readers, ranks=size)
     deliveries = _deliveries(copies, pair_first, to, wide, low - shift, high - shift)
-    units = Units(chunk, begin, end, wide, reader, np.zeros_like(chunk), np.zeros_like(chunk))
-    rounds = schedule_rounds(
-        _loads(units, deliveries, holder_start, mode, size), order=np.lexsort((begin, place[chunk])),
+    parts = ChunkParts(chunk, begin, end, wide, reader, np.zeros_like(chunk), np.zeros_like(chunk))
+    rounds = assign_rounds(
+        _loads(parts, deliveries, holder_start, mode, size), order=np.lexsort((begin, place[chunk])),
         give=bounds.give, take=bounds.take,
     )  # fmt: skip
     order = np.lexsort((begin, place[chunk], reader, rounds))
-    return _ordered(replace(units, round=rounds), deliveries, copies, order, mode, size)
+    return _ordered(replace(parts, round=rounds), deliveries, copies, order, mode, size)
 
 
 def _renumbered(copies: Copies) -> tuple[Ints, Copies]:
-    """Number only the units that something is copied from."""
+    """Number only the parts that something is copied from."""
     needed, number = np.unique(copies.stored, return_inverse=True)
     return needed, replace(copies, stored=number.reshape(-1).astype(np.int64))
 
 
 def _spans(copies: Copies) -> tuple[Ints, Ints]:
-    """First element and one past the last that each copy touches in its unit."""
+    """First element and one past the last that each copy touches in its part."""
     return copies.source_first, copies.source_first + ((copies.shape - 1) * copies.source_stride).sum(
         axis=1
     ) + 1
@@ -320,71 +321,69 @@ def _reduced(function: np.ufunc, values: Ints, first: Ints) -> Ints:
 
 
 def _deliveries(copies: Copies, first: Ints, rank: Ints, wide: Ints, low: Ints, high: Ints) -> Deliveries:
-    """Say what each rank gets of each unit: a range of it if most of that is needed, else packed elements."""
-    unit = copies.stored[first]
+    """Say what each rank gets of each part: a range of it if most of that is needed, else packed elements."""
+    part = copies.stored[first]
     lowest, highest = _reduced(np.minimum, low, first), _reduced(np.maximum, high, first)
     numel = _reduced(np.add, copies.shape.prod(axis=1), first)
     is_dense = numel >= highest - lowest
-    nbytes = np.where(is_dense, highest - lowest, numel) * wide[unit]
+    nbytes = np.where(is_dense, highest - lowest, numel) * wide[part]
     return Deliveries(
-        unit=unit,
+        part=part,
         rank=rank,
-        start=np.where(is_dense, lowest, 0) * wide[unit],
+        start=np.where(is_dense, lowest, 0) * wide[part],
         nbytes=nbytes,
         is_dense=is_dense,
-        is_parcelled=~is_dense | (nbytes < SMALL_BYTES),
-        offset=np.zeros_like(unit),
+        is_batched=~is_dense | (nbytes < SMALL_BYTES),
+        offset=np.zeros_like(part),
         first=np.append(first, len(copies)),
     )
 
 
-def _loads(units: Units, deliveries: Deliveries, holder_start: Ints, mode: Exchange, size: int) -> Loads:
-    """What units put on ranks: for the reader what it reads and packs, for the others what they take."""
-    read = aligned(units.nbytes)
+def _loads(
+    parts: ChunkParts, deliveries: Deliveries, holder_start: Ints, mode: Exchange, size: int
+) -> PartLoads:
+    """What parts put on ranks: for the reader what it reads and packs, for the others what they take."""
+    read = aligned(parts.nbytes)
     if mode != "all_to_all":  # everyone takes everything, so one taker stands for all
-        anyone = np.zeros_like(units.chunk)
-        return Loads(units.reader, read, np.arange(len(units) + 1), anyone, read, size)
-    is_sent = deliveries.rank != units.reader[deliveries.unit]
+        anyone = np.zeros_like(parts.chunk)
+        return PartLoads(parts.reader, read, np.arange(len(parts) + 1), anyone, read, size)
+    is_sent = deliveries.rank != parts.reader[deliveries.part]
     sent = np.where(is_sent, aligned(deliveries.nbytes), 0)
-    packed = np.bincount(deliveries.unit, sent * deliveries.is_parcelled, minlength=len(units)).astype(
-        np.int64
-    )
-    return Loads(units.reader, read + packed, holder_start, deliveries.rank, sent, size)
+    packed = np.bincount(deliveries.part, sent * deliveries.is_batched, minlength=len(parts)).astype(np.int64)
+    return PartLoads(parts.reader, read + packed, holder_start, deliveries.rank, sent, size)
 
 
 def _ordered(
-    units: Units, deliveries: Deliveries, copies: Copies, order: Ints, mode: Exchange, size: int
+    parts: ChunkParts, deliveries: Deliveries, copies: Copies, order: Ints, mode: Exchange, size: int
 ) -> ExchangePlan:
-    """Put units into their order, give everything its place in the buffers, and sort the rest accordingly."""
+    """Put parts into their order, give everything its place in the buffers, and sort the rest accordingly."""
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
-    units = Units(*(getattr(units, name)[order] for name in Units.__slots__))
-    units = replace(units, offset=_places(aligned(units.nbytes), units.round, units.reader))
-    unit = number[deliveries.unit]
-    rows = np.lexsort((deliveries.rank, unit))
+    parts = ChunkParts(*(getattr(parts, name)[order] for name in ChunkParts.__slots__))
+    parts = replace(parts, offset=_places(aligned(parts.nbytes), parts.round, parts.reader))
+    part = number[deliveries.part]
+    rows = np.lexsort((deliveries.rank, part))
     counts = np.diff(deliveries.first)[rows]
     begin = np.cumsum(counts) - counts
     within = np.arange(len(copies)) - np.repeat(begin, counts)
     copies = copies.take(np.repeat(deliveries.first[rows], counts) + within)
-    unit, rank = unit[rows], deliveries.rank[rows]
-    is_parcelled, nbytes = deliveries.is_parcelled[rows], deliveries.nbytes[rows]
+    part, rank = part[rows], deliveries.rank[rows]
+    is_batched, nbytes = deliveries.is_batched[rows], deliveries.nbytes[rows]
     offset = np.zeros(len(rows), np.int64)
-    small = np.flatnonzero(is_parcelled)
-    by_parcel = small[np.lexsort((rank[small], units.reader[unit[small]], units.round[unit[small]]))]
-    of = unit[by_parcel]
-    offset[by_parcel] = _places(
-        aligned(nbytes[by_parcel]), units.round[of], units.reader[of], rank[by_parcel]
-    )
+    small = np.flatnonzero(is_batched)
+    by_batch = small[np.lexsort((rank[small], parts.reader[part[small]], parts.round[part[small]]))]
+    of = part[by_batch]
+    offset[by_batch] = _places(aligned(nbytes[by_batch]), parts.round[of], parts.reader[of], rank[by_batch])
     return ExchangePlan(
         mode=mode,
         size=size,
-        units=units,
+        parts=parts,
         deliveries=Deliveries(
-            unit, rank, deliveries.start[rows], nbytes, deliveries.is_dense[rows], is_parcelled, offset,
+            part, rank, deliveries.start[rows], nbytes, deliveries.is_dense[rows], is_batched, offset,
             np.append(begin, len(copies)),
         ),
-        copies=replace(copies, stored=np.repeat(unit, counts)),
-        rounds=int(units.round.max(initial=-1)) + 1,
+        copies=replace(copies, stored=np.repeat(part, counts)),
+        rounds=int(parts.round.max(initial=-1)) + 1,
     )  # fmt: skip
 
 

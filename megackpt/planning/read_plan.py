@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
-from megackpt.planning.blocks import BlockCopy, Blocks
-from megackpt.planning.copies import Copies
+from megackpt.planning.copies import CompactCopies, Copies, StridedCopy
 
 READ_BYTES = 15 * DIGEST_BLOCK_BYTES
 """Upper bound of one read. A whole number of blocks that fits into the buffers of a store."""
@@ -49,12 +48,12 @@ class Reads:
     start: Ints
     stop: Ints
     first: Ints
-    blocks: Blocks
+    blocks: CompactCopies
 
     def __len__(self) -> int:
         return len(self.stored)
 
-    def copies(self, rows: Sequence[int]) -> list[list[BlockCopy]]:
+    def copies(self, rows: Sequence[int]) -> list[list[StridedCopy]]:
         """Return what is copied out of each of some reads, which are sorted and near each other."""
         if not rows:
             return []
@@ -80,11 +79,11 @@ def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: i
             f"of whole blocks fits into a buffer."
         )
     itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
-    blocks = _cut(Blocks.of(copies), itemsize, block_bytes)
+    blocks = _cut(CompactCopies.of(copies), itemsize, block_bytes)
     blocks = blocks.take(np.lexsort((blocks.source, place[blocks.stored])))
     stored, width = blocks.stored, itemsize[blocks.stored]
     start = blocks.source * width // block_bytes * block_bytes
-    stop = -(-(blocks.source + blocks.spans()) * width // block_bytes) * block_bytes
+    stop = -(-(blocks.source + blocks.source_lengths()) * width // block_bytes) * block_bytes
     stop = np.minimum(stop, table.nbytes[stored])
     first, stops = _overlapping(stored, start, stop)
     return Reads(stored[first], start[first], stops, np.append(first, len(blocks)), blocks)
@@ -133,29 +132,29 @@ def group_reads(reads: Reads, rows: Ints, file: Ints, offset_bytes: Ints, *, mos
     return np.split(rows, heads[1:])
 
 
-def _cut(blocks: Blocks, itemsize: Ints, block_bytes: int) -> Blocks:
+def _cut(blocks: CompactCopies, itemsize: Ints, block_bytes: int) -> CompactCopies:
     """Cut blocks until what each spans in the file fits into one read and has no far gaps."""
     # Both ends are rounded to whole blocks, so a span may grow by nearly two blocks before it is read.
     room = READ_BYTES - 2 * block_bytes
-    done: list[Blocks] = []
+    done: list[CompactCopies] = []
     while True:
         width = itemsize[blocks.stored]
         pitch = blocks.source_stride[:, 0] * width
-        is_far = (blocks.ndim > 1) & (pitch - blocks.inner_spans() * width >= FAR_BYTES)
+        is_far = (blocks.ndim > 1) & (pitch - blocks.source_row_lengths() * width >= FAR_BYTES)
         rows = np.where(is_far, 1, np.maximum(room // np.maximum(pitch, 1), 1))
-        is_run = blocks.are_runs()
+        is_contiguous = blocks.are_contiguous()
         # A run ends at the end of a block, so that no block is read twice.
         per_block = np.maximum(block_bytes // width, 1)
-        rows = np.where(is_run, np.maximum(rows // per_block, 1) * per_block, rows)
-        before = np.where(is_run, blocks.source % per_block, 0)
-        is_long = ((blocks.spans() * width > room) | is_far) & (before + blocks.shape[:, 0] > rows)
+        rows = np.where(is_contiguous, np.maximum(rows // per_block, 1) * per_block, rows)
+        before = np.where(is_contiguous, blocks.source % per_block, 0)
+        is_long = ((blocks.source_lengths() * width > room) | is_far) & (before + blocks.shape[:, 0] > rows)
         done.append(blocks.take(~is_long))
         if not is_long.any():
-            return Blocks.concatenate(done)
+            return CompactCopies.concatenate(done)
         blocks = _rows_of(blocks.take(is_long), rows[is_long], before[is_long])
 
 
-def _rows_of(blocks: Blocks, rows: Ints, before: Ints) -> Blocks:
+def _rows_of(blocks: CompactCopies, rows: Ints, before: Ints) -> CompactCopies:
     """Cut blocks along their first dim, each into parts of so many rows.
 
     The first part is shorter by `before`.
@@ -179,7 +178,7 @@ def _rows_of(blocks: Blocks, rows: Ints, before: Ints) -> Blocks:
 
 
 def needed_ranges(
-    copies: Sequence[BlockCopy], *, width: int, nbytes: int, block_bytes: int
+    copies: Sequence[StridedCopy], *, width: int, nbytes: int, block_bytes: int
 ) -> list[tuple[int, int]]:
     """Return the ranges of a part of a chunk that hold everything the copies take, in bytes, ascending.
 

@@ -1,6 +1,6 @@
-"""Rounds of an exchange: which units go together, so that no rank holds too much at a time.
+"""Rounds of an exchange: which parts go together, so that no rank holds too much at a time.
 
-Pure and greedy: in each round readers take turns, and each puts in its next units while they fit.
+Pure and greedy: in each round readers take turns, and each puts in its next parts while they fit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from megackpt.geometry import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loads:
-    """Bytes that units put on ranks.
+class PartLoads:
+    """Bytes that parts put on ranks.
 
     Attributes:
-        reader: who reads each unit, `[u]`.
+        reader: who reads each part, `[u]`.
         given: what the reader holds for it, `[u]`.
         first: where its row of takers begins, `[u + 1]`.
         taker: ranks that take something of it, `[t]`.
@@ -33,16 +33,16 @@ class Loads:
     size: int
 
 
-def schedule_rounds(loads: Loads, *, order: Ints, give: int, take: int) -> Ints:
-    """Return the round of each unit, `[u]`; a reader's units are exchanged in the given order.
+def assign_rounds(loads: PartLoads, *, order: Ints, give: int, take: int) -> Ints:
+    """Return the round of each part, `[u]`; a reader's parts are exchanged in the given order.
 
     In a round no reader gives more than `give` bytes and no rank takes more than `take`, except that a single
-    unit may exceed either.
+    part may exceed either.
     """
     rounds = np.zeros(len(loads.reader), np.int64)
     queues: list[list[int]] = [[] for _ in range(loads.size)]
-    for unit in order[::-1].tolist():
-        queues[int(loads.reader[unit])].append(unit)
+    for part in order[::-1].tolist():
+        queues[int(loads.reader[part])].append(part)
     given, first = loads.given.tolist(), loads.first.tolist()
     number = 0
     while any(queues):
@@ -51,16 +51,16 @@ def schedule_rounds(loads: Loads, *, order: Ints, give: int, take: int) -> Ints:
             queue = queues[(number + turn) % loads.size]
             held = 0
             while queue:
-                unit = queue[-1]
-                rows = slice(first[unit], first[unit + 1])
+                part = queue[-1]
+                rows = slice(first[part], first[part + 1])
                 takers = loads.taker[rows]
                 before = taken[takers]
                 after = before + loads.taken[rows]
-                if (held and held + given[unit] > give) or bool(((after > take) & (before > 0)).any()):
+                if (held and held + given[part] > give) or bool(((after > take) & (before > 0)).any()):
                     break
                 taken[takers] = after
-                held += given[unit]
-                rounds[unit] = number
+                held += given[part]
+                rounds[part] = number
                 queue.pop()
         number += 1
     return rounds

@@ -13,8 +13,8 @@ from megackpt.geometry import Ints
 from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks, MergedDeclarations, itemsizes
 from megackpt.metadata.chunk_table import Rows
 from megackpt.options import Spread
-from megackpt.planning.assign import assign_writers
-from megackpt.planning.cutting import cut_into_rows
+from megackpt.planning.assignment import assign_writers
+from megackpt.planning.long_chunks import split_long_chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ def plan_merged_save(
     parts, of = table.take(first), np.arange(len(first))
     if part_bytes is not None:
         share = int(parts.nbytes.sum()) // held.ranks
-        parts, of, _ = cut_into_rows(parts, most=max(part_bytes, share // 32), only=holders > 1)
+        parts, of, _ = split_long_chunks(parts, most=max(part_bytes, share // 32), only=holders > 1)
         order = _index_order(parts)
         parts, of = parts.take(order), of[order]
     choice = assign_writers(parts.nbytes, starts, rank, ranks=held.ranks, set_of=of)
@@ -128,7 +128,7 @@ def _beside_a_main_replica(
     return np.isin(place, place[held.declared.main[row]])
 
 
-def plan_own(declared: DeclaredChunks) -> SavePlan:
+def plan_main_replicas(declared: DeclaredChunks) -> SavePlan:
     """Let every rank write its own main replicas: its part of the plan follows from its own declarations.
 
     For ranks that do not exchange them before they write. Nothing is spread, and a chunk with two main
@@ -166,7 +166,7 @@ def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int, block_bytes: int =
     rows = _index_order(stored)
     rows = rows[first_of_equal_chunks(stored.take(rows))]
     rows = rows[stored.nbytes[rows] > 0]
-    table, of, start = cut_into_rows(stored.take(rows), most=max(COPIED_BYTES, min(block_bytes, 2**40)))
+    table, of, start = split_long_chunks(stored.take(rows), most=max(COPIED_BYTES, min(block_bytes, 2**40)))
     sorted_rows = _index_order(table)
     table, of, start = table.take(sorted_rows), of[sorted_rows], start[sorted_rows]
     rows = rows[of]
@@ -237,3 +237,35 @@ def place_in_files(table: ChunkTable, writer: Ints) -> Ints:
     offsets = np.empty(len(table), np.int64)
     offsets[order] = ends - nbytes - base
     return offsets
+
+
+def pack_rows(plan: SavePlan, *, ranks: int) -> list[bytes]:
+    """Return for each rank the rows that it writes, encoded."""
+    table = plan.table
+    order = np.argsort(plan.writer, kind="stable")
+    matrix = np.column_stack(
+        (plan.entity, table.flat_start, table.flat_stop, table.nbytes, table.start, table.shape)
+    )[order]
+    ends = np.cumsum(np.bincount(plan.writer, minlength=ranks)).tolist()
+    head = np.array([table.dims], np.int64).tobytes()
+    return [head + matrix[start:end].tobytes() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def unpack_rows(packed: bytes, declared: DeclaredChunks, entities: Ints, *, rank: int) -> SavePlan:
+    """Return the plan of what one rank writes: the rows of the whole plan, in the same order.
+
+    declared is what the rank has declared; entities translates the numbers that the rows carry.
+    """
+    dims = int(np.frombuffer(packed, np.int64, 1)[0])
+    matrix = np.frombuffer(packed, np.int64, offset=8).reshape(-1, 4 + 2 * dims)
+    entity = entities[matrix[:, 0]]
+    own = declared.table.dims  # of the arrays that this rank declares; others may have more
+    table = ChunkTable(
+        declared.table.arrays,
+        declared.table.array[entity],
+        matrix[:, 4 : 4 + own],
+        matrix[:, 4 + dims : 4 + dims + own],
+        *matrix[:, 1:4].T,
+    )
+    writer = np.full(len(table), rank, np.int64)
+    return SavePlan(table, writer, entity, place_in_files(table, writer))

@@ -12,7 +12,7 @@ import numpy as np
 
 from megackpt.geometry import Ints
 from megackpt.metadata import DeclaredChunks
-from megackpt.planning.load_plan import Places
+from megackpt.planning.overlaps import StoredPositions
 from megackpt.simulation import run_planner
 from megackpt.simulation.arrays import JobArrays, job_arrays
 from megackpt.simulation.layout import JobLayout
@@ -55,7 +55,7 @@ def simulate_load(
     chosen = _chosen(layout.world, ranks_planned)
     is_chosen = np.zeros(layout.world, np.bool_)
     is_chosen[chosen] = True
-    counts, places = _Counts(), Places.of(stored.table)
+    counts, places = _Counts(), StoredPositions.of(stored.table)
     for stage in stages:
         for dense, experts in data_parallel_groups(stage):
             _count_group([dense, *experts], arrays, stored, places, counts)
@@ -95,7 +95,11 @@ class _Counts:
 
 
 def _count_group(
-    groups: Sequence[ReplicaGroup], arrays: JobArrays, stored: Stored, places: Places, counts: _Counts
+    groups: Sequence[ReplicaGroup],
+    arrays: JobArrays,
+    stored: Stored,
+    places: StoredPositions,
+    counts: _Counts,
 ) -> None:
     """Count what data-parallel ranks ask for together: their flat ranges tile the boxes."""
     boxes = _stored_only(boxes_of(groups, arrays), stored)
@@ -110,7 +114,7 @@ def _plan_ranks(
     ranks: Ints,
     arrays: JobArrays,
     stored: Stored,
-    places: Places,
+    places: StoredPositions,
     counts: _Counts,
 ) -> None:
     """Plan ranks that are members of all the groups, one by one."""

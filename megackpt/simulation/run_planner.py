@@ -25,8 +25,7 @@ from megackpt.metadata import (
     pack_declarations,
 )
 from megackpt.planning import Copies, SavePlan, pack_rows, plan_load, plan_merged_save, unpack_rows
-from megackpt.planning.bounding import sorted_for_search, with_bounding_boxes
-from megackpt.planning.load_plan import Places, overlapping_chunks
+from megackpt.planning.overlaps import StoredPositions, overlapping_chunks, search_order, with_bounding_boxes
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.validation import check_coverage
 
@@ -114,14 +113,14 @@ def build_index(plan: SavePlan, *, world: int) -> tuple[int, float]:
     return int(said["index"]["nbytes"]), time.thread_time() - began
 
 
-def region_of(boxes: ChunkTable, stored: ChunkTable, places: Places) -> Region:
+def region_of(boxes: ChunkTable, stored: ChunkTable, places: StoredPositions) -> Region:
     """Find the stored chunks that meet boxes; stored is sorted as in an index, whose head tells places."""
     began = time.thread_time()
     meets = np.zeros(len(stored), np.bool_)
     meets[overlapping_chunks(boxes, stored, places)[1]] = True
     rows = np.flatnonzero(meets)
     table = with_bounding_boxes(stored.take(rows))
-    order = sorted_for_search(table)
+    order = search_order(table)
     return Region(rows[order], table.take(order), time.thread_time() - began)
 
 

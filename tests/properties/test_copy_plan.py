@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import ChunkTable, merge_declarations
-from megackpt.planning import plan_own
-from megackpt.planning.cutting import cut_into_rows
+from megackpt.planning import plan_main_replicas
+from megackpt.planning.long_chunks import split_long_chunks
 from megackpt.testing.layouts import arrays, held_chunks
 
 
@@ -36,8 +36,8 @@ def test_parts_follow_each_other_in_the_bytes_of_their_chunk(
 ) -> None:
     held = data.draw(held_chunks(tuple(array.shape), ranks=ranks))
     declared = [describe([h.declare("a", array) for h in held if h.rank == r], rank=r) for r in range(ranks)]
-    table = plan_own(merge_declarations(declared)).table
-    cut, of, start = cut_into_rows(table, most=most)
+    table = plan_main_replicas(merge_declarations(declared)).table
+    cut, of, start = split_long_chunks(table, most=most)
     width = array.element_size()
     assert (cut.nbytes <= max(most, width)).all()
     for row in range(len(table)):
@@ -56,8 +56,8 @@ def test_chunks_of_a_grid_are_cut_into_a_grid_and_objects_stay_whole() -> None:
     ]
     objects = [ShardedObject("o", None, (1,), (0,))]
     declared = describe([*tensors, *objects], rank=0, object_nbytes=[10**6])
-    table = plan_own(declared).table
-    cut, of, _ = cut_into_rows(table, most=25 * 40)  # 60 rows: of 25 rows at most, 20 divide them
+    table = plan_main_replicas(declared).table
+    cut, of, _ = split_long_chunks(table, most=25 * 40)  # 60 rows: of 25 rows at most, 20 divide them
     whole = [i for i, a in enumerate(cut.arrays) if a.key == "o"]
     is_object = np.isin(cut.array, whole)
     assert cut.nbytes[is_object].tolist() == [10**6]

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megackpt.metadata import ArraySpec, ChunkTable
-from megackpt.planning.load_plan import overlapping_chunks
+from megackpt.planning.overlaps import overlapping_chunks
 
 EXTENTS = (5, 4)
 ARRAYS = tuple(ArraySpec(key, "int8", EXTENTS) for key in ("a", "b", "c"))

@@ -12,7 +12,7 @@ from megackpt.formats.index_file import write_small
 from megackpt.formats.native.parity import list_of as list_of_groups
 from megackpt.formats.native.parity import read_groups, write_parity_file
 from megackpt.formats.native.rebuilding import RebuiltFiles
-from megackpt.planning.parity import parity_groups, parity_writer
+from megackpt.planning.redundancy import parity_groups, parity_writer
 from megackpt.storage import MemoryStore
 from megackpt.storage.views import Patch, PatchedStore
 

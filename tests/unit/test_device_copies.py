@@ -14,7 +14,7 @@ import torch
 
 from megackpt.engine.data.device_copies import AHEAD, HostBuffers, Uploads, host_parts, rows_to_host, to_host
 from megackpt.engine.data.tensor_bytes import parts_of, source_block, target_block
-from megackpt.planning import BlockCopy
+from megackpt.planning import StridedCopy
 
 VALUES = torch.arange(420, dtype=torch.int16).reshape(7, 6, 10)
 VIEWS = {
@@ -130,12 +130,12 @@ def test_blocks_go_up_packed_and_to_their_places_from_several_threads(dtype: tor
     target = torch.zeros(30, 20, dtype=dtype)
     # Each copy takes rows 2i and 2i + 1 of columns 3:27, and puts them where the transpose has them.
     copies = [
-        BlockCopy(0, (2, 24), 60 * i + 3, (30, 1), 3 * 20 + 2 * i, (1, 20)) for i in range(len(stored) // 2)
+        StridedCopy(0, (2, 24), 60 * i + 3, (30, 1), 3 * 20 + 2 * i, (1, 20)) for i in range(len(stored) // 2)
     ]
     buffers = HostBuffers(48 * dtype.itemsize, limit=3)
     with Uploads([target], buffers) as uploads, ThreadPoolExecutor(4) as pool:
 
-        def upload(copy: BlockCopy) -> None:
+        def upload(copy: StridedCopy) -> None:
             uploads.copy(source_block(data, 0, dtype.itemsize, copy), target_block(target, copy))
 
         list(pool.map(upload, copies))

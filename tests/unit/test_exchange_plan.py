@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megackpt import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
-from megackpt.planning import BlockCopy, exchange, needed_ranges, plan_own
-from megackpt.planning.exchange import UNIT_BYTES, ExchangePlan, aligned, plan_exchange
-from megackpt.planning.readers import Readers
+from megackpt.planning import StridedCopy, exchange, needed_ranges, plan_main_replicas
+from megackpt.planning.assignment import Readers
+from megackpt.planning.exchange import PART_BYTES, ExchangePlan, aligned, plan_exchange
 from megackpt.testing.layouts import arrays, held_chunks
 
 MIB = 1 << 20
@@ -28,7 +28,7 @@ def meta(key: str, shape: tuple[int, ...], *offsets: Any, replica: int = 0) -> S
 
 
 def stored(entities: list[ShardedTensor]) -> ChunkTable:
-    return plan_own(merge_declarations([describe(entities, rank=0)])).table
+    return plan_main_replicas(merge_declarations([describe(entities, rank=0)])).table
 
 
 def plan(
@@ -53,16 +53,16 @@ def plan(
 
 def held(plan: ExchangePlan) -> np.ndarray:
     """Bytes that each rank holds at most, `[size]`: of two rounds that it gives, and one that it takes."""
-    units, deliveries = plan.units, plan.deliveries
+    parts, deliveries = plan.parts, plan.deliveries
     given = np.zeros((plan.rounds + 1, plan.size), np.int64)
     taken = np.zeros((plan.rounds + 1, plan.size), np.int64)
-    np.add.at(given, (units.round, units.reader), aligned(units.nbytes))
-    source = units.reader[deliveries.unit]
+    np.add.at(given, (parts.round, parts.reader), aligned(parts.nbytes))
+    source = parts.reader[deliveries.part]
     sent = deliveries.rank != source
-    packed = np.where(sent & deliveries.is_parcelled, aligned(deliveries.nbytes), 0)
-    np.add.at(given, (units.round[deliveries.unit], source), packed)
+    packed = np.where(sent & deliveries.is_batched, aligned(deliveries.nbytes), 0)
+    np.add.at(given, (parts.round[deliveries.part], source), packed)
     np.add.at(
-        taken, (units.round[deliveries.unit], deliveries.rank), np.where(sent, aligned(deliveries.nbytes), 0)
+        taken, (parts.round[deliveries.part], deliveries.rank), np.where(sent, aligned(deliveries.nbytes), 0)
     )
     return (given[:-1] + given[1:]).max(axis=0, initial=0) + taken.max(axis=0)
 
@@ -78,15 +78,15 @@ def replicated(ranks: int) -> tuple[list[DeclaredChunks], ChunkTable]:
 def test_every_byte_is_read_once_and_each_rank_reads_its_share(ranks: int, mode: str) -> None:
     requested, table = replicated(ranks)
     made = plan(requested, table, mode)
-    by_chunk = np.bincount(made.units.chunk, made.units.nbytes, minlength=len(table))
+    by_chunk = np.bincount(made.parts.chunk, made.parts.nbytes, minlength=len(table))
     assert by_chunk.tolist() == table.nbytes.tolist()
-    order = np.lexsort((made.units.start, made.units.chunk))
-    same = np.diff(made.units.chunk[order]) == 0
-    assert np.array_equal(made.units.stop[order][:-1][same], made.units.start[order][1:][same])
+    order = np.lexsort((made.parts.start, made.parts.chunk))
+    same = np.diff(made.parts.chunk[order]) == 0
+    assert np.array_equal(made.parts.stop[order][:-1][same], made.parts.start[order][1:][same])
     share = made.read_nbytes()
     assert share.max() <= 1.05 * share.mean()
-    assert made.units.nbytes.max() <= UNIT_BYTES
-    assert len(made.deliveries) == ranks * len(made.units)
+    assert made.parts.nbytes.max() <= PART_BYTES
+    assert len(made.deliveries) == ranks * len(made.parts)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -102,7 +102,7 @@ def test_two_stages_hold_at_most_two_of_the_largest_tensors() -> None:
     entities = [meta(f"t{i}", (1024, 1024)) for i in range(20)]
     requested = [describe(entities, rank=rank) for rank in range(4)]
     made = plan(requested, stored(entities), "two_stage", 1024 * MIB)
-    assert made.units.reader.max() == 0
+    assert made.parts.reader.max() == 0
     assert held(made).max() <= 2 * (2 * MIB)
     assert made.rounds == 20
 
@@ -122,14 +122,14 @@ def test_what_nobody_of_the_group_needs_is_not_read() -> None:
     rows = [describe([meta("w", (1024, 1024), (0, 2, 4))], rank=rank) for rank in range(2)]
     made = plan(rows, stored([other, whole]))
     assert made.read_nbytes().sum() == 1024 * 1024 * 2
-    assert made.units.start.min() == 2 * 1024 * 1024 * 2
+    assert made.parts.start.min() == 2 * 1024 * 1024 * 2
 
 
 def test_a_chunk_goes_to_a_rank_that_needs_it() -> None:
     entities = [meta(f"t{i}", (1024, 1024)) for i in range(8)]
     requested = [describe(entities[2 * rank : 2 * rank + 2], rank=rank) for rank in range(4)]
     made = plan(requested, stored(entities))
-    assert np.array_equal(made.units.reader[made.deliveries.unit], made.deliveries.rank), "nothing is sent"
+    assert np.array_equal(made.parts.reader[made.deliveries.part], made.deliveries.rank), "nothing is sent"
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -145,7 +145,7 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     made = plan(requested, table, mode, data.draw(st.sampled_from([1, 1 << 20])))
     counts = np.diff(made.deliveries.first)
     rank = np.repeat(made.deliveries.rank, counts)
-    assert np.array_equal(np.repeat(made.deliveries.unit, counts), made.copies.stored)
+    assert np.array_equal(np.repeat(made.deliveries.part, counts), made.copies.stored)
     for number, entities in enumerate(asked):
         mine = rank == number
         for number, entity in enumerate(entities):
@@ -153,7 +153,7 @@ def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
             assert numel == (0 if entity.data is None else entity.data.numel())
     again = plan(requested, table, mode, 1 << 20)
     assert again.fingerprint() == plan(requested, table, mode, 1 << 20).fingerprint()
-    assert (np.diff(made.units.round) >= 0).all()
+    assert (np.diff(made.parts.round) >= 0).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -175,20 +175,20 @@ def test_a_chunk_is_read_by_a_rank_that_can_reach_it_and_that_needs_it_where_one
         ranks=np.array([rank for of in holding for rank in of]),
     )
     made = plan(requested, stored(entities), readers=readers)
-    assert np.unique(made.units.chunk).tolist() == list(range(chunks))
-    for chunk, reader in zip(made.units.chunk.tolist(), made.units.reader.tolist(), strict=True):
+    assert np.unique(made.parts.chunk).tolist() == list(range(chunks))
+    for chunk, reader in zip(made.parts.chunk.tolist(), made.parts.reader.tolist(), strict=True):
         near = set(needing[chunk]) & set(holding[file[chunk]])
         assert reader in (near or holding[file[chunk]])
 
 
 def test_gaps_of_whole_blocks_are_not_read() -> None:
-    def columns(width: int, pitch: int) -> BlockCopy:
-        return BlockCopy(0, (4, width), 0, (pitch, 1), 0, (width, 1))
+    def columns(width: int, pitch: int) -> StridedCopy:
+        return StridedCopy(0, (4, width), 0, (pitch, 1), 0, (width, 1))
 
     block = DIGEST_BLOCK_BYTES
     far = needed_ranges([columns(10, block)], width=4, nbytes=16 * block, block_bytes=block)
     assert far == [(0, block), (4 * block, 5 * block), (8 * block, 9 * block), (12 * block, 13 * block)]
-    both = [columns(10, block), BlockCopy(0, (10,), 5, (1,), 0, (1,))]
+    both = [columns(10, block), StridedCopy(0, (10,), 5, (1,), 0, (1,))]
     assert needed_ranges(both, width=4, nbytes=16 * block, block_bytes=block) == far, "no block twice"
     near = needed_ranges([columns(10, 100)], width=4, nbytes=1300, block_bytes=block)
     assert near == [(0, 1300)]
@@ -216,10 +216,10 @@ def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
         patched.setattr(exchange, "equal_requests", lambda of: [[rank] for rank in range(len(of))])
         one_by_one = plan(requested, table, mode)
     together = plan(requested, table, mode)
-    for part in ("units", "deliveries", "copies"):
-        for name in type(getattr(together, part)).__slots__:
-            found, expected = (getattr(getattr(p, part), name) for p in (together, one_by_one))
-            assert np.array_equal(found, expected), (part, name)
+    for field in ("parts", "deliveries", "copies"):
+        for name in type(getattr(together, field)).__slots__:
+            found, expected = (getattr(getattr(p, field), name) for p in (together, one_by_one))
+            assert np.array_equal(found, expected), (field, name)
 
 
 def test_ranks_that_ask_for_the_same_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from megackpt import IntegrityError, ShardedTensor, load, save
 from megackpt.errors import FormatError
 from megackpt.geometry import Ints
-from megackpt.planning import Blocks, Reads, group_reads
+from megackpt.planning import CompactCopies, Reads, group_reads
 from megackpt.storage import (
     MAX_BORROWED_BYTES,
     FileOptions,
@@ -268,7 +268,7 @@ def _groups(
     """Group reads, given by chunk, start and stop; nothing is copied out of them."""
     stored, start, stop = np.array(reads).T
     nothing, row = np.zeros((0, 1), np.int64), np.zeros(0, np.int64)
-    blocks = Blocks(row, row, row, nothing, row, nothing, row, nothing)
+    blocks = CompactCopies(row, row, row, nothing, row, nothing, row, nothing)
     planned = Reads(stored, start, stop, np.zeros(len(reads) + 1, np.int64), blocks)
     return group_reads(planned, np.arange(len(reads)), np.array(file), np.array(offset), most=most)
 

@@ -14,14 +14,14 @@ from megackpt import ShardedTensor, load, save
 from megackpt.engine.data.read import placed_in
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, block_counts, merge_declarations
-from megackpt.planning import plan_load, plan_own, plan_reads
+from megackpt.planning import plan_load, plan_main_replicas, plan_reads
 from megackpt.planning.read_plan import MAX_BLOCK_BYTES, READ_BYTES
 
 
 def stored_as(shape: tuple[int, ...], dtype: torch.dtype) -> StoredChunks:
     """One chunk that is a whole array, without its data."""
     meta = ShardedTensor.from_rank_offsets("w", torch.empty(shape, dtype=dtype, device="meta"))
-    plan = plan_own(merge_declarations([describe([meta], rank=0)]))
+    plan = plan_main_replicas(merge_declarations([describe([meta], rank=0)]))
     start = plan.offset_bytes
     digests = torch.zeros(int(block_counts(plan.table.nbytes).sum()), dtype=torch.uint64).numpy()
     return StoredChunks(plan.table, plan.writer, start + 4096, start, digests, ("file",))

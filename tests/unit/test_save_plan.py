@@ -9,8 +9,8 @@ import torch
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DeclaredChunks, itemsizes, merge_declarations
-from megackpt.planning import SavePlan, plan_own, plan_save
-from megackpt.planning.assign import assign_writers
+from megackpt.planning import SavePlan, plan_main_replicas, plan_save
+from megackpt.planning.assignment import assign_writers
 
 
 def replicated_on(ranks: int, tensors: int, *, main: int = 0) -> DeclaredChunks:
@@ -124,9 +124,9 @@ def test_a_rank_plans_its_own_main_replicas_as_the_plan_of_all_ranks_says() -> N
             ShardedTensor.from_rank_offsets("shared", torch.empty(2), replica_id=rank),
         ]
         per_rank.append(describe(entities, rank=rank))
-    whole = plan_own(merge_declarations(per_rank))
+    whole = plan_main_replicas(merge_declarations(per_rank))
     for rank, declared in enumerate(per_rank):
-        alone = plan_own(declared)
+        alone = plan_main_replicas(declared)
         rows = whole.rows_of(rank)
         assert alone.entity[alone.rows_of(rank)].tolist() == whole.entity[rows].tolist()
         assert alone.offset_bytes[alone.rows_of(rank)].tolist() == whole.offset_bytes[rows].tolist()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable, DeclaredChunks
 from megackpt.planning import plan_load, plan_reads
-from megackpt.planning.bounding import sorted_for_search, with_bounding_boxes
 from megackpt.planning.exchange import plan_exchange
+from megackpt.planning.overlaps import search_order, with_bounding_boxes
 from megackpt.simulation import (
     JobLayout,
     ModelSizes,
@@ -96,9 +96,9 @@ def test_a_group_reads_and_sends_what_an_exchange_would(states: tuple[str, ...] 
             where="x",
         )
         assert int(plan.read_nbytes().sum()) == outcome.shared_read[tp]
-        to_others = plan.deliveries.rank != plan.units.reader[plan.deliveries.unit]
+        to_others = plan.deliveries.rank != plan.parts.reader[plan.deliveries.part]
         sent += int(plan.deliveries.nbytes[to_others].sum())
-    if states is None:  # units hold shards of several ranks, one of which reads all of it
+    if states is None:  # parts hold shards of several ranks, one of which reads all of it
         assert outcome.exchanged <= sent < outcome.total_needed
     else:
         assert outcome.exchanged == sent
@@ -188,7 +188,7 @@ def elements(table: ChunkTable) -> list[tuple[int, ...]]:
 def test_plans_by_bounding_boxes_are_the_plans_by_boxes() -> None:
     _, stored, requests = planned(ModelSizes(**WIDE), "tp4,pp2,dp3", "tp2,pp1,dp5")
     told = with_bounding_boxes(stored.table)
-    order = sorted_for_search(told)
+    order = search_order(told)
     for requested in requests:
         plain = plan_load(requested, stored.table, where="x")
         bounded = DeclaredChunks(

@@ -30,7 +30,7 @@ from megackpt.cli.ls import find_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.engine.tiers import transfer as tier_transfer
-from megackpt.planning.nodes import Nodes
+from megackpt.planning.redundancy import Nodes
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.world import SimulatedWorld

@@ -32,7 +32,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import dtype_name
 from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
-from megackpt.planning import BlockCopy, Copies, Reads, group_reads, plan_reads
+from megackpt.planning import Copies, Reads, StridedCopy, group_reads, plan_reads
 from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES
 
 _PROBED_BYTES = 1024 * 1024
@@ -194,10 +194,10 @@ class _Reader:
         width = self._itemsize[reads.stored]
         begin = blocks.source * self._itemsize[blocks.stored]
         is_whole = (begin[first] == reads.start) & (
-            begin[first] + blocks.spans()[first] * width == reads.stop
+            begin[first] + blocks.source_lengths()[first] * width == reads.stop
         )
         is_one_run = (
-            (np.diff(reads.first) == 1) & blocks.are_runs()[first] & takes_bytes[blocks.entity[first]]
+            (np.diff(reads.first) == 1) & blocks.are_contiguous()[first] & takes_bytes[blocks.entity[first]]
         )
         is_long = reads.stop - reads.start >= (0 if self._raw is None else STRAIGHT_BYTES)
         return np.asarray(is_whole & is_one_run & is_long)
@@ -224,7 +224,7 @@ class _Reader:
             (copies,) = reads.copies([read])
             self._copy_out(copies, data, start)
 
-    def _copy_out(self, copies: Sequence[BlockCopy], data: memoryview, begins: int) -> None:
+    def _copy_out(self, copies: Sequence[StridedCopy], data: memoryview, begins: int) -> None:
         for copy in copies:
             target = self._targets[copy.entity]
             octets = self._octets[copy.entity]

@@ -16,7 +16,7 @@ import torch
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedTensor
-from megackpt.planning import BlockCopy
+from megackpt.planning import StridedCopy
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_OF = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
@@ -123,14 +123,14 @@ def byte_view(bits: torch.Tensor) -> memoryview:
     return bits.numpy().reshape(-1).view(np.uint8).data
 
 
-def contiguous_bytes(bits: torch.Tensor, copy: BlockCopy) -> memoryview | None:
+def contiguous_bytes(bits: torch.Tensor, copy: StridedCopy) -> memoryview | None:
     """Return the memory that a contiguous copy fills, or None where it has to go through a buffer."""
-    if not copy.is_run or not bits.is_cpu:
+    if not copy.is_contiguous or not bits.is_cpu:
         return None
     return byte_view(_strided(bits, (copy.numel,), (1,), copy.target))
 
 
-def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: BlockCopy) -> None:
+def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: StridedCopy) -> None:
     """Copy one strided block from a buffer into a tensor; values are converted where the dtypes differ.
 
     elements is a 1-D buffer whose first element is element `origin` of the stored chunk.
@@ -140,7 +140,7 @@ def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: 
 
 
 def copy_bytes(
-    data: memoryview, begins: int, element: torch.dtype, target: torch.Tensor, copy: BlockCopy
+    data: memoryview, begins: int, element: torch.dtype, target: torch.Tensor, copy: StridedCopy
 ) -> None:
     """Copy one strided block from flat bytes into a tensor; values are converted where the dtypes differ.
 
@@ -156,14 +156,14 @@ def copy_bytes(
 
 
 def copy_to_flat_bytes(
-    data: memoryview, begins: int, width: int, target: memoryview, copy: BlockCopy
+    data: memoryview, begins: int, width: int, target: memoryview, copy: StridedCopy
 ) -> None:
     """Like `copy_bytes`, for a contiguous tensor seen as flat bytes, and without conversion."""
     into = _block_in(target, copy.target * width, width, copy.shape, copy.target_stride)
     np.copyto(into, source_block(data, begins, width, copy))
 
 
-def source_block(data: memoryview, begins: int, width: int, copy: BlockCopy) -> npt.NDArray[Any]:
+def source_block(data: memoryview, begins: int, width: int, copy: StridedCopy) -> npt.NDArray[Any]:
     """Return the block to copy out of flat bytes; elements are integers of `width` bytes, or complex128.
 
     data begins at byte `begins` of the stored chunk.
@@ -171,7 +171,7 @@ def source_block(data: memoryview, begins: int, width: int, copy: BlockCopy) -> 
     return _block_in(data, copy.source * width - begins, width, copy.shape, copy.source_stride)
 
 
-def target_block(target: torch.Tensor, copy: BlockCopy) -> torch.Tensor:
+def target_block(target: torch.Tensor, copy: StridedCopy) -> torch.Tensor:
     """Return the block of a tensor that is copied to."""
     return _strided(target, copy.shape, copy.target_stride, copy.target)
 

@@ -26,9 +26,9 @@ from megackpt.geometry import row_major_strides
 from megackpt.mapping import ShardedTensor
 from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns, unpack_columns
 from megackpt.options import LoadOptions
-from megackpt.planning import BlockCopy, Blocks, Copies, needed_ranges
+from megackpt.planning import CompactCopies, Copies, StridedCopy, needed_ranges
+from megackpt.planning.assignment import Readers
 from megackpt.planning.exchange import ExchangePlan, plan_exchange
-from megackpt.planning.readers import Readers
 from megackpt.validation import PhaseTimes
 
 
@@ -162,7 +162,7 @@ class Exchanger:
         dtypes = {a.key: a.dtype for a in chunks.table.arrays}
         tensors = [Target.of(tensor, dtypes) for tensor in wanted.tensors]
         self._targets = [*tensors, *(Target(blob, torch.uint8) for blob in wanted.blobs)]
-        self._blocks = Blocks.of(_with_real_targets(plan, ranks.group.rank, wanted.tensors, tensors))
+        self._blocks = CompactCopies.of(_with_real_targets(plan, ranks.group.rank, wanted.tensors, tensors))
         self._steps = steps_of(plan, ranks.group.rank)
         self._buffers = Buffers(self._steps)
         self._transport = transport_for(
@@ -212,47 +212,47 @@ class Exchanger:
         if number >= len(self._steps):
             return []
         step = self._steps[number]
-        return [pool.submit(self._read, step, number % 2, unit) for unit in step.units]
+        return [pool.submit(self._read, step, number % 2, part) for part in step.parts]
 
-    def _read(self, step: Step, parity: int, unit: int) -> tuple[float, float]:
-        """Read a unit, copy what this rank needs of it, and pack what goes into parcels; return when."""
+    def _read(self, step: Step, parity: int, part: int) -> tuple[float, float]:
+        """Read a part, copy what this rank needs of it, and pack what goes into batches; return when."""
         began = time.perf_counter()
-        units, deliveries = self._plan.units, self._plan.deliveries
-        data = self._buffers.unit(parity, int(units.offset[unit]), int(units.nbytes[unit]))
-        chunk, start = int(units.chunk[unit]), int(units.start[unit])
-        to_whom = step.deliveries_of(unit)
-        for low, high in self._needed(unit, to_whom, data.numel()):
+        parts, deliveries = self._plan.parts, self._plan.deliveries
+        data = self._buffers.part(parity, int(parts.offset[part]), int(parts.nbytes[part]))
+        chunk, start = int(parts.chunk[part]), int(parts.start[part])
+        to_whom = step.deliveries_of(part)
+        for low, high in self._needed(part, to_whom, data.numel()):
             self._chunks.read_into(chunk, start + low, byte_view(data[low:high]), verify=self._verify)
         for delivery in to_whom:
             rank = int(deliveries.rank[delivery])
             if rank == self._group.rank:
                 self._scatter(Arrival(delivery, data, begins=0))
-            elif rank in step.parcels and deliveries.is_parcelled[delivery]:
-                self._pack(delivery, data, self._buffers.parcel(parity, step, rank))
+            elif rank in step.batches and deliveries.is_batched[delivery]:
+                self._pack(delivery, data, self._buffers.batch(parity, step, rank))
         return began, time.perf_counter()
 
-    def _needed(self, unit: int, to_whom: Sequence[int], nbytes: int) -> list[tuple[int, int]]:
+    def _needed(self, part: int, to_whom: Sequence[int], nbytes: int) -> list[tuple[int, int]]:
         deliveries, block = self._plan.deliveries, self._chunks.block_bytes
         if any(deliveries.is_dense[d] and deliveries.nbytes[d] == nbytes for d in to_whom):
             return [(0, nbytes)]
         copies = [copy for d in to_whom for copy in self._copies_of(d)]
-        width = int(self._plan.units.width[unit])
+        width = int(self._plan.parts.width[part])
         return needed_ranges(copies, width=width, nbytes=nbytes, block_bytes=block)
 
-    def _copies_of(self, delivery: int) -> list[BlockCopy]:
+    def _copies_of(self, delivery: int) -> list[StridedCopy]:
         first = self._plan.deliveries.first
         return self._blocks.copies(int(first[delivery]), int(first[delivery + 1]))
 
-    def _pack(self, delivery: int, data: torch.Tensor, parcel: torch.Tensor) -> None:
-        """Copy what one rank needs of a unit into the parcel for it."""
+    def _pack(self, delivery: int, data: torch.Tensor, batch: torch.Tensor) -> None:
+        """Copy what one rank needs of a part into the batch for it."""
         deliveries = self._plan.deliveries
         start, nbytes = int(deliveries.start[delivery]), int(deliveries.nbytes[delivery])
         offset = int(deliveries.offset[delivery])
-        out = parcel[offset : offset + nbytes]
+        out = batch[offset : offset + nbytes]
         if deliveries.is_dense[delivery]:
             out.copy_(data[start : start + nbytes])
             return
-        width = int(self._plan.units.width[deliveries.unit[delivery]])
+        width = int(self._plan.parts.width[deliveries.part[delivery]])
         elements, packed, at = as_elements(data, width), as_elements(out, width), 0
         for copy in self._copies_of(delivery):
             copy_block(
@@ -270,7 +270,7 @@ class Exchanger:
 
     def _scatter(self, arrival: Arrival) -> None:
         """Copy what has arrived to where it belongs."""
-        width = int(self._plan.units.width[self._plan.deliveries.unit[arrival.delivery]])
+        width = int(self._plan.parts.width[self._plan.deliveries.part[arrival.delivery]])
         at = 0
         for copy in self._copies_of(arrival.delivery):
             target = self._targets[copy.entity]
@@ -312,5 +312,5 @@ def _outcome(reading: Sequence[Future[tuple[float, float]]]) -> tuple[float, Exc
         if isinstance(errors[0], Exception):
             return 0.0, errors[0]
         raise errors[0]
-    spans = [future.result() for future in reading]
-    return max((end for _, end in spans), default=0.0) - min((begin for begin, _ in spans), default=0.0), None
+    times = [future.result() for future in reading]
+    return max((end for _, end in times), default=0.0) - min((begin for begin, _ in times), default=0.0), None

@@ -1,7 +1,7 @@
-"""Ways to move one round of an exchange: parcels, broadcasts, or gathers.
+"""Ways to move one round of an exchange: batches, broadcasts, or gathers.
 
 Owns the buffers of a rank and how they are laid out: those that it gives from, two that take turns, hold the
-units of a round and behind them the parcels; one holds what it takes. Both sides of a transfer derive the
+parts of a round and behind them the batches; one holds what it takes. Both sides of a transfer derive the
 layout from the plan.
 """
 
@@ -30,7 +30,7 @@ class Arrival:
     Attributes:
         delivery: its row in the plan.
         data: the bytes, 1-D uint8.
-        begins: where in the unit they begin, in bytes; None if they are packed elements.
+        begins: where in the part they begin, in bytes; None if they are packed elements.
     """
 
     delivery: int
@@ -43,63 +43,63 @@ class Step:
     """One rank's part of one round.
 
     Attributes:
-        units: what it reads.
-        outgoing: deliveries of these units, its own ones among them; sorted by unit.
-        first: where those of each unit begin, by unit.
+        parts: what it reads.
+        outgoing: deliveries of these parts, its own ones among them; sorted by part.
+        first: where those of each part begin, by part.
         incoming: deliveries to it from other ranks.
         sections: length of what each rank reads, laid out one after the other, by rank that reads anything.
-        parcels: where the parcel to each rank lies behind the own section, and how long it is, by rank.
-        coming: length of the parcel from each rank, by rank.
+        batches: where the batch to each rank lies behind the own section, and how long it is, by rank.
+        coming: length of the batch from each rank, by rank.
     """
 
-    units: tuple[int, ...]
+    parts: tuple[int, ...]
     outgoing: tuple[int, ...]
     first: Mapping[int, tuple[int, int]]
     incoming: tuple[int, ...]
     sections: Mapping[int, int]
-    parcels: Mapping[int, tuple[int, int]]
+    batches: Mapping[int, tuple[int, int]]
     coming: Mapping[int, int]
     given_nbytes: int
     taken_nbytes: int
 
-    def deliveries_of(self, unit: int) -> tuple[int, ...]:
-        """Deliveries of one of the units."""
-        return self.outgoing[slice(*self.first[unit])]
+    def deliveries_of(self, part: int) -> tuple[int, ...]:
+        """Deliveries of one of the parts."""
+        return self.outgoing[slice(*self.first[part])]
 
 
 def steps_of(plan: ExchangePlan, rank: int) -> list[Step]:
     """Return a rank's part of each round."""
     numbers = np.arange(plan.rounds + 1)
-    units = np.searchsorted(plan.units.round, numbers).tolist()
-    deliveries = np.searchsorted(plan.deliveries.unit, units).tolist()
+    parts = np.searchsorted(plan.parts.round, numbers).tolist()
+    deliveries = np.searchsorted(plan.deliveries.part, parts).tolist()
     return [
-        _step(plan, rank, slice(*units[i : i + 2]), slice(*deliveries[i : i + 2])) for i in range(plan.rounds)
+        _step(plan, rank, slice(*parts[i : i + 2]), slice(*deliveries[i : i + 2])) for i in range(plan.rounds)
     ]
 
 
-def _step(plan: ExchangePlan, rank: int, of_units: slice, of_deliveries: slice) -> Step:
-    units, deliveries = plan.units, plan.deliveries
-    reader = units.reader[of_units]
-    ends = units.offset[of_units] + aligned(units.nbytes[of_units])
+def _step(plan: ExchangePlan, rank: int, of_parts: slice, of_deliveries: slice) -> Step:
+    parts, deliveries = plan.parts, plan.deliveries
+    reader = parts.reader[of_parts]
+    ends = parts.offset[of_parts] + aligned(parts.nbytes[of_parts])
     sections = {int(r): int(ends[reader == r].max()) for r in np.unique(reader)}
-    mine = of_units.start + np.flatnonzero(reader == rank)
+    mine = of_parts.start + np.flatnonzero(reader == rank)
 
-    unit, to = deliveries.unit[of_deliveries], deliveries.rank[of_deliveries]
-    source = units.reader[unit]
+    part, to = deliveries.part[of_deliveries], deliveries.rank[of_deliveries]
+    source = parts.reader[part]
     outgoing = np.flatnonzero(source == rank)
     incoming = np.flatnonzero((to == rank) & (source != rank))
-    first = np.searchsorted(unit[outgoing], mine).tolist()
+    first = np.searchsorted(part[outgoing], mine).tolist()
     first.append(len(outgoing))
-    in_parcel = deliveries.is_parcelled[of_deliveries] & (plan.mode == "all_to_all")
+    in_batch = deliveries.is_batched[of_deliveries] & (plan.mode == "all_to_all")
     until = deliveries.offset[of_deliveries] + aligned(deliveries.nbytes[of_deliveries])
-    sent = _lengths(to[outgoing], until[outgoing], in_parcel[outgoing] & (to[outgoing] != rank))
-    coming = _lengths(source[incoming], until[incoming], in_parcel[incoming])
-    parcels, at = {}, sections.get(rank, 0)
+    sent = _lengths(to[outgoing], until[outgoing], in_batch[outgoing] & (to[outgoing] != rank))
+    coming = _lengths(source[incoming], until[incoming], in_batch[incoming])
+    batches, at = {}, sections.get(rank, 0)
     for peer, nbytes in sent.items():
-        parcels[peer] = (at, nbytes)
+        batches[peer] = (at, nbytes)
         at += nbytes
     if plan.mode == "all_to_all":
-        alone = aligned(deliveries.nbytes[of_deliveries][incoming[~in_parcel[incoming]]])
+        alone = aligned(deliveries.nbytes[of_deliveries][incoming[~in_batch[incoming]]])
         taken = sum(coming.values()) + int(alone.sum())
     elif plan.mode == "gather_rounds":
         longest = max(sections.values(), default=0)
@@ -107,12 +107,12 @@ def _step(plan: ExchangePlan, rank: int, of_units: slice, of_deliveries: slice) 
     else:
         taken = sum(sections.values()) - sections.get(rank, 0)
     return Step(
-        units=tuple(mine.tolist()),
+        parts=tuple(mine.tolist()),
         outgoing=tuple((of_deliveries.start + outgoing).tolist()),
         first={u: (first[i], first[i + 1]) for i, u in enumerate(mine.tolist())},
         incoming=tuple((of_deliveries.start + incoming).tolist()),
         sections=sections,
-        parcels=parcels,
+        batches=batches,
         coming=coming,
         given_nbytes=at,
         taken_nbytes=taken,
@@ -120,7 +120,7 @@ def _step(plan: ExchangePlan, rank: int, of_units: slice, of_deliveries: slice) 
 
 
 def _lengths(peers: np.ndarray, until: np.ndarray, chosen: np.ndarray) -> dict[int, int]:
-    """Length of the parcel of each peer that has one."""
+    """Length of the batch of each peer that has one."""
     return {int(p): int(until[chosen & (peers == p)].max()) for p in np.unique(peers[chosen])}
 
 
@@ -149,13 +149,13 @@ class Buffers:
         """Return the first bytes of a buffer that is given from."""
         return self._give[parity][:nbytes]
 
-    def unit(self, parity: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Return where a unit lies."""
+    def part(self, parity: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Return where a part lies."""
         return self._give[parity][offset : offset + nbytes]
 
-    def parcel(self, parity: int, step: Step, rank: int) -> torch.Tensor:
-        """Return where the parcel to a rank lies."""
-        start, nbytes = step.parcels[rank]
+    def batch(self, parity: int, step: Step, rank: int) -> torch.Tensor:
+        """Return where the batch to a rank lies."""
+        start, nbytes = step.batches[rank]
         return self._give[parity][start : start + nbytes]
 
 
@@ -185,20 +185,20 @@ def transport_for(
 
 
 class _AllToAll:
-    """Each rank is sent what it needs: large ranges as they lie in the unit, all else in one parcel."""
+    """Each rank is sent what it needs: large ranges as they lie in the part, all else in one batch."""
 
     def __init__(self, plan: ExchangePlan, group: Group, buffers: Buffers, directly: Directly) -> None:
         self._plan, self._group, self._buffers, self._directly = plan, group, buffers, directly
 
     def move(self, step: Step, parity: int) -> list[Arrival]:
-        units, deliveries = self._plan.units, self._plan.deliveries
+        parts, deliveries = self._plan.parts, self._plan.deliveries
         sends = [
-            (peer, byte_view(self._buffers.parcel(parity, step, peer))) for peer in step.parcels
-        ]  # parcels come first in both directions
+            (peer, byte_view(self._buffers.batch(parity, step, peer))) for peer in step.batches
+        ]  # batches come first in both directions
         for d in step.outgoing:
-            if deliveries.rank[d] != self._group.rank and not deliveries.is_parcelled[d]:
-                at = int(units.offset[deliveries.unit[d]] + deliveries.start[d])
-                data = self._buffers.unit(parity, at, int(deliveries.nbytes[d]))
+            if deliveries.rank[d] != self._group.rank and not deliveries.is_batched[d]:
+                at = int(parts.offset[deliveries.part[d]] + deliveries.start[d])
+                data = self._buffers.part(parity, at, int(deliveries.nbytes[d]))
                 sends.append((int(deliveries.rank[d]), byte_view(data)))
         receives, arrivals = self._expect(step)
         self._group.exchange(sends, receives)
@@ -207,17 +207,17 @@ class _AllToAll:
     def _expect(self, step: Step) -> tuple[list[PeerBuffer], list[Arrival]]:
         deliveries, at = self._plan.deliveries, 0
         receives: list[PeerBuffer] = []
-        arrivals, parcels = [], {}
+        arrivals, batches = [], {}
         for peer, nbytes in step.coming.items():
-            parcels[peer] = self._buffers.take[at : at + nbytes]
-            receives.append((peer, byte_view(parcels[peer])))
+            batches[peer] = self._buffers.take[at : at + nbytes]
+            receives.append((peer, byte_view(batches[peer])))
             at += nbytes
         for d in step.incoming:
-            peer, nbytes = int(self._plan.units.reader[deliveries.unit[d]]), int(deliveries.nbytes[d])
+            peer, nbytes = int(self._plan.parts.reader[deliveries.part[d]]), int(deliveries.nbytes[d])
             begins = int(deliveries.start[d]) if deliveries.is_dense[d] else None
-            if deliveries.is_parcelled[d]:
+            if deliveries.is_batched[d]:
                 offset = int(deliveries.offset[d])
-                arrivals.append(Arrival(d, parcels[peer][offset : offset + nbytes], begins))
+                arrivals.append(Arrival(d, batches[peer][offset : offset + nbytes], begins))
                 continue
             memory = self._directly(d)
             if memory is None:
@@ -230,17 +230,17 @@ class _AllToAll:
 
 
 class _Whole:
-    """What the ways have in common that give whole sections, all units of a reader, to everyone."""
+    """What the ways have in common that give whole sections, all parts of a reader, to everyone."""
 
     def __init__(self, plan: ExchangePlan, group: Group, buffers: Buffers) -> None:
         self._plan, self._group, self._buffers = plan, group, buffers
 
     def _arrivals(self, step: Step, sections: Mapping[int, torch.Tensor]) -> list[Arrival]:
-        units, deliveries, arrivals = self._plan.units, self._plan.deliveries, []
+        parts, deliveries, arrivals = self._plan.parts, self._plan.deliveries, []
         for d in step.incoming:
-            unit = int(deliveries.unit[d])
-            offset, nbytes = int(units.offset[unit]), int(units.nbytes[unit])
-            data = sections[int(units.reader[unit])][offset : offset + nbytes]
+            part = int(deliveries.part[d])
+            offset, nbytes = int(parts.offset[part]), int(parts.nbytes[part])
+            data = sections[int(parts.reader[part])][offset : offset + nbytes]
             arrivals.append(Arrival(d, data, begins=0))
         return arrivals
 

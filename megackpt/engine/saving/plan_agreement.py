@@ -34,8 +34,8 @@ from megackpt.planning import (
     SavePlan,
     object_sizes,
     pack_rows,
+    plan_main_replicas,
     plan_merged_save,
-    plan_own,
     unpack_rows,
     with_object_sizes,
 )
@@ -71,7 +71,7 @@ class CompletionFromDeclarations:
 
     def __call__(self, reports: Sequence[bytes]) -> SavePlan:
         """Return the plan; each report is a rank's declarations."""
-        return plan_own(merge_declarations(decode_declarations(_unpack(reports))))
+        return plan_main_replicas(merge_declarations(decode_declarations(_unpack(reports))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def plan_alone(local: LocalState, group: Group) -> PlanAgreement:
     # Nobody knows who else holds a replicated value: every holder stores it.
     mine = local.alone()
     made = CompletionFromDeclarations() if group.rank == 0 else None
-    return PlanAgreement(plan_own(mine), report=pack_columns(mine.to_columns()), complete=made)
+    return PlanAgreement(plan_main_replicas(mine), report=pack_columns(mine.to_columns()), complete=made)
 
 
 def compare_values(local: LocalState, group: Group, unequal: ValuesToCompare) -> None:

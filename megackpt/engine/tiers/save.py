@@ -21,7 +21,7 @@ from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_file
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
-from megackpt.planning.nodes import Nodes
+from megackpt.planning.redundancy import Nodes
 from megackpt.storage import MemoryStore, Store
 
 

@@ -142,7 +142,7 @@ class NativeSaveStrategy(SaveStrategy):
         self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
     ) -> list[bytes]:
         """Return for each rank, as JSON, the numbers of the parity files it writes, and of which files."""
-        from megackpt.planning.parity import parity_groups, parity_writer
+        from megackpt.planning.redundancy import parity_groups, parity_writer
 
         nbytes = np.zeros(len(receipts), np.int64)
         np.add.at(nbytes, plan.writer, plan.table.nbytes)

@@ -42,7 +42,7 @@ from megackpt.mapping.describe import describe
 from megackpt.metadata import decode_declarations, merge_declarations, pack_columns, unpack_columns
 from megackpt.options import SaveOptions
 from megackpt.planning import SavePlan as OwnPlan
-from megackpt.planning import plan_own
+from megackpt.planning import plan_main_replicas
 from megackpt.validation import check_coverage
 
 
@@ -167,7 +167,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
             self._base = planner.common if isinstance(planner, MegackptSavePlanner) else None
         entities: list[ShardedTensor | ShardedObject] = [*parts.tensors, *parts.objects]
         declared = describe(entities, rank=task.rank, object_nbytes=[len(blob) for blob in parts.blobs])
-        own = plan_own(declared)
+        own = plan_main_replicas(declared)
         strategy = save_strategy(None)
 
         source = _PlannerParts(planner, parts, own, part_bytes=self._options.part_bytes)
@@ -214,7 +214,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 merged = merge_declarations(decode_declarations(columns))
                 check_coverage(merged)
                 common = self._common(written, metadata.planner_data or {})
-                plan = plan_own(merged)
+                plan = plan_main_replicas(merged)
                 planned = PlannedSave(
                     attempt=self._attempt,
                     plan=plan,

@@ -1,13 +1,11 @@
-"""Which ranks share a node, and which other nodes keep copies of what a rank has written.
-
-Pure. Owns the choice of who keeps copies for whom; how it is told which ranks share a node is up to the
-caller.
-"""
+"""Where redundant data lies: the nodes that keep copies for a rank, and the files that share parity. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megackpt.geometry import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +70,22 @@ def _steps_from(node: int, count: int, *, copies: int, jump: int) -> list[int]:
             other = (other + 1) % count
         taken.append(other)
     return taken[1:]
+
+
+def parity_groups(files: Ints, *, most: int) -> list[Ints]:
+    """Put files, `[f]` ranks that wrote one each, ascending, into as few groups of at most `most` as can be.
+
+    Groups differ by at most one file. Ranks of a group lie as far apart as they can: those of one machine,
+    which have neighbouring numbers, are then in different groups, and are lost one from each.
+
+    >>> import numpy as np
+    >>> [group.tolist() for group in parity_groups(np.array([0, 1, 2, 4, 5]), most=2)]
+    [[0, 4], [1, 5], [2]]
+    """
+    count = -(-len(files) // most)
+    return [files[number::count] for number in range(count)]
+
+
+def parity_writer(group: Ints, number: int) -> int:
+    """Return the rank that writes the parity of a group, the number-th: one of those that wrote its files."""
+    return int(group[number % len(group)])

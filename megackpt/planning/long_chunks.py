@@ -16,7 +16,9 @@ from megackpt.metadata import OBJECT, ChunkTable, itemsizes
 from megackpt.metadata.chunk_table import Rows
 
 
-def cut_into_rows(table: ChunkTable, *, most: int, only: Rows | None = None) -> tuple[ChunkTable, Ints, Ints]:
+def split_long_chunks(
+    table: ChunkTable, *, most: int, only: Rows | None = None
+) -> tuple[ChunkTable, Ints, Ints]:
     """Cut chunks of more than `most` bytes along their outermost dims; objects stay whole.
 
     Where only, a mask `[n]`, is given, other rows stay whole, too. Returns the new chunks, not sorted; the
