@@ -77,9 +77,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _section(name: str, given: str, said: dict[str, str], defaults: dict[str, str]) -> str:
+def _section(name: str, given: str, message: dict[str, str], defaults: dict[str, str]) -> str:
     lines = [f"## {name}", "", f"Given to {given}.", "", "| name | default | meaning |", "|---|---|---|"]
-    rows = [f"| `{each}` | {default} | {said[each]} |" for each, default in defaults.items()]
+    rows = [f"| `{each}` | {default} | {message[each]} |" for each, default in defaults.items()]
     return "\n".join([*lines, *rows, ""])
 
 

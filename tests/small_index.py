@@ -46,9 +46,9 @@ def small() -> tuple[MemoryStore, Json, StoredChunks]:
     return store, {"index": write_index(store, "index", stored, block_rows=16, block_digests=8)}, stored
 
 
-def ask(store: MemoryStore, said: Json, stored: StoredChunks) -> StoredChunks:
+def ask(store: MemoryStore, message: Json, stored: StoredChunks) -> StoredChunks:
     """Open an index by its head, and ask for two layers of the second array."""
-    index = index_reader.open_index(store, said, whole_bytes=0)
+    index = index_reader.open_index(store, message, whole_bytes=0)
     assert isinstance(index, PartialIndex)
     return index.of_boxes([box(stored, 1, (2, 0, 0), (2, 8, 300_000))])
 

@@ -90,13 +90,13 @@ class SlowStrategy(NativeSaveStrategy):
         self.pause_s, self.takes_rows = pause_s, takes_rows
 
     def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        rows, pieces = kwargs["rows"], kwargs["pieces"]
+        rows, parts = kwargs["rows"], kwargs["pieces"]
         taken: dict[int, list[bytes]] = {}
         with open(os.devnull, "wb", buffering=0) as out:
             for row in rows.tolist():
                 time.sleep(self.pause_s)
                 if self.takes_rows:
-                    taken[row] = [bytes(piece) for piece in pieces(row)]
+                    taken[row] = [bytes(part) for part in parts(row)]
                 else:
                     out.write(bytes(1))
         if self.takes_rows:
@@ -230,8 +230,8 @@ class TierOrder:
 
     def give(self, base: Path) -> None:
         """Let it happen from now on."""
-        told = {"node": self.node, "kind": self.kind, "name": self.name, "how": self.how}
-        (base / TIER_ORDER).write_text(json.dumps(told))
+        messages = {"node": self.node, "kind": self.kind, "name": self.name, "how": self.how}
+        (base / TIER_ORDER).write_text(json.dumps(messages))
 
 
 def in_a_tier(store: Store) -> Store:

@@ -36,7 +36,7 @@ BLOCK = torch.arange(48.0).reshape(6, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Location:
     """Where an attack is built.
 
     Attributes:
@@ -73,7 +73,7 @@ class Attack:
     name: str
     claim: str
     base: str
-    build: Callable[[Place], None]
+    build: Callable[[Location], None]
     is_harmless: bool = False
     is_another: bool = False
 
@@ -83,10 +83,10 @@ ATTACKS: dict[str, Attack] = {}
 
 def attack(
     base: str, claim: str, *, is_harmless: bool = False, is_another: bool = False
-) -> Callable[[Callable[[Place], None]], Any]:
+) -> Callable[[Callable[[Location], None]], Any]:
     """Register a builder."""
 
-    def register(build: Callable[[Place], None]) -> Callable[[Place], None]:
+    def register(build: Callable[[Location], None]) -> Callable[[Location], None]:
         name = build.__name__
         assert name not in ATTACKS, name
         ATTACKS[name] = Attack(
@@ -101,7 +101,7 @@ def attacks_with(
     base: str,
     claim: str,
     values: dict[str, Any],
-    build: Callable[[Place, Any], None],
+    build: Callable[[Location, Any], None],
     *,
     name: str = "",
     harmless: Collection[str] = (),
@@ -115,8 +115,8 @@ def attacks_with(
     for which, value in values.items():
         whole = f"{name or build.__name__}_{which}"
 
-        def spoil(place: Place, value: Any = value) -> None:
-            build(place, value)
+        def spoil(location: Location, value: Any = value) -> None:
+            build(location, value)
 
         assert whole not in ATTACKS, whole
         ATTACKS[whole] = Attack(
@@ -137,8 +137,8 @@ def request(*, empty: bool, ranks: tuple[int, ...] = (0, 1)) -> ShardedStateDict
         state[f"block{rank}"] = ShardedTensor.from_rank_offsets(
             "block", numbers[:, 4 * rank : 4 * rank + 4].clone(), (1, rank, 2)
         )
-        held = None if empty else OBJECTS[rank]
-        state[f"object{rank}"] = ShardedObject("object", held, (2,), (rank,))
+        owned = None if empty else OBJECTS[rank]
+        state[f"object{rank}"] = ShardedObject("object", owned, (2,), (rank,))
     half = torch.zeros(3) if empty else torch.ones(3)
     state["half"] = ShardedTensor.from_rank_offsets("half", half.bfloat16(), replica_id=ranks[0])
     return state if empty else {**state, **COMMON}
@@ -156,8 +156,8 @@ def build_base(kind: str, directory: Path) -> None:
     """Save a checkpoint."""
     if kind == DCP:
         dcp.save({"block": BLOCK, "object": "some text"}, checkpoint_id=directory, no_dist=True)
-        said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        (directory / "metadata.json").write_text(json.dumps({**said, "common_backend": "torch"}))
+        message = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (directory / "metadata.json").write_text(json.dumps({**message, "common_backend": "torch"}))
         return
     backend, _, version = (ZARR_1 if kind == ZARR_ZLIB else kind).partition(":")
 
@@ -191,47 +191,47 @@ def edit_json(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_bytes()), **fields}))
 
 
-def edit_manifest(place: Place, **fields: Any) -> None:
+def edit_manifest(location: Location, **fields: Any) -> None:
     """Replace fields of metadata.json."""
-    edit_json(place.directory / "metadata.json", **fields)
+    edit_json(location.directory / "metadata.json", **fields)
 
 
-def edit_entry(place: Place, entry: str, **fields: Any) -> None:
+def edit_entry(location: Location, entry: str, **fields: Any) -> None:
     """Replace fields of an entry of metadata.json that names a file."""
-    said = json.loads((place.directory / "metadata.json").read_bytes())
-    edit_manifest(place, **{entry: {**said[entry], **fields}})
+    message = json.loads((location.directory / "metadata.json").read_bytes())
+    edit_manifest(location, **{entry: {**message[entry], **fields}})
 
 
-def field_is(*fields: str) -> Callable[[Place, Any], None]:
+def field_is(*fields: str) -> Callable[[Location, Any], None]:
     """Return what sets a field of metadata.json, or, of two, a field of an entry that names a file."""
     *entry, field = fields
 
-    def build(place: Place, value: Any) -> None:
+    def build(location: Location, value: Any) -> None:
         if entry:
-            edit_entry(place, entry[0], **{field: value})
+            edit_entry(location, entry[0], **{field: value})
         else:
-            edit_manifest(place, **{field: value})
+            edit_manifest(location, **{field: value})
 
     return build
 
 
-def put_named(place: Place, entry: str, data: bytes) -> None:
+def put_named(location: Location, entry: str, data: bytes) -> None:
     """Replace a file that metadata.json names, and the size and digest that it says."""
-    said = json.loads((place.directory / "metadata.json").read_bytes())[entry]
-    said.pop("head", None)
-    (place.directory / said["file"]).write_bytes(data)
-    edit_manifest(place, **{entry: {**said, "nbytes": len(data), "xxh3_128": digest_of(data)}})
+    message = json.loads((location.directory / "metadata.json").read_bytes())[entry]
+    message.pop("head", None)
+    (location.directory / message["file"]).write_bytes(data)
+    edit_manifest(location, **{entry: {**message, "nbytes": len(data), "xxh3_128": digest_of(data)}})
 
 
-def edit_index(place: Place, change: Callable[[dict[str, Any]], None]) -> None:
+def edit_index(location: Location, change: Callable[[dict[str, Any]], None]) -> None:
     """Change columns of the index; sizes and digests then fit, so that only the columns lie."""
-    columns = dict(load((place.one("index-*")).read_bytes()))
+    columns = dict(load((location.one("index-*")).read_bytes()))
     change(columns)
     kept = {name: np.ascontiguousarray(c) for name, c in columns.items()}
-    put_named(place, "index", save(kept))
+    put_named(location, "index", save(kept))
 
 
-def set_rows(place: Place, column: str, value: int, *, row: int = 0) -> None:
+def set_rows(location: Location, column: str, value: int, *, row: int = 0) -> None:
     """Set one number of a column of the index, which becomes 64 bits wide."""
 
     def change(columns: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ def set_rows(place: Place, column: str, value: int, *, row: int = 0) -> None:
         wide[row, ...] = value
         columns[column] = wide
 
-    edit_index(place, change)
+    edit_index(location, change)
 
 
 def copy_of(base: Path, target: Path) -> Path:

@@ -15,7 +15,7 @@ from tests.attacks.crafting import (
     TORCH_DIST,
     ZARR_1,
     ZARR_3,
-    Place,
+    Location,
     attack,
     attacks_with,
     edit_json,
@@ -58,49 +58,49 @@ SIZES = {
 
 
 @attack(NATIVE, "metadata.json is nested 100,000 deep")
-def manifest_is_deep(place: Place) -> None:
-    place.one("metadata.json").write_text('{"a":' * DEEP + "1" + "}" * DEEP)
+def manifest_is_deep(location: Location) -> None:
+    location.one("metadata.json").write_text('{"a":' * DEEP + "1" + "}" * DEEP)
 
 
 @attack(NATIVE, "a field of metadata.json is nested 100,000 deep")
-def manifest_has_a_deep_field(place: Place) -> None:
-    text = place.one("metadata.json").read_text().rstrip()[:-1]
-    place.one("metadata.json").write_text(text + ',"x":' + "[" * DEEP + "]" * DEEP + "}")
+def manifest_has_a_deep_field(location: Location) -> None:
+    text = location.one("metadata.json").read_text().rstrip()[:-1]
+    location.one("metadata.json").write_text(text + ',"x":' + "[" * DEEP + "]" * DEEP + "}")
 
 
 @attack(NATIVE, "metadata.json has a million lists", is_harmless=True)
-def manifest_is_wide(place: Place) -> None:
-    text = place.one("metadata.json").read_text().rstrip()[:-1]
-    place.one("metadata.json").write_text(text + ',"x":[' + "[]," * 100_000 + "[]]}")
+def manifest_is_wide(location: Location) -> None:
+    text = location.one("metadata.json").read_text().rstrip()[:-1]
+    location.one("metadata.json").write_text(text + ',"x":[' + "[]," * 100_000 + "[]]}")
 
 
 @attack(NATIVE, "metadata.json has a number of 100,000 digits")
-def manifest_has_a_huge_number(place: Place) -> None:
-    text = place.one("metadata.json").read_text().replace('"world_size": 2', '"world_size": ' + "9" * DEEP)
-    place.one("metadata.json").write_text(text)
+def manifest_has_a_huge_number(location: Location) -> None:
+    text = location.one("metadata.json").read_text().replace('"world_size": 2', '"world_size": ' + "9" * DEEP)
+    location.one("metadata.json").write_text(text)
 
 
 @attack(NATIVE, "metadata.json is a terabyte long")
-def manifest_is_endless(place: Place) -> None:
-    with place.one("metadata.json").open("r+b") as file:
+def manifest_is_endless(location: Location) -> None:
+    with location.one("metadata.json").open("r+b") as file:
         file.truncate(1 << 40)
 
 
 @attack(NATIVE, "metadata.json names two indexes")
-def manifest_repeats_a_key(place: Place) -> None:
-    text = place.one("metadata.json").read_text()
+def manifest_repeats_a_key(location: Location) -> None:
+    text = location.one("metadata.json").read_text()
     entry = json.dumps({"file": "../../outside/secret", "nbytes": 4, "xxh3_128": ""})
-    place.one("metadata.json").write_text('{"index": ' + entry + "," + text.lstrip()[1:])
+    location.one("metadata.json").write_text('{"index": ' + entry + "," + text.lstrip()[1:])
 
 
 @attack(NATIVE, "a key stands twice in an entry of metadata.json")
-def manifest_repeats_a_nested_key(place: Place) -> None:
-    text = place.one("metadata.json").read_text()
-    place.one("metadata.json").write_text(text.replace('"nbytes": ', '"nbytes": 7, "nbytes": '))
+def manifest_repeats_a_nested_key(location: Location) -> None:
+    text = location.one("metadata.json").read_text()
+    location.one("metadata.json").write_text(text.replace('"nbytes": ', '"nbytes": 7, "nbytes": '))
 
 
-def manifest_is(place: Place, text: bytes) -> None:
-    place.one("metadata.json").write_bytes(text)
+def manifest_is(location: Location, text: bytes) -> None:
+    location.one("metadata.json").write_bytes(text)
 
 
 attacks_with(
@@ -144,35 +144,35 @@ for base, name, fields, claim, values in (
 
 
 @attack(NATIVE, "metadata.json is that of another checkpoint")
-def manifest_of_another_checkpoint(place: Place) -> None:
-    shutil.copy(place.other / "metadata.json", place.directory)
+def manifest_of_another_checkpoint(location: Location) -> None:
+    shutil.copy(location.other / "metadata.json", location.directory)
 
 
 @attack(ZARR_3, "metadata.json is that of another checkpoint")
-def zarr_manifest_of_another_checkpoint(place: Place) -> None:
-    shutil.copy(place.other / "metadata.json", place.directory)
+def zarr_manifest_of_another_checkpoint(location: Location) -> None:
+    shutil.copy(location.other / "metadata.json", location.directory)
 
 
 # Another library may have saved over ours: our common state is then no part of it, and a warning says so.
 @attack(TORCH_DIST, ".metadata is that of another checkpoint", is_another=True)
-def metadata_of_another_checkpoint(place: Place) -> None:
-    shutil.copy(place.other / ".metadata", place.directory)
+def metadata_of_another_checkpoint(location: Location) -> None:
+    shutil.copy(location.other / ".metadata", location.directory)
 
 
 @attack(NATIVE, "the index is that of another checkpoint")
-def index_of_another_checkpoint(place: Place) -> None:
-    other = json.loads((place.other / "metadata.json").read_bytes())["index"]
-    shutil.copy(place.other / other["file"], place.directory)
-    edit_manifest(place, index=other)
+def index_of_another_checkpoint(location: Location) -> None:
+    other = json.loads((location.other / "metadata.json").read_bytes())["index"]
+    shutil.copy(location.other / other["file"], location.directory)
+    edit_manifest(location, index=other)
 
 
 @attack(NATIVE, "the common state is that of another attempt, under the name of this one")
-def common_under_another_name(place: Place) -> None:
-    place.one("common-*.json").write_bytes(b'{"state_dict":{},"content_metadata":null}')
+def common_under_another_name(location: Location) -> None:
+    location.one("common-*.json").write_bytes(b'{"state_dict":{},"content_metadata":null}')
 
 
-def common_is(place: Place, text: str | bytes) -> None:
-    put_named(place, "common", text if isinstance(text, bytes) else text.encode())
+def common_is(location: Location, text: str | bytes) -> None:
+    put_named(location, "common", text if isinstance(text, bytes) else text.encode())
 
 
 def _state(text: str) -> str:
@@ -217,8 +217,8 @@ attacks_with(
 )
 
 
-def tensors_are(place: Place, data: bytes) -> None:
-    put_named(place, "common_tensors", data)
+def tensors_are(location: Location, data: bytes) -> None:
+    put_named(location, "common_tensors", data)
 
 
 def _header(entries: dict[str, Any], *, data: bytes = b"") -> bytes:
@@ -261,45 +261,45 @@ attacks_with(
 
 
 @attack(TORCH_DIST, "the note of the save names a file outside")
-def note_names_a_file_outside(place: Place) -> None:
-    note = place.one("megackpt-*.json")
-    said = json.loads(note.read_bytes())
-    edit_json(note, index={**said["index"], "file": "../../outside/secret"})
+def note_names_a_file_outside(location: Location) -> None:
+    note = location.one("megackpt-*.json")
+    message = json.loads(note.read_bytes())
+    edit_json(note, index={**message["index"], "file": "../../outside/secret"})
 
 
 @attack(TORCH_DIST, "the note of the save is nested 100,000 deep")
-def note_is_deep(place: Place) -> None:
-    place.one("megackpt-*.json").write_text("[" * DEEP)
+def note_is_deep(location: Location) -> None:
+    location.one("megackpt-*.json").write_text("[" * DEEP)
 
 
 @attack(TORCH_DIST, "the note of the save is a list")
-def note_is_a_list(place: Place) -> None:
-    place.one("megackpt-*.json").write_text("[1]")
+def note_is_a_list(location: Location) -> None:
+    location.one("megackpt-*.json").write_text("[1]")
 
 
 @attack(ZARR_1, "the list of files names a file outside", is_harmless=True)
-def marker_names_a_file_outside(place: Place) -> None:
-    marker = place.one(".megackpt-*.json")
-    said = json.loads(marker.read_bytes())
-    entry = next(name for name, value in said.items() if isinstance(value, list))
-    edit_json(marker, **{entry: [*said[entry], "../../outside/secret"]})
+def marker_names_a_file_outside(location: Location) -> None:
+    marker = location.one(".megackpt-*.json")
+    message = json.loads(marker.read_bytes())
+    entry = next(name for name, value in message.items() if isinstance(value, list))
+    edit_json(marker, **{entry: [*message[entry], "../../outside/secret"]})
 
 
 @attack(ZARR_1, "the list of files is an object")
-def marker_is_no_list(place: Place) -> None:
-    place.one(".megackpt-*.json").write_text('{"files": {"a": 1}, "checkpoint": 7}')
+def marker_is_no_list(location: Location) -> None:
+    location.one(".megackpt-*.json").write_text('{"files": {"a": 1}, "checkpoint": 7}')
 
 
 @attack(ZARR_3, "the list of files is no list of names")
-def files_are_no_names(place: Place) -> None:
-    put_named(place, "files", b'{"files": [[["a"]]]}')
+def files_are_no_names(location: Location) -> None:
+    put_named(location, "files", b'{"files": [[["a"]]]}')
 
 
 @attack(ZARR_3, "the list of files names files outside")
-def files_are_outside(place: Place) -> None:
-    put_named(place, "files", b'{"files": ["../../outside/zarr.json"]}')
+def files_are_outside(location: Location) -> None:
+    put_named(location, "files", b'{"files": ["../../outside/zarr.json"]}')
 
 
 @attack(ZARR_3, "keys that were removed are given as numbers")
-def removed_keys_are_numbers(place: Place) -> None:
-    edit_manifest(place, removed_prefixes=[1, 2])
+def removed_keys_are_numbers(location: Location) -> None:
+    edit_manifest(location, removed_prefixes=[1, 2])

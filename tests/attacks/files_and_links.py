@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.attacks.crafting import NATIVE, STEP, TORCH_DIST, ZARR_1, ZARR_3, Place, attack, attacks_with
+from tests.attacks.crafting import NATIVE, STEP, TORCH_DIST, ZARR_1, ZARR_3, Location, attack, attacks_with
 
 NATIVE_FILES = {
     "manifest": "metadata.json",
@@ -34,35 +34,35 @@ def _link_to(file: Path, target: Path) -> None:
     file.symlink_to(target)
 
 
-def link_outside(place: Place, pattern: str) -> None:
+def link_outside(location: Location, pattern: str) -> None:
     """The same bytes, which lie outside."""
-    file = place.one(pattern)
-    moved = place.outside / "moved"
+    file = location.one(pattern)
+    moved = location.outside / "moved"
     shutil.move(file, moved)
     file.symlink_to(moved)
 
 
-def link_to_secret(place: Place, pattern: str) -> None:
-    _link_to(place.one(pattern), place.outside / "secret")
+def link_to_secret(location: Location, pattern: str) -> None:
+    _link_to(location.one(pattern), location.outside / "secret")
 
 
-def link_to_itself(place: Place, pattern: str) -> None:
-    file = place.one(pattern)
+def link_to_itself(location: Location, pattern: str) -> None:
+    file = location.one(pattern)
     _link_to(file, file)
 
 
-def link_to_zeros(place: Place, pattern: str) -> None:
-    _link_to(place.one(pattern), Path("/dev/zero"))
+def link_to_zeros(location: Location, pattern: str) -> None:
+    _link_to(location.one(pattern), Path("/dev/zero"))
 
 
-def pipe(place: Place, pattern: str) -> None:
-    file = place.one(pattern)
+def pipe(location: Location, pattern: str) -> None:
+    file = location.one(pattern)
     file.unlink()
     os.mkfifo(file)
 
 
-def socket_file(place: Place, pattern: str) -> None:
-    file = place.one(pattern)
+def socket_file(location: Location, pattern: str) -> None:
+    file = location.one(pattern)
     file.unlink()
     here = os.getcwd()
     os.chdir(file.parent)  # the name of a socket may not be long
@@ -73,23 +73,23 @@ def socket_file(place: Place, pattern: str) -> None:
         os.rename(file.parent / file.name[:90], file)
 
 
-def directory(place: Place, pattern: str) -> None:
-    file = place.one(pattern)
+def directory(location: Location, pattern: str) -> None:
+    file = location.one(pattern)
     file.unlink()
     file.mkdir()
     (file / "inner").write_bytes(b"x")
 
 
-def empty(place: Place, pattern: str) -> None:
-    place.one(pattern).write_bytes(b"")
+def empty(location: Location, pattern: str) -> None:
+    location.one(pattern).write_bytes(b"")
 
 
-def half_gone(place: Place, pattern: str) -> None:
-    file = place.one(pattern)
+def half_gone(location: Location, pattern: str) -> None:
+    file = location.one(pattern)
     os.truncate(file, file.stat().st_size // 2)
 
 
-KINDS: dict[Callable[[Place, str], None], str] = {
+KINDS: dict[Callable[[Location, str], None], str] = {
     link_outside: "{} is a link to a file outside, of the right bytes",
     link_to_secret: "{} is a link to a secret outside",
     link_to_itself: "{} is a link to itself",
@@ -111,8 +111,8 @@ for build in SOME:
         attacks_with(base, KINDS[build], named, build, harmless=(f"{TORCH_DIST.replace(':', '_')}_note",))
 
 
-def _device(place: Place, pattern: str) -> None:
-    file = place.one(pattern)
+def _device(location: Location, pattern: str) -> None:
+    file = location.one(pattern)
     file.unlink()
     try:
         os.mknod(file, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero
@@ -124,44 +124,44 @@ attacks_with(NATIVE, "{} is a device", NATIVE_FILES, _device)
 
 
 @attack(NATIVE, "the directory of data is a link to one outside")
-def data_directory_is_a_link(place: Place) -> None:
-    shutil.move(place.directory / "data", place.outside / "data")
-    (place.directory / "data").symlink_to(place.outside / "data")
+def data_directory_is_a_link(location: Location) -> None:
+    shutil.move(location.directory / "data", location.outside / "data")
+    (location.directory / "data").symlink_to(location.outside / "data")
 
 
 @attack(ZARR_1, "the directory of an array is a link to one outside")
-def array_directory_is_a_link(place: Place) -> None:
-    shutil.move(place.directory / "half", place.outside / "half")
-    (place.directory / "half").symlink_to(place.outside / "half")
+def array_directory_is_a_link(location: Location) -> None:
+    shutil.move(location.directory / "half", location.outside / "half")
+    (location.directory / "half").symlink_to(location.outside / "half")
 
 
 @attack(ZARR_3, "the directory of chunks is a link to one outside")
-def chunk_directory_is_a_link(place: Place) -> None:
-    (chunks,) = place.directory.glob("zarr-*/half/c")
-    shutil.move(chunks, place.outside / "c")
-    chunks.symlink_to(place.outside / "c")
+def chunk_directory_is_a_link(location: Location) -> None:
+    (chunks,) = location.directory.glob("zarr-*/half/c")
+    shutil.move(chunks, location.outside / "c")
+    chunks.symlink_to(location.outside / "c")
 
 
 @attack(NATIVE, "the directory of data holds a link to itself", is_harmless=True)
-def directory_in_itself(place: Place) -> None:
-    (place.directory / "data" / "again").symlink_to(place.directory)
+def directory_in_itself(location: Location) -> None:
+    (location.directory / "data" / "again").symlink_to(location.directory)
 
 
 @attack(NATIVE, "data files have changed places")
-def swapped_data(place: Place) -> None:
-    first, second = sorted(place.directory.glob("data/*"))
-    held = first.read_bytes()
+def swapped_data(location: Location) -> None:
+    first, second = sorted(location.directory.glob("data/*"))
+    owned = first.read_bytes()
     first.write_bytes(second.read_bytes())
-    second.write_bytes(held)
+    second.write_bytes(owned)
 
 
 @attack(NATIVE, "a data file goes on for a terabyte", is_harmless=True)
-def endless_data(place: Place) -> None:
-    os.truncate(place.one("data/*"), 1 << 40)
+def endless_data(location: Location) -> None:
+    os.truncate(location.one("data/*"), 1 << 40)
 
 
-def endless(place: Place, pattern: str) -> None:
-    os.truncate(place.one(pattern), 1 << 40)
+def endless(location: Location, pattern: str) -> None:
+    os.truncate(location.one(pattern), 1 << 40)
 
 
 attacks_with(
@@ -192,27 +192,27 @@ attacks_with(
 
 
 @attack(NATIVE, "a later step is a pipe", is_harmless=True)
-def later_step_is_a_pipe(place: Place) -> None:
-    os.mkfifo(place.directory.parent / "iter_0000009")
+def later_step_is_a_pipe(location: Location) -> None:
+    os.mkfifo(location.directory.parent / "iter_0000009")
 
 
 @attack(NATIVE, "a later step is a link to itself", is_harmless=True)
-def later_step_is_a_loop(place: Place) -> None:
-    (place.directory.parent / "iter_0000009").symlink_to("iter_0000009")
+def later_step_is_a_loop(location: Location) -> None:
+    (location.directory.parent / "iter_0000009").symlink_to("iter_0000009")
 
 
 @attack(NATIVE, "a later step has a pipe as metadata.json", is_harmless=True)
-def later_step_with_a_pipe(place: Place) -> None:
-    (place.directory.parent / "iter_0000009").mkdir()
-    os.mkfifo(place.directory.parent / "iter_0000009" / "metadata.json")
+def later_step_with_a_pipe(location: Location) -> None:
+    (location.directory.parent / "iter_0000009").mkdir()
+    os.mkfifo(location.directory.parent / "iter_0000009" / "metadata.json")
 
 
 @attack(NATIVE, "a later step has a number that no integer holds", is_harmless=True)
-def later_step_of_many_digits(place: Place) -> None:
-    (place.directory.parent / ("iter_" + "9" * 200)).mkdir()
+def later_step_of_many_digits(location: Location) -> None:
+    (location.directory.parent / ("iter_" + "9" * 200)).mkdir()
 
 
 @attack(NATIVE, "the tracker of the latest step names one outside", is_harmless=True)
-def tracker_names_another_step(place: Place) -> None:
+def tracker_names_another_step(location: Location) -> None:
     text = f"../../outside/{STEP}\n"
-    (place.directory.parent / "latest_checkpointed_iteration.txt").write_text(text)
+    (location.directory.parent / "latest_checkpointed_iteration.txt").write_text(text)

@@ -15,7 +15,7 @@ from megackpt.storage import digest_of
 from tests.attacks.crafting import (
     NATIVE,
     TORCH_DIST,
-    Place,
+    Location,
     attack,
     attacks_with,
     edit_entry,
@@ -39,14 +39,14 @@ for column in (
     "global_shape",
 ):
 
-    def spoil(place: Place, value: int, column: str = column) -> None:
-        set_rows(place, column, value)
+    def spoil(location: Location, value: int, column: str = column) -> None:
+        set_rows(location, column, value)
 
     attacks_with(NATIVE, f"{column} of a chunk is {{}}", NUMBERS, spoil, name=f"row_{column}")
 
 
-def columns_are(place: Place, change: Callable[[Columns], None]) -> None:
-    edit_index(place, change)
+def columns_are(location: Location, change: Callable[[Columns], None]) -> None:
+    edit_index(location, change)
 
 
 def _set(name: str, of: Callable[[Any], Any]) -> Callable[[Columns], None]:
@@ -200,8 +200,8 @@ ANOTHER = (
 attacks_with(NATIVE, "the columns of the index: {}", CHANGES, columns_are, another=ANOTHER)
 
 
-def header_is(place: Place, data: bytes) -> None:
-    put_named(place, "index", data)
+def header_is(location: Location, data: bytes) -> None:
+    put_named(location, "index", data)
 
 
 def _file(entries: Any, data: bytes = b"") -> bytes:
@@ -229,9 +229,9 @@ HEADERS = {
 attacks_with(NATIVE, "the header of the index is {}", HEADERS, header_is)
 
 
-def head_is(place: Place, fields: Any) -> None:
-    said = json.loads((place.directory / "metadata.json").read_bytes())["index"]["head"]
-    edit_entry(place, "index", head={**said, **fields} if isinstance(fields, dict) else fields)
+def head_is(location: Location, fields: Any) -> None:
+    message = json.loads((location.directory / "metadata.json").read_bytes())["index"]["head"]
+    edit_entry(location, "index", head={**message, **fields} if isinstance(fields, dict) else fields)
 
 
 HEADS = {
@@ -245,20 +245,20 @@ attacks_with(NATIVE, "the head of the index is {}", HEADS, head_is)
 
 
 @attack(NATIVE, "a data file is shorter than its chunks")
-def data_file_is_short(place: Place) -> None:
-    os.truncate(place.one("data/*"), 4100)
+def data_file_is_short(location: Location) -> None:
+    os.truncate(location.one("data/*"), 4100)
 
 
-def torch_dist_rows(place: Place, offset: int) -> None:
+def torch_dist_rows(location: Location, offset: int) -> None:
     """All chunks begin near one offset of their files."""
-    note = place.one("megackpt-*.json")
-    said = json.loads(note.read_bytes())
-    file = place.directory / said["index"]["file"]
+    note = location.one("megackpt-*.json")
+    message = json.loads(note.read_bytes())
+    file = location.directory / message["index"]["file"]
     columns = dict(load(file.read_bytes()))
     columns["offset_bytes"] = columns["offset_bytes"].astype(np.int64) % 64 + offset
     file.write_bytes(save(columns))
     entry = {"file": file.name, "nbytes": file.stat().st_size, "xxh3_128": digest_of(file.read_bytes())}
-    note.write_text(json.dumps({**said, "index": entry}))
+    note.write_text(json.dumps({**message, "index": entry}))
 
 
 attacks_with(

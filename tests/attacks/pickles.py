@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.attacks.crafting import DCP, ZARR_1, Place, attack, attacks_with
+from tests.attacks.crafting import DCP, ZARR_1, Location, attack, attacks_with
 from tests.attacks.opcodes import call, calls, named, pickled, rebuilt, storage, tensor, text, zipped
 
 
@@ -98,29 +98,29 @@ WEIGHTS = {
 }
 
 
-def metadata_runs(place: Place, way: str) -> None:
-    (place.directory / ".metadata").write_bytes(_makes(str(place.ran))[way])
+def metadata_runs(location: Location, way: str) -> None:
+    (location.directory / ".metadata").write_bytes(_makes(str(location.ran))[way])
 
 
 attacks_with(DCP, ".metadata runs code by {}", {name: name for name in _makes("")}, metadata_runs)
 
 
-def metadata_weighs(place: Place, data: bytes) -> None:
-    (place.directory / ".metadata").write_bytes(data)
+def metadata_weighs(location: Location, data: bytes) -> None:
+    (location.directory / ".metadata").write_bytes(data)
 
 
 attacks_with(DCP, ".metadata takes memory or stack by {}", WEIGHTS, metadata_weighs)
 
 
-def common_runs(place: Place, way: str) -> None:
-    (place.directory / "common.pt").write_bytes(zipped(_makes(str(place.ran))[way]))
+def common_runs(location: Location, way: str) -> None:
+    (location.directory / "common.pt").write_bytes(zipped(_makes(str(location.ran))[way]))
 
 
 attacks_with(ZARR_1, "common.pt runs code by {}", {name: name for name in _makes("")}, common_runs)
 
 
-def object_weighs(place: Place, data: bytes) -> None:
-    place.one("object/*.pt").write_bytes(zipped(data))
+def object_weighs(location: Location, data: bytes) -> None:
+    location.one("object/*.pt").write_bytes(zipped(data))
 
 
 attacks_with(
@@ -133,23 +133,23 @@ attacks_with(
 
 
 @attack(ZARR_1, "common.pt is a plain pickle of the first format of torch.save, which runs code")
-def common_of_old_runs(place: Place) -> None:
+def common_of_old_runs(location: Location) -> None:
     magic = (
         pickle.dumps(0x1950A86A20F9469CFC6C, 2)
         + pickle.dumps(1001, 2)
         + pickle.dumps({"little_endian": True}, 2)
     )
-    (place.directory / "common.pt").write_bytes(
-        magic + _makes(str(place.ran))["os_mkdir"] + pickle.dumps([], 2)
+    (location.directory / "common.pt").write_bytes(
+        magic + _makes(str(location.ran))["os_mkdir"] + pickle.dumps([], 2)
     )
 
 
 @attack(ZARR_1, "common.pt is a tar file, as torch.save once wrote")
-def common_is_a_tar(place: Place) -> None:
+def common_is_a_tar(location: Location) -> None:
     import tarfile
 
-    data = _makes(str(place.ran))["os_mkdir"]
-    with tarfile.open(place.directory / "common.pt", "w") as archive:
+    data = _makes(str(location.ran))["os_mkdir"]
+    with tarfile.open(location.directory / "common.pt", "w") as archive:
         for name in ("sys_info", "pickle", "storages", "tensors", "../../outside/secret"):
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -157,9 +157,9 @@ def common_is_a_tar(place: Place) -> None:
 
 
 @attack(ZARR_1, "common.pt is a TorchScript archive")
-def common_is_torchscript(place: Place) -> None:
+def common_is_torchscript(location: Location) -> None:
     torch_script = zipped(pickled(b"N"), {"constants.pkl": pickled(b"N"), "code/__torch__.py": b"import os"})
-    (place.directory / "common.pt").write_bytes(torch_script)
+    (location.directory / "common.pt").write_bytes(torch_script)
 
 
 def step_of(**claims: Any) -> bytes:
@@ -184,8 +184,8 @@ TENSORS = {
 }
 
 
-def common_tensor(place: Place, data: bytes) -> None:
-    (place.directory / "common.pt").write_bytes(
+def common_tensor(location: Location, data: bytes) -> None:
+    (location.directory / "common.pt").write_bytes(
         zipped(data, {"data/0": np.arange(4, dtype=np.float32).tobytes()})
     )
 
@@ -194,7 +194,7 @@ attacks_with(ZARR_1, "common.pt has a tensor {}", TENSORS, common_tensor, anothe
 
 
 @attack(ZARR_1, "common.pt is a zip file of deflated zeros")
-def common_is_a_bomb(place: Place) -> None:
+def common_is_a_bomb(location: Location) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr("archive/data.pkl", step_of(numel=1 << 29, shape=(1 << 29,)))
@@ -202,16 +202,16 @@ def common_is_a_bomb(place: Place) -> None:
         with archive.open("archive/data/0", "w", force_zip64=True) as record:
             for _ in range(1 << 7):
                 record.write(b"\0" * (1 << 24))
-    (place.directory / "common.pt").write_bytes(out.getvalue())
+    (location.directory / "common.pt").write_bytes(out.getvalue())
 
 
 @attack(ZARR_1, "in common.pt, all of many records are the same bytes")
-def common_of_one_record(place: Place) -> None:
+def common_of_one_record(location: Location) -> None:
     size, count = 1 << 25, 64
     length = b"J" + struct.pack("<i", size)
     numbers = b"(" + length + b"t(K\1t"
     tensors = [rebuilt(storage("ByteStorage", str(i), length), b"K\0", numbers) for i in range(count)]
-    (place.directory / "common.pt").write_bytes(_overlapping(pickled(b"](", *tensors, b"e"), size, count))
+    (location.directory / "common.pt").write_bytes(_overlapping(pickled(b"](", *tensors, b"e"), size, count))
 
 
 def _overlapping(data: bytes, size: int, count: int) -> bytes:
@@ -231,11 +231,11 @@ def _overlapping(data: bytes, size: int, count: int) -> bytes:
 
 
 @attack(ZARR_1, "common.pt says that a record has a terabyte")
-def common_of_a_record_of_a_terabyte(place: Place) -> None:
+def common_of_a_record_of_a_terabyte(location: Location) -> None:
     data = bytearray(zipped(pickled(b"}"), {"data/0": b"x" * 64}))
     at = data.index(b"PK\1\2")
     struct.pack_into("<II", data, at + 20, 0xFFFFFFF0, 0xFFFFFFF0)
-    (place.directory / "common.pt").write_bytes(data)
+    (location.directory / "common.pt").write_bytes(data)
 
 
 class _Holds:
@@ -254,10 +254,10 @@ ARRAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-def common_array(place: Place, make: Callable[[], Any]) -> None:
+def common_array(location: Location, make: Callable[[], Any]) -> None:
     out = io.BytesIO()
     torch.save({"step": make()}, out)
-    (place.directory / "common.pt").write_bytes(out.getvalue())
+    (location.directory / "common.pt").write_bytes(out.getvalue())
 
 
 attacks_with(ZARR_1, "common.pt has an array {}", ARRAYS, common_array, another=("of_longer_text",))
@@ -279,13 +279,15 @@ attacks_with(ZARR_1, "common.pt has a forged array {}", FORGED, common_array)
 
 
 @attack(ZARR_1, "common.pt is no dict")
-def common_is_a_number(place: Place) -> None:
-    torch.save(7, place.directory / "common.pt")
+def common_is_a_number(location: Location) -> None:
+    torch.save(7, location.directory / "common.pt")
 
 
 @attack(ZARR_1, "an object is an array with pickles in it")
-def object_is_a_pickled_array(place: Place) -> None:
+def object_is_a_pickled_array(location: Location) -> None:
     np.save(
-        place.outside / "a.npy", np.array([_Holds(os.mkdir, (str(place.ran),))], object), allow_pickle=True
+        location.outside / "a.npy",
+        np.array([_Holds(os.mkdir, (str(location.ran),))], object),
+        allow_pickle=True,
     )
-    place.one("object/*.pt").write_bytes((place.outside / "a.npy").read_bytes())
+    location.one("object/*.pt").write_bytes((location.outside / "a.npy").read_bytes())

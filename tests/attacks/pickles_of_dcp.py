@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tests.attacks.crafting import DCP, Place, attacks_with
+from tests.attacks.crafting import DCP, Location, attacks_with
 from tests.attacks.opcodes import pickled, tensor, zipped
 
 
-def _edit_metadata(place: Place, change: Callable[[Any], None]) -> None:
-    file = place.directory / ".metadata"
+def _edit_metadata(location: Location, change: Callable[[Any], None]) -> None:
+    file = location.directory / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     change(metadata)
     file.write_bytes(pickle.dumps(metadata))
@@ -102,15 +102,15 @@ METADATA: dict[str, Callable[[Any], None]] = {
 attacks_with(DCP, ".metadata lies: {}", METADATA, _edit_metadata)
 
 
-def item_is(place: Place, data: bytes) -> None:
+def item_is(location: Location, data: bytes) -> None:
     """The tensor of the checkpoint is this item."""
-    (place.directory / "item.distcp").write_bytes(data)
+    (location.directory / "item.distcp").write_bytes(data)
 
     def change(metadata: Any) -> None:
         (info,) = [v for k, v in metadata.storage_data.items() if k.fqn == "block"]
         info.relative_path, info.offset, info.length = "item.distcp", 0, len(data)
 
-    _edit_metadata(place, change)
+    _edit_metadata(location, change)
 
 
 def _item(numel: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:

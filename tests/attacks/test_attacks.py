@@ -27,12 +27,12 @@ def sample(names: list[str]) -> list[str]:
     return names[::step]
 
 
-def faults_of(said: dict[str, Any]) -> list[str]:
+def faults_of(message: dict[str, Any]) -> list[str]:
     """What an attack led to that it must not."""
-    outcomes, kind = said["outcomes"], said["kind"]
+    outcomes, kind = message["outcomes"], message["kind"]
     bad = ("WRONG",) if kind == "another" else ("WRONG", "other")
     faults = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith(bad)]
-    faults += said["seen"]
+    faults += message["seen"]
     refused = [f"{reader}: {what}" for reader, what in outcomes.items() if what.startswith("refused")]
     if kind == "refused" and not refused and outcomes.get("verify") == "exit 0":
         faults.append("nobody refuses it")
@@ -42,7 +42,7 @@ def faults_of(said: dict[str, Any]) -> list[str]:
         faults.append(f"verify says that it is whole; {damaged[0]}")
     if kind == "harmless" and refused:
         faults.append(f"refused although harmless: {refused[0]}")
-    return [f"{said['attack']} ({said['claim']}): {fault}" for fault in faults]
+    return [f"{message['attack']} ({message['claim']}): {fault}" for fault in faults]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and forks are those of Linux")
@@ -58,10 +58,10 @@ def test_no_crafted_directory_gets_anywhere(tmp_path: Path, pytestconfig: pytest
         text=True,
         check=False,
     )
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["attack"] for one in said] == chosen, done.stderr[-3000:]
-    faults = [fault for one in said for fault in faults_of(one)]
+    message = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["attack"] for one in message] == chosen, done.stderr[-3000:]
+    faults = [fault for one in message for fault in faults_of(one)]
     assert not faults, "\n".join(fault[:600] for fault in faults[:40])
-    refused = sum("refused" in str(one["outcomes"]) for one in said)
-    print(f"{len(said)} directories, {refused} of them refused")
-    assert refused > len(said) // 2
+    refused = sum("refused" in str(one["outcomes"]) for one in message)
+    print(f"{len(message)} directories, {refused} of them refused")
+    assert refused > len(message) // 2

@@ -27,7 +27,7 @@ from typing import Any
 import megackpt
 from megackpt.testing.identical import difference
 from tests.attacks import documents, files_and_links, indexes, pickles, pickles_of_dcp, zarr_arrays
-from tests.attacks.crafting import ATTACKS, CANARY, DCP, NATIVE, STEP, Attack, Place, build_base, copy_of
+from tests.attacks.crafting import ATTACKS, CANARY, DCP, NATIVE, STEP, Attack, Location, build_base, copy_of
 from tests.attacks.readers import commands, run, values
 
 DEADLINE_S = 20.0
@@ -77,13 +77,13 @@ class Watch:
             self.seen.append(f"{event} {name!r:.200}")
 
 
-def outcomes(attack: Attack, place: Place, base: Base, scratch: Path) -> dict[str, str]:
+def outcomes(attack: Attack, location: Location, base: Base, scratch: Path) -> dict[str, str]:
     """Run all readers; return what each did: "equal", "refused: ...", "exit N", or what it must not do."""
     found: dict[str, str] = {}
     for name, read in values(attack.base).items():
-        found[name] = _value(name, lambda read=read: read(place.directory), base.expected)  # type: ignore[misc]
+        found[name] = _value(name, lambda read=read: read(location.directory), base.expected)  # type: ignore[misc]
     for name, arguments in commands(base.good, scratch).items():
-        found[name] = _command(arguments(place.directory))
+        found[name] = _command(arguments(location.directory))
     converted = scratch / "converted"
     if found["convert"] == "exit 0" and converted.exists():
         read = values(attack.base)["load"]
@@ -176,9 +176,9 @@ def in_child(work: Callable[[], Any], *, deadline_s: float) -> tuple[Any, str]:
     if pid == 0:
         try:
             os.close(reading)
-            said = pickle.dumps(work())
-            while said:
-                said = said[os.write(writing, said) :]
+            message = pickle.dumps(work())
+            while message:
+                message = message[os.write(writing, message) :]
         except BaseException:  # noqa: BLE001 - the parent sees that nothing was said
             traceback.print_exc()
         finally:
@@ -187,10 +187,10 @@ def in_child(work: Callable[[], Any], *, deadline_s: float) -> tuple[Any, str]:
     data, began, is_late = b"", time.monotonic(), False
     while not is_late:
         if select.select([reading], [], [], 0.5)[0]:
-            piece = os.read(reading, 1 << 20)
-            if not piece:
+            part = os.read(reading, 1 << 20)
+            if not part:
                 break
-            data += piece
+            data += part
         is_late = time.monotonic() - began > deadline_s
     if is_late:
         os.kill(pid, signal.SIGKILL)
@@ -204,45 +204,45 @@ def in_child(work: Callable[[], Any], *, deadline_s: float) -> tuple[Any, str]:
 def attempt(attack: Attack, root: Path, base: Base) -> dict[str, Any]:
     """Build an attack and run it in a child process; return what was seen."""
     home = root / attack.name
-    place = Place(
+    location = Location(
         directory=copy_of(base.good, home / "run" / STEP),
         outside=home / "outside",
         ran=home / "ran",
         other=base.other,
     )
-    place.outside.mkdir()
-    (place.outside / "secret").write_bytes(CANARY * 4096)
+    location.outside.mkdir()
+    (location.outside / "secret").write_bytes(CANARY * 4096)
     scratch = home / "scratch"
     scratch.mkdir()
-    attack.build(place)
+    attack.build(location)
     there = _listing(home / "outside")
     began = time.monotonic()
-    said, end = in_child(lambda: _watched(attack, place, base, scratch), deadline_s=DEADLINE_S)
-    said = said or {"outcomes": {"process": f"WRONG: {end}"}, "seen": []}
-    if place.ran.exists():
-        said["seen"].append("code of the checkpoint has run")
+    message, end = in_child(lambda: _watched(attack, location, base, scratch), deadline_s=DEADLINE_S)
+    message = message or {"outcomes": {"process": f"WRONG: {end}"}, "seen": []}
+    if location.ran.exists():
+        message["seen"].append("code of the checkpoint has run")
     if _listing(home / "outside") != there:
-        said["seen"].append("what lies outside was changed")
+        message["seen"].append("what lies outside was changed")
     seconds = time.monotonic() - began
     kind = "harmless" if attack.is_harmless else "another" if attack.is_another else "refused"
     shutil.rmtree(home)
-    return {"attack": attack.name, "claim": attack.claim, "kind": kind, "s": seconds, **said}
+    return {"attack": attack.name, "claim": attack.claim, "kind": kind, "s": seconds, **message}
 
 
 def _listing(directory: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.lstat().st_size) for path in directory.rglob("*"))
 
 
-def _watched(attack: Attack, place: Place, base: Base, scratch: Path) -> dict[str, Any]:
-    os.chdir(place.outside)  # a name that is taken relative to this would be found here
+def _watched(attack: Attack, location: Location, base: Base, scratch: Path) -> dict[str, Any]:
+    os.chdir(location.outside)  # a name that is taken relative to this would be found here
     before = _peak_bytes()
     limit = _virtual_bytes() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    own = (Path(megackpt.__file__).parents[1], place.directory.parent, scratch, base.good.parent)
+    own = (Path(megackpt.__file__).parents[1], location.directory.parent, scratch, base.good.parent)
     watch = Watch((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/null", *map(str, own)))
     sys.addaudithook(watch)
     watch.is_on = True
-    found = outcomes(attack, place, base, scratch)
+    found = outcomes(attack, location, base, scratch)
     watch.is_on = False
     grown = _peak_bytes() - before
     if grown > MOST_BYTES // 2:
@@ -290,8 +290,8 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="an empty directory")
     parser.add_argument("names", nargs="*", help="names, or parts with a * behind; all without any")
     given = parser.parse_args()
-    for said in trials(given.root, given.names):
-        print(json.dumps(said), flush=True)
+    for message in trials(given.root, given.names):
+        print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

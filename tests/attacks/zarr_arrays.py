@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from tests.attacks.crafting import ZARR_1, ZARR_3, ZARR_ZLIB, Place, attack, attacks_with, edit_json
+from tests.attacks.crafting import ZARR_1, ZARR_3, ZARR_ZLIB, Location, attack, attacks_with, edit_json
 
 EXPANDED = 2 << 30
 _PIECE = 16 << 20
@@ -21,8 +21,8 @@ def _deflated_zeros(wbits: int) -> bytes:
     """Two gigabytes of zeros, deflated: one piece many times, as each begins anew."""
     compressor = zlib.compressobj(9, zlib.DEFLATED, wbits)
     head = compressor.compress(b"\0" * _PIECE) + compressor.flush(zlib.Z_FULL_FLUSH)
-    piece = compressor.compress(b"\0" * _PIECE) + compressor.flush(zlib.Z_FULL_FLUSH)
-    return head + piece * (EXPANDED // _PIECE - 1) + compressor.flush()
+    part = compressor.compress(b"\0" * _PIECE) + compressor.flush(zlib.Z_FULL_FLUSH)
+    return head + part * (EXPANDED // _PIECE - 1) + compressor.flush()
 
 
 def _zstd_zeros() -> bytes:
@@ -42,11 +42,11 @@ def _blosc(nbytes: int) -> bytes:
     return struct.pack("<BBBBIII", 2, 1, 0x33, 1, nbytes, 1 << 20, 200) + b"\0" * 184
 
 
-def chunk_expands(place: Place, how: tuple[dict[str, Any], Callable[[], bytes]]) -> None:
+def chunk_expands(position: Location, how: tuple[dict[str, Any], Callable[[], bytes]]) -> None:
     """The chunk of the array `half`, 6 bytes, is compressed anew."""
     compressor, data = how
-    edit_json(place.directory / "half" / ".zarray", compressor=compressor)
-    (place.directory / "half" / "0").write_bytes(data())
+    edit_json(position.directory / "half" / ".zarray", compressor=compressor)
+    (position.directory / "half" / "0").write_bytes(data())
 
 
 BLOSC = {"id": "blosc", "cname": "zstd", "clevel": 5, "shuffle": 1}
@@ -65,22 +65,22 @@ attacks_with(ZARR_1, "a chunk of 6 bytes expands to two gigabytes by {}", BOMBS,
 
 
 @attack(ZARR_ZLIB, "the chunks are larger than the array, by far")
-def chunk_of_a_gigabyte(place: Place) -> None:
-    edit_json(place.directory / "half" / ".zarray", chunks=[1 << 30])
-    (place.directory / "half" / "0").write_bytes(_deflated_zeros(15))
+def chunk_of_a_gigabyte(position: Location) -> None:
+    edit_json(position.directory / "half" / ".zarray", chunks=[1 << 30])
+    (position.directory / "half" / "0").write_bytes(_deflated_zeros(15))
 
 
 @attack(ZARR_1, "the chunks are larger than the array, by far, and stored in another order")
-def chunk_of_a_gigabyte_in_fortran(place: Place) -> None:
-    edit_json(place.directory / "block" / ".zarray", chunks=[1 << 14, 1 << 14], order="F")
-    for file in (place.directory / "block").glob("[0-9]*"):
+def chunk_of_a_gigabyte_in_fortran(position: Location) -> None:
+    edit_json(position.directory / "block" / ".zarray", chunks=[1 << 14, 1 << 14], order="F")
+    for file in (position.directory / "block").glob("[0-9]*"):
         file.unlink()
-    with (place.directory / "block" / "0.0").open("wb") as file:
+    with (position.directory / "block" / "0.0").open("wb") as file:
         file.truncate(4 << 28)
 
 
-def document_is(place: Place, fields: dict[str, Any]) -> None:
-    edit_json(place.directory / "half" / ".zarray", **fields)
+def document_is(position: Location, fields: dict[str, Any]) -> None:
+    edit_json(position.directory / "half" / ".zarray", **fields)
 
 
 DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -123,47 +123,47 @@ attacks_with(
 
 
 @attack(ZARR_1, "a .zarray is nested 100,000 deep")
-def zarray_is_deep(place: Place) -> None:
-    (place.directory / "half" / ".zarray").write_text("[" * 100_000)
+def zarray_is_deep(position: Location) -> None:
+    (position.directory / "half" / ".zarray").write_text("[" * 100_000)
 
 
 @attack(ZARR_1, "the field shape stands twice in a .zarray")
-def zarray_repeats_a_field(place: Place) -> None:
-    text = (place.directory / "half" / ".zarray").read_text().strip()
-    (place.directory / "half" / ".zarray").write_text('{"shape": [7],' + text[1:])
+def zarray_repeats_a_field(position: Location) -> None:
+    text = (position.directory / "half" / ".zarray").read_text().strip()
+    (position.directory / "half" / ".zarray").write_text('{"shape": [7],' + text[1:])
 
 
 @attack(ZARR_1, "an array is in another array", is_another=True)
-def array_in_an_array(place: Place) -> None:
-    shutil.copytree(place.directory / "half", place.directory / "block" / "half2")
-    edit_json(place.directory / "block" / "half2" / ".zarray", shape=[2**40], chunks=[1])
+def array_in_an_array(position: Location) -> None:
+    shutil.copytree(position.directory / "half", position.directory / "block" / "half2")
+    edit_json(position.directory / "block" / "half2" / ".zarray", shape=[2**40], chunks=[1])
 
 
 @attack(ZARR_1, "objects are of an array of 10**15")
-def objects_without_end(place: Place) -> None:
-    file = place.one("object/*.pt")
+def objects_without_end(position: Location) -> None:
+    file = position.one("object/*.pt")
     file.rename(file.with_name("shard_0_1000000000000000.pt"))
 
 
 @attack(ZARR_1, "an object lies at an offset that no integer holds")
-def object_beyond(place: Place) -> None:
-    for file in place.directory.glob("object/*.pt"):
+def object_beyond(position: Location) -> None:
+    for file in position.directory.glob("object/*.pt"):
         rank = file.name.split("_")[1]
         file.rename(file.with_name(f"shard_{rank}{'0' * 30}_{'9' * 40}.pt"))
 
 
 @attack(ZARR_1, "an object has a thousand dims")
-def object_of_a_thousand_dims(place: Place) -> None:
-    file = place.one("object/*.pt")
+def object_of_a_thousand_dims(position: Location) -> None:
+    file = position.one("object/*.pt")
     file.rename(file.with_name(f"shard_{'0.' * 50}0_{'1.' * 50}1.pt"))
 
 
-def _document_3(place: Place) -> Any:
-    return place.one("zarr-*/half/zarr.json")
+def _document_3(position: Location) -> Any:
+    return position.one("zarr-*/half/zarr.json")
 
 
-def document_3_is(place: Place, fields: dict[str, Any]) -> None:
-    edit_json(_document_3(place), **fields)
+def document_3_is(position: Location, fields: dict[str, Any]) -> None:
+    edit_json(_document_3(position), **fields)
 
 
 def _grid(*chunk: Any) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def _crc32c(data: bytes) -> bytes:
     return struct.pack("<I", crc ^ 0xFFFFFFFF)
 
 
-def shard_says(place: Place, entry: tuple[int, int]) -> None:
+def shard_says(position: Location, entry: tuple[int, int]) -> None:
     """The index of a shard of one chunk says that it lies elsewhere."""
-    file = place.one("zarr-*/half/c/0")
+    file = position.one("zarr-*/half/c/0")
     index = struct.pack("<QQ", *entry)
     file.write_bytes(file.read_bytes()[:-20] + index + _crc32c(index))
 
@@ -253,19 +253,19 @@ SHARDS = {
 attacks_with(ZARR_3, "a shard says of its chunk: {}", SHARDS, shard_says)
 
 
-def shard_expands(place: Place, how: tuple[list[Any], Callable[[], bytes]]) -> None:
+def shard_expands(position: Location, how: tuple[list[Any], Callable[[], bytes]]) -> None:
     """The one chunk of a shard, 6 bytes, is compressed anew."""
     codecs, data = how
-    edit_json(_document_3(place), **_sharding([3], codecs))
+    edit_json(_document_3(position), **_sharding([3], codecs))
     chunk = data()
-    place.one("zarr-*/half/c/0").write_bytes(chunk + struct.pack("<QQ", 0, len(chunk)))
+    position.one("zarr-*/half/c/0").write_bytes(chunk + struct.pack("<QQ", 0, len(chunk)))
 
 
-def chunk_3_expands(place: Place, how: tuple[list[Any], Callable[[], bytes]]) -> None:
+def chunk_3_expands(position: Location, how: tuple[list[Any], Callable[[], bytes]]) -> None:
     """The chunk of an array without shards, 6 bytes, is compressed anew."""
     codecs, data = how
-    edit_json(_document_3(place), codecs=codecs)
-    place.one("zarr-*/half/c/0").write_bytes(data())
+    edit_json(_document_3(position), codecs=codecs)
+    position.one("zarr-*/half/c/0").write_bytes(data())
 
 
 def _twice() -> bytes:
@@ -299,8 +299,8 @@ attacks_with(ZARR_3, "a chunk of 6 bytes in a shard expands to two gigabytes by 
 
 
 @attack(ZARR_3, "a shard of many files claims chunks without end in all but the first")
-def shards_of_chunks_without_end(place: Place) -> None:
-    document = _document_3(place)
+def shards_of_chunks_without_end(position: Location) -> None:
+    document = _document_3(position)
     inner, files = 1 << 16, 1 << 8
     edit_json(document, shape=[inner * files], **_grid(inner), **_sharding([1], BYTES))
     directory = document.parent / "c"
@@ -310,15 +310,15 @@ def shards_of_chunks_without_end(place: Place) -> None:
 
 
 @attack(ZARR_3, "a group's document is a pipe", is_harmless=True)
-def group_is_odd(place: Place) -> None:
-    file = place.one("zarr-*/zarr.json")
+def group_is_odd(position: Location) -> None:
+    file = position.one("zarr-*/zarr.json")
     file.unlink()
     os.mkfifo(file)
 
 
 @attack(ZARR_3, "a zarr.json has a field of a hundred thousand lists")
-def zarr_json_is_wide(place: Place) -> None:
-    document = _document_3(place)
-    said = json.loads(document.read_text())
-    text = json.dumps(said)[:-1] + ',"x":[' + "[]," * 100_000 + "[]]}"
+def zarr_json_is_wide(position: Location) -> None:
+    document = _document_3(position)
+    message = json.loads(document.read_text())
+    text = json.dumps(message)[:-1] + ',"x":[' + "[]," * 100_000 + "[]]}"
     document.write_text(text)

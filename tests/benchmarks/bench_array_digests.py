@@ -57,12 +57,12 @@ def of_runs(run_nbytes: int) -> ChunkTable:
 
 def rates(turns: int) -> None:
     data = memoryview(np.random.default_rng(0).integers(0, 256, MEMORY_BYTES, dtype=np.uint8).tobytes())
-    pieces = [data[at : at + PIECE_BYTES] for at in range(0, MEMORY_BYTES, PIECE_BYTES)]
+    parts = [data[at : at + PIECE_BYTES] for at in range(0, MEMORY_BYTES, PIECE_BYTES)]
     seconds: dict[str, float] = {}
     for _ in range(turns):
         began = time.perf_counter()
-        for piece in pieces:
-            block_digests(piece, DIGEST_BLOCK_BYTES)
+        for part in parts:
+            block_digests(part, DIGEST_BLOCK_BYTES)
         ended = time.perf_counter()
         case = "xxh3-64 of each 256 KiB"
         seconds[case] = min(seconds.get(case, math.inf), ended - began)
@@ -72,8 +72,8 @@ def rates(turns: int) -> None:
             chunk = ArrayDigester(table).begin(0)
             assert chunk is not None
             rows = int(table.shape[0, 0])
-            for piece in pieces if rows * run_nbytes == MEMORY_BYTES else [data[: rows * run_nbytes]]:
-                chunk.update(piece)
+            for part in parts if rows * run_nbytes == MEMORY_BYTES else [data[: rows * run_nbytes]]:
+                chunk.update(part)
             chunk.result()
             taken = time.perf_counter() - began
             case = f"crc64nvme, runs of {run_nbytes} bytes"
@@ -107,31 +107,31 @@ def main() -> None:
     if dist.get_rank() == 0:
         rates(given.turns)
     times = Times()
-    places = [given.directory / f"bench-array-digests-{name}" for name in ("a", "b", "c")]
+    locations = [given.directory / f"bench-array-digests-{name}" for name in ("a", "b", "c")]
     for name, state in (("rows", shards()), ("columns", columns())):
         for _ in range(given.turns):
             for case, options in (("save", SaveOptions()), ("save, digests", DIGESTED)):
-                emptied(places[0])
-                times.take(f"{name}: {case}", lambda o=options, s=state: save(s, places[0], options=o))  # type: ignore[misc]
-    for place in places[:2]:
-        save(state, emptied(place), options=DIGESTED)
+                emptied(locations[0])
+                times.take(f"{name}: {case}", lambda o=options, s=state: save(s, locations[0], options=o))  # type: ignore[misc]
+    for location in locations[:2]:
+        save(state, emptied(location), options=DIGESTED)
     if dist.get_rank() == 0:
-        one, two = map(open_store, places[:2])
+        one, two = map(open_store, locations[:2])
         for _ in range(given.turns):
             for case, options in (("diff", DiffOptions()), ("diff --read", DiffOptions(read_all=True))):
                 times.take_alone(case, lambda o=options: find_difference(one, two, o, NoProgress()))  # type: ignore[misc]
     dist.barrier()
-    save(state, emptied(places[2]))
+    save(state, emptied(locations[2]))
     if dist.get_rank() == 0:
         for _ in range(given.turns):
-            for case, place in (("verify --deep, digests", places[0]), ("verify --deep", places[2])):
-                store = open_store(place)
+            for case, location in (("verify --deep, digests", locations[0]), ("verify --deep", locations[2])):
+                store = open_store(location)
                 times.take_alone(
                     case, lambda s=store: verify_checkpoint(s, VerifyOptions(deep=True), NoProgress())  # type: ignore[misc]
                 )  # fmt: skip
         times.show()
-    for place in places:
-        emptied(place)
+    for location in locations:
+        emptied(location)
     dist.destroy_process_group()
 
 

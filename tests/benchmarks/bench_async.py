@@ -180,7 +180,7 @@ def made(mib: int) -> RankState:
 def stall(root: Path, name: str, mib: int, saves: int) -> Row:
     """Measure one library on one rank; the same row on all."""
     state = made(mib)
-    sources = [as_bytes(piece.data).numpy() for piece in state.shards]
+    sources = [as_bytes(part.data).numpy() for part in state.shards]
     warm = [np.zeros_like(source) for source in sources]
 
     def copy() -> None:
@@ -213,7 +213,7 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
     """Measure saves into a tier; every other one is synchronous. The same row on all ranks."""
     state = made(mib)
     declare = Ours("megackpt").declare
-    sources = [as_bytes(piece.data).numpy() for piece in state.shards]
+    sources = [as_bytes(part.data).numpy() for part in state.shards]
     warm = [np.zeros_like(source) for source in sources]
 
     def copy() -> None:
@@ -286,7 +286,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
     contender = Behind(root, state)
     saver = contender.checkpointer._async_saving.saver
     assert saver is not None
-    alone, draining, burning, ratios, shares, burnt = [step() for _ in range(200)], [], [], [], [], []
+    separately, draining, burning, ratios, shares, burnt = [step() for _ in range(200)], [], [], [], [], []
     mean = statistics.mean
     for _ in range(saves):
         contender.save(contender.declare(state))
@@ -312,7 +312,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
         ratios.append(mean(beside_save) / mean(beside_burner))
     contender.close()
     return {
-        "step_alone_s": mean(alone),
+        "step_alone_s": mean(separately),
         "step_draining_s": mean(draining),
         "step_burning_s": mean(burning),
         "steps_draining": len(draining),

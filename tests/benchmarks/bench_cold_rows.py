@@ -40,11 +40,11 @@ def main() -> None:
         descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         print(f"{'row, KiB':>10} {'whole rows':>12} {'each half by itself':>20} {'read per byte':>14}")
         for row_nbytes in (5 << 10, 20 << 10, 64 << 10, 256 << 10, 1 << 20):
-            halves = _halves(nbytes // row_nbytes, row_nbytes)
-            ways = {"plain": _pieces(nbytes // 2), "whole": _pieces(nbytes), "halves": halves}
+            parts = _halves(nbytes // row_nbytes, row_nbytes)
+            ways = {"plain": _pieces(nbytes // 2), "whole": _pieces(nbytes), "halves": parts}
             seconds = _measured(descriptor, ways)
             whole, apart = (seconds["plain"] / seconds[way] for way in ("whole", "halves"))
-            over = sum(count for _, count in halves) / (nbytes // 2)
+            over = sum(count for _, count in parts) / (nbytes // 2)
             print(f"{row_nbytes >> 10:10} {whole:12.2f} {apart:20.2f} {over:14.2f}", flush=True)
         os.close(descriptor)
 

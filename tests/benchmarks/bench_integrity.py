@@ -69,19 +69,19 @@ class Times:
             print(f"{case:28} median {median:6.3f} s, {low:.3f} to {high:.3f}")
 
 
-def emptied(place: Path) -> Path:
+def emptied(location: Path) -> Path:
     if dist.get_rank() == 0:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(location, ignore_errors=True)
         os.sync()
     dist.barrier()
-    return place
+    return location
 
 
-def saves(times: Times, place: Path, state: State, turns: int, cases: dict[str, SaveOptions]) -> None:
+def saves(times: Times, location: Path, state: State, turns: int, cases: dict[str, SaveOptions]) -> None:
     for _ in range(turns):
         for case, options in cases.items():
-            emptied(place)
-            times.take(case, lambda o=options: save(state, place, options=o))  # type: ignore[misc]
+            emptied(location)
+            times.take(case, lambda o=options: save(state, location, options=o))  # type: ignore[misc]
 
 
 def main() -> None:
@@ -90,24 +90,24 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
     dist.init_process_group("gloo")
-    place, times = given.directory / "bench-integrity", Times()
+    location, times = given.directory / "bench-integrity", Times()
     logging.disable(logging.WARNING)
     state = shards()
     protected = {f"save, parity={k}": SaveOptions(parity=k) for k in (4, 2)}
-    saves(times, place, state, given.turns, {"save": SaveOptions()} | protected)
-    save(state, emptied(place), options=SaveOptions(parity=4))
+    saves(times, location, state, given.turns, {"save": SaveOptions()} | protected)
+    save(state, emptied(location), options=SaveOptions(parity=4))
     for _ in range(given.turns):
-        times.take("load", lambda: load(state, place))
-        times.take("load, fallback, whole", lambda: load(state, place, options=FALLBACK))
+        times.take("load", lambda: load(state, location))
+        times.take("load, fallback, whole", lambda: load(state, location, options=FALLBACK))
     dist.barrier()
     if dist.get_rank() == 0:
-        min((place / "data").iterdir()).unlink()
+        min((location / "data").iterdir()).unlink()
     dist.barrier()
     for _ in range(given.turns):
-        times.take("load, fallback, a file lost", lambda: load(state, place, options=FALLBACK))
+        times.take("load, fallback, a file lost", lambda: load(state, location, options=FALLBACK))
     voting = {"save of copies, vote": SaveOptions(compare_replicas=Policy.ERROR)}
-    saves(times, place, copies(), given.turns, {"save of copies": SaveOptions()} | voting)
-    emptied(place)
+    saves(times, location, copies(), given.turns, {"save of copies": SaveOptions()} | voting)
+    emptied(location)
     if dist.get_rank() == 0:
         times.show()
     dist.destroy_process_group()

@@ -58,7 +58,7 @@ def compare_meetings() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     numbers = torch.arange(WORDS)
     each = [torch.empty_like(numbers) for _ in range(size)]
-    heard, told = torch.empty(size * WORDS, dtype=torch.int64), numbers.repeat(size)
+    heard, messages = torch.empty(size * WORDS, dtype=torch.int64), numbers.repeat(size)
 
     def by_root() -> None:
         dist.gather(numbers, each if rank == 0 else None, dst=0)
@@ -68,7 +68,7 @@ def compare_meetings() -> None:
         "all-reduce": lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX),
         "all-gather": lambda: dist.all_gather(each, numbers),
         "gather, broadcast": by_root,
-        "each to each": lambda: dist.all_to_all_single(heard, told),
+        "each to each": lambda: dist.all_to_all_single(heard, messages),
     }
     for name, way in ways.items():
         way()
@@ -84,10 +84,10 @@ def compare_saves(directory: Path, repeats: int) -> None:
     runs: dict[str, list[torch.Tensor]] = {library.name: [] for library in libraries}
     for number in range(repeats + 2):
         for library in libraries:
-            place, declared = directory / f"{library.name}-{number}", library.declare(state)
-            runs[library.name].append(measured(partial(library.save, declared, place), 1))
+            location, declared = directory / f"{library.name}-{number}", library.declare(state)
+            runs[library.name].append(measured(partial(library.save, declared, location), 1))
             if dist.get_rank() == 0:
-                shutil.rmtree(place)
+                shutil.rmtree(location)
     for name, found in runs.items():
         say(f"small save, {name}", torch.stack(found[2:]).median(0).values)
 

@@ -49,17 +49,17 @@ def contiguous(descriptor: int, nbytes: int) -> dict[str, Callable[[], None]]:
 
     def straight(*, check: bool) -> None:
         for at in range(0, nbytes, PIECE):
-            piece = target.data[at : at + PIECE]
-            os.preadv(descriptor, [piece], at)
+            share = target.data[at : at + PIECE]
+            os.preadv(descriptor, [share], at)
             if check:
-                _check(piece)
+                _check(share)
 
     def through_buffer() -> None:
         for at in range(0, nbytes, PIECE):
-            piece = buffer[: min(PIECE, nbytes - at)]
-            os.preadv(descriptor, [piece.data], at)
-            _check(piece.data)
-            np.copyto(target[at : at + len(piece)], piece)
+            share = buffer[: min(PIECE, nbytes - at)]
+            os.preadv(descriptor, [share.data], at)
+            _check(share.data)
+            np.copyto(target[at : at + len(share)], share)
 
     return {
         "plain read": lambda: straight(check=False),
@@ -81,11 +81,11 @@ def half_rows(descriptor: int, nbytes: int, row_nbytes: int) -> dict[str, Callab
     def through_buffer(*, check: bool) -> None:
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
-            piece = buffer[: count * row_nbytes]
-            os.preadv(descriptor, [piece.data], first * row_nbytes)
+            share = buffer[: count * row_nbytes]
+            os.preadv(descriptor, [share.data], first * row_nbytes)
             if check:
-                _check(piece.data)
-            np.copyto(matrix[first : first + count], piece.reshape(count, row_nbytes)[:, :half])
+                _check(share.data)
+            np.copyto(matrix[first : first + count], share.reshape(count, row_nbytes)[:, :half])
 
     def one_by_one() -> None:
         for row in range(rows):

@@ -208,13 +208,13 @@ def _coordinate(
     clock, laps = _Clock(), {}
     kinds, kind = np.unique(np.array(digests), return_inverse=True)
     owner_groups: list[Ints] = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
-    held, _ = merge_packed_declarations(
+    owned, _ = merge_packed_declarations(
         [of.main_rows for of in lists], [lists[first[str(k)]].replica_rows for k in kinds], owner_groups
     )
     laps["merge s"] = clock.lap()
-    check_coverage(held.declared)
+    check_coverage(owned.declared)
     laps["prove s"] = clock.lap()
-    plan = plan_merged_save(held)
+    plan = plan_merged_save(owned)
     laps["plan s"] = clock.lap()
     rows = pack_rows(plan, ranks=len(lists))
     laps["pack s"] = clock.lap()
@@ -237,8 +237,8 @@ class _Everyone(Group):
 def bench_meeting(ranks: int) -> float:
     """Return the seconds that a rank takes to look through the digests of all."""
     clock = _Clock()
-    said = run_on_all_ranks(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
-    assert next(i for i, other in enumerate(said) if other[:16] == said[-1][:16]) == 0
+    message = run_on_all_ranks(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
+    assert next(i for i, other in enumerate(message) if other[:16] == message[-1][:16]) == 0
     return clock.lap()
 
 

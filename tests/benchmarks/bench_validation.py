@@ -89,19 +89,19 @@ def _grids(chunks: int, edges_of: Callable[[int, int], list[int]]) -> list[Rank]
 def stacked_world(chunks: int) -> list[Rank]:
     """TP 8 x PP 16 x DP 8: few arrays of 128 layers, each layer's part flat over many."""
     tp, pp, dp, layers, arrays = 8, 16, 8, 8, 12
-    pieces = max(dp, chunks // (arrays * tp * pp * layers))
+    shares = max(dp, chunks // (arrays * tp * pp * layers))
     ranks: list[Rank] = []
     for p, t, d in np.ndindex(pp, tp, dp):
         mine: Rank = {}
         for a in range(arrays):
             box = (1, 512 + 8 * a, 256)
             numel = math.prod(box)
-            held = [
-                ((p * layers + i, t * box[1], 0), box, numel * n // pieces, numel * (n + 1) // pieces, True)
+            owned = [
+                ((p * layers + i, t * box[1], 0), box, numel * n // shares, numel * (n + 1) // shares, True)
                 for i in range(layers)
-                for n in range(pieces * d // dp, pieces * (d + 1) // dp)
+                for n in range(shares * d // dp, shares * (d + 1) // dp)
             ]
-            mine[f"layers.p{a:02d}"] = ((pp * layers, tp * box[1], box[2]), held)
+            mine[f"layers.p{a:02d}"] = ((pp * layers, tp * box[1], box[2]), owned)
         ranks.append(mine)
     return ranks
 
@@ -160,19 +160,19 @@ def bench_ours(messages: list[bytes]) -> Iterator[tuple[str, float]]:
     with tempfile.TemporaryDirectory() as directory:
         receipts = _receipts(plan, len(messages), Path(directory), attempt)
         clock.lap()
-        said = NativeSaveStrategy().write_index(
+        output = NativeSaveStrategy().write_index(
             LocalStore(directory), attempt=attempt, plan=plan, receipts=receipts
         )
         yield "index", clock.lap()
-        yield "chunk_nbytes", said["index"]["nbytes"] / len(plan.table)
+        yield "chunk_nbytes", output["index"]["nbytes"] / len(plan.table)
         table, arrays = plan.table, plan.table.arrays
         del merged, plan, receipts
         ranks = [declared[i] for i in (0, len(declared) // 2, -1)]
-        loads = [[_load_plan(directory, said, r) for _ in range(3)] for r in ranks]
+        loads = [[_load_plan(directory, output, r) for _ in range(3)] for r in ranks]
         yield "load_ms", max(statistics.median(ms for ms, _ in of_rank) for of_rank in loads)
-        yield "load_read", max(of_rank[0][1] for of_rank in loads) / said["index"]["nbytes"]
+        yield "load_read", max(of_rank[0][1] for of_rank in loads) / output["index"]["nbytes"]
         if len(arrays) == 12 and table.dims == 3:
-            of_all = [_load_plan(directory, said, _half_as_parallel(arrays)) for _ in range(3)]
+            of_all = [_load_plan(directory, output, _half_as_parallel(arrays)) for _ in range(3)]
             yield "all_ms", statistics.median(ms for ms, _ in of_all)
 
 
@@ -189,7 +189,7 @@ def _receipts(plan: Any, ranks: int, directory: Path, attempt: str) -> list[list
     return [[pack_columns({"data_start": start, "digests": np.arange(n, dtype=np.uint64)})] for n in counts]
 
 
-def _load_plan(directory: str, said: dict[str, Any], requested: Any) -> tuple[float, int]:
+def _load_plan(directory: str, output: dict[str, Any], requested: Any) -> tuple[float, int]:
     """Return the time that a rank takes to its load plan, in milliseconds, and what it reads of the index."""
     from megackpt.formats.index_reader import open_index
     from megackpt.planning import plan_load
@@ -207,7 +207,7 @@ def _load_plan(directory: str, said: dict[str, Any], requested: Any) -> tuple[fl
             return super().borrow(name, offset_bytes, nbytes)
 
     store, clock = Counting(directory), _Clock()
-    stored = open_index(store, said).of_boxes([requested.table])
+    stored = open_index(store, output).of_boxes([requested.table])
     plan_load(requested, stored.table, where=directory)
     return clock.lap() * 1000, store.nbytes
 

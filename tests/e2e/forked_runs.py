@@ -35,7 +35,9 @@ def run_forked(runs: Sequence[Run], *, timeout_s: float) -> list[subprocess.Comp
         check=True,
     )
     ended = json.loads(answer.stdout)
-    return [subprocess.CompletedProcess(flags, *said) for (flags, _), said in zip(runs, ended, strict=True)]
+    return [
+        subprocess.CompletedProcess(flags, *message) for (flags, _), message in zip(runs, ended, strict=True)
+    ]
 
 
 def _serve() -> None:

@@ -32,7 +32,7 @@ class Case:
     """
 
     flags: str
-    says: str
+    message: str
     ranks: int = 1
     rank: int = 0
 
@@ -169,7 +169,7 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "exclude each other"),
         ("--exit-signal=SIGTERM", "--exit-signal and --save-signal ask for a checkpoint; give --ckpt"),
@@ -181,8 +181,8 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
-    flags: str, says: str, capsys: pytest.CaptureFixture[str]
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(flags.split(), world_size=1)
-    assert capsys.readouterr().err.endswith(f"{says}\n")
+    assert capsys.readouterr().err.endswith(f"{message}\n")

@@ -121,7 +121,7 @@ def vars_of_help() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"dist_ckpt_load_strictness": "strict"}, "strict"),
         ({"dist_ckpt_parallel_save": False, "dist_ckpt_parallel_save_within_dp": True}, "within_dp"),
@@ -141,8 +141,8 @@ def vars_of_help() -> list[str]:
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
     ],
 )
-def test_knobs_that_make_no_sense_are_refused(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises((DeclarationError, ValueError), match=says):
+def test_knobs_that_make_no_sense_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises((DeclarationError, ValueError), match=message):
         CheckpointConfig(**wrong)  # type: ignore[arg-type]
 
 

@@ -56,7 +56,7 @@ def checkpoint(backend: tuple[str, int]) -> Files:
 def places_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a JSON tree."""
     below = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [path, *(place for key, value in below for place in places_in(value, (*path, key)))]
+    return [path, *(location for key, value in below for location in places_in(value, (*path, key)))]
 
 
 def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -71,8 +71,8 @@ def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 def with_document(files: Files, name: str, choose: Callable[[int], int]) -> Files:
     """Replace one value of a JSON document."""
     tree = json.loads(files[name])
-    places = places_in(tree)
-    tree = replaced(tree, places[choose(len(places))], HOSTILE[choose(len(HOSTILE))])
+    locations = places_in(tree)
+    tree = replaced(tree, locations[choose(len(locations))], HOSTILE[choose(len(HOSTILE))])
     return refitted({**files, name: json.dumps(tree).encode()}, name)
 
 
@@ -103,8 +103,10 @@ def with_header(files: Files, name: str, choose: Callable[[int], int]) -> Files:
     data = files[name]
     (length,) = struct.unpack("<Q", data[:8])
     tree = json.loads(data[8 : 8 + length])
-    places = places_in(tree)
-    text = json.dumps(replaced(tree, places[choose(len(places))], HOSTILE[choose(len(HOSTILE))])).encode()
+    locations = places_in(tree)
+    text = json.dumps(
+        replaced(tree, locations[choose(len(locations))], HOSTILE[choose(len(HOSTILE))])
+    ).encode()
     return refitted({**files, name: struct.pack("<Q", len(text)) + text + data[8 + length :]}, name)
 
 
@@ -131,16 +133,16 @@ def refitted(files: Files, name: str) -> Files:
         if document == name or not (document == "metadata.json" or document.startswith("megackpt-")):
             continue
         try:
-            said = json.loads(text)
+            message = json.loads(text)
         except ValueError:
             continue
-        for entry in said.values() if isinstance(said, dict) else ():
+        for entry in message.values() if isinstance(message, dict) else ():
             if isinstance(entry, dict) and entry.get("file") == name:
                 entry.update(nbytes=len(files[name]), xxh3_128=digest_of(files[name]))
                 head = entry.get("head")
                 if isinstance(head, dict) and head["nbytes"] <= len(files[name]):
                     head["xxh3_128"] = digest_of(files[name][: head["nbytes"]])
-        found[document] = json.dumps(said).encode()
+        found[document] = json.dumps(message).encode()
     return found
 
 
@@ -166,16 +168,16 @@ def outcome(files: Files, expected: Mapping[str, Any]) -> str:
 
     Anything else than an error of ours is raised.
     """
-    told: list[str] = []
+    messages: list[str] = []
     for name, read in READERS.items():
         try:
             found = read(MemoryStore(files=dict(files)))
         except CheckpointError as error:
-            told.append(type(error).__name__)
+            messages.append(type(error).__name__)
             continue
         if name in expected and difference(found, expected[name]) is not None:
-            told.append("other")
-    return ",".join(sorted(set(told))) or "equal"
+            messages.append("other")
+    return ",".join(sorted(set(messages))) or "equal"
 
 
 def _by_parts(store: MemoryStore) -> None:

@@ -181,6 +181,6 @@ def test_buffers_that_are_not_pinned_do_as_well() -> None:
     buffers._pins = False
     tensor = like(random((1100, 2300), torch.float32).t())
     parts = ((None, part) for part in parts_of(tensor, buffers.buffer_bytes))
-    arrived = b"".join(bytes(piece) for _, piece in to_host(parts, buffers))
+    arrived = b"".join(bytes(share) for _, share in to_host(parts, buffers))
     assert not buffers.take().is_pinned()
-    assert arrived == b"".join(bytes(piece) for piece in host_parts(tensor.cpu(), part_bytes=1 << 20))
+    assert arrived == b"".join(bytes(share) for share in host_parts(tensor.cpu(), part_bytes=1 << 20))

@@ -61,14 +61,14 @@ def lacks(name: str, *modules: str) -> str:
 
 def make_old() -> Path:
     """Make the environment of Megatron-Core 0.12, and return it."""
-    place = folder() / OLD
-    venv.create(place, with_pip=True)
-    python = place / "bin" / "python"
+    location = folder() / OLD
+    venv.create(location, with_pip=True)
+    python = location / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *OLD_PACKAGES], check=True)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    site = place / "lib" / version / "site-packages"
+    site = location / "lib" / version / "site-packages"
     (site / "zz_tested_from.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return place
+    return location
 
 
 if __name__ == "__main__":

@@ -102,12 +102,12 @@ def _run_ranks(count: int, args: tuple[Any, ...]) -> None:
 
 def _collect(folder: Path, ranks: int, most: int) -> list[dict[str, str]]:
     """Return the outcomes of the jobs that were begun: of each job the first error, or what rank 0 said."""
-    said = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(ranks)]
-    begun = min(max(1, *map(len, said)), most)
-    if not any(said):
+    message = [[json.loads(line) for line in _lines(folder / f"{rank}")] for rank in range(ranks)]
+    begun = min(max(1, *map(len, message)), most)
+    if not any(message):
         sys.exit("no rank began a job: see above")
     missing = {"remark": "", "error": "a rank ended, or waited for the others, without a word"}
-    of_jobs = [[(lines[n] if n < len(lines) else missing) for lines in said] for n in range(begun)]
+    of_jobs = [[(lines[n] if n < len(lines) else missing) for lines in message] for n in range(begun)]
     return [
         next(
             (o for o in outcomes if o["error"] and o is not missing),

@@ -64,9 +64,9 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
     python = python_of(program.env)
     assert python is not None
     with tempfile.TemporaryDirectory() as folder:
-        asked, told = Path(folder, "jobs.json"), Path(folder, "results.json")
+        asked, messages = Path(folder, "jobs.json"), Path(folder, "results.json")
         asked.write_text(json.dumps([job.to_json() for job in jobs]))
-        command = [python, program.script, str(asked), str(told), *program.flags, f"--ranks={ranks}"]
+        command = [python, program.script, str(asked), str(messages), *program.flags, f"--ranks={ranks}"]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
         with open(Path(folder, "log"), "w+") as log:
@@ -82,14 +82,14 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             log.flush()
-            said = Path(log.name).read_text()[-2000:]
+            message = Path(log.name).read_text()[-2000:]
         seconds = time.monotonic() - began
         print(
             f"{seconds:4.0f} s: {len(jobs)} jobs of {program.peer} {program.flags} {program.env}",
             file=sys.stderr,
         )
-        results = json.loads(told.read_text()) if told.exists() else []
-    lost = {"error": f"the peer's process ended: {said}", "remark": ""}
+        results = json.loads(messages.read_text()) if messages.exists() else []
+    lost = {"error": f"the peer's process ended: {message}", "remark": ""}
     results += [lost] * (len(jobs) - len(results))
     return [Outcome(r["error"], r["remark"]) for r in results]
 
@@ -245,12 +245,12 @@ def last_line(error: str) -> str:
     return next((line for line in reversed(error.splitlines()) if line.strip()), "")[:400]
 
 
-def cell_of(said: list[tuple[str, str]]) -> Cell:
+def cell_of(message: list[tuple[str, str]]) -> Cell:
     """Put what was found together."""
     return Cell(
-        passed=sum(what == "pass" for what, _ in said),
-        cannot=tuple(dict.fromkeys(text for what, text in said if what == "cannot")),
-        wrong=tuple(dict.fromkeys(text for what, text in said if what == "wrong")),
+        passed=sum(what == "pass" for what, _ in message),
+        cannot=tuple(dict.fromkeys(text for what, text in message if what == "cannot")),
+        wrong=tuple(dict.fromkeys(text for what, text in message if what == "wrong")),
     )
 
 

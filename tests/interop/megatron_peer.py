@@ -330,8 +330,8 @@ def whole_state(entity: Any, param: torch.Tensor, name: str) -> torch.Tensor:
     whole = torch.zeros(param.shape)
     kinds = {} if hasattr(entity, "build_fn") else {"dtype": whole.dtype}
     shadow = dataclasses.replace(entity, key=f"optimizer.state.{stored}.{entity.key}", data=whole, **kinds)
-    for piece in entities_of([shadow]):
-        piece.data.copy_(expected_of(piece, torch.float32))
+    for share in entities_of([shadow]):
+        share.data.copy_(expected_of(share, torch.float32))
     return whole
 
 

@@ -104,7 +104,7 @@ class Read:
     program: Program
     layout: Layout
     refused: str = ""
-    says: str = ""
+    text: str = ""
 
 
 # Formats of Megatron-Core's distributed optimizer, and along which axes each can be resharded by its nature.
@@ -184,8 +184,8 @@ def reads(written: Written, *, few: bool) -> Iterator[Read]:
         if few and program.env != HERE:
             continue
         for layout in _targets(written, program, few=few):
-            reason, says = refusal(written, program)
-            yield Read(written, program, layout, reason, says)
+            reason, text = refusal(written, program)
+            yield Read(written, program, layout, reason, text)
             if reason:
                 break
 
@@ -246,8 +246,8 @@ def refusal(written: Written, reader: Program) -> tuple[str, str]:
         return "0.12 reads flat ranges in torch_dist only as it stores them itself", "mcore_data"
     has_bfloat16 = written.kind != "adam" and written.naming == "megatron"
     if written.program is STOCK_ZARR2 and has_bfloat16 and reader.peer in (MEGACKPT, TENSORSTORE):
-        says = "'<V2'" if reader.peer == MEGACKPT else "numpy.void"
-        return "zarr 2 alone stores bfloat16 as '<V2', bits of no dtype (the other dtypes pass)", says
+        text = "'<V2'" if reader.peer == MEGACKPT else "numpy.void"
+        return "zarr 2 alone stores bfloat16 as '<V2', bits of no dtype (the other dtypes pass)", text
     if reader is STOCK_ZARR3 and has_bfloat16 and written.backend == ZARR_1:
         return "zarr 3 does not know bfloat16 (the other dtypes pass)", "No Zarr data type found"
     return "", ""

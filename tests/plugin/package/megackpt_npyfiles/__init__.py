@@ -116,9 +116,9 @@ class Save(SaveStrategy):
             left.nbytes,
         )
         name = manifest["index"] + "-less"
-        said = _write_index(store, name, smaller, [files[r] for r in rows.tolist()])
+        message = _write_index(store, name, smaller, [files[r] for r in rows.tolist()])
         stale = {name for name, _ in files} - {files[r][0] for r in rows.tolist()}
-        return manifest | said, [manifest["index"], *sorted(stale)]
+        return manifest | message, [manifest["index"], *sorted(stale)]
 
     def files_of(self, manifest: Json) -> list[str]:
         """Return index and common state."""
