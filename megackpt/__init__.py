@@ -57,9 +57,9 @@ if TYPE_CHECKING:
         WriterFailedError,
     )
     from megackpt.mapping import (
+        ComponentPlacement,
         Layout,
         LocalNonpersistentObject,
-        PartPlacement,
         PerRankValue,
         ReplicatedValue,
         ShardedBase,
@@ -81,6 +81,7 @@ __all__ = [
     "Checkpointer",
     "CheckpointingException",
     "CommonStateError",
+    "ComponentPlacement",
     "CoverageError",
     "DeclarationError",
     "ForeignMember",
@@ -102,7 +103,6 @@ __all__ = [
     "MissingKeyError",
     "NotACheckpointError",
     "OptimizerError",
-    "PartPlacement",
     "PerRankValue",
     "PlanCache",
     "Policy",
@@ -186,7 +186,7 @@ _NAMES_OF = {
     "megackpt.mapping": (
         "Layout",
         "LocalNonpersistentObject",
-        "PartPlacement",
+        "ComponentPlacement",
         "PerRankValue",
         "ReplicatedValue",
         "ShardedBase",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.mapping import (
-    PartPlacement,
+    ComponentPlacement,
     ReplicaId,
     ShardedLayout,
     ShardedStateDict,
@@ -171,7 +171,7 @@ def _add_keys_and_queries(
         number,
         replica_id=replica(tp_sharded=True),
         prepend_axis_num=1,
-        placements={"k": PartPlacement(of_keys, replica_id=(0, tp.rank % copies, 0))},
+        placements={"k": ComponentPlacement(of_keys, replica_id=(0, tp.rank % copies, 0))},
     )
 
 

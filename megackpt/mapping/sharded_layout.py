@@ -29,7 +29,7 @@ from megackpt.mapping.views import ViewChunk, chunks_of_view, whole_view
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutComponent:
     """One named part of a local tensor and its place in its own global array.
 
     Attributes:
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlacement:
+class ComponentPlacement:
     """Where a part of a layout lies, if not where the layout's other parts do.
 
     Attributes:
@@ -91,7 +91,7 @@ class ShardedLayout(ShardedBase):
     key: str
     data: torch.Tensor | None
     local_shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    components: tuple[LayoutComponent, ...]
     replica_id: ReplicaId = 0
     prepend_axis_num: int = 0
     flattened_range: slice | None = None
@@ -102,13 +102,13 @@ class ShardedLayout(ShardedBase):
         check_key(self.key, "ShardedLayout")
         check_replica_id(self.key, self.replica_id)
         self.local_shape = as_extents(self.key, "local_shape", self.local_shape)
-        if sum(part.view.numel for part in self.parts) != math.prod(self.local_shape):
+        if sum(part.view.numel for part in self.components) != math.prod(self.local_shape):
             raise declaration_error(
                 self.key,
-                f"the parts {[part.name for part in self.parts]} do not cover local_shape "
+                f"the parts {[part.name for part in self.components]} do not cover local_shape "
                 f"{self.local_shape}. Build them with a Layout.",
             )
-        for part in self.parts:
+        for part in self.components:
             self._replica_of(part)
         if self.flattened_range is not None:
             check_flattened_range(self.key, self.flattened_range, self.local_shape)
@@ -127,7 +127,7 @@ class ShardedLayout(ShardedBase):
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
-        placements: Mapping[str, PartPlacement] | None = None,
+        placements: Mapping[str, ComponentPlacement] | None = None,
     ) -> ShardedLayout:
         """Place every part of a layout by the same rank_offsets, except those that placements names.
 
@@ -158,8 +158,8 @@ class ShardedLayout(ShardedBase):
             raise declaration_error(
                 key, f"placements names {unknown}, but the parts are {sorted(layout.views)}. Name a part."
             )
-        usual = PartPlacement(rank_offsets)
-        parts = tuple(
+        usual = ComponentPlacement(rank_offsets)
+        components = tuple(
             _place(key, name, view, own.get(name, usual), prepend_axis_num)
             for name, view in layout.views.items()
         )
@@ -167,7 +167,7 @@ class ShardedLayout(ShardedBase):
             key,
             data,
             layout.local_shape,
-            parts,
+            components,
             replica_id,
             prepend_axis_num,
             allow_shape_mismatch=allow_shape_mismatch,
@@ -184,7 +184,7 @@ class ShardedLayout(ShardedBase):
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
-        placements: Mapping[str, PartPlacement] | None = None,
+        placements: Mapping[str, ComponentPlacement] | None = None,
     ) -> ShardedLayout:
         """Split a dim of data into named parts, in order; every part is sharded by the same rank_offsets.
 
@@ -310,10 +310,10 @@ class ShardedLayout(ShardedBase):
             DeclarationError: there is neither data nor a dtype.
         """
         if self.flattened_range is None:
-            return [replace(self._block(p), data=whole_view(p.view, self.data)) for p in self.parts]
+            return [replace(self._block(p), data=whole_view(p.view, self.data)) for p in self.components]
         return [
             declare_chunk(self._block(part), piece)
-            for part in self.parts
+            for part in self.components
             for piece in self._pieces(part.view, self.flattened_range)
         ]
 
@@ -340,7 +340,7 @@ class ShardedLayout(ShardedBase):
         data = None if self.data is None else self.data.detach()[:0].reshape(view.shape)
         return [ViewChunk((0,) * len(view.axes), view.shape, None, data)]
 
-    def _block(self, part: Part) -> ShardedTensor:
+    def _block(self, part: LayoutComponent) -> ShardedTensor:
         """Declare the whole local block of a part, without data."""
         if self.dtype is None:
             raise declaration_error(self.key, "a layout needs data or a dtype.")
@@ -357,7 +357,7 @@ class ShardedLayout(ShardedBase):
             allow_shape_mismatch=self.allow_shape_mismatch,
         )
 
-    def _replica_of(self, part: Part) -> ReplicaId:
+    def _replica_of(self, part: LayoutComponent) -> ReplicaId:
         """Return the replica id of a part: that of the layout and its own, added."""
         whole, own = self.replica_id, part.replica_id
         if own == 0:
@@ -373,11 +373,11 @@ class ShardedLayout(ShardedBase):
         )
 
 
-def _place(key: str, name: str, view: View, placement: PartPlacement, prepended: int) -> Part:
+def _place(key: str, name: str, view: View, placement: ComponentPlacement, prepended: int) -> LayoutComponent:
     check_replica_id(key, placement.replica_id)
     block = (1,) * prepended + view.shape
     index, fragments = grid_position(key, len(block), placement.rank_offsets)
-    return Part(
+    return LayoutComponent(
         name,
         view,
         tuple(n * f for n, f in zip(block, fragments, strict=True)),

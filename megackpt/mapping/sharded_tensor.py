@@ -416,11 +416,11 @@ class TorchShardedTensor:
     Attributes:
         key: its path in the state dict, joined with dots.
         data: the tensor; a load fills its local tensor or shards and returns it.
-        parts: the boxes that this rank holds, as views of its memory; none on a rank outside of the mesh.
+        chunks: the boxes that this rank holds, as views of its memory; none on a rank outside of the mesh.
         ranks: number of ranks in the mesh or process group.
     """
 
     key: str
     data: torch.Tensor
-    parts: tuple[ShardedTensor, ...]
+    chunks: tuple[ShardedTensor, ...]
     ranks: int

@@ -238,7 +238,7 @@ def _place(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int, 
     if isinstance(entity, ShardedTensor):
         return entity.global_shape, entity.global_offset, entity.prepend_axis_num, 0
     if isinstance(entity, ShardedLayout):
-        first = entity.parts[0]
+        first = entity.components[0]
         copy = first.replica_id if isinstance(first.replica_id, int) else sum(first.replica_id)
         return first.global_shape, first.global_offset, entity.prepend_axis_num, copy
     with torch.no_grad():  # a factory's function may copy the parameter it is given

@@ -1,7 +1,7 @@
 """Linear layers whose weight is cut over tp: by output features (column) or by input features (row).
 
-Owns the two layers and the fused forms of the first: an output made of named parts (gate and up), and the
-fused query/key/value projection with grouped queries. A column layer followed by a row layer needs one
+Owns the two layers and the fused forms of the first: an output made of named components (gate and up), and
+the fused query/key/value projection with grouped queries. A column layer followed by a row layer needs one
 exchange in the forward pass; with sequence parallelism that exchange is split in two halves around them.
 
 Initial values are drawn from torch's global generator and differ by layout; `models.init` shows how to make
@@ -55,27 +55,27 @@ def divide_over_tp(what: str, size: int, groups: ParallelGroups) -> int:
 class ColumnParallelLinear(ShardedModule):
     """`y = x W^T + b` with W cut by rows: weight `[out/tp, in]`, bias `[out/tp]`. Collective over tp.
 
-    Input `[..., in]`, equal on all ranks of tp (with sequence_parallel `[s/tp, ..., in]`, this rank's part
+    Input `[..., in]`, equal on all ranks of tp (with sequence_parallel `[s/tp, ..., in]`, this rank's share
     of the sequence); output `[..., out/tp]` (with gather_output `[..., out]`, for computation equal on all
     ranks).
 
     Args:
         in_features: extent of the last dim of the input.
         out_features: extent of the last dim of the whole output; given as a mapping, the output is made of
-            these named parts, each cut over tp and stored on its own: a rank's slice is its piece of the
-            first part, then of the second, and so on.
+            these named components, each cut over tp and stored on its own: a rank's slice is its piece of the
+            first component, then of the second, and so on.
         groups: the ranks around this one.
         bias: whether there is a bias.
         gather_output: join the output over tp.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the parameters.
         device: where the parameters lie.
-        copies: of named parts, how many neighbouring ranks of tp hold the same slice, for parts that are cut
-            into fewer slices than there are ranks. Their gradients are summed over these ranks.
+        copies: of named components, how many neighbouring ranks of tp hold the same slice, for components
+            that are cut into fewer slices than there are ranks. Their gradients are summed over these ranks.
 
     Raises:
-        DeclarationError: tp does not divide the outputs or a part of them; gather_output with parts; copies
-            that do not divide tp.
+        DeclarationError: tp does not divide the outputs or a component of them; gather_output with
+            components; copies that do not divide tp.
     """
 
     def __init__(
@@ -91,27 +91,27 @@ class ColumnParallelLinear(ShardedModule):
         device: torch.device | str | None = None,
         copies: Mapping[str, int] | None = None,
     ) -> None:
-        parts = None
+        components = None
         held = {} if copies is None else copies
         if isinstance(out_features, int):
             local = divide_over_tp("out_features", out_features, groups)
         else:
-            parts = {
+            components = {
                 # As many times as large, of which each rank would have a slice of its own.
-                n: divide_over_tp(f"part {n!r} of out_features", s * held.get(n, 1), groups)
+                n: divide_over_tp(f"component {n!r} of out_features", s * held.get(n, 1), groups)
                 for n, s in out_features.items()
             }
-            local = sum(parts.values())
-        if gather_output and parts is not None:
+            local = sum(components.values())
+        if gather_output and components is not None:
             raise DeclarationError(
-                f"gather_output would join the slices of parts {list(parts)} interleaved by rank. Leave it "
-                f"False and gather each part of split(output) by itself."
+                f"gather_output would join the slices of components {list(components)} interleaved by rank. "
+                f"Leave it False and gather each component of split(output) by itself."
             )
         for name, copies_of_part in held.items():
-            check_copies(f"part {name!r}", copies_of_part, groups)
-        sharding = TpSharding(dim=0, parts=parts, copies=held)
+            check_copies(f"component {name!r}", copies_of_part, groups)
+        sharding = TpSharding(dim=0, components=components, copies=held)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
-        self.local_parts = parts
+        self.local_components = components
         self.shared_rows = sharding.shared_rows(local)
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
@@ -129,20 +129,20 @@ class ColumnParallelLinear(ShardedModule):
         return gather_from(y, tp) if self.gather_output else y
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return the named parts of an output `y` `[..., out/tp]`, each `[..., part/tp]`, in order. Local.
+        """Return the components of an output `y`, `[..., out/tp]`, in order: `[..., component/tp]`. Local.
 
         Raises:
-            DeclarationError: the layer was made without parts.
+            DeclarationError: the layer was made without components.
         """
-        if self.local_parts is None:
+        if self.local_components is None:
             raise DeclarationError(
-                "this layer has no named parts. Give out_features as a mapping of part to size."
+                "this layer has no named components. Give out_features as a mapping of component to size."
             )
-        return torch.split_with_sizes(y, list(self.local_parts.values()), dim=-1)
+        return torch.split_with_sizes(y, list(self.local_components.values()), dim=-1)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The fused query, key and value projection: a column layer with parts `q`, `k`, `v`. Collective over tp.
+    """The fused query, key and value projection: a column layer of components q, k, v. Collective over tp.
 
     Input `[..., hidden]`; `split(output)` gives q `[..., heads/tp * head_dim]`, k and v
     `[..., query_groups/tp * head_dim]`. With more ranks in tp than query groups, k and v have one head each,
@@ -240,7 +240,7 @@ class RowParallelLinear(ShardedModule):
         local = divide_over_tp("in_features", in_features, groups)
         if sequence_parallel and not input_is_parallel:
             raise DeclarationError(
-                "sequence_parallel needs input_is_parallel=True: a part of the sequence cannot be cut by "
+                "sequence_parallel needs input_is_parallel=True: a share of the sequence cannot be cut by "
                 "features too."
             )
         self.input_is_parallel = input_is_parallel

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import (
-    PartPlacement,
+    ComponentPlacement,
     RankOffset,
     ShardedBase,
     ShardedLayout,
@@ -45,45 +45,47 @@ class TpSharding:
 
     Attributes:
         dim: dim of the local tensor that is cut; each rank holds an equal slice.
-        parts: where the slice is made of named parts one after the other (gate and up; q, k and v), their
-            local extents along `dim`, in order. Each part is stored as a global array of its own, `key.name`.
+        components: where the slice is made of named components one after the other (gate and up; q, k and v),
+            their local extents along `dim`, in order. Each part is stored as a global array of its own,
+            `key.name`.
         allow_shape_mismatch: the global extent may differ between checkpoint and model (vocabulary padding).
         copies: how many neighbouring ranks hold the same slice, where tp has more ranks than there are slices
             (key and value heads): a number, or one for each part that has such slices. The layer sums their
             gradients over these ranks: see `copy_to_neighbours`.
 
     Raises:
-        DeclarationError: both parts and allow_shape_mismatch; copies of what is no part, or fewer than 1.
+        DeclarationError: both components and allow_shape_mismatch; copies of what is no component, or fewer
+            than 1.
     """
 
     dim: int
-    parts: Mapping[str, int] | None = None
+    components: Mapping[str, int] | None = None
     allow_shape_mismatch: bool = False
     copies: int | Mapping[str, int] = 1
 
     def __post_init__(self) -> None:
-        if self.parts is not None and self.allow_shape_mismatch:
+        if self.components is not None and self.allow_shape_mismatch:
             raise DeclarationError(
-                f"a tensor made of parts {list(self.parts)} cannot have allow_shape_mismatch: padding of one "
-                f"part would move the next. Declare a tensor for each part, or pad none."
+                f"a tensor made of components {list(self.components)} cannot have allow_shape_mismatch: "
+                f"padding of one component would move the next. Declare a tensor for each one, or pad none."
             )
         named = self.copies if isinstance(self.copies, Mapping) else {}
         counts = named.values() if isinstance(self.copies, Mapping) else (self.copies,)
-        if named.keys() - (self.parts or {}).keys() or min(counts, default=1) < 1:
+        if named.keys() - (self.components or {}).keys() or min(counts, default=1) < 1:
             raise DeclarationError(
-                f"copies is {self.copies!r} for a tensor of parts {list(self.parts or ())}. Give the number "
-                f"of ranks that hold the same slice, at least 1, or one number for each part by its name."
+                f"copies is {self.copies!r} for a tensor of components {list(self.components or ())}. Give "
+                f"the number of ranks that have the same slice, at least 1, or one number for each component."
             )
 
-    def copies_of(self, part: str) -> int:
-        """Return how many neighbouring ranks hold the same slice of a part; "" for a tensor without parts."""
-        return self.copies.get(part, 1) if isinstance(self.copies, Mapping) else self.copies
+    def copies_of(self, component: str) -> int:
+        """Return how many neighbouring ranks have the same slice of a component ("": of the tensor)."""
+        return self.copies.get(component, 1) if isinstance(self.copies, Mapping) else self.copies
 
     def shared_rows(self, extent: int) -> tuple[tuple[int, int, int], ...]:
         """Return `(start, stop, copies)` of the rows that several ranks hold; extent is that of the dim."""
         rows: list[tuple[int, int, int]] = []
         start = 0
-        for name, size in (self.parts or {"": extent}).items():
+        for name, size in (self.components or {"": extent}).items():
             copies = self.copies_of(name)
             if rows and rows[-1][1:] == (start, copies):  # one range for k and v
                 rows[-1] = (rows[-1][0], start + size, copies)
@@ -263,14 +265,14 @@ def _declare(
     how = _as_sharding(declared)
     placements = {
         name: _placement(key, how.dim + len(stack), how.copies_of(name), groups, stack)
-        for name in how.parts or [""]
+        for name in how.components or [""]
     }
-    if how.parts is not None:
+    if how.components is not None:
         return ShardedLayout.split(
             key,
             value,
             how.dim,
-            how.parts,
+            how.components,
             replica_id=(0, 0, groups.dp.rank),
             prepend_axis_num=len(stack),
             placements=placements,
@@ -301,12 +303,12 @@ def check_copies(what: str, copies: int, groups: ParallelGroups) -> None:
 
 def _placement(
     key: str, axis: int, copies: int, groups: ParallelGroups, stack: tuple[RankOffset, ...]
-) -> PartPlacement:
+) -> ComponentPlacement:
     """Return where this rank's slice along an axis lies, of which `copies` neighbours in tp hold the same."""
     check_copies(repr(key), copies, groups)
     tp = groups.tp
     cut = (axis, tp.rank // copies, tp.size // copies)
-    return PartPlacement((cut, *stack), replica_id=(0, tp.rank % copies, 0))
+    return ComponentPlacement((cut, *stack), replica_id=(0, tp.rank % copies, 0))
 
 
 def _as_sharding(declared: int | TpSharding) -> TpSharding:

@@ -102,7 +102,7 @@ def assert_neighbours_hold_the_same(model: GPT, groups: ParallelGroups) -> None:
         if "linear_qkv" not in name:
             continue
         layer = model.get_submodule(name.rpartition(".")[0])
-        rows = param.detach()[layer.local_parts["q"] :]
+        rows = param.detach()[layer.local_components["q"] :]
         everyone = rows.new_zeros((groups.tp.size, *rows.shape))
         everyone[groups.tp.rank] = rows
         everyone = all_reduce(everyone, groups.tp)

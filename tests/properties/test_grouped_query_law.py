@@ -87,9 +87,9 @@ def test_a_copy_that_is_declared_as_a_main_replica_is_refused() -> None:
     def save_rank(group: Group) -> None:
         state = declared(layout, 2, group.rank)
         weight = state["model"]["weight"]
-        weight.parts = tuple(
+        weight.components = tuple(
             type(p)(p.name, p.view, p.global_shape, p.global_offset, p.axis_fragmentations)
-            for p in weight.parts
+            for p in weight.components
         )
         save(state, MemoryStore(), group=group)
 

@@ -12,7 +12,7 @@ import torch
 from megackpt import load, save
 from megackpt.errors import DeclarationError
 from megackpt.geometry import View
-from megackpt.mapping import Layout, Part, ShardedLayout, ShardedTensor
+from megackpt.mapping import Layout, LayoutComponent, ShardedLayout, ShardedTensor
 
 
 def stored(layout: ShardedLayout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
     ),
     "hole": (
         lambda t: ShardedLayout(
-            "w", t, (6, 4), (Part("a", View.of((6, 4)).narrow(0, 0, 5), (5, 4), (0, 0), (1, 1)),)
+            "w", t, (6, 4), (LayoutComponent("a", View.of((6, 4)).narrow(0, 0, 5), (5, 4), (0, 0), (1, 1)),)
         ),
         "'w': the parts ['a'] do not cover local_shape (6, 4). Build them with a Layout",
     ),
@@ -215,6 +215,6 @@ def test_a_layout_that_does_not_fit_its_tensor_is_refused(
 
 
 def test_a_layout_without_data_or_dtype_cannot_be_declared() -> None:
-    bare = ShardedLayout("w", None, (2,), (Part("", View.of((2,)), (2,), (0,), (1,)),))
+    bare = ShardedLayout("w", None, (2,), (LayoutComponent("", View.of((2,)), (2,), (0,), (1,)),))
     with pytest.raises(DeclarationError, match="'w': a layout needs data or a dtype"):
         bare.tensors()

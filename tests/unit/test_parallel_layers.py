@@ -61,7 +61,7 @@ def test_only_what_is_cut_is_marked_tensor_parallel() -> None:
     assert marked == [True, True, True, False]
 
 
-def test_fused_parts_come_out_in_order() -> None:
+def test_fused_components_come_out_in_order() -> None:
     layer = ColumnParallelLinear(4, {"gate": 6, "up": 2}, ONE, bias=False)
     y = layer(torch.eye(4))
     gate, up = layer.split(y)
@@ -69,8 +69,8 @@ def test_fused_parts_come_out_in_order() -> None:
     assert torch.equal(up, layer.weight.T[:, 6:])
 
 
-def test_splitting_an_output_without_parts_is_refused() -> None:
-    with pytest.raises(DeclarationError, match=r"no named parts.*mapping"):
+def test_splitting_an_output_without_components_is_an_error() -> None:
+    with pytest.raises(DeclarationError, match=r"no named components.*mapping"):
         ColumnParallelLinear(4, 4, ONE).split(torch.zeros(1, 4))
 
 
@@ -80,7 +80,7 @@ def test_features_that_tp_does_not_divide_are_refused() -> None:
     assert caught.value.rank == 1
     with pytest.raises(DeclarationError, match=r"in_features 6.*tp=4"):
         RowParallelLinear(6, 4, _tp(4))
-    with pytest.raises(DeclarationError, match=r"part 'up' of out_features 6.*tp=4"):
+    with pytest.raises(DeclarationError, match=r"component 'up' of out_features 6.*tp=4"):
         ColumnParallelLinear(4, {"gate": 8, "up": 6}, _tp(4))
 
 
@@ -94,7 +94,7 @@ def test_query_groups_are_not_cut_inside_a_head() -> None:
 
 def test_more_ranks_than_key_heads_hold_one_head_each_and_neighbours_the_same() -> None:
     layers = [QKVParallelLinear(32, 8, 2, 8, _tp(4, rank)) for rank in range(4)]
-    assert layers[1].local_parts == {"q": 16, "k": 8, "v": 8}
+    assert layers[1].local_components == {"q": 16, "k": 8, "v": 8}
     placed = [layer.sharded_state_dict()["weight"].tensors() for layer in layers]
     q, k, v = ([(t[i].global_offset[0], t[i].replica_id) for t in placed] for i in range(3))
     assert q == [(0, (0, 0, 0)), (16, (0, 0, 0)), (32, (0, 0, 0)), (48, (0, 0, 0))]
@@ -104,10 +104,10 @@ def test_more_ranks_than_key_heads_hold_one_head_each_and_neighbours_the_same() 
 
 
 def test_copies_that_do_not_divide_tp_are_refused() -> None:
-    with pytest.raises(DeclarationError, match=r"part 'k': 3 neighbouring ranks.*tp=4.*divides tp"):
+    with pytest.raises(DeclarationError, match=r"component 'k': 3 neighbouring ranks.*tp=4.*divides tp"):
         ColumnParallelLinear(4, {"q": 8, "k": 4}, _tp(4), copies={"k": 3})
-    with pytest.raises(DeclarationError, match=r"copies is \{'x': 2\}.*parts \['k'\]"):
-        TpSharding(dim=0, parts={"k": 4}, copies={"x": 2})
+    with pytest.raises(DeclarationError, match=r"copies is \{'x': 2\}.*components \['k'\]"):
+        TpSharding(dim=0, components={"k": 4}, copies={"x": 2})
     with pytest.raises(DeclarationError, match=r"copies is 0.*at least 1"):
         TpSharding(dim=0, copies=0)
 
@@ -128,7 +128,7 @@ def test_heads_that_cannot_share_keys_are_refused() -> None:
         QKVParallelLinear(32, 4, 3, 8, ONE)
 
 
-def test_gathering_fused_parts_is_refused() -> None:
+def test_gathering_fused_components_is_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"gather_output.*'gate', 'up'.*interleaved"):
         ColumnParallelLinear(4, {"gate": 2, "up": 2}, ONE, gather_output=True)
 

@@ -118,7 +118,7 @@ def test_a_stack_has_one_key_and_local_names() -> None:
     assert state["layers.0.weight"].global_shape == (6, 4)
 
 
-def test_a_fused_output_is_stored_as_its_parts() -> None:
+def test_a_fused_output_is_stored_as_its_components() -> None:
     layer = ColumnParallelLinear(3, {"q": 8, "kv": 4}, GROUPS)
     weight, bias = (layer.sharded_state_dict("l.")[f"l.{n}"] for n in ("weight", "bias"))
     assert isinstance(weight, ShardedLayout)
@@ -172,9 +172,11 @@ def test_sharded_offsets_of_other_axes_are_refused() -> None:
         Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),))
 
 
-def test_parts_cannot_be_padded() -> None:
-    with pytest.raises(DeclarationError, match=r"parts \['a'\] cannot have allow_shape_mismatch.*pad none"):
-        TpSharding(dim=0, parts={"a": 1}, allow_shape_mismatch=True)
+def test_components_cannot_be_padded() -> None:
+    with pytest.raises(
+        DeclarationError, match=r"components \['a'\] cannot have allow_shape_mismatch.*pad none"
+    ):
+        TpSharding(dim=0, components={"a": 1}, allow_shape_mismatch=True)
 
 
 def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
@@ -190,8 +192,8 @@ def test_metadata_reaches_every_child_that_can_ask_for_it() -> None:
     assert asked.given == expected
 
 
-def test_parts_that_do_not_add_up_are_refused() -> None:
-    layer = RowCutLinear(ONE, 3, 4, tp_sharding={"weight": TpSharding(dim=0, parts={"a": 1, "b": 2})})
+def test_components_that_do_not_add_up_are_an_error() -> None:
+    layer = RowCutLinear(ONE, 3, 4, tp_sharding={"weight": TpSharding(dim=0, components={"a": 1, "b": 2})})
     with pytest.raises(DeclarationError, match=r"'m\.weight'.*'a': 1, 'b': 2"):
         layer.sharded_state_dict("m.")
 

@@ -225,7 +225,7 @@ class _LeafCollector:
         return torch.empty_like(data, device="cpu", requires_grad=False)
 
     def _add_torch_sharded(self, held: TorchShardedTensor) -> Finish:
-        self.tensors.extend(held.parts)
+        self.tensors.extend(held.chunks)
         if held.ranks < self._ranks:
             self.part_of_ranks.add(held.key)
         return lambda dropped: ABSENT if held.key in dropped else held.data
