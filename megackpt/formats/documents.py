@@ -1,6 +1,7 @@
-"""JSON documents of a checkpoint: metadata.json, and what formats put beside it.
+"""Small files of a checkpoint: metadata.json, other JSON documents, and files that an entry names.
 
-Owns reading one that may be damaged: bounded, an object, and an error that names the file.
+They may be damaged, so each is read with a bound on its size, and every error names the file. An entry is a
+JSON object with the name, the size and the digest of a file: `{"file", "nbytes", "xxh3_128"}`.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import json
 
 from megackpt.codec.tree import object_of
-from megackpt.errors import FormatError
+from megackpt.errors import FormatError, IntegrityError
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES, Json
-from megackpt.storage import Store
+from megackpt.storage import Store, digest_of
 
 
 def parse_document(data: bytes, *, where: str) -> Json:
-    """Return a document.
+    """Return a JSON document.
 
     Raises:
-        FormatError: it is not a JSON object, or a key stands twice in one.
+        FormatError: the data is not a JSON object, or a key occurs twice in one.
     """
     try:
         document = json.loads(data, object_pairs_hook=object_of)
@@ -29,10 +30,10 @@ def parse_document(data: bytes, *, where: str) -> Json:
 
 
 def read_document(store: Store, name: str) -> Json:
-    """Return a document of a checkpoint.
+    """Return a JSON document of a checkpoint.
 
     Raises:
-        FormatError: it is not a JSON object, or larger than a manifest may be.
+        FormatError: the file is not a JSON object, or larger than a manifest may be.
     """
     data = store.read(name, max_bytes=MANIFEST_MAX_BYTES)
     return parse_document(data, where=f"{store.location}/{name}")
@@ -55,3 +56,51 @@ def attempt_in_manifest(store: Store) -> str | None:
     """
     attempt = (read_manifest_file(store) or {}).get("attempt")
     return attempt if isinstance(attempt, str) else None
+
+
+def write_small_file(store: Store, name: str, data: bytes) -> Json:
+    """Write a small file; return its entry.
+
+    The content is durable when this returns, the name after `store.sync()`.
+    """
+    store.write(name, data)
+    return {"file": name, "nbytes": len(data), "xxh3_128": digest_of(data)}
+
+
+def file_entry(store: Store, document: Json, key: str, *, document_name: str = MANIFEST) -> tuple[Json, str]:
+    """Return the entry of a document that names a file, and the path of that file for messages.
+
+    document is the content of the file called document_name; key is that of the entry, such as `index`.
+
+    Raises:
+        FormatError: there is no such entry, or it is malformed.
+    """
+    entry = document.get(key)
+    where = f"{store.location}/{document_name}"
+    if not isinstance(entry, dict) or not {"file", "nbytes", "xxh3_128"} <= set(entry):
+        raise FormatError(
+            f"{where} does not say where the {key} is. The file is damaged or foreign.", path=where
+        )
+    if not isinstance(entry["file"], str) or not isinstance(entry["nbytes"], int):
+        raise FormatError(f"{where}: entry {key!r} is malformed.", path=where)
+    return entry, f"{store.location}/{entry['file']}"
+
+
+def read_small_file(
+    store: Store, document: Json, key: str, *, document_name: str = MANIFEST
+) -> tuple[bytes, str]:
+    """Return the content of the file that an entry names, and its path for messages.
+
+    Raises:
+        FormatError: there is no such entry, or it is malformed.
+        IntegrityError: the file does not have the size and digest of the entry.
+    """
+    entry, where = file_entry(store, document, key, document_name=document_name)
+    data = store.read(entry["file"], max_bytes=entry["nbytes"])
+    if len(data) != entry["nbytes"] or digest_of(data) != entry["xxh3_128"]:
+        raise IntegrityError(
+            f"{where}: the content differs from what was saved ({len(data)} bytes, {entry['nbytes']} "
+            f"expected; the digest does not match). The file is damaged; load another checkpoint.",
+            path=where,
+        )
+    return data, where

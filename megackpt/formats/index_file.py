@@ -1,116 +1,211 @@
-"""The index of a checkpoint as a whole, and the small files beside it.
+"""The index of a checkpoint as a whole: written, read and checked, and reduced to fewer arrays.
 
-Owns what formats share that describe their chunks in a table of columns: the columns of places and digests,
-the entry that names a small file with its size and digest, and its check when it is read. Reading parts of an
-index is `index_reader`'s.
+An index is a table with a row for each chunk: its array and box, the file and offset where it lies, and the
+digests of its blocks. Reading only the rows that a rank needs is in `index_reader`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from megackpt.errors import FormatError, IntegrityError, StorageError
-from megackpt.formats.index_digests import digests_in
+from megackpt.errors import FormatError, StorageError
+from megackpt.formats.buffered_writer import BufferedWriter
+from megackpt.formats.documents import read_small_file
+from megackpt.formats.index_layout import (
+    BLOCK_DIGESTS,
+    BLOCK_ROWS,
+    ROW_COLUMNS,
+    aligned_head,
+    array_digest_columns,
+    bytes_of,
+    converted_parts,
+    header_of,
+    read_array_digests,
+)
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
+    Column,
     StoredChunks,
     block_counts,
     column,
     integers,
+    narrow_dtype,
+    pack_strings,
     unpack_columns,
     unpack_strings,
 )
-from megackpt.storage import Store, check_name, digest_of
+from megackpt.storage import Store, block_digests, check_name, digest_of_parts
 
-_MOST_BYTES = 2**62
+_MAX_BYTES = 2**62
+"""Bound of offsets and lengths: twice as much still fits into int64, so ends can be computed and compared."""
+
+_PART_BLOCKS = 64
+"""Blocks that are converted at once, so that there is never a second copy of the table."""
 
 
-def write_small(store: Store, name: str, data: bytes) -> Json:
-    """Write a small file; return the entry that names it with its size and digest.
+def write_index(
+    store: Store,
+    name: str,
+    stored: StoredChunks,
+    *,
+    block_rows: int = BLOCK_ROWS,
+    block_digests: int = BLOCK_DIGESTS,
+) -> Json:
+    """Write an index; return its entry, which also describes its head.
 
-    Its content is durable when this returns, its name after `store.sync()`.
+    The content is durable when this returns, the name after `store.sync()`. stored has digests and is
+    compact: they are in the order of the rows.
     """
-    store.write(name, data)
-    return {"file": name, "nbytes": len(data), "xxh3_128": digest_of(data)}
+    assert stored.digests is not None
+    columns = _row_columns(stored)
+    dtypes = {n: narrow_dtype(c) for n, c in columns.items()}
+    # The widest columns first, so that each begins at a multiple of its item size.
+    rows = {n: columns[n] for n in sorted(columns, key=lambda n: -dtypes[n].itemsize)}
+    head = aligned_head(
+        {
+            **{n: c.astype(narrow_dtype(c)) for n, c in _arrays_and_files(stored).items()},
+            **_row_blocks(stored, rows, dtypes, block_rows),
+            "digest.xxh3": _digests_of_blocks(stored.digests, stored.digests.dtype, block_digests),
+        }
+    )
+    header = header_of(head, {n: (dtypes[n], c.shape) for n, c in rows.items()})
+    head_parts = [memoryview(header), *map(bytes_of, head.values())]
+    head_nbytes = sum(part.nbytes for part in head_parts)
+    nbytes = head_nbytes + sum(c.size * dtypes[n].itemsize for n, c in rows.items())
+
+    with store.open_writer(name, nbytes) as writer:
+        buffered = BufferedWriter(writer)
+
+        def written() -> Iterator[memoryview]:
+            for part in (*head_parts, *_row_parts(rows, dtypes, block_rows * _PART_BLOCKS)):
+                buffered.write(part)
+                yield part
+
+        digest = digest_of_parts(written())
+        buffered.flush()
+    return {
+        "file": name,
+        "nbytes": nbytes,
+        "xxh3_128": digest,
+        "head": {
+            "nbytes": head_nbytes,
+            "xxh3_128": digest_of_parts(head_parts),
+            "block_rows": block_rows,
+            "block_digests": block_digests,
+        },
+    }
 
 
-def entry_of(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) -> tuple[Json, str]:
-    """Return the entry of said that names a file, and what to call that file in messages.
+def _row_columns(stored: StoredChunks) -> dict[str, Column]:
+    table = stored.table
+    return {
+        "digest": stored.digests if stored.digests is not None else np.zeros(0, np.uint64),
+        "array": table.array,
+        "start": table.start,
+        "shape": table.shape,
+        "flat_start": table.flat_start,
+        "flat_stop": table.flat_stop,
+        "nbytes": table.nbytes,
+        "file": stored.file,
+        "offset_bytes": stored.offset_bytes,
+    }
 
-    holder is the file that said comes from.
+
+def _arrays_and_files(stored: StoredChunks) -> dict[str, Column]:
+    """Return the columns of the head about arrays and files."""
+    table = stored.table
+    # The largest extent of an array's chunks along dim 0 bounds how far before a box an overlapping chunk
+    # can begin: with it, a reader finds such chunks by their start alone.
+    reach = np.zeros(len(table.arrays), np.int64)
+    np.maximum.at(reach, table.array, table.shape[:, 0])
+    per_row = {n for n in _row_columns(stored) if n != "digest"}
+    return {
+        **{n: c for n, c in table.to_columns().items() if n not in per_row},
+        **pack_strings("file_name", stored.files),
+        **array_digest_columns(table.arrays, stored.array_digests),
+        "array.rows": np.bincount(table.array, minlength=len(table.arrays)).astype(np.int64),
+        "array.reach": reach,
+    }
+
+
+def _row_blocks(
+    stored: StoredChunks,
+    rows: Mapping[str, Column],
+    dtypes: Mapping[str, np.dtype[np.integer[Any]]],
+    block_rows: int,
+) -> dict[str, Column]:
+    """Return the columns of the head about blocks of rows: where each begins, and its digest per column."""
+    counts = block_counts(stored.table.nbytes)
+    first_digest = (np.cumsum(counts) - counts)[::block_rows]
+    start = np.ascontiguousarray(stored.table.start[::block_rows, 0])
+    digest_start = np.append(first_digest, counts.sum())
+    digests = [_digests_of_blocks(rows[n], dtypes[n], block_rows) for n in ROW_COLUMNS]
+    return {
+        "block.start": start.astype(narrow_dtype(start)),
+        "block.digest_start": digest_start.astype(narrow_dtype(digest_start)),
+        "block.xxh3": np.stack(digests, axis=1),
+    }
+
+
+def _digests_of_blocks(values: Column, dtype: np.dtype[np.integer[Any]], block_rows: int) -> Column:
+    """Return the digest of each block of a column, over its bytes as they are stored."""
+    row_nbytes = dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
+    parts = converted_parts(values, dtype, block_rows * _PART_BLOCKS)
+    digests = [block_digests(bytes_of(part), block_rows * row_nbytes) for part in parts]
+    return np.concatenate([np.zeros(0, np.uint64), *digests])
+
+
+def _row_parts(
+    rows: Mapping[str, Column], dtypes: Mapping[str, np.dtype[np.integer[Any]]], part_rows: int
+) -> Iterator[memoryview]:
+    for name, values in rows.items():
+        for part in converted_parts(values, dtypes[name], part_rows):
+            yield bytes_of(part)
+
+
+def read_index(store: Store, document: Json, *, document_name: str = MANIFEST) -> StoredChunks:
+    """Return all of the index that the entry `index` of a document names, checked.
 
     Raises:
-        FormatError: there is no such entry, or it is malformed.
+        FormatError, IntegrityError: the index is not what the format, or the entry, says.
     """
-    named = said.get(entry)
-    holder = f"{store.location}/{holder}"
-    if not isinstance(named, dict) or not {"file", "nbytes", "xxh3_128"} <= set(named):
-        raise FormatError(
-            f"{holder} does not say where the {entry} is. The file is damaged or foreign.", path=holder
-        )
-    if not isinstance(named["file"], str) or not isinstance(named["nbytes"], int):
-        raise FormatError(f"{holder}: entry {entry!r} is malformed.", path=holder)
-    return named, f"{store.location}/{named['file']}"
-
-
-def read_small(store: Store, said: Json, entry: str, *, holder: str = MANIFEST) -> tuple[bytes, str]:
-    """Return the file that an entry of said names, checked, and what to call it in messages.
-
-    Raises:
-        FormatError: there is no such entry, or it is malformed.
-        IntegrityError: the file does not have the size and digest given there.
-    """
-    named, where = entry_of(store, said, entry, holder=holder)
-    data = store.read(named["file"], max_bytes=named["nbytes"])
-    if len(data) != named["nbytes"] or digest_of(data) != named["xxh3_128"]:
-        raise IntegrityError(
-            f"{where}: the content differs from what was saved ({len(data)} bytes, {named['nbytes']} "
-            f"expected; the digest does not match). The file is damaged; load another checkpoint.",
-            path=where,
-        )
-    return data, where
-
-
-def read_index(store: Store, said: Json, *, holder: str = MANIFEST) -> StoredChunks:
-    """Return the whole index that the entry `index` of said names, checked.
-
-    Raises:
-        FormatError, IntegrityError: it is not what the format, or the entry, says.
-    """
-    data, where = read_small(store, said, "index", holder=holder)
+    data, where = read_small_file(store, document, "index", document_name=document_name)
     columns = unpack_columns(data, where=where)
     table = ChunkTable.from_columns(columns, where=where)
     files = unpack_strings(columns, "file_name", where=where)
     file = integers(columns, "file", where=where, length=len(table))
     offset = integers(columns, "offset_bytes", where=where, length=len(table))
-    if np.any(table.nbytes < 0) or np.any(table.nbytes > _MOST_BYTES):
+    # Before lengths are used to count digests: negative or huge ones would overflow the count.
+    if np.any(table.nbytes < 0) or np.any(table.nbytes > _MAX_BYTES):
         raise FormatError(f"{where}: a chunk has an impossible length. The index is damaged.", path=where)
     blocks = block_counts(table.nbytes)
     digests = column(columns, "digest", where=where, length=int(blocks.sum())).astype(np.uint64, copy=False)
     for name in files:
         check_name(name, location=store.location)
-    check_places(table, file, offset, files=len(files), where=where)
-    of_arrays = digests_in(columns, table.arrays, where=where)
-    return StoredChunks(table, file, offset, np.cumsum(blocks) - blocks, digests, tuple(files), of_arrays)
+    check_locations(table, file, offset, files=len(files), where=where)
+    array_digests = read_array_digests(columns, table.arrays, where=where)
+    return StoredChunks(table, file, offset, np.cumsum(blocks) - blocks, digests, tuple(files), array_digests)
 
 
-def check_places(table: ChunkTable, file: Ints, offset: Ints, *, files: int, where: str) -> None:
-    """Refuse chunks that lie in none of so many files, or on each other.
+def check_locations(table: ChunkTable, file: Ints, offset: Ints, *, files: int, where: str) -> None:
+    """Check that chunks lie in one of so many files, and that no two share bytes.
 
     file and offset are those of each chunk, `[n]`.
 
     Raises:
-        FormatError: there are such; where names the index.
+        FormatError: they do not; where is the path of the index.
     """
     outside = (file < 0) | (file >= files)
-    # Twice this fits, so that ends can be compared.
-    outside |= (offset < 0) | (offset > _MOST_BYTES) | (table.nbytes < 0) | (table.nbytes > _MOST_BYTES)
+    outside |= (offset < 0) | (offset > _MAX_BYTES) | (table.nbytes < 0) | (table.nbytes > _MAX_BYTES)
     if outside.any():
         raise FormatError(f"{where}: a chunk lies in no file. The index is damaged.", path=where)
+    # In the order of files and offsets, a chunk that shares bytes with any other shares some with the next.
     some = np.flatnonzero(table.nbytes)
     order = some[np.lexsort((offset[some], file[some]))]
     overlaps = (np.diff(file[order]) == 0) & (np.diff(offset[order]) < table.nbytes[order[:-1]])
@@ -125,23 +220,23 @@ def check_places(table: ChunkTable, file: Ints, offset: Ints, *, files: int, whe
         )
 
 
-def check_files(store: Store, stored: StoredChunks, *, prefix: str = "") -> None:
-    """Refuse an index of files that are gone; their names begin with prefix.
+def check_files_exist(store: Store, stored: StoredChunks, *, prefix: str = "") -> None:
+    """Check, before an index is written, that its files exist; their names begin with prefix.
 
     Raises:
         StorageError: another job has removed what this save has written.
     """
-    gone = set(stored.files) - set(store.names(prefix))
-    if gone:
+    missing = set(stored.files) - set(store.names(prefix))
+    if missing:
         raise StorageError(
-            f"{store.location}: {min(gone)!r}, which this save has written, is gone. Another job saves to "
+            f"{store.location}: {min(missing)!r}, which this save has written, is gone. Another job saves to "
             f"the same directory, or something cleans it up; give each its own.",
             path=store.location,
         )
 
 
 def without_arrays(index: StoredChunks, *, key_prefix: str) -> StoredChunks:
-    """Return an index without the arrays whose keys begin with key_prefix, nor what only they need."""
+    """Return an index without the arrays whose keys begin with key_prefix, and what only they need."""
     kept = [i for i, a in enumerate(index.table.arrays) if not a.key.startswith(key_prefix)]
     new_number = np.full(len(index.table.arrays), -1, np.int64)
     new_number[kept] = np.arange(len(kept))
@@ -155,13 +250,14 @@ def without_arrays(index: StoredChunks, *, key_prefix: str) -> StoredChunks:
 
 
 def compact(stored: StoredChunks) -> StoredChunks:
-    """Leave out digests and files that no row refers to, as an index has those of its rows in their order."""
-    assert stored.digests is not None  # what has none is never written again
+    """Return the same chunks without digests and files that no row uses, and the digests in row order."""
+    assert stored.digests is not None  # an index without digests is never written again
     used = np.unique(stored.file)
     blocks = block_counts(stored.table.nbytes)
     start = np.cumsum(blocks) - blocks
     if len(used) == len(stored.files) and np.array_equal(start, stored.digest_start):
         return replace(stored, digests=stored.digests[: int(blocks.sum())])
+    # Number of each block within its chunk: with the old starts it gives the old positions of all digests.
     block = np.arange(int(blocks.sum())) - np.repeat(start, blocks)
     return replace(
         stored,

@@ -1,6 +1,6 @@
-"""The head of an index, read and checked: what arrays and files there are, and where rows of which array lie.
+"""The head of an index, read and checked: all that is known of an index before any of its rows is read.
 
-Owns everything that is known of an index before a row of it is read.
+It lists the arrays and files, and tells in which blocks of rows the chunks of an array are.
 """
 
 from __future__ import annotations
@@ -13,56 +13,65 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError
-from megackpt.formats.index_digests import KNOWN, VALUE, digests_in
-from megackpt.formats.index_layout import ROW_COLUMNS, Span, column_in, damaged, parse_header, require
+from megackpt.formats.index_layout import (
+    ARRAY_DIGEST,
+    HAS_ARRAY_DIGEST,
+    ROW_COLUMNS,
+    StoredColumn,
+    column_in,
+    damaged,
+    parse_header,
+    read_array_digests,
+    require,
+)
 from megackpt.formats.strategy import Json
 from megackpt.geometry import Ints, position_bases
 from megackpt.metadata import ArraySpec, ChunkTable, Column, DecodedArrays, decode_arrays
 from megackpt.storage import Store, digest_of_parts
 
 Marks = npt.NDArray[np.bool_]
-"""Which of some blocks are meant."""
+"""Marks some blocks of an index, `[blocks]`."""
 
-_WHOLE = ("U32", "I64")
+_INTEGER = ("U32", "I64")
 _COLUMNS: dict[str, tuple[tuple[str, ...], int]] = {  # dtypes and number of dims
     "key.utf8": (("U8",), 1),
-    "key.ends": (_WHOLE, 1),
+    "key.ends": (_INTEGER, 1),
     "dtype.utf8": (("U8",), 1),
-    "dtype.ends": (_WHOLE, 1),
+    "dtype.ends": (_INTEGER, 1),
     "ndim": (("U8",), 1),
-    "global_shape": (_WHOLE, 2),
+    "global_shape": (_INTEGER, 2),
     "file_name.utf8": (("U8",), 1),
-    "file_name.ends": (_WHOLE, 1),
-    "array.rows": (_WHOLE, 1),
-    "array.reach": (_WHOLE, 1),
-    "block.start": (_WHOLE, 1),
-    "block.digest_start": (_WHOLE, 1),
+    "file_name.ends": (_INTEGER, 1),
+    "array.rows": (_INTEGER, 1),
+    "array.reach": (_INTEGER, 1),
+    "block.start": (_INTEGER, 1),
+    "block.digest_start": (_INTEGER, 1),
     "block.xxh3": (("U64",), 2),
     "digest.xxh3": (("U64",), 1),
 }
-_OPTIONAL = {VALUE: (("U64",), 1), KNOWN: (("U8",), 1)}
-_LIMIT = 2**32  # of rows and digests in a block
+_OPTIONAL = {ARRAY_DIGEST: (("U64",), 1), HAS_ARRAY_DIGEST: (("U8",), 1)}
+_MAX_BLOCK = 2**32  # rows or digests in a block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexHead:
-    """What the head of an index says; there are a arrays, n rows in m blocks, f files and b digests.
+    """The content of a head, for a arrays, n rows in m blocks, f files and b digests.
 
     Attributes:
         name: file name of the index.
-        where: what to call it in messages.
+        where: path of the index, for messages.
         decoded: the arrays.
-        number: of each array, by key.
-        file_text: names of files, one after the other, in UTF-8.
-        file_ends: end of each in that, `[f]`.
-        first_row: of each array, and n, `[a + 1]`.
+        number: the number of each array, by key.
+        file_text: names of all files, one after the other, in UTF-8.
+        file_ends: where each name ends in file_text, `[f]`.
+        first_row: the first row of each array, and n at the end, `[a + 1]`.
         reach: the largest extent along dim 0 of a chunk of each array, `[a]`.
-        block_rows: rows in a block, the last one shorter.
+        block_rows: rows in a block; the last block may have fewer.
         block_start: `start[0]` of the first row in each block, `[m]`.
-        block_digest_start: number of digests before those of each block, and b, `[m + 1]`.
-        row_digests: of each block in each of `ROW_COLUMNS`, `[m, len(ROW_COLUMNS)]`.
-        block_digests: digests in a block, the last one shorter.
-        digest_digests: of each block of digests.
+        block_digest_start: number of digests before those of each block, and b at the end, `[m + 1]`.
+        row_digests: digest of each block in each of `ROW_COLUMNS`, `[m, len(ROW_COLUMNS)]`.
+        block_digests: digests in a block; the last block may have fewer.
+        digest_digests: digest of each block of digests.
         rows: where the columns of rows lie, and `digest`.
         array_digests: CRC-64/NVME of the elements of arrays, by key, for those of which one is stored.
     """
@@ -81,7 +90,7 @@ class IndexHead:
     row_digests: npt.NDArray[np.uint64]
     block_digests: int
     digest_digests: npt.NDArray[np.uint64]
-    rows: Mapping[str, Span]
+    rows: Mapping[str, StoredColumn]
     array_digests: Mapping[str, int]
 
     @property
@@ -90,10 +99,10 @@ class IndexHead:
         return self.decoded.arrays
 
     def file_names(self, chosen: Ints) -> tuple[str, ...]:
-        """Return the names of some files.
+        """Return the names of the files with these numbers.
 
         Raises:
-            FormatError: one is not UTF-8.
+            FormatError: a name is not UTF-8.
         """
         ends = self.file_ends[chosen].tolist()
         starts = np.where(chosen > 0, self.file_ends[chosen - 1], 0).tolist() if len(chosen) else []
@@ -103,29 +112,32 @@ class IndexHead:
             raise damaged("a name of a file is not UTF-8", self.where) from error
 
     def blocks_of_keys(self, keys: Iterable[str]) -> Marks:
-        """Say which blocks have rows of these arrays, `[m]`; keys that are none are passed over."""
+        """Mark the blocks with rows of these arrays, `[m]`; keys that are not stored are ignored."""
         array = np.array([self.number[key] for key in keys if key in self.number], np.int64)
         return marked_ranges(*self._blocks_of_arrays(array), len(self.block_start))
 
-    def blocks_meeting(self, wanted: Sequence[ChunkTable]) -> Marks:
-        """Say which blocks may have rows that meet one of these boxes along dim 0, `[m]`."""
+    def blocks_overlapping(self, wanted: Sequence[ChunkTable]) -> Marks:
+        """Mark the blocks that may have rows which overlap one of these boxes along dim 0, `[m]`."""
+        # Rows are sorted by array and `start[0]`. Adding a base for each array makes of the two one number,
+        # by which the first rows of blocks are sorted and can be searched.
         bases, bound = position_bases(self.decoded.whole[:, 0])
         of_block = np.searchsorted(self.first_row, self.first_rows_of_blocks(), side="right") - 1
-        place = bases[of_block] + np.minimum(self.block_start, bound)
+        position = bases[of_block] + np.minimum(self.block_start, bound)
         marked = np.zeros(len(self.block_start), np.bool_)
         for table in wanted:
             array = self.numbers_of(table)[table.array] if len(table) else table.array
+            # A chunk that overlaps a box begins at most `reach - 1` before it, and before it ends.
             lowest = np.clip(table.start[:, 0] - self.reach[array] + 1, 0, bound)
             highest = np.minimum(table.start[:, 0] + table.shape[:, 0], bound + 1)
             low, high = self._blocks_of_arrays(array)
-            # Rows that begin where a block begins may begin in the one before it.
-            low = np.maximum(low, np.searchsorted(place, bases[array] + lowest, side="left") - 1)
-            high = np.minimum(high, np.searchsorted(place, bases[array] + highest, side="left"))
+            # The last block that begins before them may also have such rows.
+            low = np.maximum(low, np.searchsorted(position, bases[array] + lowest, side="left") - 1)
+            high = np.minimum(high, np.searchsorted(position, bases[array] + highest, side="left"))
             marked |= marked_ranges(low, high, len(self.block_start))
         return marked
 
     def numbers_of(self, table: ChunkTable) -> Ints:
-        """Return the number here of each array of a table; all of its keys are stored."""
+        """Return the number in this index of each array of a table; all of its keys are stored."""
         return np.array([self.number[spec.key] for spec in table.arrays], np.int64)
 
     def first_rows_of_blocks(self) -> Ints:
@@ -139,7 +151,8 @@ class IndexHead:
 
 
 def marked_ranges(low: Ints, high: Ints, blocks: int) -> Marks:
-    """Mark the blocks from low to high of each of these ranges; one that ends before it begins is empty."""
+    """Mark the blocks of these ranges, `[low, high)` each; a range that ends before it begins is empty."""
+    # Count ranges that begin at each block less those that end there: the sum so far is how many cover it.
     steps = np.zeros(blocks + 1, np.int64)
     some = high > low
     np.add.at(steps, low[some], 1)
@@ -149,39 +162,39 @@ def marked_ranges(low: Ints, high: Ints, blocks: int) -> Marks:
 
 
 def read_head(store: Store, entry: Json, where: str) -> IndexHead:
-    """Read the head that an entry of an index names.
+    """Read the head of the index that an entry names.
 
     Raises:
-        FormatError: it is not what the format says.
-        IntegrityError: the index does not have the size, or its head not the digest, given there.
+        FormatError: the head is not what the format says.
+        IntegrityError: the index does not have the size, or its head not the digest, of the entry.
     """
-    name, nbytes, said = entry["file"], entry["nbytes"], _said(entry, where)
-    found = store.size(name)
-    if found != nbytes:
-        raise (FormatError if found > nbytes else IntegrityError)(
-            f"{where}: the file has {found} bytes instead of {nbytes}. It is damaged; load another "
+    name, nbytes, head_entry = entry["file"], entry["nbytes"], _head_entry(entry, where)
+    actual_nbytes = store.size(name)
+    if actual_nbytes != nbytes:
+        raise (FormatError if actual_nbytes > nbytes else IntegrityError)(
+            f"{where}: the file has {actual_nbytes} bytes instead of {nbytes}. It is damaged; load another "
             f"checkpoint.",
             path=where,
         )
-    head = memoryview(bytearray(said["nbytes"]))
-    store.read_into(name, 0, head)
-    if digest_of_parts([head]) != said["xxh3_128"]:
+    data = memoryview(bytearray(head_entry["nbytes"]))
+    store.read_into(name, 0, data)
+    if digest_of_parts([data]) != head_entry["xxh3_128"]:
         raise IntegrityError(
-            f"{where}: the bytes 0:{said['nbytes']} are not those that were saved (their digest differs). "
-            f"The file is damaged; load another checkpoint.",
+            f"{where}: the bytes 0:{head_entry['nbytes']} are not those that were saved (their "
+            f"digest differs). The file is damaged; load another checkpoint.",
             path=where,
         )
-    spans = parse_header(head, file_nbytes=nbytes, where=where)
+    stored = parse_header(data, file_nbytes=nbytes, where=where)
     columns: dict[str, Column] = {
-        column: column_in(head, require(spans, column, codes, (-1,) * ndim, where), where)
+        column: column_in(data, require(stored, column, codes, (-1,) * ndim, where), where)
         for column, (codes, ndim) in (_COLUMNS | _OPTIONAL).items()
-        if column in _COLUMNS or column in spans
+        if column in _COLUMNS or column in stored
     }
-    # Text stays text for who decodes it.
-    columns |= {n: columns[n].astype(np.uint8) for n in columns if n.endswith("utf8") or n == KNOWN}
+    # `column_in` returns int64, but text and flags are decoded from bytes.
+    as_bytes = [n for n in columns if n.endswith("utf8") or n == HAS_ARRAY_DIGEST]
+    columns |= {n: columns[n].astype(np.uint8) for n in as_bytes}
     decoded = decode_arrays(columns, where=where)
-    rows = _row_spans(spans, decoded, where)
-    head_of = IndexHead(
+    head = IndexHead(
         name=name,
         where=where,
         decoded=decoded,
@@ -190,48 +203,58 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
         file_ends=columns["file_name.ends"].astype(np.int64),
         first_row=np.concatenate(([0], np.cumsum(columns["array.rows"].astype(np.int64)))),
         reach=columns["array.reach"].astype(np.int64),
-        block_rows=said["block_rows"],
+        block_rows=head_entry["block_rows"],
         block_start=columns["block.start"].astype(np.int64),
         block_digest_start=columns["block.digest_start"].astype(np.int64),
         row_digests=columns["block.xxh3"].astype(np.uint64),
-        block_digests=said["block_digests"],
+        block_digests=head_entry["block_digests"],
         digest_digests=columns["digest.xxh3"].astype(np.uint64),
-        rows=rows,
-        array_digests=digests_in(columns, decoded.arrays, where=where),
+        rows=_row_columns(stored, decoded, where),
+        array_digests=read_array_digests(columns, decoded.arrays, where=where),
     )
-    _check(head_of, columns["array.rows"].astype(np.int64))
-    return head_of
+    _check(head, columns["array.rows"].astype(np.int64))
+    return head
 
 
-def _said(entry: Json, where: str) -> dict[str, Any]:
-    """Return what an entry says of the head."""
-    said = entry["head"]
-    wanted = ("nbytes", "block_rows", "block_digests")
-    if not isinstance(said, dict) or not all(type(said.get(n)) is int and said[n] > 0 for n in wanted):
+def _head_entry(entry: Json, where: str) -> dict[str, Any]:
+    """Return the part of an index's entry that describes the head, checked."""
+    head = entry["head"]
+    sizes = ("nbytes", "block_rows", "block_digests")
+    if not isinstance(head, dict) or not all(type(head.get(n)) is int and head[n] > 0 for n in sizes):
         raise damaged("its entry does not say how large the head and blocks are", where)
-    if not isinstance(said.get("xxh3_128"), str):
+    if not isinstance(head.get("xxh3_128"), str):
         raise damaged("its entry has no digest of the head", where)
-    if not 8 <= said["nbytes"] <= entry["nbytes"] or max(said["block_rows"], said["block_digests"]) >= _LIMIT:
+    largest_block = max(head["block_rows"], head["block_digests"])
+    if not 8 <= head["nbytes"] <= entry["nbytes"] or largest_block >= _MAX_BLOCK:
         raise damaged(
-            f"its entry says that of {entry['nbytes']} bytes {said['nbytes']} are the head, in blocks of "
-            f"{said['block_rows']} rows and {said['block_digests']} digests",
+            f"its entry says that of {entry['nbytes']} bytes {head['nbytes']} are the head, in blocks of "
+            f"{head['block_rows']} rows and {head['block_digests']} digests",
             where,
         )
-    return said
+    return head
 
 
-def _row_spans(spans: Mapping[str, Span], decoded: DecodedArrays, where: str) -> dict[str, Span]:
-    rows = require(spans, "array", _WHOLE, (-1,), where).shape[0]
+def _row_columns(
+    stored: Mapping[str, StoredColumn], decoded: DecodedArrays, where: str
+) -> dict[str, StoredColumn]:
+    """Return where the columns of rows lie, and that all have the same number of rows."""
+    rows = require(stored, "array", _INTEGER, (-1,), where).shape[0]
     dims = decoded.whole.shape[1]
-    found = {
-        name: require(spans, name, _WHOLE, (rows, dims) if name in ("start", "shape") else (rows,), where)
+    columns = {
+        name: require(stored, name, _INTEGER, (rows, dims) if name in ("start", "shape") else (rows,), where)
         for name in ROW_COLUMNS
     }
-    return {**found, "digest": require(spans, "digest", ("U64",), (-1,), where)}
+    return {**columns, "digest": require(stored, "digest", ("U64",), (-1,), where)}
 
 
 def _check(head: IndexHead, counts: Ints) -> None:
-    """Refuse a head whose parts do not fit each other, before anything is read by it."""
+    """Check that the columns of a head fit each other, before anything is read by them.
+
+    counts is how many chunks each array has, as the head says.
+
+    Raises:
+        FormatError: they do not.
+    """
     rows, digests = head.rows["nbytes"].shape[0], head.rows["digest"].shape[0]
     blocks = -(-rows // head.block_rows)
     arrays = len(head.arrays)
@@ -246,14 +269,16 @@ def _check(head: IndexHead, counts: Ints) -> None:
     )
     if not lengths_fit:
         raise damaged("the number of blocks does not fit that of rows, digests or arrays", head.where)
+    # Each count is checked by itself: their sum could overflow.
     if np.any(counts < 0) or np.any(counts > rows) or int(counts.sum()) != rows:
         raise damaged(f"its arrays do not have its {rows} chunks", head.where)
-    is_outside = (ends < 0) | (ends > digests)  # differences of others cannot overflow
+    is_outside = (ends < 0) | (ends > digests)  # of those inside, differences cannot overflow
     if ends[0] != 0 or ends[-1] != digests or np.any(is_outside) or np.any(np.diff(ends) < 0):
         raise damaged("blocks of rows have no digests of their own", head.where)
     files = np.diff(head.file_ends, prepend=0)
     if np.any(files < 0) or (len(files) and head.file_ends[-1] != len(head.file_text)):
         raise damaged("the ends of 'file_name' do not fit its text", head.where)
+    # The search for overlapping blocks relies on first rows that lie in their arrays, in ascending order.
     of_block = np.searchsorted(head.first_row, head.first_rows_of_blocks(), side="right") - 1
     whole = head.decoded.whole[of_block, 0]
     backwards = (np.diff(head.block_start) < 0) & (np.diff(of_block) == 0)

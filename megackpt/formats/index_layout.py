@@ -1,14 +1,15 @@
-"""The layout of an index file: safetensors, its first part, the head, enough to find and check any row.
+"""The layout of an index file: safetensors, whose first part, the head, tells how to find and check any row.
 
-Owns names and order of its columns, the blocks that they are cut into, and the header, which is checked when
-it is read. Writing is `index_writer`'s, reading `index_reader`'s and, of a whole index, `index_file`'s.
+This module has the names and the order of the columns, the blocks that they are divided into, the header,
+which is checked when it is read, and the digests of arrays, which are two columns of the head. An index is
+written and read as a whole in `index_file`; a few rows of it are read in `index_reader`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError
-from megackpt.metadata import Column
+from megackpt.metadata import OBJECT, ArraySpec, Column
 
 ROW_COLUMNS = ("start", "shape", "flat_start", "flat_stop", "nbytes", "file", "offset_bytes")
-"""Columns with a row for each chunk, in the order in which the head has their digests. `array` is not among
-them: it follows from the number of chunks of each array, which the head has."""
+"""Columns with a row for each chunk, in the order in which the head lists their digests. `array` is not here:
+it follows from the number of chunks of each array, which is in the head."""
+
+ARRAY_DIGEST, HAS_ARRAY_DIGEST = "array.crc64nvme", "array.has_crc64nvme"
+"""Columns of the head with a row for each array. An index in which no array has a digest lacks both, and
+readers that do not know them ignore them."""
 
 BLOCK_ROWS = 1024
-"""Rows under one digest for each column: few enough that a rank which needs a few rows in many places reads
-little, many enough that the head stays below a percent of the index."""
+"""Rows in a block; each column of a block has a digest. Few enough that a rank that needs rows in many
+places reads little, many enough that the head stays below a percent of the index."""
 
 BLOCK_DIGESTS = 2048
-"""Digests of chunks under one digest. An index of large chunks is mostly these."""
+"""Digests of chunks in a block, which has a digest itself. An index of large chunks is mostly these."""
 
 _CODES: dict[str, np.dtype[np.integer[Any]]] = {
     "U8": np.dtype(np.uint8),
@@ -36,13 +41,13 @@ _CODES: dict[str, np.dtype[np.integer[Any]]] = {
     "U64": np.dtype(np.uint64),
 }
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
-_MOST = 2**48  # bound of an extent: a column without elements may claim any, which numpy cannot hold
+_MAX_EXTENT = 2**48  # a column without elements may claim any extent, also one that numpy cannot hold
 _ALIGNMENT = 64
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredColumn:
     """Where a column lies in the file.
 
     Attributes:
@@ -71,14 +76,18 @@ class Span:
 def header_of(
     head: Mapping[str, Column], rows: Mapping[str, tuple[np.dtype[np.integer[Any]], tuple[int, ...]]]
 ) -> bytes:
-    """Return the header of a file of these columns in this order; of rows, dtypes and shapes are given.
+    """Return the header of a file with these columns, in this order.
+
+    Args:
+        head: the columns of the head.
+        rows: dtypes and shapes of the columns that follow.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
     entries: dict[str, object] = {}
     position = 0
-    described = {name: (c.dtype, c.shape) for name, c in head.items()}
-    for name, (dtype, shape) in {**described, **rows}.items():
+    head_columns = {name: (c.dtype, c.shape) for name, c in head.items()}
+    for name, (dtype, shape) in {**head_columns, **rows}.items():
         end = position + dtype.itemsize * math.prod(shape)
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
@@ -88,7 +97,7 @@ def header_of(
 
 
 def aligned_head(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Put the columns of a head into their order, and behind them what aligns the rows that follow."""
+    """Return the columns of a head in their order, and padding that aligns the rows that follow."""
     ordered = {name: c for name, c in sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize)}
     missing = -sum(c.nbytes for c in ordered.values()) % _ALIGNMENT
     return {**ordered, "padding": np.zeros(missing, np.uint8)}
@@ -99,14 +108,14 @@ def bytes_of(column: Column) -> memoryview:
     return column.reshape(-1).view(np.uint8).data
 
 
-def pieces_of(values: Column, dtype: np.dtype[np.integer[Any]], rows: int) -> Iterator[Column]:
-    """Convert a column to the dtype that it is stored in, so many rows at a time."""
+def converted_parts(values: Column, dtype: np.dtype[np.integer[Any]], rows: int) -> Iterator[Column]:
+    """Yield a column in the dtype that it is stored in, at most `rows` rows at a time."""
     for start in range(0, len(values), rows):
         yield np.ascontiguousarray(values[start : start + rows], dtype)
 
 
-def parse_header(head: memoryview, *, file_nbytes: int, where: str) -> dict[str, Span]:
-    """Return where columns lie, checked: they fill the file one after the other.
+def parse_header(head: memoryview, *, file_nbytes: int, where: str) -> dict[str, StoredColumn]:
+    """Return where the columns lie, checked: they fill the file, one after the other.
 
     Raises:
         FormatError: head does not begin with such a header.
@@ -117,63 +126,101 @@ def parse_header(head: memoryview, *, file_nbytes: int, where: str) -> dict[str,
     try:
         entries = json.loads(bytes(head[8 : 8 + length]))
         entries.pop("__metadata__", None)
-        spans = {name: _span(entry, 8 + length) for name, entry in entries.items()}
+        columns = {name: _stored_column(entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(f"its header is malformed ({error})", where) from error
     position = 8 + length
-    for span in sorted(spans.values(), key=lambda s: (s.offset_bytes, s.nbytes)):
-        if span.offset_bytes != position or span.nbytes < 0:
+    for column in sorted(columns.values(), key=lambda c: (c.offset_bytes, c.nbytes)):
+        if column.offset_bytes != position or column.nbytes < 0:
             raise damaged(f"columns overlap or leave gaps at byte {position}", where)
-        position += span.nbytes
+        position += column.nbytes
     if position != file_nbytes:
         raise damaged(f"its columns end at byte {position} of {file_nbytes}", where)
-    return spans
+    return columns
 
 
 def require(
-    spans: Mapping[str, Span], name: str, codes: tuple[str, ...], shape: tuple[int, ...], where: str
-) -> Span:
-    """Return a column that has one of these dtypes, and this shape; -1 stands for any extent.
+    columns: Mapping[str, StoredColumn], name: str, codes: tuple[str, ...], shape: tuple[int, ...], where: str
+) -> StoredColumn:
+    """Return where a column lies that has one of these dtypes and this shape; -1 stands for any extent.
 
     Raises:
-        FormatError: there is none.
+        FormatError: there is no such column.
     """
-    span = spans.get(name)
-    if span is None:
+    stored = columns.get(name)
+    if stored is None:
         raise damaged(f"column {name!r} is missing", where)
-    fits = len(span.shape) == len(shape) and all(
-        0 <= found < _MOST and wanted in (-1, found) for found, wanted in zip(span.shape, shape, strict=True)
+    fits = len(stored.shape) == len(shape) and all(
+        0 <= extent < _MAX_EXTENT and expected in (-1, extent)
+        for extent, expected in zip(stored.shape, shape, strict=True)
     )
-    if not fits or span.code not in codes or span.nbytes != span.row_nbytes * span.shape[0]:
+    if not fits or stored.code not in codes or stored.nbytes != stored.row_nbytes * stored.shape[0]:
         raise damaged(
-            f"column {name!r} is {span.code} {list(span.shape)} in {span.nbytes} bytes instead of "
+            f"column {name!r} is {stored.code} {list(stored.shape)} in {stored.nbytes} bytes instead of "
             f"{' or '.join(codes)} {list(shape)}",
             where,
         )
-    return span
+    return stored
 
 
-def column_in(head: memoryview, span: Span, where: str) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
-    """Return a column of the head: digests as they are, anything else as int64.
+def column_in(
+    head: memoryview, stored: StoredColumn, where: str
+) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
+    """Return a column of the head: digests as uint64, anything else as int64.
 
     Raises:
-        FormatError: it lies outside.
+        FormatError: the column is not in the head.
     """
-    stop = span.offset_bytes + span.nbytes
+    stop = stored.offset_bytes + stored.nbytes
     if stop > len(head):
-        raise damaged(f"a column at byte {span.offset_bytes} is not in the head", where)
-    values = np.frombuffer(head[span.offset_bytes : stop], span.dtype).reshape(span.shape)
-    return values.astype(np.uint64 if span.code == "U64" else np.int64)
+        raise damaged(f"a column at byte {stored.offset_bytes} is not in the head", where)
+    values = np.frombuffer(head[stored.offset_bytes : stop], stored.dtype).reshape(stored.shape)
+    return values.astype(np.uint64 if stored.code == "U64" else np.int64)
 
 
-def _span(entry: Mapping[str, list[int]], data: int) -> Span:
+def array_digest_columns(arrays: Sequence[ArraySpec], digests: Mapping[str, int]) -> dict[str, Column]:
+    """Return the columns that store the digests of arrays by key; none if there are no digests."""
+    if not digests:
+        return {}
+    return {
+        ARRAY_DIGEST: np.array([digests.get(spec.key, 0) for spec in arrays], np.uint64),
+        HAS_ARRAY_DIGEST: np.array([spec.key in digests for spec in arrays], np.uint8),
+    }
+
+
+def read_array_digests(
+    columns: Mapping[str, Column], arrays: Sequence[ArraySpec], *, where: str
+) -> dict[str, int]:
+    """Return the digests of arrays by key, of those that have one.
+
+    Raises:
+        FormatError: the columns are not what the format says; where is the path of the index.
+    """
+    if ARRAY_DIGEST not in columns and HAS_ARRAY_DIGEST not in columns:
+        return {}
+    for name, dtype in ((ARRAY_DIGEST, np.uint64), (HAS_ARRAY_DIGEST, np.uint8)):
+        column = columns.get(name)
+        if column is None or column.dtype != dtype or column.shape != (len(arrays),):
+            actual = "missing" if column is None else f"{column.dtype} {list(column.shape)}"
+            raise damaged(f"column {name!r} is {actual} instead of {np.dtype(dtype)} [{len(arrays)}]", where)
+    value, has_digest = columns[ARRAY_DIGEST], columns[HAS_ARRAY_DIGEST]
+    if np.any(has_digest > 1) or np.any(value[has_digest == 0] != 0):
+        raise damaged("digests of arrays are neither there nor left out", where)
+    digests = {arrays[i].key: int(value[i]) for i in np.flatnonzero(has_digest).tolist()}
+    objects = sorted(spec.key for spec in arrays if spec.dtype == OBJECT and spec.key in digests)
+    if objects:
+        raise damaged(f"{objects[0]!r} has the digest of an array and holds objects", where)
+    return digests
+
+
+def _stored_column(entry: Mapping[str, list[int]], data: int) -> StoredColumn:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(n) is int for n in (begin, end, *shape)):
         raise ValueError("numbers that are no integers")
-    return Span(str(entry["dtype"]), shape, data + begin, end - begin)
+    return StoredColumn(str(entry["dtype"]), shape, data + begin, end - begin)
 
 
 def damaged(reason: str, where: str) -> FormatError:
-    """Return the error for an index that is not what the format says; where names it."""
+    """Return the error for an index that is not what the format says; where is its path."""
     return FormatError(f"{where}: {reason}. The index is damaged; load another checkpoint.", path=where)

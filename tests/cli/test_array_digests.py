@@ -23,8 +23,7 @@ from megackpt.engine.verification.collective import verify_on_all_ranks
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import DeclarationError, MissingExtraError, UnsupportedError
 from megackpt.formats.damage import Damage
-from megackpt.formats.index_file import read_index
-from megackpt.formats.index_writer import write_index
+from megackpt.formats.index_file import read_index, write_index
 from megackpt.options import VerifyOptions
 from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld

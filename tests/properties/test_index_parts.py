@@ -9,9 +9,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt.formats.index_file import read_index
+from megackpt.formats.index_file import read_index, write_index
 from megackpt.formats.index_reader import PartialIndex, open_index
-from megackpt.formats.index_writer import write_index
 from megackpt.metadata import (
     ArraySpec,
     ChunkTable,

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megackpt.formats.index_file import write_small
+from megackpt.formats.documents import write_small_file
 from megackpt.formats.native.parity import list_of as list_of_groups
 from megackpt.formats.native.parity import read_groups, write_parity_file
 from megackpt.formats.native.rebuilding import RebuiltFiles
@@ -36,7 +36,7 @@ def test_any_range_of_any_file_is_rebuilt_whatever_became_of_it(
     members = [(f"data/{number}", nbytes) for number, nbytes in enumerate(lengths)]
     with patch("megackpt.formats.native.parity.STEP_BYTES", step):
         group = write_parity_file(store, attempt=ATTEMPT, number=0, members=members)
-    manifest = {"parity": write_small(store, "parity.json", list_of_groups([group]))}
+    manifest = {"parity": write_small_file(store, "parity.json", list_of_groups([group]))}
     assert read_groups(store, manifest) == (group,)
     names = [listed.name for listed in (group.parity, *group.members)]
     whole = {name: store.read(name, max_bytes=1 << 20) for name in names}

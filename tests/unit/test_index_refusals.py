@@ -14,8 +14,15 @@ import safetensors.numpy
 
 from megackpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from megackpt.formats import index_reader
-from megackpt.formats.index_layout import ROW_COLUMNS, Span, aligned_head, bytes_of, header_of, require
-from megackpt.formats.index_writer import write_index
+from megackpt.formats.index_file import write_index
+from megackpt.formats.index_layout import (
+    ROW_COLUMNS,
+    StoredColumn,
+    aligned_head,
+    bytes_of,
+    header_of,
+    require,
+)
 from megackpt.formats.strategy import Json
 from megackpt.metadata import ChunkTable, StoredChunks
 from megackpt.storage import MemoryStore, digest_of
@@ -252,9 +259,9 @@ def test_a_header_that_lies_is_refused(edit: Callable[[Json], object], match: st
 
 
 def test_a_column_without_elements_may_not_claim_any_extent() -> None:
-    spans = {"global_shape": Span("I64", (0, 2**62), 0, 0)}  # more than numpy can count, times nothing
+    columns = {"global_shape": StoredColumn("I64", (0, 2**62), 0, 0)}  # more than numpy can count, times 0
     with pytest.raises(FormatError, match="column 'global_shape' is I64"):
-        require(spans, "global_shape", ("I64",), (-1, -1), "index")
+        require(columns, "global_shape", ("I64",), (-1, -1), "index")
 
 
 def test_a_head_without_a_header_is_refused() -> None:

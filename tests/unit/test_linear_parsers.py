@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from megackpt.codec import Encoded, decode, load_tree, pack, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.documents import parse_document
+from megackpt.formats.index_file import write_index
 from megackpt.formats.index_reader import open_index
-from megackpt.formats.index_writer import write_index
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
 from megackpt.formats.torch_dist.unpickling import load_metadata

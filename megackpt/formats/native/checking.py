@@ -17,7 +17,8 @@ import numpy as np
 
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.index_file import entry_of, read_index
+from megackpt.formats.documents import file_entry
+from megackpt.formats.index_file import read_index
 from megackpt.formats.index_head import read_head
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import METADATA, header_of, tensors_of
@@ -86,7 +87,7 @@ def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
 
 def _check_small(store: Store, manifest: Json, entry: str) -> Iterator[Damage]:
     try:
-        named, _ = entry_of(store, manifest, entry)
+        named, _ = file_entry(store, manifest, entry)
         name, nbytes = named["file"], named["nbytes"]
         found = store.size(name)
         if found != nbytes:
@@ -120,7 +121,7 @@ def _check_parity(store: Store, manifest: Json) -> Iterator[Damage]:
 
 def _check_head(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:
     """Compare the index with its head, by which a rank of a large job finds its rows."""
-    entry, where = entry_of(store, manifest, "index")
+    entry, where = file_entry(store, manifest, "index")
     if "head" not in entry:
         if _has_head(store, entry["file"]):
             yield Damage(file=MANIFEST, what="it does not name the head of the index, which has one")

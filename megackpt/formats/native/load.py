@@ -13,8 +13,8 @@ from megackpt.codec import Encoded, decode, load_tree, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage
+from megackpt.formats.documents import read_small_file
 from megackpt.formats.file_chunks import FileChunks
-from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import StoredIndex, open_index
 from megackpt.formats.native import names
 from megackpt.formats.strategy import Json, LoadStrategy, WholeFile
@@ -78,14 +78,14 @@ def _contents(store: Store, index: StoredIndex, manifest: Json) -> Contents:
 
 
 def _read_common(store: Store, manifest: Json) -> Any:
-    data, where = read_small(store, manifest, "common")
+    data, where = read_small_file(store, manifest, "common")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: not UTF-8 ({error}). The file is damaged.", path=where) from error
     tensors: dict[str, Any] = {}
     if "common_tensors" in manifest:
-        blob, where_tensors = read_small(store, manifest, "common_tensors")
+        blob, where_tensors = read_small_file(store, manifest, "common_tensors")
         try:
             tensors = safetensors.torch.load(blob)
         except SafetensorError as error:

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError
-from megackpt.formats.documents import parse_document
-from megackpt.formats.index_file import read_small
+from megackpt.formats.documents import parse_document, read_small_file
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
 from megackpt.formats.strategy import Json, WholeFile
@@ -167,7 +166,7 @@ def read_groups(store: Store, manifest: Json) -> tuple[ParityGroup, ...]:
     """
     if "parity" not in manifest:
         return ()
-    data, where = read_small(store, manifest, "parity")
+    data, where = read_small_file(store, manifest, "parity")
     said = parse_document(data, where=where).get("groups")
     if not isinstance(said, list):
         raise FormatError(f"{where}: it lists no groups. The file is damaged.", path=where)

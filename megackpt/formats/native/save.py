@@ -13,17 +13,16 @@ import safetensors.torch
 import torch
 
 from megackpt.codec import encode, pack
-from megackpt.formats.documents import attempt_in_manifest
+from megackpt.formats.buffered_writer import BufferedWriter
+from megackpt.formats.documents import attempt_in_manifest, write_small_file
 from megackpt.formats.file_names import NATIVE
 from megackpt.formats.index_file import (
-    check_files,
+    check_files_exist,
     compact,
     read_index,
     without_arrays,
-    write_small,
+    write_index,
 )
-from megackpt.formats.index_writer import write_index
-from megackpt.formats.joined import Joined
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
 from megackpt.formats.native.receipts import Digesting, unpacked
@@ -83,17 +82,17 @@ class NativeSaveStrategy(SaveStrategy):
         with store.open_writer(
             names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
         ) as writer:
-            joined = Joined(writer)
-            joined.write(memoryview(header))
+            buffered = BufferedWriter(writer)
+            buffered.write(memoryview(header))
             for row, of_row in enumerate(parts.in_order(rows.tolist())):
                 digesting.begin(row)
                 for part in of_row:
                     for at in range(0, len(part), _STEP_BYTES):
                         step = part[at : at + _STEP_BYTES]
                         digesting.update(step)
-                        joined.write(step)  # from the processor's cache, where the digest has brought it
+                        buffered.write(step)  # from the processor's cache, where the digest has brought it
                 digesting.end(row)
-            joined.flush()
+            buffered.flush()
         store.sync()
         return digesting.receipt(data_start=len(header))
 
@@ -124,7 +123,7 @@ class NativeSaveStrategy(SaveStrategy):
             digests=digests,
             files=tuple(names.data_file(attempt, rank) for rank in writers),
         )
-        check_files(store, stored, prefix="data/")
+        check_files_exist(store, stored, prefix="data/")
         # Of a chunk that several ranks have written, which happens without validation, the first is enough.
         first = first_of_equal_chunks(stored.table)
         once = stored if len(first) == len(stored) else stored.take(first)
@@ -173,7 +172,9 @@ class NativeSaveStrategy(SaveStrategy):
         where = "receipts of parity files"
         groups = [ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries]
         groups.sort(key=lambda group: group.parity.name)
-        return {"parity": write_small(store, names.parity_list(attempt), list_of(groups))} if groups else {}
+        return (
+            {"parity": write_small_file(store, names.parity_list(attempt), list_of(groups))} if groups else {}
+        )
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
@@ -213,17 +214,17 @@ class NativeSaveStrategy(SaveStrategy):
         gone = {listed.name for g in groups for listed in (g.parity, *g.members)} - needed
         old = manifest["parity"]["file"]
         new = names.parity_list(manifest["attempt"], revision=names.revision_of(old) + 1)
-        return {"parity": write_small(store, new, list_of(kept))} if kept else {}, needed, {*gone, old}
+        return {"parity": write_small_file(store, new, list_of(kept))} if kept else {}, needed, {*gone, old}
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write the tree as JSON and its tensors beside it."""
         encoded = encode(common)
         text = json.dumps(encoded.tree, ensure_ascii=False, allow_nan=False, indent=1)
-        said = {"common": write_small(store, names.common_file(attempt), text.encode())}
+        said = {"common": write_small_file(store, names.common_file(attempt), text.encode())}
         if encoded.tensors:
             tensors = {str(i): t for i, t in enumerate(_apart(encoded.tensors))}
             blob = safetensors.torch.save(tensors)
-            said["common_tensors"] = write_small(store, names.common_tensors_file(attempt), blob)
+            said["common_tensors"] = write_small_file(store, names.common_tensors_file(attempt), blob)
         return said
 
     def files_of(self, manifest: Json) -> list[str]:

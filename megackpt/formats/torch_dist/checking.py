@@ -13,8 +13,8 @@ import numpy as np
 
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.documents import read_manifest_file
-from megackpt.formats.index_file import entry_of, read_index
+from megackpt.formats.documents import file_entry, read_manifest_file
+from megackpt.formats.index_file import read_index
 from megackpt.formats.strategy import MANIFEST, Json
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.item import Frame, frame_of
@@ -40,7 +40,7 @@ def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
             )
             return
         yield from _check_fixed_names(store, *note)
-        yield from _check_items(store, read_index(store, note[0], holder=note[1]))
+        yield from _check_items(store, read_index(store, note[0], document_name=note[1]))
     except CheckpointError as error:
         yield damage_of(error, location=store.location)
 
@@ -48,11 +48,11 @@ def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
 def _check_fixed_names(store: Store, note: Json, holder: str) -> Iterator[Damage]:
     if store.exists(MANIFEST) and read_manifest_file(store) != MANIFEST_CONTENT:
         yield Damage(file=MANIFEST, what="it has other entries than a save of this format writes")
-    named, _ = entry_of(store, note, "common", holder=holder)
+    named, _ = file_entry(store, note, "common", document_name=holder)
     expected = [(named["file"], named), (names.COMMON, named)]
     for entry in names.VALUES_ENTRIES:
         if entry in note:
-            copies, _ = entry_of(store, note, entry, holder=holder)
+            copies, _ = file_entry(store, note, entry, document_name=holder)
             expected.append((copies["file"], copies))
     for name, named in expected:
         if not store.exists(name):

@@ -9,9 +9,8 @@ from typing import Any
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage
-from megackpt.formats.documents import read_document
+from megackpt.formats.documents import read_document, read_small_file
 from megackpt.formats.file_chunks import FileChunks
-from megackpt.formats.index_file import read_small
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Json, LoadStrategy
@@ -69,10 +68,10 @@ class TorchDistLoadStrategy(LoadStrategy):
 
 
 def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsafe: bool) -> Contents:
-    index = open_index(store, note, holder=name)
+    index = open_index(store, note, document_name=name)
 
     def common() -> Json:
-        data, where = read_small(store, note, "common", holder=name)
+        data, where = read_small_file(store, note, "common", document_name=name)
         state = load_value(data, where=where, allow_unsafe=allow_unsafe)
         return _split_common(state, where=where, has_content_metadata=bool(note.get(CONTENT_METADATA)))
 

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import DeclarationError, FormatError, StorageError, UnserializableError
-from megackpt.formats.documents import read_manifest_file
+from megackpt.formats.documents import read_manifest_file, write_small_file
 from megackpt.formats.file_names import TORCH_DIST, TORCH_DIST_TEMPORARY
 from megackpt.formats.index_file import (
-    check_files,
+    check_files_exist,
     compact,
     read_index,
     without_arrays,
-    write_small,
+    write_index,
 )
-from megackpt.formats.index_writer import write_index
 from megackpt.formats.safe_pickle import save_value
 from megackpt.formats.strategy import MANIFEST, Capabilities, ChunkParts, Json, SaveStrategy
 from megackpt.formats.torch_dist import names
@@ -139,7 +138,7 @@ class TorchDistSaveStrategy(SaveStrategy):
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
         """Write our own index, and `.metadata` under the name that it has until it is published."""
         stored, length = _stored(attempt, plan, [r[0] for r in receipts])
-        check_files(store, stored, prefix="__")
+        check_files_exist(store, stored, prefix="__")
         written = Written(
             stored.table,
             stored.file.tolist(),
@@ -154,7 +153,7 @@ class TorchDistSaveStrategy(SaveStrategy):
         data = pickle.dumps(metadata_of(written, values, attempt=attempt), protocol=PICKLE_PROTOCOL)
         return said | {
             "index": write_index(store, names.index_file(attempt), compact(stored)),
-            "metadata": write_small(store, names.staged_metadata_file(attempt), data),
+            "metadata": write_small_file(store, names.staged_metadata_file(attempt), data),
         }
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
@@ -163,7 +162,7 @@ class TorchDistSaveStrategy(SaveStrategy):
         if self.values_for_dcp:
             said = write_state(store, attempt=attempt, state=common["state_dict"])
         return said | {
-            "common": write_small(store, names.common_file(attempt), _encoded_common(common)),
+            "common": write_small_file(store, names.common_file(attempt), _encoded_common(common)),
             CONTENT_METADATA: common["content_metadata"] is not None,
         }
 
@@ -224,7 +223,7 @@ class TorchDistSaveStrategy(SaveStrategy):
             said, name = note
             old = said["index"]["file"]
             attempt = said["attempt"]
-            index = without_arrays(read_index(store, said, holder=name), key_prefix=key_prefix)
+            index = without_arrays(read_index(store, said, document_name=name), key_prefix=key_prefix)
             file = names.index_file(attempt, revision=names.revision_of(old) + 1)
             gone = [e for e in names.VALUES_ENTRIES if e in said and said[e]["file"] in stale]
             said = {key: value for key, value in said.items() if key not in gone}

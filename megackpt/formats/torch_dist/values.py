@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from megackpt.errors import FormatError, UnserializableError
-from megackpt.formats.index_file import write_small
+from megackpt.formats.documents import write_small_file
 from megackpt.formats.safe_pickle import load_value, save_known_value, save_value
 from megackpt.formats.strategy import Json
 from megackpt.formats.torch_dist import names
@@ -124,7 +124,7 @@ def _write(store: Store, name: str, items: list[tuple[str, Any, bytes]], *, entr
     text = json.dumps(table).encode()
     content = [data for _, _, data in items]
     return {
-        entry: write_small(
+        entry: write_small_file(
             store, name, b"".join([*content, text, len(text).to_bytes(_LENGTH_BYTES, "little")])
         )
     }

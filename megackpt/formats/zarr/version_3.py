@@ -17,9 +17,14 @@ from megackpt.codec import pack, unpack
 from megackpt.errors import CheckpointError, FormatError, IntegrityError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.documents import attempt_in_manifest, parse_document
+from megackpt.formats.documents import (
+    attempt_in_manifest,
+    file_entry,
+    parse_document,
+    read_small_file,
+    write_small_file,
+)
 from megackpt.formats.file_names import ZARR_V3
-from megackpt.formats.index_file import entry_of, read_small, write_small
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
 from megackpt.formats.zarr.assembly import put_file
@@ -89,7 +94,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         put_file(store, names.arrays_directory(attempt) + V3_FILE, group_v3())
         files = json.dumps({"files": self._telling_files(plan, attempt)}, indent=1)
         return {
-            "files": write_small(store, names.files_file(attempt), files.encode()),
+            "files": write_small_file(store, names.files_file(attempt), files.encode()),
             "arrays": names.arrays_directory(attempt).rstrip("/"),
             "objects": names.objects_directory(attempt).rstrip("/"),
         }
@@ -236,7 +241,7 @@ def _removed(manifest: Json, where: str) -> tuple[str, ...]:
 def _telling_files(store: Store, manifest: Json) -> list[str]:
     """Return the documents of arrays and the files of objects, as the save has listed them."""
     gone = _removed(manifest, store.location)
-    data, where = read_small(store, manifest, "files")
+    data, where = read_small_file(store, manifest, "files")
     return [name for name in parse_files(data, "files", where=where) if not _key_of(name).startswith(gone)]
 
 
@@ -259,7 +264,7 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
 
 
 def _check_common(store: Store, manifest: Json) -> Iterator[Damage]:
-    named, _ = entry_of(store, manifest, "common")
+    named, _ = file_entry(store, manifest, "common")
     found = store.size(named["file"])
     if found != named["nbytes"]:
         yield Damage(file=named["file"], what=f"it has {found:,} bytes instead of {named['nbytes']:,}")
