@@ -22,7 +22,7 @@ from training.trainer import Trainer
 
 def main() -> int:
     """Run one rank; started by torchrun, or alone. Returns the exit code."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # a torn checkpoint, for example
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # an incomplete checkpoint, for example
     arguments = parse_arguments()
     try:
         text = Text.read(arguments.data, seq_length=arguments.model.seq_length, seed=arguments.seed)

@@ -1,6 +1,6 @@
 """What a GPT is, independent of how many ranks it runs on.
 
-Owns sizes and choices, and the check that a parallel layout can hold them.
+Sizes and choices, and the check that a parallel layout is possible with them.
 """
 
 from __future__ import annotations

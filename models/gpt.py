@@ -1,7 +1,8 @@
 """One pipeline stage of a GPT.
 
-Owns what stands on which stage: the embedding on the first, layers on all, the final norm and the logits on
-the last. With tied embeddings over several stages, the last one holds a second copy of the embedding.
+Decides which module is on which stage: the embedding on the first, layers on all, the final norm and the
+logits on the last. With tied embeddings over several stages, the last one holds a second copy of the
+embedding.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Initial weights as a function of the key alone.
 
-Owns the rule that the same seed gives the same model at every parallel layout: the values of a global array
+The rule: the same seed gives the same model at every parallel layout. The values of a global array
 are drawn from a generator of their own, and each rank copies its box. What a rank holds, how far the
 vocabulary is padded and in which order parameters are created leave no trace.
 

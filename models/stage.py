@@ -1,6 +1,6 @@
 """What every part of one pipeline stage is made with.
 
-Owns the list of it. What a model is, whatever it runs on, is in `config`.
+This list depends on the layout; `config` describes the model itself.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Damaging(LocalStore):
 
 
 def damaging_step_2(store: Store) -> Store:
-    """A hook that damages step 2, and notes beside the root which shares this process verifies."""
+    """A hook that damages step 2, and notes next to the root which shares this process verifies."""
     look = verify.verify_checkpoint
 
     def noted(*arguments: Any, share: tuple[int, int]) -> verify.VerifyReport:
@@ -138,7 +138,7 @@ def damaging_step_2(store: Store) -> Store:
 
 
 ORDER = "trouble.json"
-"""Beside a root: in which of its steps which writer process gets into trouble, as JSON of an `Order`."""
+"""Next to a root: in which of its steps which writer process gets into trouble, as JSON of an `Order`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Order:
 
     Attributes:
         trainer: process id of the rank whose writer it is.
-        before: how many meetings of a save, or operations of its store, come before.
+        before: how many collectives of a save, or operations of its store, come before.
         how: `raises`, `dies` or `sleeps`.
     """
 
@@ -183,7 +183,7 @@ def order_for(store: Store) -> Order | None:
 
 
 def in_trouble(store: Store) -> Store:
-    """A hook that gets into trouble before this process does its part for a meeting: number 0 is this one."""
+    """A hook that gets into trouble before this process takes part in a collective: number 0 is this one."""
     order = order_for(store)
     begun = 0
 
@@ -209,7 +209,7 @@ def at_an_operation(store: Store) -> Store:
 
 
 TIER_ORDER = "trouble-in-a-tier.json"
-"""Beside the root and the directories of nodes: what happens in a tier, as JSON of a `TierOrder`."""
+"""Next to the root and the directories of nodes: what happens in a tier, as JSON of a `TierOrder`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

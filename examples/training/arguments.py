@@ -1,7 +1,7 @@
 """Flags of pretrain_gpt.py, and the checks that they make sense together.
 
-Owns what a user may say, and the refusal of what cannot be: one line on rank 0 and exit code 2, before any
-rank waits for another.
+Parses what a user may say. Settings that cannot be are an error: one line on rank 0 and exit code 2, before
+any rank waits for another.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _when_schedule_differs(flags: argparse.Namespace) -> WhenDifferent:
     return "checkpoint" if flags.use_checkpoint_schedule else "error"
 
 
-def _place(text: str) -> Path | str:
+def _path_or_url(text: str) -> Path | str:
     """Return a directory as a path, and an URL as it is."""
     return text if "://" in text else _path(text)
 
@@ -266,7 +266,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ckpt",
-        type=_place,
+        type=_path_or_url,
         metavar="DIR",
         help="where checkpoints are, a directory or s3://bucket/prefix; if not given, none are made",
     )
@@ -378,8 +378,8 @@ def _count(
 
 
 def _choice(group: argparse._ArgumentGroup, flag: str, default: bool, text: str) -> None:
-    said = f"{text} (default: {'yes' if default else 'no'})"
-    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=said)
+    help_text = f"{text} (default: {'yes' if default else 'no'})"
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help_text)
 
 
 def _number(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:

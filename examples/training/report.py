@@ -52,7 +52,7 @@ class Report:
         if self._file is not None:
             self._file.close()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text)
 
@@ -64,7 +64,7 @@ class Report:
 
     def start(self, *, step: int, layout: dict[str, int], note: str) -> None:
         """Report what the run begins with."""
-        self.say(note)
+        self.print_line(note)
         self.event(event="start", step=step, layout=layout, note=note)
 
     def step(self, step: int, **fields: Any) -> None:
@@ -77,17 +77,17 @@ class Report:
     def saved(self, step: int, *, seconds: float, is_committed: bool) -> None:
         """Report a checkpoint, or that one is being written."""
         how = "saved" if is_committed else "staged, to be written meanwhile,"
-        self.say(f"step {step}: loss {self._losses[step]:.4f}, checkpoint {how} in {seconds:.2f} s")
+        self.print_line(f"step {step}: loss {self._losses[step]:.4f}, checkpoint {how} in {seconds:.2f} s")
         self.event(event="save", step=step, seconds=round(seconds, 3))
 
     def end(self, step: int, checkpoint: str | None) -> None:
         """Sum the run up: how the loss went, and where checkpoint and metrics are."""
         if self._losses:
             shown = (f"{self._losses[at]:.4f} at step {at}" for at in _spread(list(self._losses)))
-            self.say(f"loss: {', '.join(shown)}; {self._seconds / len(self._losses):.2f} s a step")
+            self.print_line(f"loss: {', '.join(shown)}; {self._seconds / len(self._losses):.2f} s a step")
         else:
-            self.say(f"nothing left to train: step {step} was done before")
-        self.say(f"step {step} is done; checkpoint: {checkpoint}, metrics: {self._metrics}")
+            self.print_line(f"nothing left to train: step {step} was done before")
+        self.print_line(f"step {step} is done; checkpoint: {checkpoint}, metrics: {self._metrics}")
 
 
 def _spread(steps: list[int]) -> list[int]:

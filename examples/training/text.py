@@ -1,6 +1,6 @@
 """Real text as training samples, by number.
 
-Owns where the text comes from and which tokens sample `i` has. That is a pure function of the text and `i`,
+Reads the text, and defines which tokens sample `i` has. That is a pure function of the text and `i`,
 so the data position of a run is one integer, whatever the layout: how many samples were consumed.
 """
 
@@ -71,8 +71,8 @@ class Text:
     def sample(self, number: int) -> tuple[Tensor, Tensor]:
         """Return tokens and labels of a sample, int64 `[seq_length]`; after an epoch comes the next."""
         window = number * self._stride % self.windows
-        piece = self._tokens[window * self._seq_length :][: self._seq_length + 1].long()
-        return piece[:-1], piece[1:]
+        window_tokens = self._tokens[window * self._seq_length :][: self._seq_length + 1].long()
+        return window_tokens[:-1], window_tokens[1:]
 
     def batch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return tokens and labels of several samples, both `[len(numbers), seq_length]`."""

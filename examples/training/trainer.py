@@ -1,6 +1,6 @@
 """One rank of a training run: builds it, resumes it, trains it, saves it.
 
-Owns what a checkpoint of this run contains: see `Trainer.state`.
+`Trainer.state` is what a checkpoint of this run contains.
 """
 
 from __future__ import annotations
@@ -289,8 +289,8 @@ class Trainer:
 
     def _report(self) -> Report:
         arguments = self.arguments
-        beside = arguments.ckpt / "metrics.jsonl" if isinstance(arguments.ckpt, Path) else None
-        metrics = arguments.metrics or beside
+        default_path = arguments.ckpt / "metrics.jsonl" if isinstance(arguments.ckpt, Path) else None
+        metrics = arguments.metrics or default_path
         return Report(metrics, steps=arguments.steps, done=self.step, is_root=self.groups.rank == 0)
 
     def _param_groups(self) -> list[dict[str, Any]]:

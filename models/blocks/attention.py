@@ -1,6 +1,6 @@
 """Causal self-attention with rotary positions and grouped queries, heads cut over tp.
 
-Owns the arithmetic between the two projections.
+The arithmetic between the two projections.
 
 Source: Su et al. 2021, section 3.4.2 (rotary positions, halves rotated as in GPT-NeoX); Ainslie et al. 2023
 (grouped queries).

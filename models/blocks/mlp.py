@@ -1,6 +1,6 @@
 """The gated MLP (SwiGLU), cut over tp.
 
-Owns the activation between the two projections. Gate and up are one fused projection of two named parts.
+The activation between the two projections. Gate and up are one fused projection of two named parts.
 
 Source: Shazeer 2020, equation 6.
 """

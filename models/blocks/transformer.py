@@ -1,6 +1,6 @@
 """One transformer layer: attention and MLP, each behind a norm and added to what came in.
 
-Owns the residual path and its dropout.
+The residual path and its dropout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What attacks are made of: a copy of a real checkpoint, and ways to write lies into its documents.
 
-Owns the list of attacks, filled by the decorator, and the bases that they spoil. What a reader does with them
-is in `trial`.
+Holds the list of attacks, which the decorator fills, and the checkpoints that they damage. What a reader
+does with them is in `trial`.
 """
 
 from __future__ import annotations

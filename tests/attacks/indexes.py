@@ -170,7 +170,7 @@ CHANGES: dict[str, Callable[[Columns], None]] = {
     "dtype_unknown": lambda columns: _text(columns, "dtype", [b"float31", b"bfloat16", b"object"]),
     "dtype_of_code": lambda columns: _text(columns, "dtype", [b"os.system", b"bfloat16", b"object"]),
     "dtype_wider": lambda columns: _text(columns, "dtype", [b"float64", b"bfloat16", b"object"]),
-    "dtype_alike": lambda columns: _text(columns, "dtype", [b"int32", b"bfloat16", b"object"]),
+    "dtype_equal": lambda columns: _text(columns, "dtype", [b"int32", b"bfloat16", b"object"]),
     "tensor_as_object": lambda columns: _text(columns, "dtype", [b"object", b"bfloat16", b"object"]),
     "object_as_tensor": lambda columns: _text(columns, "dtype", [b"float32", b"bfloat16", b"uint8"]),
     "wrapped_shape": _set("global_shape", lambda c: np.full(c.shape, 2**32, np.int64)),
@@ -193,7 +193,7 @@ ANOTHER = (
     "key_with_newline",
     "key_that_goes_up",
     "key_with_escapes",
-    "dtype_alike",
+    "dtype_equal",
     "tensor_as_object",
     "vast_array",
 )

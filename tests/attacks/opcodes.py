@@ -1,6 +1,6 @@
 """Pickles written by hand, opcode by opcode, and the zip files that torch.save puts them in.
 
-Owns how they are written. What is wrong with them is up to the attacks.
+Writes them; the attacks decide what is wrong with them.
 """
 
 from __future__ import annotations

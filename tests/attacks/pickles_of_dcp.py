@@ -88,7 +88,7 @@ METADATA: dict[str, Callable[[Any], None]] = {
     "no_chunks": _entry(chunks=[]),
     "chunks_a_text": _entry(chunks="chunks"),
     "dtype_wider": _properties(dtype=torch.float64),
-    "dtype_alike": _properties(dtype=torch.int32),
+    "dtype_equal": _properties(dtype=torch.int32),
     "dtype_text": _properties(dtype="os.system"),
     "dtype_quantized": _properties(dtype=torch.quint4x2),
     "tables_swapped": lambda m: setattr(m, "state_dict_metadata", m.storage_data),

@@ -1,6 +1,6 @@
 """Everything that reads a checkpoint, as functions of a directory.
 
-Owns the list of entry points that every attack goes through.
+Lists the entry points that every attack goes through.
 """
 
 from __future__ import annotations

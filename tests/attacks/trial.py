@@ -1,6 +1,6 @@
 """Puts every attack before every reader, each in a child process: `python -m tests.attacks.trial DIRECTORY`.
 
-Owns what is watched there: files that are opened, programs that are started, modules that are imported,
+It watches: files that are opened, programs that are started, modules that are imported,
 memory, time, and whether anything from outside of the checkpoint shows. Says what it saw as a line of JSON
 for each attack. A process of its own, as an audit hook cannot be taken off again.
 """

@@ -14,15 +14,15 @@ from typing import Any
 from tests.attacks.crafting import ZARR_1, ZARR_3, ZARR_ZLIB, Location, attack, attacks_with, edit_json
 
 EXPANDED = 2 << 30
-_PIECE = 16 << 20
+_PART = 16 << 20
 
 
 def _deflated_zeros(wbits: int) -> bytes:
-    """Two gigabytes of zeros, deflated: one piece many times, as each begins anew."""
+    """Two gigabytes of zeros, deflated: one part many times, as each begins anew."""
     compressor = zlib.compressobj(9, zlib.DEFLATED, wbits)
-    head = compressor.compress(b"\0" * _PIECE) + compressor.flush(zlib.Z_FULL_FLUSH)
-    part = compressor.compress(b"\0" * _PIECE) + compressor.flush(zlib.Z_FULL_FLUSH)
-    return head + part * (EXPANDED // _PIECE - 1) + compressor.flush()
+    head = compressor.compress(b"\0" * _PART) + compressor.flush(zlib.Z_FULL_FLUSH)
+    part = compressor.compress(b"\0" * _PART) + compressor.flush(zlib.Z_FULL_FLUSH)
+    return head + part * (EXPANDED // _PART - 1) + compressor.flush()
 
 
 def _zstd_zeros() -> bytes:
@@ -53,7 +53,7 @@ BLOSC = {"id": "blosc", "cname": "zstd", "clevel": 5, "shuffle": 1}
 BOMBS = {
     "zlib": ({"id": "zlib", "level": 1}, lambda: _deflated_zeros(15)),
     "gzip": ({"id": "gzip", "level": 1}, lambda: _deflated_zeros(31)),
-    "bz2": ({"id": "bz2", "level": 9}, lambda: bz2.compress(b"\0" * _PIECE) * (EXPANDED // _PIECE)),
+    "bz2": ({"id": "bz2", "level": 9}, lambda: bz2.compress(b"\0" * _PART) * (EXPANDED // _PART)),
     "zstd": ({"id": "zstd", "level": 1}, _zstd_zeros),
     "zstd_of_many_frames": ({"id": "zstd", "level": 1}, _zstd_of_many_frames),
     "blosc": (BLOSC, lambda: _blosc(2**31 - 1)),
@@ -233,7 +233,7 @@ def _crc32c(data: bytes) -> bytes:
     return struct.pack("<I", crc ^ 0xFFFFFFFF)
 
 
-def shard_says(position: Location, entry: tuple[int, int]) -> None:
+def set_shard_entry(position: Location, entry: tuple[int, int]) -> None:
     """The index of a shard of one chunk says that it lies elsewhere."""
     file = position.one("zarr-*/half/c/0")
     index = struct.pack("<QQ", *entry)
@@ -250,7 +250,7 @@ SHARDS = {
     "nothing": (0, 0),
     "in_the_index": (4, 26),
 }
-attacks_with(ZARR_3, "a shard says of its chunk: {}", SHARDS, shard_says)
+attacks_with(ZARR_3, "a shard says of its chunk: {}", SHARDS, set_shard_entry)
 
 
 def shard_expands(position: Location, how: tuple[list[Any], Callable[[], bytes]]) -> None:

@@ -2,8 +2,8 @@
 
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/bench_array_digests.py DIRECTORY [--turns 5]
 
-256 MiB a rank. Options take turns, so that what else the machine does hits them alike. Rates are those of one
-thread of rank 0, in memory, the best of the turns.
+256 MiB a rank. Options take turns, so that other work on the machine slows all of them. Rates are those of
+one thread of rank 0, in memory, the best of the turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.benchmarks.bench_integrity import State, Times, emptied, shards
 DIGESTED = SaveOptions(array_digests=True)
 ARRAYS, ROWS, COLUMNS = 16, 2048, 8192  # 64 MiB of float32 each
 MEMORY_BYTES = 64 << 20
-PIECE_BYTES = 1 << 20
+PART_BYTES = 1 << 20
 
 
 def columns() -> State:
@@ -57,7 +57,7 @@ def of_runs(run_nbytes: int) -> ChunkTable:
 
 def rates(turns: int) -> None:
     data = memoryview(np.random.default_rng(0).integers(0, 256, MEMORY_BYTES, dtype=np.uint8).tobytes())
-    parts = [data[at : at + PIECE_BYTES] for at in range(0, MEMORY_BYTES, PIECE_BYTES)]
+    parts = [data[at : at + PART_BYTES] for at in range(0, MEMORY_BYTES, PART_BYTES)]
     seconds: dict[str, float] = {}
     for _ in range(turns):
         began = time.perf_counter()

@@ -7,9 +7,9 @@ Run by hand: `python tests/benchmarks/bench_async.py CASE --dir DIR [--ranks 4] 
   measured before each save), for the first save and the median of the later ones. Peers in their best mode:
   DCP with a process and shared staging memory that it keeps, Megatron-Core's queue with a persistent process
   (without CUDA that does not start: it forks then).
-* interference: steps of a CPU-bound loop while a save drains, beside the same steps while a process per rank,
-  as nice as a writer, burns as much processor time as the writer used, without input or output. One after
-  the other for each save; the ratio is the median of the saves.
+* interference: steps of a CPU-bound loop while a save drains, compared with the same steps while a process
+  per rank, as nice as a writer, burns as much processor time as the writer used, without input or output. One
+  after the other for each save; the ratio is the median of the saves.
 * tiers: time in `save` into a tier, each rank a node with a copy on another, synchronous and asynchronous in
   turn, over that of a warm copy. Give a directory in memory.
 * memory: resident memory of training and writer processes, descriptors, the store's keys and /dev/shm, after
@@ -48,7 +48,7 @@ MIB = 1 << 20
 Row = dict[str, Any]  # plain JSON
 
 
-class Behind:
+class BackgroundSaver:
     """megackpt's Checkpointer, warmed up before the first save."""
 
     name = "megackpt"
@@ -157,7 +157,7 @@ class Megatron:
         self._peer._queue.close()
 
 
-CONTENDERS = {one.name: one for one in (Behind, Dcp, Megatron)}
+CONTENDERS = {one.name: one for one in (BackgroundSaver, Dcp, Megatron)}
 
 
 def slowest(act: Callable[[], None]) -> float:
@@ -220,12 +220,12 @@ def tiers(root: Path, mib: int, saves: int) -> Row:
         for target, source in zip(warm, sources, strict=True):
             np.copyto(target, source)
 
-    def one(name: str, behind: bool) -> Checkpointer:
+    def one(name: str, is_async: bool) -> Checkpointer:
         tier = MemoryTier(root / name / "node-{node}")
         return Checkpointer(
             root / name / "root",
             tiers=Tiers([tier], root_every=10**9, node=dist.get_rank()),
-            async_save=behind,
+            async_save=is_async,
         )
 
     copies: list[float] = []
@@ -272,7 +272,7 @@ while os.getppid() == parent:
 
 
 def interference(root: Path, mib: int, saves: int) -> Row:
-    """Measure steps alone, while saves drain, and beside processes that burn as much processor time."""
+    """Measure steps alone, while saves drain, and while processes burn as much processor time."""
     state = made(mib)
     matrix = torch.randn(256, 256)
 
@@ -283,7 +283,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
         dist.all_reduce(torch.ones(16))
         return time.perf_counter() - began
 
-    contender = Behind(root, state)
+    contender = BackgroundSaver(root, state)
     saver = contender.checkpointer._async_saving.saver
     assert saver is not None
     separately, draining, burning, ratios, shares, burnt = [step() for _ in range(200)], [], [], [], [], []
@@ -291,9 +291,9 @@ def interference(root: Path, mib: int, saves: int) -> Row:
     for _ in range(saves):
         contender.save(contender.declare(state))
         cpu, began = cpu_s(saver.writer_pid), time.perf_counter()
-        beside_save, is_any = [], True
+        during_save, is_any = [], True
         while is_any:
-            beside_save.append(step())
+            during_save.append(step())
             busy = torch.tensor([int(contender.checkpointer.is_saving)])
             dist.all_reduce(busy)
             is_any = bool(busy.item())
@@ -303,13 +303,13 @@ def interference(root: Path, mib: int, saves: int) -> Row:
         burner = subprocess.Popen([sys.executable, "-c", BURN, str(AsyncOptions().nice), str(shares[-1])])
         time.sleep(0.5)
         cpu, began = cpu_s(burner.pid), time.perf_counter()
-        beside_burner = [step() for _ in range(max(50, len(beside_save)))]
+        during_burner = [step() for _ in range(max(50, len(during_save)))]
         burnt.append((cpu_s(burner.pid) - cpu) / (time.perf_counter() - began))
         burner.kill()
         burner.wait()
-        draining += beside_save
-        burning += beside_burner
-        ratios.append(mean(beside_save) / mean(beside_burner))
+        draining += during_save
+        burning += during_burner
+        ratios.append(mean(during_save) / mean(during_burner))
     contender.close()
     return {
         "step_alone_s": mean(separately),
@@ -326,7 +326,7 @@ def interference(root: Path, mib: int, saves: int) -> Row:
 def memory(root: Path, mib: int, saves: int) -> Row:
     """Save many times; return the growth from the tenth save to the last."""
     state = made(mib)
-    contender = Behind(root, state)
+    contender = BackgroundSaver(root, state)
     saver = contender.checkpointer._async_saving.saver
     assert saver is not None
     rows: list[Row] = []
@@ -399,13 +399,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=int, default=2048, help="of all ranks together")
     parser.add_argument("--saves", type=int, default=6)
-    parser.add_argument("--vs", nargs="*", default=[], choices=sorted(set(CONTENDERS) - {Behind.name}))
+    parser.add_argument(
+        "--vs", nargs="*", default=[], choices=sorted(set(CONTENDERS) - {BackgroundSaver.name})
+    )
     parser.add_argument("--json")
     given = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="bench-async-", dir=given.dir))
     rows: list[Row] = []
     try:
-        for name in [Behind.name, *given.vs] if given.case == "stall" else [Behind.name]:
+        for name in [BackgroundSaver.name, *given.vs] if given.case == "stall" else [BackgroundSaver.name]:
             mp.spawn(run_rank, (given, str(root), name, free_port()), nprocs=given.ranks)
             rows.append(json.loads((root / "row.json").read_text()))
             for key, value in rows[-1].items():

@@ -1,8 +1,9 @@
 """Half of each row of a matrix on a disk: read with the other halves, or without them.
 
 Run by hand: `python tests/benchmarks/bench_cold_rows.py --dir DIRECTORY [--mib 1024]`, where the directory's
-file system has direct I/O. Wall time of 4 threads, medians of 5 turns, beside a plain read of as many bytes
-as are needed, in pieces of 4 MiB: 1.00 is as fast. Nothing is copied or checked, so this is the disk alone.
+file system has direct I/O. Wall time of 4 threads, medians of 5 turns, compared with a plain read of as
+many bytes as are needed, in parts of 4 MiB: 1.00 is as fast. Nothing is copied or checked, so this is the
+disk alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import partial
 
 ALIGNMENT = 4096  # of direct I/O
 THREADS = 4
-PIECE = 4 << 20
+PART = 4 << 20
 TURNS = 5
 
 Request = tuple[int, int]
@@ -41,7 +42,7 @@ def main() -> None:
         print(f"{'row, KiB':>10} {'whole rows':>12} {'each half by itself':>20} {'read per byte':>14}")
         for row_nbytes in (5 << 10, 20 << 10, 64 << 10, 256 << 10, 1 << 20):
             parts = _halves(nbytes // row_nbytes, row_nbytes)
-            ways = {"plain": _pieces(nbytes // 2), "whole": _pieces(nbytes), "halves": parts}
+            ways = {"plain": _parts(nbytes // 2), "whole": _parts(nbytes), "halves": parts}
             seconds = _measured(descriptor, ways)
             whole, apart = (seconds["plain"] / seconds[way] for way in ("whole", "halves"))
             over = sum(count for _, count in parts) / (nbytes // 2)
@@ -49,8 +50,8 @@ def main() -> None:
         os.close(descriptor)
 
 
-def _pieces(nbytes: int) -> list[Request]:
-    return [(at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+def _parts(nbytes: int) -> list[Request]:
+    return [(at, min(PART, nbytes - at)) for at in range(0, nbytes, PART)]
 
 
 def _halves(rows: int, row_nbytes: int) -> list[Request]:
@@ -77,7 +78,7 @@ def _measured(descriptor: int, ways: dict[str, list[Request]]) -> dict[str, floa
 
 
 def _read(descriptor: int, requests: Sequence[Request]) -> None:
-    buffer = memoryview(mmap.mmap(-1, PIECE))
+    buffer = memoryview(mmap.mmap(-1, PART))
     for at, count in requests:
         os.preadv(descriptor, [buffer[:count]], at)
 

@@ -1,4 +1,4 @@
-"""How fast a state on a CUDA device is saved and loaded, beside the link to the host and beside DCP.
+"""How fast a state on a CUDA device is saved and loaded, compared with the link to the host and with DCP.
 
 Run by hand: `python tests/benchmarks/bench_gpu.py --dir DIR [--size-gib 8] [--repeats 5] [--json FILE]`. One
 process. The limit of the link is that of copies of 256 MiB to and from one pinned buffer. `copies to the

@@ -1,8 +1,8 @@
-"""What parity and the vote of replicas cost a save, and falling back a load. Prints a table; asserts nothing.
+"""Print a table: the cost of parity and of compared replicas at a save, and of a fallback at a load.
 
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/bench_integrity.py DIRECTORY [--turns 5]
 
-256 MiB a rank. Options take turns, so that what else the machine does hits them alike.
+256 MiB a rank. Options take turns, so that what else the machine does slows all of them equally.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Times:
         self._seconds: dict[str, list[float]] = {}
 
     def take(self, case: str, work: Callable[[], object]) -> None:
-        def meeting() -> None:
+        def collective() -> None:
             work()
             dist.barrier()
 
         dist.barrier()
-        self.take_alone(case, meeting)
+        self.take_separately(case, collective)
 
-    def take_alone(self, case: str, work: Callable[[], object]) -> None:
+    def take_separately(self, case: str, work: Callable[[], object]) -> None:
         """Without the barriers, for what one rank does."""
         began = time.perf_counter()
         work()
@@ -105,8 +105,8 @@ def main() -> None:
     dist.barrier()
     for _ in range(given.turns):
         times.take("load, fallback, a file lost", lambda: load(state, location, options=FALLBACK))
-    voting = {"save of copies, vote": SaveOptions(compare_replicas=Policy.ERROR)}
-    saves(times, location, copies(), given.turns, {"save of copies": SaveOptions()} | voting)
+    compared = {"save of copies, compared": SaveOptions(compare_replicas=Policy.ERROR)}
+    saves(times, location, copies(), given.turns, {"save of copies": SaveOptions()} | compared)
     emptied(location)
     if dist.get_rank() == 0:
         times.show()

@@ -1,8 +1,8 @@
-"""What a byte of a warm load costs by each way that it could take, beside a plain read of the needed bytes.
+"""What a byte of a warm load costs by each possible way, compared with a plain read of the needed bytes.
 
 Run by hand: `python tests/benchmarks/bench_read_limits.py --dir DIRECTORY [--mib 128]`. CPU time of one
 thread, in the page cache (or on /dev/shm), medians of 7 turns; 1.00 is a plain read of the needed bytes in
-pieces of 4 MiB. The first table is of bytes that are contiguous on both sides, the others are of the left
+parts of 4 MiB. The first table is of bytes that are contiguous on both sides, the others are of the left
 half of the columns of a matrix that was stored whole.
 """
 
@@ -21,10 +21,10 @@ import numpy.typing as npt
 import xxhash
 
 BLOCK = 256 << 10  # under one digest
-PIECE = 15 * BLOCK  # the longest read of a load
+PART = 15 * BLOCK  # the longest read of a load
 REPEATS = 7
 ROWS_AT_ONCE = 500  # a request to the system has at most 1024 parts
-Octets = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
 
 
 def main() -> None:
@@ -45,18 +45,18 @@ def main() -> None:
 
 def contiguous(descriptor: int, nbytes: int) -> dict[str, Callable[[], None]]:
     """Ways of bytes that lie in a row in the file and in the tensor."""
-    target, buffer = _memory(nbytes), _memory(PIECE)
+    target, buffer = _memory(nbytes), _memory(PART)
 
     def straight(*, check: bool) -> None:
-        for at in range(0, nbytes, PIECE):
-            share = target.data[at : at + PIECE]
+        for at in range(0, nbytes, PART):
+            share = target.data[at : at + PART]
             os.preadv(descriptor, [share], at)
             if check:
                 _check(share)
 
     def through_buffer() -> None:
-        for at in range(0, nbytes, PIECE):
-            share = buffer[: min(PIECE, nbytes - at)]
+        for at in range(0, nbytes, PART):
+            share = buffer[: min(PART, nbytes - at)]
             os.preadv(descriptor, [share.data], at)
             _check(share.data)
             np.copyto(target[at : at + len(share)], share)
@@ -71,8 +71,8 @@ def contiguous(descriptor: int, nbytes: int) -> dict[str, Callable[[], None]]:
 def half_rows(descriptor: int, nbytes: int, row_nbytes: int) -> dict[str, Callable[[], None]]:
     """Ways of the left half of each row."""
     half, rows = row_nbytes // 2, nbytes // row_nbytes
-    target, buffer, others = _memory(rows * half), _memory(PIECE), _memory(ROWS_AT_ONCE * half)
-    matrix, at_once = target.reshape(rows, half), max(1, PIECE // row_nbytes)
+    target, buffer, others = _memory(rows * half), _memory(PART), _memory(ROWS_AT_ONCE * half)
+    matrix, at_once = target.reshape(rows, half), max(1, PART // row_nbytes)
 
     def plain() -> None:
         for at in range(0, rows * half, 4 << 20):
@@ -117,7 +117,7 @@ def _check(data: memoryview) -> None:
         xxhash.xxh3_64_intdigest(data[at : at + BLOCK])
 
 
-def _memory(nbytes: int) -> Octets:
+def _memory(nbytes: int) -> Bytes:
     memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     memory[:] = 1
     return memory

@@ -1,4 +1,4 @@
-"""What planning a save costs each of many thousand ranks, beside Megatron-Core's balancing.
+"""What planning a save costs each of many thousand ranks, compared with Megatron-Core's balancing.
 
 Run by hand: `python tests/benchmarks/bench_scale.py [--tp 8 --pp 16 --dp 128] [--peer-ranks 4096]`. Llama 3
 405B with a distributed optimizer, every rank in turn in one process: bf16 parameters that all data-parallel
@@ -234,7 +234,7 @@ class _Everyone(Group):
         return [data] * self.size
 
 
-def bench_meeting(ranks: int) -> float:
+def bench_collective(ranks: int) -> float:
     """Return the seconds that a rank takes to look through the digests of all."""
     clock = _Clock()
     message = run_on_all_ranks(_Everyone(ranks), lambda: bytes(24), doing="comparing declarations")
@@ -266,15 +266,15 @@ def bench_megatron(ranks: int) -> dict[str, float]:
     from megatron.core.dist_checkpointing.exchange_utils import distribute_shards_to_ranks
 
     layout = Layout(8, 16, ranks // 128)
-    holders: dict[str, list[int]] = {}
+    owners: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     for p, t in np.ndindex(layout.pp, layout.tp):
         for x in params_of(layout, p, t):
             shard = f"{x.key} {x.start}"
-            holders.setdefault(shard, []).extend(layout.rank(p, d, t) for d in range(layout.dp))
+            owners.setdefault(shard, []).extend(layout.rank(p, d, t) for d in range(layout.dp))
             sizes[shard] = math.prod(x.shape) * 2
     clock = _Clock()
-    chosen = distribute_shards_to_ranks(holders, sizes, ranks, set())
+    chosen = distribute_shards_to_ranks(owners, sizes, ranks, set())
     seconds = clock.lap()
     written = np.zeros(ranks)
     for shard, rank in chosen.items():
@@ -294,7 +294,7 @@ def main() -> None:
         print(json.dumps({"Megatron-Core": args.peer_ranks} | bench_megatron(args.peer_ranks), indent=1))
         return
     found = bench_ours(Layout(args.tp, args.pp, args.dp))
-    found["rank: digests of all ms"] = bench_meeting(args.tp * args.pp * args.dp) * 1e3
+    found["rank: digests of all ms"] = bench_collective(args.tp * args.pp * args.dp) * 1e3
     found["rank: kept plan ms"] = bench_kept_plan(80) * 1e3
     found["peak MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(found, indent=1))

@@ -1,4 +1,4 @@
-"""How long it takes to prove, plan and index a save of a million chunks, beside what others do with fewer.
+"""How long it takes to prove, plan and index a save of a million chunks; peers do it with fewer.
 
 Run by hand: `python tests/benchmarks/bench_validation.py [--chunks N] [--peer-chunks N]`. CPU time of one
 core, median of 3 runs. Each run is a process of its own; for megackpt its peak memory is that of the messages

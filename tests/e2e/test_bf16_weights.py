@@ -22,7 +22,7 @@ VOCABULARY = 257  # rows beyond are padding, whose number depends on tp
 
 @pytest.fixture(scope="module")
 def checkpoints(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where step 2 of a bfloat16 run at TP2xPP2 is, beside its text."""
+    """Return where step 2 of a bfloat16 run at TP2xPP2 is, and its text."""
     root = tmp_path_factory.mktemp("bf16")
     train(
         rank_pool,

@@ -51,7 +51,7 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
         "latest_checkpointed_iteration.txt",
         "metrics.jsonl",
     ]
-    assert list((ckpt / "iter_0000004").rglob("*.safetensors"))  # torn, and not empty
+    assert list((ckpt / "iter_0000004").rglob("*.safetensors"))  # incomplete, and not empty
 
     resumed = run_torchrun(RANKS, [*flags, "--save-every=3", "--keep-last=2"])
     assert resumed.returncode == 0, resumed.stderr
@@ -71,7 +71,7 @@ def test_a_run_killed_in_a_save_goes_on_from_the_step_before_at_another_layout(t
     assert re.fullmatch(r"loss: ([\d.]+ at step \d, ){3}[\d.]+ at step 6; [\d.]+ s a step", losses)
     assert last == f"step 6 is done; checkpoint: {ckpt}/iter_0000006, metrics: {ckpt}/metrics.jsonl"
 
-    # --keep-last 2 and the removal of the torn step by the save of step 3
+    # --keep-last 2 and the removal of the incomplete step by the save of step 3
     assert sorted(entry.name for entry in ckpt.iterdir()) == [
         "iter_0000003",
         "iter_0000006",

@@ -1,8 +1,8 @@
 """Fuzzes the readers, guided by coverage: `python tests/fuzz/fuzz_reader.py -max_total_time=300`.
 
 Needs atheris, which is no dependency: pip install atheris. Each input chooses a format and changes to its
-files, see `mutation`. Whatever is no error of ours ends the run and leaves the input beside, as crash-*,
-which given as an argument is tried again.
+files, see `mutation`. Whatever is no error of ours ends the run and leaves the input in the directory, as
+crash-*, which given as an argument is tried again.
 """
 
 from __future__ import annotations

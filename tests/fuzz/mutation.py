@@ -1,6 +1,6 @@
 """Changes to the files of a small real checkpoint, and what a reader may make of them.
 
-Owns the targets of the fuzzers, in tests/properties and in `fuzz_reader`: files in memory, changed where they
+The targets of the fuzzers in tests/properties and in `fuzz_reader`: files in memory, changed where they
 have a structure, so that digests and lengths fit again and what is behind them is reached.
 """
 

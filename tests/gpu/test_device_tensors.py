@@ -27,8 +27,8 @@ def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Any bits, in host memory."""
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
-    octets = torch.randint(256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
-    return octets.view(dtype)
+    raw_bytes = torch.randint(256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
+    return raw_bytes.view(dtype)
 
 
 def on_host() -> dict[str, torch.Tensor]:
@@ -85,14 +85,14 @@ def test_what_is_saved_from_a_device_is_loaded_on_the_host(
 ) -> None:
     host = on_host()
     device = {key: like(tensor) for key, tensor in host.items()}
-    host_too = {"beside " + key: host[key] for key in ("long", "float32", "transposed")}
+    host_too = {"copy of " + key: host[key] for key in ("long", "float32", "transposed")}
     # Rows in host memory stand between those on the device.
     mixed = dict(sorted((device | host_too).items(), key=lambda item: item[0][::-1]))
     save(declared(mixed), tmp_path / "c", (backend, 1), options=SaveOptions(part_bytes=part_bytes))
     targets = {key: torch.zeros(t.shape, dtype=t.dtype) for key, t in mixed.items()}
     load(declared(targets), tmp_path / "c")
     for key, target in targets.items():
-        assert is_same(target, host[key.removeprefix("beside ")]), key
+        assert is_same(target, host[key.removeprefix("copy of ")]), key
 
 
 @pytest.mark.parametrize("backend", FORMATS)

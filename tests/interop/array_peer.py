@@ -48,7 +48,7 @@ def run(job: Job) -> str:
     return peers[_peer[0], job.op](job, arrays)
 
 
-def place(job: Job) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+def coordinates(job: Job) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Return (rank, size) of this rank in tp, dp and pp."""
     rank, dp = dist.get_rank(), job.dp(dist.get_world_size())
     return (
@@ -65,7 +65,7 @@ def declare(job: Job, array: Array) -> tuple[Any, torch.Tensor]:
     """Return this rank's ShardedTensor of zeros and what it should hold."""
     from megackpt import ShardedTensor
 
-    tp, dp, pp = place(job)
+    tp, dp, pp = coordinates(job)
     where = array.part(tp, pp)
     expected = array.value()[where].clone()
     shape = tuple(expected.shape)
@@ -105,7 +105,7 @@ def write_megackpt(job: Job, arrays: list[Array]) -> str:
         entity, expected = declare(job, array)
         entity.data.copy_(expected)
         state[array.key] = entity
-        if array.key.endswith(".exp_avg") and job.naming == "dcp":  # DCP's AdamW has a step beside it
+        if array.key.endswith(".exp_avg") and job.naming == "dcp":  # DCP's AdamW has a step, too
             key = array.key.removesuffix("exp_avg") + "step"
             step = torch.tensor(float(STEP))
             state[key] = megackpt.ShardedTensor.from_rank_offsets(key, step, replica_id=dist.get_rank())
@@ -132,7 +132,7 @@ def as_dtensor(job: Job, array: Array, value: torch.Tensor) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    _, dp, _ = place(job)
+    _, dp, _ = coordinates(job)
     shape = (job.pp, dp[1], job.tp)
     if shape not in _meshes:
         _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
@@ -235,7 +235,7 @@ def add_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> No
 
 def write_zarr(job: Job, arrays: list[Array]) -> str:
     """Write each array with one chunk for each block of the layout, and the files that name the format."""
-    tp, dp, pp = place(job)
+    tp, dp, pp = coordinates(job)
     if dist.get_rank() == 0:
         Path(job.path).mkdir(parents=True, exist_ok=True)
         for array in arrays:
@@ -255,7 +255,7 @@ def write_zarr(job: Job, arrays: list[Array]) -> str:
 
 def read_zarr(job: Job, arrays: list[Array]) -> str:
     """Read the blocks of a layout; compare."""
-    tp, _, pp = place(job)
+    tp, _, pp = coordinates(job)
     count = 0
     for array in arrays:
         where = array.part(tp, pp)

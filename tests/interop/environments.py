@@ -1,4 +1,4 @@
-"""Where the peers live: this environment, and one beside it for what conflicts with it.
+"""Where the peers live: this environment, and a second one for packages that conflict with it.
 
 `python tests/interop/environments.py` makes that one, in build/peers (or MEGACKPT_PEERS): a virtual
 environment with

@@ -70,7 +70,7 @@ def run_jobs(program: Program, ranks: int, jobs: list[Job]) -> list[Outcome]:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
         with open(Path(folder, "log"), "w+") as log:
-            # Not a pipe: what a peer's rank has forked may outlive it, and would keep the pipe open.
+            # Not a pipe: a process that a peer's rank forked may live longer, and would keep the pipe open.
             process = subprocess.Popen(
                 command, cwd=HERE, env=environment, stdout=log, stderr=log, start_new_session=True
             )
@@ -210,10 +210,10 @@ def judge(
 ) -> list[tuple[str, str]]:
     """Return what one checkpoint adds to a cell: ("pass" | "cannot" | "wrong", text)."""
     if outcome.error:
-        reason, says = unwritten(written)
+        reason, text = unwritten(written)
         if outcome.error.startswith("absent"):
             return [("cannot", outcome.error)]
-        if reason and says in outcome.error:
+        if reason and text in outcome.error:
             return [("cannot", f"cannot be written: {reason}")]
         return [("wrong", f"writing at {written.layout}: {last_line(outcome.error)}")]
     mine = [(r, o) for r, o in readings if r.program.peer == reader]

@@ -59,7 +59,7 @@ def pretrain(checkout: str, *arguments: str, megackpt: bool, ranks: int = 2) -> 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     log = done.stdout + done.stderr
     if done.returncode:
-        of_ranks = log.split("/torch/distributed/elastic/", 1)[0]  # what its launcher adds says nothing of it
+        of_ranks = log.split("/torch/distributed/elastic/", 1)[0]  # without what its launcher adds
         raise RuntimeError(f"pretrain_gpt.py ended with {done.returncode}:\n{of_ranks[-4000:]}")
     return {int(number): (loss, norm) for number, loss, norm in LINE.findall(log)}
 

@@ -1,6 +1,6 @@
 """Which checkpoints are written, by whom, and who reads them at which layout.
 
-Owns the list of cells and what is known of those that cannot pass; pure.
+Lists the cells, and what is known of those that cannot pass. Pure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Program:
 
     Attributes:
         peer: who it speaks for.
-        script: file beside this one.
+        script: a file in this directory.
         flags: of its command line.
         env: the environment it runs in.
         modules: what it imports there.
@@ -130,7 +130,7 @@ READERS: dict[Backend, tuple[str, ...]] = {
 }
 
 KNOWN_BUG = (
-    "its own bug: an assertion fails where a rank has two flat pieces of one chunk, in torch_dist only",
+    "its own bug: an assertion fails where a rank has two flat ranges of one chunk, in torch_dist only",
     "AssertionError",
 )
 
@@ -184,7 +184,7 @@ def reads(written: Written, *, few: bool) -> Iterator[Read]:
         if few and program.env != HERE:
             continue
         for layout in _targets(written, program, few=few):
-            reason, text = refusal(written, program)
+            reason, text = unsupported_reason(written, program)
             yield Read(written, program, layout, reason, text)
             if reason:
                 break
@@ -227,7 +227,7 @@ def _targets(written: Written, program: Program, *, few: bool) -> tuple[Layout, 
     return TARGETS[1:3] if program.peer == MEGACKPT else TARGETS[1:2]
 
 
-def refusal(written: Written, reader: Program) -> tuple[str, str]:
+def unsupported_reason(written: Written, reader: Program) -> tuple[str, str]:
     """Return why a peer cannot read a checkpoint, and what its error says; "" and "" if it can."""
     if written.program is STOCK_DCP and models_of(reader):
         return (
@@ -261,7 +261,7 @@ def unread(written: Written, peer: str) -> str:
         return "it has no such format"
     if written.naming == "dcp":
         return "its models ask for other keys"
-    return "arrays only, without what its models and optimizers keep beside them"
+    return "arrays only, without what its models and optimizers keep besides"
 
 
 def unwritten(written: Written) -> tuple[str, str]:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that pip has installed the package into."""
     target = tmp_path_factory.mktemp("site")
-    source = tmp_path_factory.mktemp("source") / "package"  # building leaves files beside the source
+    source = tmp_path_factory.mktemp("source") / "package"  # building leaves files in the parent directory
     subprocess.run(["cp", "-r", str(HERE / "package"), str(source)], check=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True)

@@ -1,6 +1,6 @@
 """What ranks pay to agree, and for a whole small save: time, CPU time and context switches of each rank.
 
-Run by hand: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/bench_meetings.py DIRECTORY`.
+Run by hand: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/bench_collectives.py DIRECTORY`.
 First ways to find the largest of 31 numbers over gloo, then saves of 200 tensors of 1 KiB that all ranks
 hold, ours and DCP's in turn. Times are those of the slowest rank; the rest is the mean of ranks, and rank 0.
 """
@@ -23,7 +23,7 @@ from megackpt.bench.ours import native
 from megackpt.bench.state import GridLayout, make_small_model, make_state
 
 WORDS = 31
-MEETINGS = 100
+COLLECTIVES = 100
 
 
 def spent() -> list[float]:
@@ -53,12 +53,12 @@ def say(name: str, found: torch.Tensor) -> None:
         print(f"{name:22} {1e3 * wall:8.2f} ms   {of_processor}   {switches:5.1f} switches a rank")
 
 
-def compare_meetings() -> None:
+def compare_collectives() -> None:
     """Find the largest numbers in several ways."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numbers = torch.arange(WORDS)
     each = [torch.empty_like(numbers) for _ in range(size)]
-    heard, messages = torch.empty(size * WORDS, dtype=torch.int64), numbers.repeat(size)
+    received, messages = torch.empty(size * WORDS, dtype=torch.int64), numbers.repeat(size)
 
     def by_root() -> None:
         dist.gather(numbers, each if rank == 0 else None, dst=0)
@@ -68,11 +68,11 @@ def compare_meetings() -> None:
         "all-reduce": lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX),
         "all-gather": lambda: dist.all_gather(each, numbers),
         "gather, broadcast": by_root,
-        "each to each": lambda: dist.all_to_all_single(heard, messages),
+        "each to each": lambda: dist.all_to_all_single(received, messages),
     }
     for name, way in ways.items():
         way()
-        say(name, measured(way, MEETINGS))
+        say(name, measured(way, COLLECTIVES))
 
 
 def compare_saves(directory: Path, repeats: int) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    compare_meetings()
+    compare_collectives()
     compare_saves(arguments.directory, arguments.repeats)
     dist.destroy_process_group()
 
