@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
-from megackpt.formats.zarr.rounds import find_touches, plan_rounds
+from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
 from megackpt.geometry import Box
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
@@ -74,7 +74,7 @@ def test_no_two_ranks_touch_one_file_in_one_round(
 ) -> None:
     plan, _ = plan_and_ranks
     grids = choose_grids(plan.table, rules)
-    touches = find_touches(plan.table, grids)
+    touches = find_touched_files(plan.table, grids)
     rounds = plan_rounds(plan, touches)
     writers: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     first: dict[tuple[int, ...], set[int]] = {}
@@ -95,7 +95,7 @@ def test_every_row_is_in_one_round_and_no_round_is_empty(
     plan_and_ranks: tuple[SavePlan, int], rules: GridRules
 ) -> None:
     plan, ranks = plan_and_ranks
-    touches = find_touches(plan.table, choose_grids(plan.table, rules))
+    touches = find_touched_files(plan.table, choose_grids(plan.table, rules))
     rounds = plan_rounds(plan, touches)
     assert rounds.count <= ranks * len(plan.table) + 1
     assert set(range(rounds.count)) == set(rounds.round.tolist()) | {0}
@@ -140,7 +140,7 @@ def test_even_tensor_parallel_splits_take_one_round(parts: list[int], extent: in
         for rank, cell in enumerate(cells)
     ]
     plan = plan_of([(array, layout)], ranks=len(cells))
-    assert plan_rounds(plan, find_touches(plan.table, choose_grids(plan.table, rules))).count == 1
+    assert plan_rounds(plan, find_touched_files(plan.table, choose_grids(plan.table, rules))).count == 1
 
 
 @settings(max_examples=sample_of(100), deadline=None)
@@ -156,7 +156,7 @@ def test_optimizer_shards_of_equal_size_take_two_rounds_at_most_in_each_file(
     grids = choose_grids(plan.table, GridRules())
     # A shard of less than a row shares it with others whatever the grid.
     in_a_row = -(-columns // (numel // ranks)) + 1
-    assert plan_rounds(plan, find_touches(plan.table, grids)).count <= max(3, in_a_row)
+    assert plan_rounds(plan, find_touched_files(plan.table, grids)).count <= max(3, in_a_row)
 
 
 def test_many_optimizer_shards_of_one_array_take_two_rounds() -> None:
@@ -166,4 +166,4 @@ def test_many_optimizer_shards_of_one_array_take_two_rounds() -> None:
     layout = [Held(rank, (box, ends[rank], ends[rank + 1]), 0, 0, False) for rank in range(ranks)]
     plan = plan_of([(torch.zeros(1).expand(shape), layout)], ranks=ranks)
     grids = choose_grids(plan.table, GridRules())
-    assert plan_rounds(plan, find_touches(plan.table, grids)).count == 2
+    assert plan_rounds(plan, find_touched_files(plan.table, grids)).count == 2

@@ -30,7 +30,7 @@ from megackpt.formats.index_file import write_index
 from megackpt.formats.index_reader import open_index
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
-from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.storage import LocalStore, MemoryStore
 from tests.attacks.opcodes import zipped
 from tests.small_index import box, stack

@@ -19,7 +19,7 @@ from megackpt.codec import carrying_unknown
 from megackpt.errors import FormatError
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
-from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from tests.attacks.opcodes import call, named, pickled, text, zipped
 
 

@@ -97,13 +97,13 @@ class DataFile:
             position = 0
             in_order = parts.in_order([row for row, _ in self._rows])
             for (_, items), of_row in zip(self._rows, in_order, strict=True):
-                rest = _Rest(of_row)
+                rest = _RowReader(of_row)
                 for at in items:
                     for part in self._item(at, rest, position):
                         writer.write(part)
                     position = int(self.start[at] + self.length[at])
 
-    def _item(self, at: int, rest: _Rest, position: int) -> Iterator[memoryview]:
+    def _item(self, at: int, rest: _RowReader, position: int) -> Iterator[memoryview]:
         item = int(self.item[at])
         if position < self.start[at]:
             yield memoryview(bytes(int(self.start[at]) - position))
@@ -128,7 +128,7 @@ def _frame(table: ChunkTable, item: int) -> tuple[Any, int, int]:
     return frame, len(frame.head), frame.length
 
 
-class _Rest:
+class _RowReader:
     """The bytes of a row, taken in parts."""
 
     def __init__(self, parts: Iterator[memoryview]) -> None:

@@ -194,7 +194,7 @@ class _Placeholder:
         self.persistent_id = ("storage", storage_class, "0", "cpu", numel)
 
 
-class _Described:
+class _PickledTensor:
     """Pickles as a tensor does."""
 
     def __init__(self, *reduced: Any) -> None:
@@ -221,7 +221,7 @@ def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
         storage = _Placeholder(torch.storage.UntypedStorage, numel * DTYPES[dtype].itemsize)
         how.append(getattr(torch, dtype))
     out = io.BytesIO()
-    _Pickler(out, 2).dump(_Described(rebuild, (storage, *how)))
+    _Pickler(out, 2).dump(_PickledTensor(rebuild, (storage, *how)))
     return out.getvalue()
 
 

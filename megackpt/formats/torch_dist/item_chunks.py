@@ -19,8 +19,8 @@ import torch
 from megackpt.errors import FormatError, StorageError
 from megackpt.formats.contents import Chunks, FileRanges
 from megackpt.formats.safe_pickle import load_value
-from megackpt.formats.torch_dist.described import Item
 from megackpt.formats.torch_dist.item import HEAD_BYTES, locate
+from megackpt.formats.torch_dist.metadata_reader import Item
 from megackpt.geometry import Ints
 from megackpt.metadata import DTYPES, OBJECT, ChunkTable
 from megackpt.storage import Store

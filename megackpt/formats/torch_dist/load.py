@@ -16,8 +16,9 @@ from megackpt.formats.safe_pickle import load_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import Json, LoadStrategy
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.checking import check_files
-from megackpt.formats.torch_dist.described import COMMON_STATE, Described
 from megackpt.formats.torch_dist.item_chunks import LISTED_OBJECT, ItemChunks
+from megackpt.formats.torch_dist.metadata_reader import COMMON_STATE, DcpMetadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.formats.torch_dist.notes import (
     COMMON_MAX_BYTES,
     CONTENT_METADATA,
@@ -25,7 +26,6 @@ from megackpt.formats.torch_dist.notes import (
     find_note,
     read_metadata,
 )
-from megackpt.formats.torch_dist.unpickling import load_metadata
 from megackpt.notices import notice
 from megackpt.storage import Store, digest_of
 
@@ -63,7 +63,7 @@ class TorchDistLoadStrategy(LoadStrategy):
             return _open_own(store, *note, identity=digest, allow_unsafe=allow_unsafe_pickle)
         where = f"{store.location}/{names.METADATA}"
         metadata = load_metadata(data, where=where, allow_unsafe=allow_unsafe_pickle)
-        described = Described(metadata, location=store.location)
+        described = DcpMetadata(metadata, location=store.location)
         return _open_foreign(store, described, identity=digest, allow_unsafe=allow_unsafe_pickle)
 
 
@@ -87,7 +87,7 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
     )
 
 
-def _open_foreign(store: Store, described: Described, *, identity: str, allow_unsafe: bool) -> Contents:
+def _open_foreign(store: Store, described: DcpMetadata, *, identity: str, allow_unsafe: bool) -> Contents:
     arrays = dict(described.arrays)
 
     def decode(data: bytes, where: str) -> Any:
@@ -111,7 +111,7 @@ def _open_foreign(store: Store, described: Described, *, identity: str, allow_un
 
 
 def _foreign_common(
-    store: Store, described: Described, arrays: dict[str, Any], allow_unsafe: bool
+    store: Store, described: DcpMetadata, arrays: dict[str, Any], allow_unsafe: bool
 ) -> Callable[[], Json]:
     """Return how to read common state; the object that holds it is taken out of arrays."""
     # Megatron-Core writes the file in each save, maybe with the bytes of before; DCP alone never does.

@@ -26,8 +26,9 @@ from megackpt.formats.safe_pickle import save_value
 from megackpt.formats.strategy import MANIFEST, Capabilities, ChunkParts, Json, SaveStrategy
 from megackpt.formats.torch_dist import names
 from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
-from megackpt.formats.torch_dist.described import Described
-from megackpt.formats.torch_dist.describing import Written, data_files_of, metadata_of, without_keys
+from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
+from megackpt.formats.torch_dist.metadata_writer import WrittenItems, data_files_of, metadata_of, without_keys
 from megackpt.formats.torch_dist.notes import (
     COMMON_MAX_BYTES,
     CONTENT_METADATA,
@@ -36,7 +37,6 @@ from megackpt.formats.torch_dist.notes import (
     find_note,
     read_metadata,
 )
-from megackpt.formats.torch_dist.unpickling import load_metadata
 from megackpt.formats.torch_dist.values import write_objects, write_state, written_values
 from megackpt.geometry import Ints
 from megackpt.metadata import (
@@ -139,7 +139,7 @@ class TorchDistSaveStrategy(SaveStrategy):
         """Write our own index, and `.metadata` under the name that it has until it is published."""
         stored, length = _stored(attempt, plan, [r[0] for r in receipts])
         check_files_exist(store, stored, prefix="__")
-        written = Written(
+        written = WrittenItems(
             stored.table,
             stored.file.tolist(),
             stored.files,
@@ -214,7 +214,7 @@ class TorchDistSaveStrategy(SaveStrategy):
         """
         data = read_metadata(store)
         metadata = load_metadata(data, where=f"{store.location}/{names.METADATA}")
-        Described(metadata, location=store.location)  # which refuses what is damaged
+        DcpMetadata(metadata, location=store.location)  # which refuses what is damaged
         kept = without_keys(metadata, key_prefix=key_prefix)
         new = pickle.dumps(kept, protocol=PICKLE_PROTOCOL)
         stale = sorted(data_files_of(metadata) - data_files_of(kept))

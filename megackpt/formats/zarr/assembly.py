@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from megackpt.errors import StorageError
 from megackpt.formats.strategy import ChunkParts
-from megackpt.formats.zarr.described import ZarrArray
-from megackpt.formats.zarr.files import ArrayCodec, Elements
-from megackpt.formats.zarr.rounds import Rounds, Touches
+from megackpt.formats.zarr.array_codec import ArrayCodec, Elements
+from megackpt.formats.zarr.array_documents import ZarrArray
+from megackpt.formats.zarr.rounds import Rounds, TouchedFiles
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
@@ -42,7 +42,7 @@ class WritePlan:
 
     plan: SavePlan
     arrays: Sequence[ZarrArray | None]
-    touches: Touches
+    touches: TouchedFiles
     rounds: Rounds
 
 

@@ -14,7 +14,7 @@ from itertools import product
 
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage, damage_of
-from megackpt.formats.zarr.described import ZarrArray
+from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.storage import Store
 
 _MOST_BYTES = 1 << 34  # of an object, or of common state

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.contents import Chunks, FileRanges
-from megackpt.formats.zarr.described import ZarrArray
-from megackpt.formats.zarr.expanding import LARGE_BYTES, Packing, check_file, packing_of
-from megackpt.formats.zarr.files import ArrayCodec, Elements, unreadable
+from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, unreadable
+from megackpt.formats.zarr.array_documents import ZarrArray
+from megackpt.formats.zarr.expansion_limits import LARGE_BYTES, ChunkEncoding, check_file, encoding_of
 from megackpt.formats.zarr.library import open_array, tensorstore
 from megackpt.geometry import Ints, rectangles_of
 from megackpt.metadata import DTYPES, ArraySpec, ChunkTable
@@ -79,10 +79,10 @@ class ZarrChunks(Chunks):
             _check_files(store, array, files)
         self.table = _table(store, self._held)
         self.position = self._positions()
-        self._reader: _Reader | None = None
+        self._reader: _ArrayReader | None = None
         self._lock = threading.Lock()
         self._seen: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
-        self._packings: dict[int, Packing] = {}  # by number of the array
+        self._packings: dict[int, ChunkEncoding] = {}  # by number of the array
         for row, number in enumerate(self.table.array.tolist()):
             held_array = self._held[number]
             is_packed = isinstance(held_array, ZarrArray) and not held_array.is_raw
@@ -159,12 +159,12 @@ class ZarrChunks(Chunks):
         with self._lock:
             self._seen.add((name, chunk))
 
-    def _packing(self, row: int) -> Packing:
+    def _packing(self, row: int) -> ChunkEncoding:
         number = int(self.table.array[row])
         if number not in self._packings:
             array = self._held[number]
             assert isinstance(array, ZarrArray)
-            self._packings[number] = packing_of(array)
+            self._packings[number] = encoding_of(array)
         return self._packings[number]
 
     def _number_in_file(self, array: ZarrArray, row: int) -> int:
@@ -196,10 +196,10 @@ class ZarrChunks(Chunks):
         begin = start - first * width
         np.frombuffer(out, np.uint8)[:] = octets[begin : begin + out.nbytes]
 
-    def _open(self, array: ZarrArray) -> _Files:
+    def _open(self, array: ZarrArray) -> _ArrayFiles:
         with self._lock:
             if self._reader is None:
-                self._reader = _Reader(self._store)
+                self._reader = _ArrayReader(self._store)
         return self._reader.open(array)
 
     def _cell(self, array: ZarrArray, row: int) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ class ZarrChunks(Chunks):
         return position
 
 
-class _Files:
+class _ArrayFiles:
     """The files of one array, ready to be decoded."""
 
     def __init__(self, store: Store, array: ZarrArray, context: Any) -> None:
@@ -260,19 +260,19 @@ class _Files:
             return self._codecs[cell]
 
 
-class _Reader:
+class _ArrayReader:
     """Opens arrays, each once, with one cache."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._context = tensorstore().Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
-        self._open: dict[str, _Files] = {}
+        self._open: dict[str, _ArrayFiles] = {}
         self._lock = threading.Lock()
 
-    def open(self, array: ZarrArray) -> _Files:
+    def open(self, array: ZarrArray) -> _ArrayFiles:
         with self._lock:
             if array.path not in self._open:
-                self._open[array.path] = _Files(self._store, array, self._context)
+                self._open[array.path] = _ArrayFiles(self._store, array, self._context)
             return self._open[array.path]
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megackpt.errors import FormatError, MissingExtraError
-from megackpt.formats.zarr.described import ZarrArray
+from megackpt.formats.zarr.array_documents import ZarrArray
 
 
 def tensorstore() -> ModuleType:

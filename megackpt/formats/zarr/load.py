@@ -15,8 +15,7 @@ from megackpt.formats.contents import Contents
 from megackpt.formats.documents import parse_document
 from megackpt.formats.strategy import Json
 from megackpt.formats.zarr import names
-from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
-from megackpt.formats.zarr.described import (
+from megackpt.formats.zarr.array_documents import (
     MAX_DOCUMENT_BYTES,
     V2_ATTRIBUTES,
     V2_FILE,
@@ -25,6 +24,7 @@ from megackpt.formats.zarr.described import (
     parse_v2,
     parse_v3,
 )
+from megackpt.formats.zarr.chunks import StoredObjects, ZarrChunks
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.storage import Store, digest_of
 

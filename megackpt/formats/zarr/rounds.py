@@ -18,7 +18,7 @@ from megackpt.planning import SavePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Touches:
+class TouchedFiles:
     """Pairs of a row and a file that it writes a part of, each pair once, sorted by row, then file.
 
     Attributes:
@@ -58,7 +58,7 @@ def grid_extents(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, .
     return tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
-def find_touches(table: ChunkTable, grids: Sequence[Grid | None]) -> Touches:
+def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> TouchedFiles:
     """Return which rows write into which files. Rows of objects (no grid) touch none."""
     chunk = np.ones((len(table.arrays), table.dims), np.int64)
     extents = np.zeros((len(table.arrays), table.dims), np.int64)
@@ -78,7 +78,7 @@ def find_touches(table: ChunkTable, grids: Sequence[Grid | None]) -> Touches:
     high = -(-(start + cut.shape) // chunk[array])
     which, linear = _cells(low, high, extents[array])
     pairs = np.unique(np.stack([row[which], first_file[array[which]] + linear], axis=1), axis=0)
-    return Touches(pairs[:, 0], pairs[:, 1], first_file)
+    return TouchedFiles(pairs[:, 0], pairs[:, 1], first_file)
 
 
 def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
@@ -96,7 +96,7 @@ def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
     return which, linear
 
 
-def plan_rounds(plan: SavePlan, touches: Touches) -> Rounds:
+def plan_rounds(plan: SavePlan, touches: TouchedFiles) -> Rounds:
     """Put rows of different ranks that share a file into different rounds.
 
     Each row, in order, goes into the first round in which no other rank touches its files. The shards of
@@ -120,7 +120,7 @@ def plan_rounds(plan: SavePlan, touches: Touches) -> Rounds:
     return Rounds(int(rounds.max(initial=0)) + 1, rounds, _first_rounds(touches, rounds))
 
 
-def _first_rounds(touches: Touches, rounds: Ints) -> dict[int, int]:
+def _first_rounds(touches: TouchedFiles, rounds: Ints) -> dict[int, int]:
     """Return the first round of each file that is written in several."""
     files, place = np.unique(touches.file, return_inverse=True)
     of_touch = rounds[touches.row]

@@ -10,12 +10,12 @@ from abc import abstractmethod
 import numpy as np
 
 from megackpt.formats.strategy import Capabilities, ChunkParts, Json, SaveStrategy
+from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.formats.zarr.assembly import Assembler, WritePlan, gathered, put_file
-from megackpt.formats.zarr.described import ZarrArray
 from megackpt.formats.zarr.grids import Grid, GridRules, choose_grids
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.names import BACKEND
-from megackpt.formats.zarr.rounds import find_touches, plan_rounds
+from megackpt.formats.zarr.rounds import find_touched_files, plan_rounds
 from megackpt.geometry import Ints
 from megackpt.metadata import ArraySpec
 from megackpt.planning import SavePlan
@@ -108,7 +108,7 @@ class ZarrSaveStrategy(SaveStrategy):
         if last is not None and last[0] is plan:
             touches, rounds = last[2].touches, last[2].rounds
         else:
-            touches = find_touches(plan.table, grids)
+            touches = find_touched_files(plan.table, grids)
             rounds = plan_rounds(plan, touches)
         planned = WritePlan(plan, arrays, touches, rounds)
         self._last = (plan, attempt, planned)

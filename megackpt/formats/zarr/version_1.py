@@ -18,6 +18,7 @@ from megackpt.formats.file_names import ZARR_V1
 from megackpt.formats.safe_pickle import load_value, save_value, warn_of_unsafe_pickle
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
+from megackpt.formats.zarr.array_documents import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import (
     changed_documents,
@@ -25,11 +26,10 @@ from megackpt.formats.zarr.checking import (
     missing_chunks,
     missing_files,
 )
-from megackpt.formats.zarr.described import V2_FILE, ZarrArray, array_v2
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.load import find_arrays_v2, find_objects, identity_of, open_contents, parse_files
-from megackpt.formats.zarr.publishing import (
+from megackpt.formats.zarr.publication import (
     MARKER_MAX_BYTES,
     arrays_in,
     check_marked,

@@ -27,10 +27,10 @@ from megackpt.formats.documents import (
 from megackpt.formats.file_names import ZARR_V3
 from megackpt.formats.strategy import MANIFEST, Format, Json, LoadStrategy
 from megackpt.formats.zarr import names
+from megackpt.formats.zarr.array_documents import MAX_DOCUMENT_BYTES, V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.assembly import put_file
 from megackpt.formats.zarr.checking import changed_documents, missing_chunks, missing_files
 from megackpt.formats.zarr.chunks import StoredObjects
-from megackpt.formats.zarr.described import MAX_DOCUMENT_BYTES, V3_FILE, ZarrArray, array_v3, group_v3
 from megackpt.formats.zarr.grids import Grid, GridRules
 from megackpt.formats.zarr.library import tensorstore
 from megackpt.formats.zarr.load import (
@@ -41,7 +41,7 @@ from megackpt.formats.zarr.load import (
     open_contents,
     parse_files,
 )
-from megackpt.formats.zarr.publishing import remove_empty_directories
+from megackpt.formats.zarr.publication import remove_empty_directories
 from megackpt.formats.zarr.save import ZarrSaveStrategy
 from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.planning import SavePlan
@@ -202,7 +202,7 @@ _DIGEST_BYTES = 32  # hexadecimal
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundItems:
     """What there is: arrays, objects by key, and all names in the store."""
 
     arrays: list[ZarrArray]
@@ -210,10 +210,10 @@ class _Found:
     listed: list[str]
 
 
-def _find(store: Store, manifest: Json) -> _Found:
+def _find(store: Store, manifest: Json) -> _FoundItems:
     listed = store.names()
     if manifest.get("detected"):
-        return _Found(find_arrays_v3(store, listed, directory=""), {}, listed)
+        return _FoundItems(find_arrays_v3(store, listed, directory=""), {}, listed)
     directories, gone = _directories(manifest, store.location), _removed(manifest, store.location)
     files, holder = _telling_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
     check_listed(files, listed, location=store.location, holder=holder, key_of=_key_of_directory)
@@ -221,7 +221,7 @@ def _find(store: Store, manifest: Json) -> _Found:
     objects = find_objects(
         listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX, is_checked=True
     )
-    return _Found(
+    return _FoundItems(
         [a for a in arrays if not a.spec.key.startswith(gone)],
         {key: found for key, found in objects.items() if not key.startswith(gone)},
         listed,

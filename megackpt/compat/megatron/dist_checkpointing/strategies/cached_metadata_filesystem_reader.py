@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from megackpt.formats.torch_dist.unpickling import load_metadata
+from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megackpt.errors import DeclarationError
 from megackpt.formats.torch_dist import names
-from megackpt.formats.torch_dist.described import Extents, key_of
+from megackpt.formats.torch_dist.metadata_reader import Extents, key_of
 from megackpt.formats.torch_dist.values import Value
 from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 
@@ -37,7 +37,7 @@ def unique_key(spec: ArraySpec, start: Extents) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenItems:
     """Where a save has put the rows of a table: columns of plain numbers, and names of files."""
 
     table: ChunkTable
@@ -47,7 +47,7 @@ class Written:
     length: list[int]
 
 
-def metadata_of(written: Written, values: Iterable[Value] = (), *, attempt: str) -> Metadata:
+def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt: str) -> Metadata:
     """Return what DCP must know of a checkpoint whose rows are whole boxes.
 
     values are listed under keys that no array has.

@@ -14,7 +14,7 @@ from megackpt.errors import CheckpointError, FormatError, StorageError, truncate
 from megackpt.formats.documents import read_manifest_file
 from megackpt.formats.strategy import MANIFEST, MANIFEST_MAX_BYTES
 from megackpt.formats.zarr import names
-from megackpt.formats.zarr.described import V2_ATTRIBUTES, V2_FILE
+from megackpt.formats.zarr.array_documents import V2_ATTRIBUTES, V2_FILE
 from megackpt.formats.zarr.load import check_listed, parse_files
 from megackpt.storage import Store
 

@@ -60,7 +60,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
-class _RefusedError(pickle.UnpicklingError):
+class _ForbiddenClassError(pickle.UnpicklingError):
     pass
 
 
@@ -86,7 +86,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if self._allow_unsafe:
             return super().find_class(module, name)
-        raise _RefusedError(f"{module}.{name}")
+        raise _ForbiddenClassError(f"{module}.{name}")
 
 
 def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any:
@@ -98,7 +98,7 @@ def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any
     try:
         check_opcodes(data, calls_make_new=allow_unsafe)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
-    except _RefusedError as error:
+    except _ForbiddenClassError as error:
         raise FormatError(
             f"{where}: it names {error}, which is no part of the format, so it is refused. {ADVICE}",
             path=where,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megackpt.errors import FormatError
-from megackpt.formats.zarr.described import ZarrArray
+from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.formats.zarr.library import open_array, tensorstore
 
 Elements = npt.NDArray[Any]

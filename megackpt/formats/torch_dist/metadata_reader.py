@@ -72,7 +72,7 @@ class _Row:
     flat_stop: int
 
 
-class Described:
+class DcpMetadata:
     """A `.metadata` that another library, or another version, may have written."""
 
     def __init__(self, metadata: Any, *, location: str) -> None:

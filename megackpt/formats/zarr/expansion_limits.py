@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import FormatError
-from megackpt.formats.zarr.described import ZarrArray
+from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.metadata import DTYPES
 from megackpt.storage import Store
 
@@ -36,7 +36,7 @@ _ZSTD_BLOCK_BYTES = 128 * 1024  # a compressed block becomes no more
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class ChunkEncoding:
     """How the chunks of an array are packed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Packing:
     index_nbytes: int | None = None
 
 
-def packing_of(array: ZarrArray) -> Packing:
+def encoding_of(array: ZarrArray) -> ChunkEncoding:
     """Return how the chunks of an array are packed, by its document.
 
     Raises:
@@ -63,15 +63,15 @@ def packing_of(array: ZarrArray) -> Packing:
     nbytes = math.prod(array.grid.inner) * DTYPES[array.spec.dtype].itemsize
     if array.zarr_format == 2:
         said = array.document.get("compressor")
-        return Packing(str(said.get("id")) if isinstance(said, dict) and said else None, nbytes)
+        return ChunkEncoding(str(said.get("id")) if isinstance(said, dict) and said else None, nbytes)
     codecs = _configurations(array.document.get("codecs"))
     if not codecs or codecs[0][0] != "sharding_indexed":
-        return Packing(_one_compressor(codecs, array), nbytes)
+        return ChunkEncoding(_one_compressor(codecs, array), nbytes)
     sharding = codecs[0][1]
     count = math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
     index_codecs = [name for name, _ in _configurations(sharding.get("index_codecs"))]
     is_plain = index_codecs in (["bytes"], ["bytes", "crc32c"])
-    return Packing(
+    return ChunkEncoding(
         _one_compressor([*codecs[1:], *_configurations(sharding.get("codecs"))], array),
         nbytes,
         count,
@@ -80,7 +80,7 @@ def packing_of(array: ZarrArray) -> Packing:
     )
 
 
-def check_file(store: Store, array: ZarrArray, packing: Packing, name: str, chunk: int) -> None:
+def check_file(store: Store, array: ZarrArray, packing: ChunkEncoding, name: str, chunk: int) -> None:
     """Refuse to decode a chunk, by its number in the file, that becomes too much. Reads what it has to.
 
     Raises:
@@ -112,7 +112,7 @@ def check_file(store: Store, array: ZarrArray, packing: Packing, name: str, chun
 
 
 def _place_in_shard(
-    store: Store, array: ZarrArray, packing: Packing, name: str, chunk: int, nbytes: int
+    store: Store, array: ZarrArray, packing: ChunkEncoding, name: str, chunk: int, nbytes: int
 ) -> tuple[int, int]:
     """Return where a chunk lies in its shard, and its length; 0 for one that is missing."""
     if packing.index_nbytes is None or packing.index_nbytes > nbytes:
