@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megackpt.codec.registering import register_codec
     from megackpt.config import CheckpointConfig
     from megackpt.engine.saving.plan_cache import PlanCache
+    from megackpt.engine.verification.verify import VerifyReport
     from megackpt.errors import (
         CheckpointError,
         CheckpointingException,
@@ -56,6 +57,14 @@ if TYPE_CHECKING:
         UnserializableError,
         WriterFailedError,
     )
+    from megackpt.formats.damage import Damage
+    from megackpt.maintenance.convert import ConvertReport, convert
+    from megackpt.maintenance.diff import CheckpointDifference, ValueDifference, diff
+    from megackpt.maintenance.diff_arrays import ArrayDifference
+    from megackpt.maintenance.inspect import CheckpointSummary, StoredArray, StoredFile, inspect
+    from megackpt.maintenance.repair import RepairReport, repair
+    from megackpt.maintenance.repair_search import RepairedFile
+    from megackpt.maintenance.verify import verify
     from megackpt.mapping import (
         ComponentPlacement,
         Layout,
@@ -74,15 +83,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrayDifference",
     "ArrayReport",
     "AsyncOptions",
     "CheckpointConfig",
+    "CheckpointDifference",
     "CheckpointError",
+    "CheckpointSummary",
     "Checkpointer",
     "CheckpointingException",
     "CommonStateError",
     "ComponentPlacement",
+    "ConvertReport",
     "CoverageError",
+    "Damage",
     "DeclarationError",
     "ForeignMember",
     "ForeignNamedTuple",
@@ -107,6 +121,8 @@ __all__ = [
     "PlanCache",
     "Policy",
     "RankFailedError",
+    "RepairReport",
+    "RepairedFile",
     "ReplicatedValue",
     "Retention",
     "SaveOptions",
@@ -117,13 +133,20 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "StorageError",
+    "StoredArray",
+    "StoredFile",
     "StrictHandling",
     "Tier",
     "Tiers",
     "UnknownClassError",
     "UnserializableError",
+    "ValueDifference",
+    "VerifyReport",
     "WriterFailedError",
     "check_is_distributed_checkpoint",
+    "convert",
+    "diff",
+    "inspect",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -133,7 +156,9 @@ __all__ = [
     "load_with_report",
     "register_codec",
     "remove_sharded_tensors",
+    "repair",
     "save",
+    "verify",
 ]
 
 _NAMES_OF = {
@@ -203,6 +228,30 @@ _NAMES_OF = {
         "SaveOptions",
     ),
     "megackpt.validation": ("ArrayReport", "LoadReport", "StrictHandling"),
+    "megackpt.formats.damage": ("Damage",),
+    "megackpt.engine.verification.verify": ("VerifyReport",),
+    "megackpt.maintenance.convert": (
+        "ConvertReport",
+        "convert",
+    ),
+    "megackpt.maintenance.diff": (
+        "CheckpointDifference",
+        "ValueDifference",
+        "diff",
+    ),
+    "megackpt.maintenance.diff_arrays": ("ArrayDifference",),
+    "megackpt.maintenance.inspect": (
+        "CheckpointSummary",
+        "StoredArray",
+        "StoredFile",
+        "inspect",
+    ),
+    "megackpt.maintenance.repair": (
+        "RepairReport",
+        "repair",
+    ),
+    "megackpt.maintenance.repair_search": ("RepairedFile",),
+    "megackpt.maintenance.verify": ("verify",),
 }
 """Where each public name is defined: what type checkers see above."""
 

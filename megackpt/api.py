@@ -32,7 +32,7 @@ from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, not_
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
 from megackpt.options import LoadOptions, Policy, SaveOptions
-from megackpt.storage import Store, as_store, checked_path, is_url, open_store
+from megackpt.storage import Location, Store, checked_path, is_url, opened_store
 from megackpt.validation import LoadReport, StrictHandling
 
 ReturnsKeys: TypeAlias = Literal[
@@ -52,7 +52,6 @@ ReturnsState: TypeAlias = Literal[
     "raise_all",
     "ignore_all",
 ]
-Location: TypeAlias = "str | os.PathLike[str] | Store"
 Options = TypeVar("Options", SaveOptions, LoadOptions)
 
 
@@ -122,7 +121,7 @@ def save(
         spread_group=spread_group,
         alike={"checkpoint_dir": _place_of(checkpoint_dir)},
     )
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         save_state(request, store, group, options)
 
 
@@ -307,7 +306,7 @@ def _load(
     with ExitStack() as stack:
         # Opened in the first step that ranks take together: it may fail on some of them only.
         def opened() -> Store:
-            store = stack.enter_context(_Opened(location))
+            store = stack.enter_context(opened_store(location))
             if choice is not None:
                 check_format(choice, read_manifest(store), where=store.location)
             return store
@@ -324,7 +323,7 @@ def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: boo
 
     Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
     """
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         common: StateDict = read_whole_common(contents, store)[0]
         return common
@@ -337,7 +336,7 @@ def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool
 
     Source: Megatron-Core `dist_checkpointing.load_content_metadata`.
     """
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         return read_common(contents, where=store.location)[1]
 
@@ -352,7 +351,7 @@ def load_sharded_metadata(
 
     Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
     """
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         found: dict[str, ShardedBase] = {}
         starts = _object_starts(contents)
@@ -407,7 +406,7 @@ def load_plain_tensors(
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
     trusted = _given_options(options, LoadOptions).allow_unsafe_pickle
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=trusted)
         check_readable(contents.unreadable, contents.unreadable, where=store.location)
         keys = [key for key, spec in contents.arrays.items() if spec.dtype != OBJECT]
@@ -430,7 +429,7 @@ def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
 
     Source: Megatron-Core `dist_checkpointing.remove_sharded_tensors`.
     """
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         manifest = read_manifest(store)
         found = (str(manifest.get("sharded_backend")), int(manifest.get("sharded_backend_version", 0)))
         strategy = save_strategy(found)
@@ -442,23 +441,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: Location) -> bool:
 
     Source: Megatron-Core `dist_checkpointing.check_is_distributed_checkpoint`.
     """
-    with _Opened(checkpoint_dir) as store:
+    with opened_store(checkpoint_dir) as store:
         return is_committed(store)
-
-
-class _Opened:
-    """A store for a location, closed at the end unless it was handed in open."""
-
-    def __init__(self, location: Location) -> None:
-        self._is_path = isinstance(location, (str, os.PathLike))
-        self._store: Store = open_store(location) if self._is_path else as_store(location)  # type: ignore[arg-type]
-
-    def __enter__(self) -> Store:
-        return self._store
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_path:
-            self._store.close()
 
 
 def _place_of(location: Location) -> str | None:

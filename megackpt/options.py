@@ -295,33 +295,6 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions:
-    """How to convert a checkpoint.
-
-    Attributes:
-        timeout_s: how long a rank waits for the others at each meeting point, in seconds.
-        verify: read the new checkpoint again and compare every byte with the old one.
-        overwrite: replace a checkpoint that is at the new place already, if it is of the same format.
-        array_digests: as for `SaveOptions`.
-        allow_unsafe_pickle: as for `LoadOptions`.
-        buffer_bytes: how much of a chunk is held at a time, where its format lets it be read in parts.
-    """
-
-    timeout_s: float = 600.0
-    verify: bool = True
-    overwrite: bool = False
-    array_digests: bool = False
-    allow_unsafe_pickle: bool = False
-    buffer_bytes: int = 4 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        check_seconds("timeout_s", self.timeout_s)
-        check_count("buffer_bytes", self.buffer_bytes)
-        for name in ("verify", "overwrite", "allow_unsafe_pickle", "array_digests"):
-            check_flag(name, getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
     """How to look for damage in a checkpoint.
 
@@ -342,55 +315,4 @@ class VerifyOptions:
     def __post_init__(self) -> None:
         check_count("threads", self.threads)
         for name in ("deep", "allow_unsafe_pickle", "skip_unknown_classes"):
-            check_flag(name, getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairOptions:
-    """How to repair a checkpoint.
-
-    Attributes:
-        dry_run: find out what can be mended, and change nothing.
-        partial: mend what can be, also if other damage stays.
-        threads: as for `VerifyOptions`.
-        allow_unsafe_pickle: as for `LoadOptions`.
-    """
-
-    dry_run: bool = False
-    partial: bool = False
-    threads: int = 4
-    allow_unsafe_pickle: bool = False
-
-    def __post_init__(self) -> None:
-        check_count("threads", self.threads)
-        for name in ("dry_run", "partial", "allow_unsafe_pickle"):
-            check_flag(name, getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffOptions:
-    """How to compare two checkpoints.
-
-    Attributes:
-        keys: globs of keys; only arrays and objects whose key fits one are compared; all if there are none.
-        common: whether common state and content metadata are compared as well.
-        read_all: read all arrays, also those of which both have a digest of the whole array, and these are
-            equal.
-        allow_unsafe_pickle: as for `LoadOptions`.
-        threads: comparisons under way at once.
-        buffer_bytes: how much of each checkpoint a comparison holds at a time.
-    """
-
-    keys: tuple[str, ...] = ()
-    common: bool = True
-    read_all: bool = False
-    allow_unsafe_pickle: bool = False
-    threads: int = 2
-    buffer_bytes: int = 16 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        check_count("threads", self.threads)
-        check_count("buffer_bytes", self.buffer_bytes)
-        check_texts("keys", self.keys, example="('decoder.*',)")
-        for name in ("common", "allow_unsafe_pickle", "read_all"):
             check_flag(name, getattr(self, name))

@@ -5,10 +5,10 @@ Owns the page. What an option does is said where it is defined.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
+from inspect import cleandoc, getdoc, signature
 from pathlib import Path
 
 from megackpt import (
@@ -22,10 +22,15 @@ from megackpt import (
     SaveSchedule,
     Tier,
     Tiers,
+    convert,
+    diff,
+    inspect,
     load,
+    repair,
     save,
+    verify,
 )
-from megackpt.options import ConvertOptions, DiffOptions, RepairOptions, VerifyOptions
+from megackpt.options import VerifyOptions
 from megackpt.storage import FileOptions, ObjectOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
@@ -33,6 +38,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 FUNCTIONS: dict[Callable[..., object], str] = {
     save: "`megackpt.save`, and in part `Checkpointer.save`",
     load: "`megackpt.load`, `load_with_report`, and in part `Checkpointer.load`",
+    inspect: "`megackpt.inspect`, and in part `megackpt inspect`",
+    verify: "`megackpt.verify`, and in part `megackpt verify`",
+    diff: "`megackpt.diff`, and in part `megackpt diff`",
+    convert: "`megackpt.convert`, and in part `megackpt convert`",
+    repair: "`megackpt.repair`, and in part `megackpt repair`",
 }
 CLASSES: dict[type, str] = {
     SaveOptions: "`save(options=...)`, `Checkpointer(save_options=...)`",
@@ -47,10 +57,7 @@ CLASSES: dict[type, str] = {
     Groups: "`Checkpointer(group=...)`",
     ObjectOptions: "`Checkpointer(objects=...)`, `open_store(url, objects=...)`, of `megackpt.storage`",
     FileOptions: "`LocalStore(path, options=...)`, of `megackpt.storage`",
-    VerifyOptions: "`megackpt verify`, of `megackpt.options`",
-    RepairOptions: "`megackpt repair`, of `megackpt.options`",
-    DiffOptions: "`megackpt diff`, of `megackpt.options`",
-    ConvertOptions: "`megackpt convert`, of `megackpt.options`",
+    VerifyOptions: "`megackpt.verify` and `Checkpointer(verify_after_save=True)`, which make one of these",
 }
 
 HEAD = """# Every option
@@ -68,7 +75,7 @@ def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
     for function, given in FUNCTIONS.items():
-        parameters = inspect.signature(function).parameters.values()
+        parameters = signature(function).parameters.values()
         defaults = {p.name: "" if p.default is p.empty else f"`{_shown(p.default)}`" for p in parameters}
         parts.append(_section(f"{function.__name__}()", given, _said(function, "Args"), defaults))
     for kind, given in CLASSES.items():
@@ -85,10 +92,10 @@ def _section(name: str, given: str, message: dict[str, str], defaults: dict[str,
 
 def _said(documented: object, section: str) -> dict[str, str]:
     """Return what a docstring says of each name in a section, as one line."""
-    text = inspect.getdoc(documented) or ""
+    text = getdoc(documented) or ""
     body = re.search(rf"^{section}:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
     assert body is not None, f"{documented} has no section {section}"
-    entries = _ENTRY.finditer(inspect.cleandoc(body[1]))
+    entries = _ENTRY.finditer(cleandoc(body[1]))
     return {e["name"]: " ".join(e["text"].split()).replace("|", "\\|") for e in entries}
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Public functions on whole checkpoints; the command line prints what they return.
     "maintenance": {
         "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec", "comm",
-        "storage", "options", "notices", "errors",
+        "storage", "options", "arguments", "notices", "errors",
     },
     "api": {
         "engine", "formats", "validation", "mapping", "metadata", "comm", "storage", "options", "arguments",

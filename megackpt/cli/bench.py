@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from megackpt.bench.settings import CASES, DTYPES, PEERS, BenchSettings
-from megackpt.cli.entry import FAILED_CHECK, is_root
+from megackpt.cli.entry import FAILED_CHECK, is_rank_0
 from megackpt.cli.locations import LocalPath, check_output
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def command(
         long_run=long_run,
         profile=profile,
     )
-    if is_root():  # which alone writes them, also where the others are on machines without these directories
+    if (
+        is_rank_0()
+    ):  # which alone writes them, also where the others are on machines without these directories
         check_output(json_path)
         check_output(profile)
         if chart is not None:

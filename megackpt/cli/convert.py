@@ -1,18 +1,24 @@
-"""`megackpt convert`: a checkpoint in another format."""
+"""`megackpt convert`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, is_root, json_option, say, unsafe_pickle_option
-from megackpt.cli.locations import opened_checkpoint
-from megackpt.cli.progress import Bars
-from megackpt.formats.registry import save_strategy
-from megackpt.options import ConvertOptions
-from megackpt.storage import open_store
+from megackpt.cli.entry import EXIT_CODES, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.locations import checkpoint_location
+from megackpt.cli.progress import ByteBars
+
+if TYPE_CHECKING:
+    from megackpt.comm import Group
+
+_TIMEOUT_S = 600.0
 
 
 @click.command(name="convert", epilog=EXIT_CODES)
@@ -41,52 +47,64 @@ def command(
     allow_unsafe_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint in the directory SRC once more, in another format, to the directory DST.
+    """Write the checkpoint in the directory SRC again, in another format, to the directory DST.
 
-    The format of SRC is detected. Chunks are streamed through small buffers and keep the cuts that they have;
-    no GPU and no model is needed. DST becomes a checkpoint all at once, and is compared with SRC afterwards,
-    byte by byte; if anything fails there is none. To use several processes:
+    The format of SRC is detected. Chunks are streamed through small buffers and are not resharded; no GPU and
+    no model is needed. DST becomes a checkpoint in one step, and is then compared with SRC byte by byte; if
+    anything fails, DST is not a checkpoint. To use several processes:
 
     torchrun --nproc-per-node 4 -m megackpt.cli convert SRC DST --to FORMAT
     """
-    from megackpt.cli.ranks import taking_part
-    from megackpt.maintenance.convert import convert_checkpoint
+    from megackpt.maintenance.convert import convert
 
-    options = ConvertOptions(
-        verify=not no_verify,
-        overwrite=overwrite,
-        array_digests=array_digests,
-        allow_unsafe_pickle=allow_unsafe_pickle,
-    )
-    strategy = save_strategy(_choice(name))
-    with (
-        taking_part(timeout_s=options.timeout_s) as group,
-        Bars(is_root=is_root()) as bars,
-    ):
-        stores = opened_checkpoint(source), open_store(target)
-        done = convert_checkpoint(*stores, strategy, group, options, bars)
-    result = {
-        "source": source,
-        "target": target,
-        "backend": strategy.backend,
-        "version": strategy.version,
-        **asdict(done),
-    }
-    say(
-        result,
-        f"{target}: {done.arrays} arrays and {done.objects} objects, {decimal(done.nbytes)} in {done.chunks} "
-        f"chunks, as {strategy.backend} version {strategy.version}; "
-        f"{'read again and equal' if done.verified else 'not verified'}.",
+    to = _format(name)
+    with _torchrun_group() as group, ByteBars() as bars:
+        report = convert(
+            checkpoint_location(source),
+            target,
+            to,
+            verify=not no_verify,
+            overwrite=overwrite,
+            array_digests=array_digests,
+            allow_unsafe_pickle=allow_unsafe_pickle,
+            timeout_s=_TIMEOUT_S,
+            group=group,
+            progress=bars,
+        )
+    checked = "read again and equal" if report.is_verified else "not verified"
+    print_result(
+        {"source": source, "target": target, **asdict(report)},
+        f"{target}: {report.arrays} arrays and {report.objects} objects, {decimal(report.nbytes)} in "
+        f"{report.chunks} chunks, as {report.backend} version {report.version}; {checked}.",
         as_json=as_json,
     )
 
 
-def _choice(name: str) -> str | tuple[str, int]:
+def _format(name: str) -> str | tuple[str, int]:
     backend, colon, version = name.partition(":")
     if not colon:
         return backend
     if not version.isdecimal():
         raise click.BadParameter(
-            f"{version!r} is no version; give a number, as in zarr:3.", param_hint="--to"
+            f"{version!r} is not a version; give a number, as in zarr:3.", param_hint="--to"
         )
     return backend, int(version)
+
+
+@contextmanager
+def _torchrun_group() -> Iterator[Group | None]:
+    """Connect the ranks that torchrun has started, for a block of code; None if this process is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield None
+        return
+    import torch.distributed as dist
+
+    from megackpt.comm import world_group
+
+    dist.init_process_group("gloo")
+    try:
+        group = world_group(timeout_s=_TIMEOUT_S)
+        yield group
+        group.all_gather(b"")  # no rank closes connections that another still needs
+    finally:
+        dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -12,20 +11,20 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, is_root, json_option, say, unsafe_pickle_option
-from megackpt.cli.locations import opened_checkpoint
-from megackpt.cli.progress import Bars
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.locations import checkpoint_location
+from megackpt.cli.progress import ByteBars
 from megackpt.cli.tables import limited_table, natural, show
-from megackpt.options import DiffOptions
 
 if TYPE_CHECKING:
-    from megackpt.maintenance.diff import ArrayDifference, CheckpointDifference
+    from megackpt.maintenance.diff import CheckpointDifference
+    from megackpt.maintenance.diff_arrays import ArrayDifference
 
 
 @click.command(name="diff", epilog=EXIT_CODES)
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
+@click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
 @click.option("--no-common", is_flag=True, help="Leave common state and content metadata out.")
 @click.option(
     "--sort",
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     type=click.Choice(["largest", "elements", "key"]),
     default="largest",
     show_default=True,
-    help="Order of arrays with other elements: largest difference first, most elements first, or by key.",
+    help="Order of arrays that differ: largest difference first, most elements first, or by key.",
 )
 @click.option(
     "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
@@ -57,102 +56,104 @@ def command(
 ) -> int:
     """Compare the checkpoints in the directories A and B, of any formats, saved at any layouts.
 
-    Keys, dtypes, shapes, every element, objects, and common state by path. Elements are equal if all their
-    bits are. Both are read once, in bounded memory, and every block is checked against its digest; but arrays
-    of which both checkpoints have a digest of the whole, saved with array_digests, are not read if these are
-    equal. JSON has all rows, by key.
+    Keys, dtypes, shapes, every element, objects, and common state by path are compared. Elements are equal if
+    all their bits are. Both checkpoints are read once, in bounded memory, and every block is checked against
+    its digest. Arrays of which both checkpoints store a digest of the whole array (saved with array_digests)
+    are not read if these digests are equal. With --json all rows are printed, by key.
     """
-    from megackpt.maintenance.diff import find_difference
+    from megackpt.maintenance.diff import diff
 
-    options = DiffOptions(
-        keys=keys,
-        common=not no_common,
-        read_all=read_all,
-        allow_unsafe_pickle=allow_unsafe_pickle,
-        threads=threads,
-    )
-    with (
-        contextlib.closing(opened_checkpoint(first)) as one,
-        contextlib.closing(opened_checkpoint(second)) as two,
-        Bars(is_root=is_root()) as bars,
-    ):
-        found = find_difference(one, two, options, bars)
-    if keys and not (found.compared or found.only_first or found.only_second or found.declared):
-        raise click.UsageError(f"No key of {first} or {second} fits {', '.join(map(repr, keys))}.")
+    locations = checkpoint_location(first), checkpoint_location(second)
+    with ByteBars() as bars:
+        difference = diff(
+            *locations,
+            keys=keys,
+            common=not no_common,
+            read_all=read_all,
+            allow_unsafe_pickle=allow_unsafe_pickle,
+            threads=threads,
+            progress=bars,
+        )
+    has_keys = difference.compared or difference.only_first or difference.only_second or difference.declared
+    if keys and not has_keys:
+        raise click.UsageError(f"No key of {first} or {second} matches {', '.join(map(repr, keys))}.")
     if as_json:
-        said = {**asdict(found), "arrays": [_json_of(a) for a in found.arrays], "is_equal": found.is_equal}
-        say({"first": first, "second": second, **said}, "", as_json=True)
+        result = asdict(difference) | {"arrays": [_to_json(array) for array in difference.arrays]}
+        print_result(
+            {"first": first, "second": second, "is_equal": difference.is_equal, **result}, "", as_json=True
+        )
     else:
-        _show(found, order, limit)
-    return 0 if found.is_equal else FAILED_CHECK
+        _show(difference, order, limit)
+    return 0 if difference.is_equal else FAILED_CHECK
 
 
-def _json_of(array: ArrayDifference) -> dict[str, object]:
-    """Return a difference as JSON has it, which knows no infinity."""
-    said = asdict(array)
-    return said | {"largest": str(array.largest) if array.largest == float("inf") else array.largest}
+def _to_json(array: ArrayDifference) -> dict[str, object]:
+    """Return a difference for JSON, which has no infinity."""
+    is_infinite = array.largest == math.inf
+    return asdict(array) | {"largest": str(array.largest) if is_infinite else array.largest}
 
 
-def _show(found: CheckpointDifference, order: str, limit: int) -> None:
-    show(*_tables(found, order, limit))
-    verdict = "equal" if found.is_equal else f"different: {_totals(found)}"
+def _show(difference: CheckpointDifference, order: str, limit: int) -> None:
+    show(*_tables(difference, order, limit))
+    verdict = "equal" if difference.is_equal else f"different: {_totals(difference)}"
     show(
-        f"{verdict}; {found.compared} arrays and arrays of objects that both have were compared, "
-        f"{decimal(found.nbytes)} of elements read of each."
+        f"{verdict}; {difference.compared} arrays and arrays of objects that both have were compared, "
+        f"{decimal(difference.nbytes)} of elements read of each."
     )
-    if found.by_digest:
+    if difference.by_digest:
         show(
-            f"{found.by_digest} arrays, {decimal(found.by_digest_nbytes)}, are equal by their digests; "
-            f"nothing of them was read."
+            f"{difference.by_digest} arrays, {decimal(difference.by_digest_nbytes)}, are equal by their "
+            f"digests and were not read."
         )
 
 
-def _totals(found: CheckpointDifference) -> str:
-    """Return how much differs, of each kind that there is."""
-    counted = [
-        (len(found.only_first), "keys only in A"),
-        (len(found.only_second), "keys only in B"),
-        (len(found.declared), "keys of another dtype or shape"),
-        (len(found.values), "other values"),
+def _totals(difference: CheckpointDifference) -> str:
+    """Return how much differs, by kind."""
+    counts = [
+        (len(difference.only_first), "keys only in A"),
+        (len(difference.only_second), "keys only in B"),
+        (len(difference.declared), "keys with another dtype or shape"),
+        (len(difference.values), "other values"),
     ]
-    parts = [f"{count} {what}" for count, what in counted if count]
-    if found.arrays:
-        elements = sum(array.elements for array in found.arrays)
-        of = sum(math.prod(array.shape) for array in found.arrays)
-        measured = [array for array in found.arrays if array.largest is not None]
+    texts = [f"{count} {what}" for count, what in counts if count]
+    if difference.arrays:
+        elements = sum(array.elements for array in difference.arrays)
+        total = sum(math.prod(array.shape) for array in difference.arrays)
+        measured = [array for array in difference.arrays if array.largest is not None]
         worst = max(measured, key=lambda array: array.largest or 0.0, default=None)
         largest = "" if worst is None else f", by {worst.largest:.6g} at most, in {worst.key!r}"
-        parts.insert(0, f"{elements:,} of {of:,} elements of {len(found.arrays)} arrays{largest}")
-    return "; ".join(parts)
+        texts.insert(0, f"{elements:,} of {total:,} elements of {len(difference.arrays)} arrays{largest}")
+    return "; ".join(texts)
 
 
-def _ordered(arrays: Sequence[ArrayDifference], order: str) -> list[ArrayDifference]:
-    """Return arrays in the order that was asked for; with `largest`, those with NaNs come first."""
+def _sorted(arrays: Sequence[ArrayDifference], order: str) -> list[ArrayDifference]:
+    """Return arrays in the order of --sort; with `largest`, those with NaNs come first."""
     by_key = sorted(arrays, key=lambda array: natural(array.key))
     if order == "key":
         return by_key
     if order == "elements":
         return sorted(by_key, key=lambda array: -array.elements)
-    return sorted(by_key, key=lambda a: (not a.not_numbers, -(a.largest or 0.0), -a.elements))
+    return sorted(by_key, key=lambda a: (not a.nan_elements, -(a.largest or 0.0), -a.elements))
 
 
-def _tables(found: CheckpointDifference, order: str, limit: int) -> Iterator[Group]:
-    lacking = [(key, "A") for key in found.only_first] + [(key, "B") for key in found.only_second]
-    if lacking:
-        rows: list[Sequence[str]] = sorted(lacking, key=lambda row: natural(row[0]))
+def _tables(difference: CheckpointDifference, order: str, limit: int) -> Iterator[Group]:
+    one_sided = [(key, "A") for key in difference.only_first]
+    one_sided += [(key, "B") for key in difference.only_second]
+    if one_sided:
+        rows: list[Sequence[str]] = sorted(one_sided, key=lambda row: natural(row[0]))
         yield limited_table(f"{len(rows)} keys in one of them only", ("key", "in"), (), rows, limit)
-    if found.declared:
-        rows = [(key, *found.declared[key]) for key in sorted(found.declared, key=natural)]
-        title = f"{len(rows)} keys of another dtype or shape"
+    if difference.declared:
+        rows = [(key, *difference.declared[key]) for key in sorted(difference.declared, key=natural)]
+        title = f"{len(rows)} keys with another dtype or shape"
         yield limited_table(title, ("key", "A", "B"), (), rows, limit)
-    if found.arrays:
-        right = ("elements", "of", "first at", "largest difference", "no number")
-        rows = [_cells(array) for array in _ordered(found.arrays, order)]
+    if difference.arrays:
+        right = ("elements", "of", "first at", "largest difference", "NaN")
+        rows = [_cells(array) for array in _sorted(difference.arrays, order)]
         title = f"{len(rows)} arrays with other elements"
         yield limited_table(title, ("key", "dtype", "shape"), right, rows, limit)
-    if found.values:
-        values = sorted(found.values, key=lambda value: natural(value.place))
-        rows = [(v.place, v.first or "(nothing)", v.second or "(nothing)") for v in values]
+    if difference.values:
+        values = sorted(difference.values, key=lambda value: natural(value.path))
+        rows = [(v.path, v.first or "(nothing)", v.second or "(nothing)") for v in values]
         yield limited_table(f"{len(rows)} other values", ("where", "A", "B"), (), rows, limit)
 
 
@@ -166,5 +167,5 @@ def _cells(array: ArrayDifference) -> tuple[str, ...]:
         str(math.prod(array.shape)),
         str(list(array.first)),
         largest,
-        str(array.not_numbers or ""),
+        str(array.nan_elements or ""),
     )

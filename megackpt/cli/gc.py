@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from megackpt.arguments import MOST_SECONDS, check_number
-from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, say
-from megackpt.cli.locations import check_root
+from megackpt.cli.entry import EXIT_CODES, FAILED_CHECK, json_option, print_result
+from megackpt.cli.locations import check_run_root
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import DeclarationError, NotACheckpointError
 
@@ -95,7 +95,7 @@ def command(
             "What is removed does not come back, so nothing is assumed."
         )
     check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
-    check_root(root)
+    check_run_root(root)
     places = step_directories(root, objects=None)
     found = scan(places)
     if not found.committed:
@@ -123,7 +123,7 @@ def command(
     left = sorted(set(todo) - set(removed))
     if as_json:
         said = _json(root, planned, removed, left, dry_run=dry_run)
-        say({**said, "left_alone": sorted(busy), "incomplete_newest": waiting}, "", as_json=True)
+        print_result({**said, "left_alone": sorted(busy), "incomplete_newest": waiting}, "", as_json=True)
     else:
         _show(root, planned, removed, left, busy, waiting, dry_run=dry_run)
         click.echo(_RUNNING, err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -11,8 +10,8 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, json_option, say, unsafe_pickle_option
-from megackpt.cli.locations import opened_checkpoint
+from megackpt.cli.entry import EXIT_CODES, json_option, print_result, unsafe_pickle_option
+from megackpt.cli.locations import checkpoint_location
 from megackpt.cli.tables import limited_table, show, table_of
 from megackpt.metadata import OBJECT
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command(name="inspect", epilog=EXIT_CODES)
 @click.argument("path", metavar="PATH")
-@click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that fit; may be repeated.")
+@click.option("--keys", multiple=True, metavar="GLOB", help="Only keys that match; repeatable.")
 @click.option(
     "--limit", default=50, show_default=True, type=click.IntRange(0), help="Rows of each table; 0 for all."
 )
@@ -34,29 +33,30 @@ def command(
     """Show what the checkpoint in the directory PATH holds, without reading a tensor.
 
     Its commit, arrays and objects with dtype, shape, chunks and bytes, files, bytes by rank, common state.
-    JSON has all rows.
+    With --json all rows are printed.
     """
-    from megackpt.maintenance.inspect import inspect_checkpoint
+    from megackpt.maintenance.inspect import inspect
 
-    with contextlib.closing(opened_checkpoint(path)) as store:
-        found = inspect_checkpoint(store, keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
+    summary = inspect(checkpoint_location(path), keys=keys, allow_unsafe_pickle=allow_unsafe_pickle)
     if as_json:
-        say(asdict(found), "", as_json=True)
+        print_result(asdict(summary), "", as_json=True)
         return
-    show(*_tables(found, limit))
-    for key, why in found.unreadable.items():
+    show(*_tables(summary, limit))
+    for key, why in summary.unreadable.items():
         show(f"{key!r} {why}.")
-    if found.common_fault:
-        show(f"Common state cannot be read: {found.common_fault}")
+    if summary.common_error:
+        show(f"Common state cannot be read: {summary.common_error}")
 
 
-def _tables(found: CheckpointSummary, limit: int) -> Iterator[Group]:
-    ranks = "" if found.world_size is None else f", saved by {found.world_size} ranks"
-    title = f"{found.location}: {found.backend} version {found.version}{ranks}, {decimal(found.nbytes)}"
-    said = {name: value for name, value in found.manifest.items() if not isinstance(value, dict)}
-    yield table_of(title, [(name, str(value)) for name, value in sorted(said.items())], left=("commit", ""))
-    arrays = [a for a in found.arrays if a.dtype != OBJECT]
-    objects = [a for a in found.arrays if a.dtype == OBJECT]
+def _tables(summary: CheckpointSummary, limit: int) -> Iterator[Group]:
+    ranks = "" if summary.world_size is None else f", saved by {summary.world_size} ranks"
+    title = (
+        f"{summary.location}: {summary.backend} version {summary.version}{ranks}, {decimal(summary.nbytes)}"
+    )
+    fields = {name: value for name, value in summary.manifest.items() if not isinstance(value, dict)}
+    yield table_of(title, [(name, str(value)) for name, value in sorted(fields.items())], left=("commit", ""))
+    arrays = [a for a in summary.arrays if a.dtype != OBJECT]
+    objects = [a for a in summary.arrays if a.dtype == OBJECT]
     rows: list[Sequence[str]]
     rows = [(a.key, a.dtype, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in arrays]
     right: tuple[str, ...] = ("chunks", "bytes")
@@ -68,18 +68,18 @@ def _tables(found: CheckpointSummary, limit: int) -> Iterator[Group]:
         rows = [(a.key, str(list(a.shape)), str(a.chunks), decimal(a.nbytes)) for a in objects]
         title = f"{len(objects)} arrays of objects"
         yield limited_table(title, ("key", "shape"), ("objects", "bytes"), rows, limit)
-    if found.files:
+    if summary.files:
         rows = [
             (f.name, "" if f.rank is None else str(f.rank), str(f.chunks), decimal(f.nbytes))
-            for f in found.files
+            for f in summary.files
         ]
-        title = f"{len(found.files)} files with chunks"
+        title = f"{len(summary.files)} files with chunks"
         yield limited_table(title, ("file",), ("rank", "chunks", "bytes of chunks"), rows, limit)
-    if found.rank_nbytes:
-        rows = [(str(rank), decimal(nbytes)) for rank, nbytes in found.rank_nbytes.items()]
+    if summary.rank_nbytes:
+        rows = [(str(rank), decimal(nbytes)) for rank, nbytes in summary.rank_nbytes.items()]
         yield limited_table("bytes by rank", (), ("rank", "bytes of chunks"), rows, limit)
-    yield from _leaves("common state", found.common, limit)
-    yield from _leaves("content metadata", found.content, limit)
+    yield from _leaves("common state", summary.common, limit)
+    yield from _leaves("content metadata", summary.content, limit)
 
 
 def _leaves(title: str, leaves: Mapping[str, str], limit: int) -> Iterator[Group]:

@@ -1,20 +1,16 @@
-"""Paths as a user types them: checked before a command begins.
-
-Owns what a path has to be that a command reads from or writes a file to. What lies there is up to others.
-"""
+"""Paths and URLs as users type them, checked before a command begins its work."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import click
 
-from megackpt.cli.entry import is_root
+from megackpt.cli.entry import is_rank_0
 from megackpt.errors import DeclarationError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
-from megackpt.storage import Store, expanded_path, is_url, open_store
+from megackpt.storage import expanded_path, is_url, open_store, opened_store
 
 
 class LocalPath(click.Path):
@@ -25,35 +21,35 @@ class LocalPath(click.Path):
         return super().convert(expanded_path(value), param, ctx)
 
 
-def opened_checkpoint(path: str, *, takes_latest: bool = True) -> Store:
-    """Return the store of a checkpoint. Of the root of a run: that of its latest step, which stderr says.
+def checkpoint_location(path: str, *, takes_latest: bool = True) -> str:
+    """Return the location of a checkpoint; for the root of a run that of its latest step, named on stderr.
 
-    takes_latest is False for commands that change the checkpoint: they have to be given the step.
+    takes_latest is False for commands that change the checkpoint: a step must be named for them.
 
     Raises:
-        NotACheckpointError: it is a file; or the root of a run, and a step has to be named.
-        StorageError: it is an URL that no store serves.
+        NotACheckpointError: it is a file; or it is the root of a run, and a step must be named.
+        StorageError: it is a URL that no store serves.
     """
     step = _latest_step(path)
     if step is None:
-        return open_store(path)
+        return path
     if not takes_latest:
         raise NotACheckpointError(
-            f"{path} is the root of a run, and no checkpoint. Name a step of it; the latest is {step}.",
+            f"{path} is the root of a run, not a checkpoint. Name a step of it; the latest is {step}.",
             path=path,
         )
-    if is_root():
+    if is_rank_0():
         click.echo(f"megackpt: {path} is the root of a run; its latest step is {step}.", err=True)
-    return open_store(step)
+    return step
 
 
 def _latest_step(path: str) -> str | None:
-    """Return where the latest step of a run is; None if the path is not the root of a run."""
+    """Return the location of the latest step of a run; None if the path is not the root of a run."""
     if Path(expanded_path(path)).is_file():
         raise NotACheckpointError(
-            f"{path} is a file, and no checkpoint. Name the directory of a finished one.", path=path
+            f"{path} is a file, not a checkpoint. Name the directory of a finished one.", path=path
         )
-    with contextlib.closing(open_store(path)) as store:
+    with opened_store(path) as store:
         if store.exists(MANIFEST):
             return None
     from megackpt.checkpointer.run import Run
@@ -63,25 +59,25 @@ def _latest_step(path: str) -> str | None:
     return run.location(steps[-1]) if steps else None
 
 
-def check_root(root: str) -> None:
-    """Check that the root of a run is there, if it is on a file system; an URL may have nothing yet.
+def check_run_root(root: str) -> None:
+    """Check that the root of a run exists if it is on a file system; behind a URL there may be nothing yet.
 
     Raises:
-        NotACheckpointError: it is no directory.
-        StorageError: it is an URL that no store serves.
+        NotACheckpointError: it is not a directory.
+        StorageError: it is a URL that no store serves.
     """
     open_store(root)
     if not is_url(root) and not Path(expanded_path(root)).is_dir():
         raise NotACheckpointError(
-            f"{root} is no directory. Name the one that a Checkpointer saves to.", path=root
+            f"{root} is not a directory. Name the one that a Checkpointer saves to.", path=root
         )
 
 
 def check_output(path: str | None) -> None:
-    """Check that a file can be written, before the work whose result it takes. None is fine.
+    """Check that a result can be written to a file, before it is computed. None is accepted.
 
     Raises:
-        DeclarationError: its directory is not there.
+        DeclarationError: the directory of the file does not exist.
     """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise DeclarationError(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.filesize import decimal
 
-from megackpt.cli.entry import EXIT_CODES, json_option, say
-from megackpt.cli.locations import check_root
+from megackpt.cli.entry import EXIT_CODES, json_option, print_result
+from megackpt.cli.locations import check_run_root
 from megackpt.cli.tables import show, table_of
 from megackpt.errors import CheckpointError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
@@ -64,20 +64,20 @@ def command(root: str, *, as_json: bool) -> None:
     A step that is torn holds what a save left that did not finish, or is being written right now: it is never
     loaded. The latest is the newest that is committed.
     """
-    steps = find_steps(root)
+    steps = list_steps(root)
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:
-        say({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)
+        print_result({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)
         return
     if not steps:
-        say({}, f"{root}: no steps.", as_json=False)
+        print_result({}, f"{root}: no steps.", as_json=False)
         return
     columns = ("age", "size", "ranks")
     left = ("step", "state", "format", "metrics")
     show(table_of(root, map(_cells, steps), left=left, right=columns))
 
 
-def find_steps(root: str | os.PathLike[str]) -> list[Step]:
+def list_steps(root: str | os.PathLike[str]) -> list[Step]:
     """Return the steps below a directory or URL, ascending.
 
     Raises:
@@ -86,7 +86,7 @@ def find_steps(root: str | os.PathLike[str]) -> list[Step]:
     from megackpt.checkpointer.root_files import read_pins, scan
     from megackpt.engine.checkpoint.steps import step_directories
 
-    check_root(str(root))
+    check_run_root(str(root))
     places = step_directories(root, objects=None)
     if places.root.exists(MANIFEST):
         raise NotACheckpointError(
@@ -155,7 +155,7 @@ def _cells(step: Step) -> tuple[str, ...]:
         ", ".join([step.state] + ["latest"] * step.latest + ["pinned"] * step.pinned),
         step.format or "",
         ", ".join(f"{name} {_number(value)}" for name, value in step.metrics.items()),
-        "" if step.age_s is None else age_text(step.age_s),
+        "" if step.age_s is None else age_as_text(step.age_s),
         decimal(step.nbytes),
         "" if step.world_size is None else str(step.world_size),
     )
@@ -165,7 +165,7 @@ def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
-def age_text(seconds: float) -> str:
+def age_as_text(seconds: float) -> str:
     """Return a time as a person says it, in the largest unit of which it is two.
 
     >>> age_text(3.2), age_text(100), age_text(7300), age_text(86400 * 30)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from megackpt.cli.entry import EXIT_CODES, json_option, say
-from megackpt.cli.locations import check_root
+from megackpt.cli.entry import EXIT_CODES, json_option, print_result
+from megackpt.cli.locations import check_run_root
 
 
 @click.command(name="pin", epilog=EXIT_CODES)
@@ -25,7 +25,7 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
         raise click.UsageError("--remove needs a STEP, and changes something, which --list does not.")
     from megackpt.checkpointer.run import Run
 
-    check_root(root)
+    check_run_root(root)
     run = Run(root)
     was_pinned = step in run.pins()
     if step is not None and remove:
@@ -33,7 +33,9 @@ def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_js
     elif step is not None:
         run.pin(step)
     pins = run.pins()
-    say({"root": root, "pins": list(pins)}, _text(root, step, pins, was_pinned=was_pinned), as_json=as_json)
+    print_result(
+        {"root": root, "pins": list(pins)}, _text(root, step, pins, was_pinned=was_pinned), as_json=as_json
+    )
 
 
 def _text(root: str, step: int | None, pins: tuple[int, ...], *, was_pinned: bool) -> str:

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from megackpt.cli.locations import LocalPath, check_output
-from megackpt.cli.progress import RankBar
+from megackpt.cli.progress import RankCountBar
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
 
@@ -121,10 +121,10 @@ def _of_model(
     target = target or source
     for layout in (source, target):  # before the first is planned, which takes a while
         check_layout(model, layout)
-    with RankBar("planning the save", source.world) as bar:
+    with RankCountBar("planning the save", source.world) as bar:
         save, plan = simulate_save(model, source, states=states, advance=bar.advance)
     stored = Stored(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
-    with RankBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
+    with RankCountBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
         load = simulate_load(
             model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
         )
@@ -145,7 +145,7 @@ def _of_checkpoint(
     save, stored, model, states = open_stored(path)
     if target is None:
         return str(path), None, save, None
-    with RankBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
+    with RankCountBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
         load = simulate_load(
             model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance
         )

@@ -16,11 +16,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-T = TypeVar("T", bound="_Shown")
+from megackpt.cli.entry import is_rank_0
+
+T = TypeVar("T", bound="_DrawnProgress")
 
 
-class _Shown:
-    """A progress that is drawn for as long as a context lasts."""
+class _DrawnProgress:
+    """A progress display that is drawn for as long as a `with` block lasts."""
 
     _progress: Progress
 
@@ -34,22 +36,22 @@ class _Shown:
         self._progress.stop()
 
 
-class Bars(_Shown):
-    """Draws what a conversion says of its progress, one bar for each part. A context manager.
+class ByteBars(_DrawnProgress):
+    """One bar of bytes for each phase of a command. A context manager.
 
-    Under torchrun only rank 0 draws, its own share.
+    Under torchrun rank 0 alone draws bars, of its own share.
     """
 
-    def __init__(self, *, is_root: bool, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, *, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=self._console,
-            disable=not (is_root and self._console.is_terminal),
+            console=console,
+            disable=not (is_rank_0() and console.is_terminal),
         )
 
     def begin(self, doing: str, nbytes: int) -> None:
@@ -57,26 +59,26 @@ class Bars(_Shown):
         self._task = self._progress.add_task(doing, total=nbytes)
 
     def advance(self, nbytes: int) -> None:
-        """Move the last one."""
+        """Move the last bar."""
         self._progress.advance(self._task, nbytes)
 
 
-class RankBar(_Shown):
-    """Draws how many of a number of ranks are done. A context manager."""
+class RankCountBar(_DrawnProgress):
+    """A bar that counts ranks. A context manager."""
 
     def __init__(self, doing: str, ranks: int, *, console: Console | None = None) -> None:
-        on = console or Console(stderr=True)
+        console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=on,
+            console=console,
             transient=True,
-            disable=not on.is_terminal,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task(doing, total=ranks)
 
     def advance(self, ranks: int) -> None:
-        """Move it."""
+        """Move the bar."""
         self._progress.advance(self._task, ranks)

@@ -1,7 +1,6 @@
-"""Whether a checkpoint has the elements that another has, at whatever chunks.
+"""Compares chunks of one checkpoint with the same elements of another, however that one is cut.
 
-Owns the comparison of bytes: chunks of one checkpoint are asked for from the other, as a load would, and
-compared in parts of bounded size.
+The other checkpoint is read as a load would read it, a bounded number of bytes at a time.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from megackpt.metadata import itemsizes
 from megackpt.options import LoadOptions
 from megackpt.planning import plan_load
 
-Octets = npt.NDArray[np.uint8]  # [n]
+ByteArray = npt.NDArray[np.uint8]  # [n]
 
 PARTS_AT_A_TIME = 4096
-"""Small chunks compared in one go: enough that planning costs little, few enough to stay small themselves."""
+"""Parts of small chunks that are planned as one load: planning each alone would cost more than reading it."""
 
 _OPTIONS = LoadOptions(threads=2)
-_ALIGNMENT = 64  # bytes: tensors of any dtype may begin there
+_ALIGNMENT = 64  # bytes: a tensor of any dtype may begin there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
-    """The same bytes of two checkpoints, valid until the next pair is taken.
+class BytePair:
+    """The same elements of two checkpoints, as bytes. Valid until the next pair is made.
 
     Attributes:
-        part: which they are, in the chunks of the first one.
-        first: as the first checkpoint has them, `[n]`.
-        second: as the second one has them, `[n]`.
+        part: which part of which chunk of the first checkpoint.
+        first: the bytes in the first checkpoint, `[n]`.
+        second: the bytes in the second checkpoint, `[n]`.
     """
 
     part: Part
-    first: Octets
-    second: Octets
+    first: ByteArray
+    second: ByteArray
 
 
-def compare_chunks(
-    compared: Sequence[Part],
+def check_equal(
+    parts: Sequence[Part],
     chunks: Chunks,
     other: Contents,
     *,
@@ -59,103 +58,107 @@ def compare_chunks(
     where: str,
     progress: Callable[[int], None],
 ) -> None:
-    """Check that another checkpoint has the elements of these parts, none of them objects. Local.
+    """Check that another checkpoint has the same elements as these parts, none of which is an object. Local.
 
-    where is what the other is called in messages; progress is told of bytes compared.
+    where is what error texts call the other checkpoint; progress is called with the number of compared bytes.
 
     Raises:
-        IntegrityError: it has other bits, or damaged ones.
+        IntegrityError: it has other bits, or is damaged.
         FormatError: it lacks elements.
     """
-    for pair in pairs_of(compared, chunks, other, buffer_bytes=buffer_bytes, where=where):
-        _refuse_difference(pair, chunks, where)
+    for pair in byte_pairs(parts, chunks, other, buffer_bytes=buffer_bytes, where=where):
+        if not np.array_equal(pair.first, pair.second):
+            raise _difference(pair, chunks, where)
         progress(len(pair.first))
 
 
-def pairs_of(
-    compared: Sequence[Part], chunks: Chunks, other: Contents, *, buffer_bytes: int, where: str
-) -> Iterator[Pair]:
-    """Yield what two checkpoints have at these parts, none of them objects. Local.
+def byte_pairs(
+    parts: Sequence[Part], chunks: Chunks, other: Contents, *, buffer_bytes: int, where: str
+) -> Iterator[BytePair]:
+    """Yield the bytes of these parts, none of which is an object, in both checkpoints. Local.
 
-    Parts are those of chunks, cut so that buffer_bytes of each checkpoint are held at a time; where is what
-    the other is called in messages.
+    Parts are cut so that at most buffer_bytes of each checkpoint are in memory at a time; where is what error
+    texts call the other checkpoint.
 
     Raises:
-        IntegrityError: either is damaged.
+        IntegrityError: one of them is damaged.
         FormatError: the other lacks elements.
     """
-    source, memory = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
-    for parts in _batches(compared, chunks, buffer_bytes):
-        places = _places(parts)
-        if len(memory) < places[-1]:
-            memory = torch.empty(places[-1], dtype=torch.uint8)
+    # Both buffers are reused, and grow to the largest part and the largest batch.
+    first_buffer, second_buffer = np.empty(0, np.uint8), torch.empty(0, dtype=torch.uint8)
+    for batch in _batches(parts, chunks, buffer_bytes):
+        offsets = _offsets(batch)
+        if len(second_buffer) < offsets[-1]:
+            second_buffer = torch.empty(offsets[-1], dtype=torch.uint8)
+        # The batch is requested from the other checkpoint like the state dict of a load.
         entities = [
-            _entity(part, chunks, memory[at : at + part.stop - part.start])
-            for part, at in zip(parts, places, strict=False)
+            _entity(part, chunks, second_buffer[offset : offset + part.stop - part.start])
+            for part, offset in zip(batch, offsets, strict=False)
         ]
-        requested = describe(entities, rank=0)
-        found = other.chunks_for([requested.table])
-        read_tensors(found, plan_load(requested, found.table, where=where), entities, _OPTIONS)
-        for part, entity in zip(parts, entities, strict=True):
+        request = describe(entities, rank=0)
+        stored = other.chunks_for([request.table])
+        read_tensors(stored, plan_load(request, stored.table, where=where), entities, _OPTIONS)
+        for part, entity in zip(batch, entities, strict=True):
             nbytes = part.stop - part.start
-            if len(source) < nbytes:
-                source = np.empty(nbytes, np.uint8)
-            chunks.read_into(part.row, part.start, source.data[:nbytes], verify=True)
+            if len(first_buffer) < nbytes:
+                first_buffer = np.empty(nbytes, np.uint8)
+            chunks.read_into(part.row, part.start, first_buffer.data[:nbytes], verify=True)
             assert entity.data is not None
-            yield Pair(part, source[:nbytes], np.frombuffer(byte_view(as_bits(entity.data)), np.uint8))
+            second = np.frombuffer(byte_view(as_bits(entity.data)), np.uint8)
+            yield BytePair(part, first_buffer[:nbytes], second)
 
 
-def _batches(compared: Sequence[Part], chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
+def _batches(parts: Sequence[Part], chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
     batch: list[Part] = []
     nbytes = 0
-    for of in compared:
-        for start, stop in parts_of(chunks, of.row, start=of.start, stop=of.stop, buffer_bytes=buffer_bytes):
+    for part in parts:
+        ranges = parts_of(chunks, part.row, start=part.start, stop=part.stop, buffer_bytes=buffer_bytes)
+        for start, stop in ranges:
             if batch and (nbytes + stop - start > buffer_bytes or len(batch) == PARTS_AT_A_TIME):
                 yield batch
                 batch, nbytes = [], 0
-            batch.append(Part(of.row, start, stop))
+            batch.append(Part(part.row, start, stop))
             nbytes += stop - start
     if batch:
         yield batch
 
 
-def _places(parts: Sequence[Part]) -> list[int]:
-    """Return where each part begins in memory, and where the last one ends."""
+def _offsets(parts: Sequence[Part]) -> list[int]:
+    """Return where each part begins in one buffer, and where the last one ends."""
     rounded = [-(-(part.stop - part.start) // _ALIGNMENT) * _ALIGNMENT for part in parts]
     return [0, *itertools.accumulate(rounded)]
 
 
 def _entity(part: Part, chunks: Chunks, memory: torch.Tensor) -> ShardedTensor:
-    """Declare a part as a load asks for it, to be read into memory."""
+    """Return a part as an entity of a load request, to be read into memory."""
     table = chunks.table
     spec = table.arrays[int(table.array[part.row])]
     width = int(itemsizes([spec])[0])
     dims = len(spec.global_shape)
     shape = tuple(table.shape[part.row, :dims].tolist())
+    # The part as a flat range of elements of the chunk's box.
     first = int(table.flat_start[part.row])
     flat = slice(first + part.start // width, first + part.stop // width)
+    is_whole_box = (flat.start, flat.stop) == (0, math.prod(shape))
     data = memory.view(getattr(torch, spec.dtype))
-    whole = (flat.start, flat.stop) == (0, math.prod(shape))
     return ShardedTensor(
         key=spec.key,
-        data=data.view(shape) if whole else data,
+        data=data.view(shape) if is_whole_box else data,
         dtype=data.dtype,
         local_shape=shape,
         global_shape=spec.global_shape,
         global_offset=tuple(table.start[part.row, :dims].tolist()),
-        flattened_range=None if whole else flat,
+        flattened_range=None if is_whole_box else flat,
     )
 
 
-def _refuse_difference(pair: Pair, chunks: Chunks, where: str) -> None:
-    if np.array_equal(pair.first, pair.second):
-        return
-    part = pair.part
-    first = part.start + int(np.flatnonzero(pair.first != pair.second)[0])
-    key = chunks.table.arrays[int(chunks.table.array[part.row])].key
-    raise IntegrityError(
-        f"{key!r} {chunks.table.describe(part.row)}: {where} differs from byte {first} of the chunk on. It "
-        f"is not what was written: suspect the storage.",
+def _difference(pair: BytePair, chunks: Chunks, where: str) -> IntegrityError:
+    row = pair.part.row
+    at = pair.part.start + int(np.flatnonzero(pair.first != pair.second)[0])
+    key = chunks.table.arrays[int(chunks.table.array[row])].key
+    return IntegrityError(
+        f"{key!r} {chunks.table.describe(row)}: {where} has other bytes than were written, from byte {at} of "
+        f"the chunk on. Suspect the storage.",
         key=key,
         path=where,
     )

@@ -1,388 +1,323 @@
-"""A checkpoint in another format: chunk by chunk, in bounded memory, verified.
+"""`megackpt.convert`: write a checkpoint in another format, chunk by chunk, in bounded memory.
 
-Owns the order of the steps. Nothing is resharded: the chunks of the source, long ones cut into blocks of
-rows, become those of the new checkpoint, as far as its format can have them. They are spread over the ranks
-of the group, go through buffers of bounded size, and are committed all at once, as in a save.
+The chunks of the source are shared out between the ranks of the group, go through small buffers, and are
+committed in one step, as in a save.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megackpt.arguments import check_count, check_flag, check_seconds
 from megackpt.codec import carrying_unknown, leaf_digests
-from megackpt.comm import Group, run_on_all_ranks
+from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.checkpoint.common_reading import read_whole_common, without_referenced
-from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.engine.saving.array_digests import with_array_digests
 from megackpt.engine.saving.write import PlannedSave, write_out
-from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, MismatchError
-from megackpt.formats.contents import Chunks, Contents, Part
-from megackpt.formats.strategy import MANIFEST, ChunkParts, SaveStrategy
-from megackpt.geometry import Ints
-from megackpt.maintenance.compare import compare_chunks
-from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
-from megackpt.options import ConvertOptions
-from megackpt.planning import SavePlan, plan_copy, with_sizes
-from megackpt.storage import LocalStore, ObjectStore, Store
-from megackpt.validation import check_coverage
+from megackpt.errors import IntegrityError, MismatchError
+from megackpt.formats.contents import Chunks, Contents
+from megackpt.formats.registry import SaveChoice, save_strategy
+from megackpt.formats.strategy import ChunkParts, SaveStrategy
+from megackpt.maintenance.arguments import checked_progress
+from megackpt.maintenance.compare import check_equal
+from megackpt.maintenance.convert_source import SourceCheckpoint, read_common_for
+from megackpt.maintenance.convert_target import TargetState, check_target, prepare_target, remove_attempt
+from megackpt.metadata import OBJECT
+from megackpt.storage import Location, Store, opened_store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
-    """What was converted.
+    """The result of `megackpt.convert`.
 
     Attributes:
+        location: the new checkpoint.
+        backend: its format.
+        version: the version of its format.
         arrays: number of global arrays.
         objects: number of objects.
-        chunks: number of chunks that were handed to the new format, objects among them; long ones of the
-            source were cut.
-        nbytes: bytes of all chunks in the source.
-        verified: whether the new checkpoint was read again and found equal.
+        chunks: number of chunks in the new checkpoint, objects among them. Long chunks of the source are
+            cut.
+        nbytes: bytes of all chunks of the source.
+        is_verified: whether the new checkpoint was read again and is equal to the source.
     """
 
+    location: str
+    backend: str
+    version: int
     arrays: int
     objects: int
     chunks: int
     nbytes: int
-    verified: bool
+    is_verified: bool
+
+
+def convert(
+    source: Location,
+    target: Location,
+    to: SaveChoice,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
+    array_digests: bool = False,
+    allow_unsafe_pickle: bool = False,
+    buffer_bytes: int = 4 * 1024 * 1024,
+    timeout_s: float = 600.0,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write a checkpoint of any known format again, in another format or in the same one.
+
+    Collective: every rank of the group calls it. The group may have any size, whatever the number of ranks
+    that saved the source, and needs no GPU and no model. The target becomes a checkpoint in one step; if
+    anything fails, there is none. Values of classes that this process does not know are carried over
+    unchanged.
+
+    Args:
+        source: a path, a URL or an open store of one checkpoint (not the root of a run).
+        target: where to write; made if it does not exist.
+        to: the new format: a backend name (`"megackpt"`, `"torch_dist"`, `"zarr"`), `(backend, version)`,
+            or a strategy.
+        verify: read the new checkpoint again, and compare every byte with the source.
+        overwrite: replace a checkpoint of the same format at the target.
+        array_digests: store a digest of each array, as `SaveOptions(array_digests=True)` does.
+        allow_unsafe_pickle: as in `megackpt.verify`.
+        buffer_bytes: how much of a chunk is in memory at a time, if its format can be read in parts.
+        timeout_s: how long a rank waits for the others at each synchronisation point, in seconds.
+        group: the ranks that take part; None for all ranks of torch.distributed, or this process alone.
+        progress: as in `megackpt.verify`, for this rank's share.
+
+    Returns:
+        Counts of the whole checkpoint, the same on all ranks.
+
+    Raises:
+        NotACheckpointError: nothing was committed at the source.
+        DeclarationError: there is a checkpoint at the target already, or an argument is invalid.
+        IntegrityError: the source is damaged, or the new checkpoint differs from it.
+        UnserializableError: the new format cannot hold an object or the common state.
+        UnsupportedError, MissingExtraError: the format cannot be written here, or has no digests of arrays.
+        CheckpointError: each of these, and every other error; the same on all ranks.
+
+    >>> convert("run/iter_0000100", "for_analysis", "zarr").is_verified  # doctest: +SKIP
+    True
+    """
+    check_seconds("timeout_s", timeout_s)
+    check_count("buffer_bytes", buffer_bytes)
+    flags = {"verify": verify, "overwrite": overwrite, "array_digests": array_digests}
+    for name, flag in (flags | {"allow_unsafe_pickle": allow_unsafe_pickle}).items():
+        check_flag(name, flag)
+    progress = checked_progress(progress)
+    if group is None:
+        group = world_group(timeout_s=timeout_s)
+    check_group(group)
+    with ExitStack() as stack:
+        stack.enter_context(carrying_unknown())
+        with errors_on_all_ranks(group, "opening the source"):
+            strategy = save_strategy(to)
+            conversion = _Conversion(
+                source=stack.enter_context(opened_store(source)),
+                target=stack.enter_context(opened_store(target)),
+                strategy=with_array_digests(strategy) if array_digests else strategy,
+                group=group,
+                progress=progress,
+                allow_unsafe_pickle=allow_unsafe_pickle,
+                buffer_bytes=buffer_bytes,
+            )
+            opened = conversion.open_source()
+            common = conversion.prepare(opened, overwrite=overwrite)
+        attempt, copied = conversion.exchange(opened)
+        conversion.write(copied, common, attempt, verify=verify)
+    table = opened.plan.table
+    is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
+    return ConvertReport(
+        location=conversion.target.location,
+        backend=strategy.backend,
+        version=strategy.version,
+        arrays=sum(spec.dtype != OBJECT for spec in opened.contents.arrays.values()),
+        objects=int(is_object[table.array].sum()) if len(table) else 0,
+        chunks=len(table),
+        nbytes=int(table.nbytes.sum()),
+        is_verified=verify,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """What to convert, into what and how; as the arguments of `convert_checkpoint`."""
+class _PreparedTarget:
+    """What only rank 0 knows before the conversion writes.
+
+    Attributes:
+        common: common state and content metadata, as the new format stores them.
+        state: what was at the target.
+    """
+
+    common: tuple[Any, Any] = (None, None)
+    state: TargetState = field(default_factory=TargetState)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conversion:
+    """The steps of a conversion, with what all of them need; see the arguments of `convert`."""
 
     source: Store
     target: Store
     strategy: SaveStrategy
     group: Group
-    options: ConvertOptions
     progress: Progress
+    allow_unsafe_pickle: bool
+    buffer_bytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """One rank's view of the source, before anything is written.
-
-    Attributes:
-        contents: the source.
-        chunks: all of its chunks.
-        start: where each chunk of plan begins in the one of the source that it is a part of, in bytes.
-        plan: who writes which of them; objects still with the lengths they have in the source.
-        blobs: this rank's objects as the new format holds them, by row of plan.
-        common: common state and content metadata; of rank 0, None elsewhere.
-        earlier: what is at the new place; of rank 0.
-        others: files at the new place before; None if they are a checkpoint, and on other ranks than 0.
-    """
-
-    contents: Contents
-    chunks: Chunks
-    plan: SavePlan
-    start: Ints
-    blobs: Mapping[int, bytes]
-    common: tuple[Any, Any]
-    earlier: manifest.LeftoverFiles
-    others: frozenset[str] | None
-
-
-@carrying_unknown()
-def convert_checkpoint(
-    source: Store,
-    target: Store,
-    strategy: SaveStrategy,
-    group: Group,
-    options: ConvertOptions,
-    progress: Progress,
-) -> ConvertReport:
-    """Write a checkpoint of any known format once more, in that of a strategy. Collective over the group.
-
-    The group may have any size; it has nothing to do with the ranks that saved the source. Values of classes
-    that this process does not know are carried along as stand-ins.
-
-    Raises:
-        IntegrityError: the source is damaged, or the new checkpoint, read again, differs; nothing is
-            committed then.
-        UnserializableError: the new format cannot hold an object or the common state.
-        DeclarationError: there is a checkpoint at the new place already.
-        UnsupportedError, MissingExtraError: digests of arrays are asked for and cannot be had.
-        CheckpointError: each of these, and every other error; the same on all ranks.
-    """
-    jobs: list[_Job] = []
-    opened: list[_Opened] = []
-
-    def open_source() -> bytes:
-        chosen = with_array_digests(strategy) if options.array_digests else strategy
-        jobs.append(_Job(source, target, chosen, group, options, progress))
-        opened.append(_open(jobs[0]))
-        lengths = {row: len(blob) for row, blob in opened[0].blobs.items()}
-        said = {"opened": opened[0].contents.identity, "attempt": manifest.new_attempt()}
-        return json.dumps({**said, "lengths": sorted(lengths.items())}).encode()
-
-    answers = [json.loads(a) for a in run_on_all_ranks(group, open_source, doing="opening the source")]
-    if any(answer["opened"] != answers[0]["opened"] for answer in answers):
-        raise MismatchError(
-            f"{source.location} was saved anew while it was being opened: ranks see different checkpoints. "
-            f"Convert again.",
-            path=source.location,
-        )
-    (job,), (local,) = jobs, opened
-    nbytes = local.plan.table.nbytes.copy()
-    for answer in answers:
-        for row, length in answer["lengths"]:
-            nbytes[row] = length
-    planned = _planned(job, local, answers[0]["attempt"], with_sizes(local.plan, nbytes))
-    progress.begin("writing", int(nbytes[planned.plan.writer == group.rank].sum()))
-    try:
-        write_out(planned, target, job.strategy, group)
-        if options.verify:
-            _verify(job, local, planned)
-    except Exception:
-        _take_back(job, local, planned.attempt)
-        raise
-    objects = sum(1 for row in local.plan.table.array.tolist() if _is_object(local.plan, row))
-    return ConvertReport(
-        arrays=sum(1 for spec in local.contents.arrays.values() if spec.dtype != OBJECT),
-        objects=objects,
-        chunks=len(local.plan.table),
-        nbytes=int(local.plan.table.nbytes.sum()),
-        verified=options.verify,
-    )
-
-
-def _is_object(plan: SavePlan, array: int) -> bool:
-    return plan.table.arrays[array].dtype == OBJECT
-
-
-def _open(job: _Job) -> _Opened:
-    """Open the source, refuse what cannot be converted, and prepare this rank's objects."""
-    contents = open_checkpoint(job.source, allow_unsafe_pickle=job.options.allow_unsafe_pickle)
-    whole = contents
-    if not job.strategy.capabilities.refers_to_arrays:  # they become tensors of common state, and no arrays
-        contents = without_referenced(contents, job.source)
-    check_readable(contents.unreadable, contents.unreadable, where=job.source.location)
-    chunks = contents.chunks(sorted(contents.arrays))
-    copy = plan_copy(chunks.table, chunks.position, ranks=job.group.size, block_bytes=chunks.block_bytes)
-    plan = replace(copy.plan, table=_only_arrays(copy.plan.table, contents.arrays))
-    check_coverage(_declared(plan))
-    common: tuple[Any, Any] = (None, None)
-    if job.group.rank == 0:
-        _refuse_place(job)
-        common = _common_of(job, whole, job.source)
-        # What is refused is refused before anything is written.
-        job.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
-    blobs = {}
-    for row in plan.rows_of(job.group.rank).tolist():
-        if _is_object(plan, int(plan.table.array[row])):
-            key = plan.table.arrays[int(plan.table.array[row])].key
-            data = read_chunk(chunks, int(plan.entity[row]))
-            value = contents.decode_object(data, f"{job.source.location}: object {key!r}")
-            blobs[row] = job.strategy.encode_object(value, path=key)
-    if job.group.rank > 0:
-        return _Opened(contents, chunks, plan, copy.start, blobs, common, manifest.LeftoverFiles(), None)
-    job.target.create()
-    earlier = manifest.find_leftover_files(job.target, job.strategy)
-    others = None if manifest.is_committed(job.target) else frozenset(job.target.names())
-    return _Opened(contents, chunks, plan, copy.start, blobs, common, earlier, others)
-
-
-def _common_of(job: _Job, contents: Contents, store: Store) -> tuple[Any, Any]:
-    """Return common state and content metadata, with references to arrays if the new format can hold them.
-
-    For other formats the arrays are read: all of these tensors are in memory then, as in a save.
-    """
-    if job.strategy.capabilities.refers_to_arrays:
-        return read_common_and_references(contents, where=store.location)
-    return read_whole_common(contents, store)
-
-
-def _only_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable:
-    """Return chunks of none but these arrays without the other arrays, which a format lists as well."""
-    is_kept = np.array([spec.key in keys for spec in table.arrays], np.bool_)
-    if is_kept.all():
-        return table
-    number = np.cumsum(is_kept) - 1  # of each array that is kept, among these
-    arrays = tuple(spec for spec in table.arrays if spec.key in keys)
-    return replace(table, arrays=arrays, array=number[table.array])
-
-
-def _declared(plan: SavePlan) -> DeclaredChunks:
-    rows = len(plan.table)
-    yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
-    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)
-
-
-def _refuse_place(job: _Job) -> None:
-    """Refuse to write where a checkpoint is that would be lost.
-
-    Raises:
-        DeclarationError: there is one, and it may not, or cannot all at once, be replaced.
-    """
-    target, strategy = job.target, job.strategy
-    if _is_same_place(target, job.source):
-        raise DeclarationError(
-            f"{target.location} is to be converted into itself. Name another directory.", path=target.location
-        )
-    if not manifest.is_committed(target):
-        return
-    if not job.options.overwrite:
-        raise DeclarationError(
-            f"{target.location} holds a checkpoint already. Name another directory, or allow to "
-            f"overwrite it.",
-            path=target.location,
-        )
-    there = manifest.read_manifest(target)
-    found = (there.get("sharded_backend"), there.get("sharded_backend_version"))
-    if found != (strategy.backend, strategy.version):
-        raise DeclarationError(
-            f"{target.location} holds a checkpoint of format {found[0]!r} version {found[1]!r}; one of "
-            f"another format cannot take its place in one step. Name another directory, or remove it first.",
-            path=target.location,
+    def open_source(self) -> SourceCheckpoint:
+        """Open the source on this rank, and encode this rank's objects."""
+        return SourceCheckpoint.open(
+            self.source,
+            self.strategy,
+            rank=self.group.rank,
+            ranks=self.group.size,
+            allow_unsafe_pickle=self.allow_unsafe_pickle,
         )
 
+    def prepare(self, opened: SourceCheckpoint, *, overwrite: bool) -> _PreparedTarget:
+        """Check and create the target, and read common state, on rank 0. Nothing is written yet."""
+        if self.group.rank > 0:
+            return _PreparedTarget()
+        check_target(self.target, self.source, self.strategy, overwrite=overwrite)
+        common = read_common_for(self.strategy, opened.stored, self.source)
+        self.strategy.check_common({"state_dict": common[0], "content_metadata": common[1]})
+        return _PreparedTarget(common, prepare_target(self.target, self.strategy))
 
-def _is_same_place(first: Store, second: Store) -> bool:
-    if isinstance(first, LocalStore) and isinstance(second, LocalStore):
-        return os.path.realpath(first.location) == os.path.realpath(second.location)
-    if isinstance(first, ObjectStore) and isinstance(second, ObjectStore):
-        return first.location == second.location
-    return first is second
+    def exchange(self, opened: SourceCheckpoint) -> tuple[str, SourceCheckpoint]:
+        """Return rank 0's attempt id, and the source with the sizes of all ranks' objects. Collective.
+
+        Raises:
+            MismatchError: ranks have opened different checkpoints.
+        """
+        sizes = [(row, len(blob)) for row, blob in sorted(opened.blobs.items())]
+        message = {"identity": opened.contents.identity, "attempt": manifest.new_attempt(), "sizes": sizes}
+        messages = [
+            json.loads(data)
+            for data in run_on_all_ranks(
+                self.group, lambda: json.dumps(message).encode(), doing="comparing the opened source"
+            )
+        ]
+        if any(message["identity"] != messages[0]["identity"] for message in messages):
+            raise MismatchError(
+                f"{self.source.location} was saved again while it was opened: ranks see different "
+                f"checkpoints. Convert again.",
+                path=self.source.location,
+            )
+        all_sizes = {row: size for message in messages for row, size in message["sizes"]}
+        return messages[0]["attempt"], opened.with_object_sizes(all_sizes)
+
+    def write(self, copied: SourceCheckpoint, target: _PreparedTarget, attempt: str, *, verify: bool) -> None:
+        """Write and commit the new checkpoint, and compare it with the source. Collective.
+
+        If anything fails, the new checkpoint is removed.
+        """
+        rows = copied.plan.rows_of(self.group.rank)
+        nbytes = int(copied.plan.table.nbytes[rows].sum())
+        common = {"state_dict": target.common[0], "content_metadata": target.common[1]}
+        self.progress.begin("writing", nbytes)
+        try:
+            save = PlannedSave(attempt, copied.plan, _CopiedParts(copied, self), common, target.state.earlier)
+            write_out(save, self.target, self.strategy, self.group)
+            if verify:
+                self.progress.begin("verifying", nbytes)
+                with errors_on_all_ranks(self.group, "verifying the new checkpoint"):
+                    self._verify(copied, target, np.sort(rows).tolist())
+        except Exception:
+            if self.group.rank == 0:
+                remove_attempt(self.target, target.state, attempt=attempt, strategy=self.strategy)
+            raise
+
+    def _verify(self, copied: SourceCheckpoint, target: _PreparedTarget, rows: list[int]) -> None:
+        """Compare this rank's share of the new checkpoint with the source.
+
+        Raises:
+            IntegrityError: they differ.
+        """
+        written = open_checkpoint(self.target, allow_unsafe_pickle=self.allow_unsafe_pickle)
+        where = self.target.location
+        _check_arrays(copied.contents, written, where)
+        check_equal(
+            [copied.blocks_of(row) for row in rows if row not in copied.blobs],
+            copied.chunks,
+            written,
+            buffer_bytes=self.buffer_bytes,
+            where=where,
+            progress=self.progress.advance,
+        )
+        _check_objects(copied, written, where)
+        self.progress.advance(sum(map(len, copied.blobs.values())))
+        if self.group.rank == 0:
+            common = read_common_for(self.strategy, written, self.target)
+            _check_common(target.common, common, where)
 
 
 class _CopiedParts(ChunkParts):
-    """The bytes of this rank's rows: its objects from memory, anything else from the source."""
+    """The bytes of this rank's rows, read from the source. Reports progress."""
 
-    def __init__(self, job: _Job, local: _Opened, plan: SavePlan) -> None:
-        self._job, self._local, self._plan = job, local, plan
-        self._buffers = ReadBuffers()
+    def __init__(self, copied: SourceCheckpoint, conversion: _Conversion) -> None:
+        self._copied, self._buffers = copied, ReadBuffers()
+        self._buffer_bytes, self._progress = conversion.buffer_bytes, conversion.progress
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Yield the parts of a row."""
-        job, local = self._job, self._local
-        if row in local.blobs:
-            parts = iter([memoryview(local.blobs[row])])
-        else:
-            parts = self._buffers.pieces(
-                local.chunks,
-                int(self._plan.entity[row]),
-                start=int(local.start[row]),
-                stop=int(local.start[row] + self._plan.table.nbytes[row]),
-                buffer_bytes=job.options.buffer_bytes,
-            )
-        for part in parts:
+        for part in self._copied.read(row, self._buffers, self._buffer_bytes):
             yield part
-            job.progress.advance(len(part))
+            self._progress.advance(len(part))
 
 
-def _planned(job: _Job, local: _Opened, attempt: str, plan: SavePlan) -> PlannedSave:
-    """Return the save of this rank's share."""
-    common = {"state_dict": local.common[0], "content_metadata": local.common[1]}
-    return PlannedSave(attempt, plan, _CopiedParts(job, local, plan), common, local.earlier)
-
-
-def _verify(job: _Job, local: _Opened, planned: PlannedSave) -> None:
-    """Compare the new checkpoint with the source; if it differs, take it away again."""
-
-    def compare() -> bytes:
-        written = open_checkpoint(job.target, allow_unsafe_pickle=job.options.allow_unsafe_pickle)
-        _compare_arrays(local, written, job.target.location)
-        mine = np.sort(planned.plan.rows_of(job.group.rank))
-        job.progress.begin("verifying", int(planned.plan.table.nbytes[mine].sum()))
-        compare_chunks(
-            [_part(local, row) for row in mine.tolist() if row not in local.blobs],
-            local.chunks,
-            written,
-            buffer_bytes=job.options.buffer_bytes,
-            where=job.target.location,
-            progress=job.progress.advance,
-        )
-        _compare_objects(local, written, job.target.location)
-        job.progress.advance(sum(map(len, local.blobs.values())))
-        if job.group.rank == 0:
-            _compare_common(local.common, _common_of(job, written, job.target), job.target.location)
-        return b""
-
-    run_on_all_ranks(job.group, compare, doing="verifying the new checkpoint")
-
-
-def _part(local: _Opened, row: int) -> Part:
-    """Return the blocks of the source that a row of the plan begins, so that each belongs to one row."""
-    entity, block = int(local.plan.entity[row]), local.chunks.block_bytes
-    start, stop = int(local.start[row]), int(local.start[row] + local.plan.table.nbytes[row])
-    whole = stop == int(local.chunks.table.nbytes[entity])
-    return Part(entity, start // block * block, stop if whole else stop // block * block)
-
-
-def _take_back(job: _Job, local: _Opened, attempt: str) -> None:
-    """Remove what a failed conversion has left, as far as that is possible, the commit first.
-
-    Where there was no checkpoint before, that is every file that was not there either: not all formats put
-    an attempt into the names of their files.
-    """
-    if job.group.rank > 0:
-        return
-    if local.others is None:
-        manifest.withdraw(job.target, attempt=attempt, strategy=job.strategy)
-        return
-    with contextlib.suppress(CheckpointError):
-        if MANIFEST not in local.others:
-            job.target.delete([MANIFEST])
-            job.target.sync()
-        job.target.delete([name for name in job.target.names() if name not in local.others])
-        job.target.sync()
-
-
-def _compare_arrays(local: _Opened, written: Contents, where: str) -> None:
-    if dict(local.contents.arrays) == dict(written.arrays):
-        return
-    keys = sorted({*local.contents.arrays, *written.arrays})
-    key = next(k for k in keys if local.contents.arrays.get(k) != written.arrays.get(k))
-    raise IntegrityError(
-        f"{key!r}: {where} has it as {written.arrays.get(key)}, and the source as "
-        f"{local.contents.arrays.get(key)}.",
-        key=key,
-        path=where,
-    )
-
-
-def _compare_objects(local: _Opened, written: Contents, where: str) -> None:
-    if not local.blobs:
-        return
-    keys = {local.plan.table.arrays[int(local.plan.table.array[row])].key for row in local.blobs}
-    found = written.chunks(sorted(keys))
-    rows = {_place(found, row): row for row in range(len(found.table))}
-    source = local.plan.table
-    for row, blob in local.blobs.items():
-        key = source.arrays[int(source.array[row])].key
-        at = rows.get(_place(local.chunks, int(local.plan.entity[row])))
-        if at is None or read_chunk(found, at) != blob:
+def _check_arrays(source: Contents, written: Contents, where: str) -> None:
+    for key in sorted({*source.arrays, *written.arrays}):
+        expected, stored = source.arrays.get(key), written.arrays.get(key)
+        if expected != stored:
             raise IntegrityError(
-                f"{key!r} {source.describe(row)}: {where} has not the object that was written.",
+                f"{key!r}: {where} has {stored}, and the source {expected}. Suspect the storage.",
                 key=key,
                 path=where,
             )
 
 
-def _place(chunks: Chunks, row: int) -> tuple[str, tuple[int, ...]]:
+def _check_objects(copied: SourceCheckpoint, written: Contents, where: str) -> None:
+    if not copied.blobs:
+        return
+    table = copied.plan.table
+    keys = {row: table.arrays[int(table.array[row])].key for row in copied.blobs}
+    chunks = written.chunks(sorted(set(keys.values())))
+    stored_rows = {_object_id(chunks, row): row for row in range(len(chunks.table))}
+    for row, blob in copied.blobs.items():
+        stored_row = stored_rows.get(_object_id(copied.chunks, int(copied.plan.entity[row])))
+        if stored_row is None or read_chunk(chunks, stored_row) != blob:
+            raise IntegrityError(
+                f"{keys[row]!r} {table.describe(row)}: {where} does not have the object that was written. "
+                f"Suspect the storage.",
+                key=keys[row],
+                path=where,
+            )
+
+
+def _object_id(chunks: Chunks, row: int) -> tuple[str, tuple[int, ...]]:
+    """Return the key of an object, and its offset in the array of objects."""
     table = chunks.table
     spec = table.arrays[int(table.array[row])]
     return spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())
 
 
-def _compare_common(source: tuple[Any, Any], written: tuple[Any, Any], where: str) -> None:
-    expected, found = (leaf_digests(list(pair)) for pair in (source, written))
-    if expected == found:
-        return
-    path = next(p for p in sorted({*expected, *found}) if expected.get(p) != found.get(p))
-    raise IntegrityError(
-        f"{where}: the common state differs at {path!r} from that of the source.", path=where
-    )
+def _check_common(source: tuple[Any, Any], written: tuple[Any, Any], where: str) -> None:
+    expected, stored = (leaf_digests(list(pair)) for pair in (source, written))
+    if expected != stored:
+        path = next(p for p in sorted({*expected, *stored}) if expected.get(p) != stored.get(p))
+        raise IntegrityError(
+            f"{where}: its common state differs from that of the source at {path!r}. Suspect the storage.",
+            path=where,
+        )

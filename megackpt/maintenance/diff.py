@@ -1,91 +1,57 @@
-"""What differs between two checkpoints, of any formats and cut in any ways.
+"""`megackpt.diff`: what differs between two checkpoints of any formats, saved at any layouts.
 
-Owns the comparison as a whole: which keys, dtypes and shapes, which elements and by how much, which objects
-and which places of common state. Arrays whose digests say that they are equal need not be read; of all others
-both checkpoints are read once, side by side, and never held whole.
+Arrays whose stored digests are equal need not be read. All others are read once from both checkpoints, part
+by part.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
-
+from megackpt.arguments import check_count, check_flag
 from megackpt.codec import carrying_unknown, leaf_digests
 from megackpt.engine.checkpoint.common_arrays import value_steps, with_tensors
 from megackpt.engine.checkpoint.common_reading import read_referenced, stored_references
 from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
-from megackpt.engine.data.workers import run_jobs
-from megackpt.errors import CoverageError
-from megackpt.formats.contents import Chunks, Contents, Part
-from megackpt.maintenance.compare import Pair, pairs_of
-from megackpt.maintenance.elements import ElementDifference, compare_elements
-from megackpt.maintenance.leaves import leaves_of
+from megackpt.formats.contents import Contents
+from megackpt.maintenance.arguments import checked_globs, checked_progress, matching
+from megackpt.maintenance.diff_arrays import ArrayDifference, diff_arrays
+from megackpt.maintenance.leaves import leaves_as_text
 from megackpt.metadata import OBJECT, ArraySpec
-from megackpt.options import DiffOptions
-from megackpt.storage import Store
-from megackpt.validation import coverage_faults
-
-_WIDEST = 16  # bytes of the widest element
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayDifference:
-    """An array that both have, with other elements.
-
-    Attributes:
-        key: its name.
-        dtype: of both.
-        shape: of both.
-        elements: how many differ in any bit.
-        first: the first of them in row-major order.
-        largest: the largest absolute difference of values, None where there is none to speak of: of integers
-            and bools, and where one of two values is no number. Infinite where one is.
-        not_numbers: how many of the elements are no number in one or both.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    elements: int
-    first: tuple[int, ...]
-    largest: float | None
-    not_numbers: int
+from megackpt.storage import Location, Store, opened_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """A place of an object or of common state where two checkpoints differ.
+    """A leaf of an object, of common state or of content metadata that differs.
 
     Attributes:
-        place: the object, or which part of common state, and the path in it.
-        first: what the first has there, shortened; None if it has nothing.
-        second: what the second has there.
+        path: the object, or which part of common state, and the path of the leaf in it.
+        first: the leaf in the first checkpoint, as shortened text; None if it has none there.
+        second: the leaf in the second checkpoint.
     """
 
-    place: str
+    path: str
     first: str | None
     second: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDifference:
-    """What differs between two checkpoints.
+    """The result of `megackpt.diff`.
 
     Attributes:
-        only_first: keys that the second lacks.
-        only_second: keys that the first lacks.
-        declared: keys that are of another dtype or shape, with what each says.
-        arrays: arrays with other elements.
-        values: differing places of objects and of common state.
-        compared: number of arrays and objects that both have and that were compared.
+        only_first: keys that only the first checkpoint has.
+        only_second: keys that only the second checkpoint has.
+        declared: keys with another dtype or shape, with dtype and shape in the first and in the second.
+        arrays: arrays with different elements, by key.
+        values: leaves of objects, common state and content metadata that differ.
+        compared: number of arrays and arrays of objects that both have, with one dtype and shape.
         nbytes: bytes of arrays that were read and compared, of one checkpoint.
         by_digest: number of arrays, of those compared, that are equal by their digests and were not read.
         by_digest_nbytes: bytes of these, of one checkpoint.
@@ -104,206 +70,165 @@ class CheckpointDifference:
     @property
     def is_equal(self) -> bool:
         """Whether nothing differs."""
-        found = (self.only_first, self.only_second, self.declared, self.arrays, self.values)
-        return not any(found)
+        return not (self.only_first or self.only_second or self.declared or self.arrays or self.values)
 
 
-@carrying_unknown()
-def find_difference(
-    first: Store, second: Store, options: DiffOptions, progress: Progress
+def diff(
+    first: Location,
+    second: Location,
+    *,
+    keys: Sequence[str] = (),
+    common: bool = True,
+    read_all: bool = False,
+    allow_unsafe_pickle: bool = False,
+    threads: int = 2,
+    buffer_bytes: int = 16 * 1024 * 1024,
+    progress: Progress | None = None,
 ) -> CheckpointDifference:
     """Compare two checkpoints bit by bit. Local; nothing is changed.
 
-    An array of which both have a digest of the whole, the same, is equal, and is read only with
-    `options.read_all`.
-    Values of classes that this process does not know are compared as stand-ins: by their names and contents.
-    -0.0 differs from 0.0, and so do two NaNs with different bits; how they are cut, which ranks wrote them
-    and in which format does not count.
+    How the checkpoints are sharded, which ranks wrote them and in which format does not matter. -0.0 differs
+    from 0.0, and so do two NaNs with different bits. Values of classes that this process does not know are
+    compared by the names of their classes and by their contents.
+
+    Args:
+        first: a path, a URL or an open store of one checkpoint (not the root of a run).
+        second: the other checkpoint.
+        keys: globs such as `"decoder.*"`; only arrays and objects whose key matches one of them are
+            compared. All are compared if there are none.
+        common: compare common state and content metadata as well.
+        read_all: also read arrays of which both checkpoints have a digest of the whole array. Otherwise
+            such arrays are read only if these digests differ.
+        allow_unsafe_pickle: as in `megackpt.verify`.
+        threads: concurrent comparisons.
+        buffer_bytes: how much of each checkpoint one comparison holds in memory at a time.
+        progress: as in `megackpt.verify`.
+
+    Returns:
+        What differs; `is_equal` is true if nothing does.
 
     Raises:
-        NotACheckpointError, FormatError: one is none, or not one that is known here.
-        IntegrityError, CoverageError: one is damaged or incomplete.
+        NotACheckpointError: nothing was committed at one of the locations.
+        FormatError: a checkpoint is in a format that is not known here, or the second lacks elements.
+        IntegrityError, CoverageError: a checkpoint is damaged or incomplete.
+        DeclarationError: an argument is invalid.
+
+    >>> diff("run/iter_0000100", "other/iter_0000100").is_equal  # doctest: +SKIP
+    True
     """
-    stores = (first, second)
-    opened = [open_checkpoint(s, allow_unsafe_pickle=options.allow_unsafe_pickle) for s in stores]
-    common = _read_common(opened, stores) if options.common else None
-    inline = (frozenset[str](), frozenset[str]()) if common is None else common.inline
-    arrays = [
-        {key: spec for key, spec in _chosen(contents, options.keys).items() if key not in keys}
-        for contents, keys in zip(opened, inline, strict=True)
-    ]
-    for contents, store in zip(opened, stores, strict=True):
-        check_readable(_fitting(contents.unreadable, options.keys), contents.unreadable, where=store.location)
-    both = sorted(set(arrays[0]) & set(arrays[1]))
-    alike = [key for key in both if arrays[0][key] == arrays[1][key]]
-    others = [key for key in both if arrays[0][key] != arrays[1][key]]
-    objects = [key for key in alike if arrays[0][key].dtype == OBJECT]
-    tensors = [key for key in alike if arrays[0][key].dtype != OBJECT]
-    proved = set() if options.read_all else _equal_by_digest(opened[0], opened[1], tensors)
-    unproved = [key for key in tensors if key not in proved]
-    differing = _compare_arrays(opened[0], opened[1], unproved, options, progress, where=second.location)
-    values = _compare_objects(opened[0], opened[1], objects)
-    if common is not None:
-        values += _compare_values("common state", *common.states)
-        values += _compare_values("content metadata", *common.contents)
+    globs = checked_globs(keys)
+    check_count("threads", threads)
+    check_count("buffer_bytes", buffer_bytes)
+    flags = {"common": common, "read_all": read_all, "allow_unsafe_pickle": allow_unsafe_pickle}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    progress = checked_progress(progress)
+    with opened_store(first) as one, opened_store(second) as two, carrying_unknown():
+        contents = (
+            open_checkpoint(one, allow_unsafe_pickle=allow_unsafe_pickle),
+            open_checkpoint(two, allow_unsafe_pickle=allow_unsafe_pickle),
+        )
+        states = _read_common(contents, (one, two)) if common else None
+        inline = ((), ()) if states is None else states.inline
+        specs = (
+            _chosen(contents[0], one, globs, inline[0]),
+            _chosen(contents[1], two, globs, inline[1]),
+        )
+        same = [key for key in sorted(specs[0]) if specs[0][key] == specs[1].get(key)]
+        objects = [key for key in same if specs[0][key].dtype == OBJECT]
+        tensors = [key for key in same if specs[0][key].dtype != OBJECT]
+        proved = set() if read_all else _equal_by_digest(tensors, *contents)
+        unproved = [key for key in tensors if key not in proved]
+        arrays = diff_arrays(
+            unproved,
+            *contents,
+            threads=threads,
+            buffer_bytes=buffer_bytes,
+            where=two.location,
+            progress=progress,
+        )
+        values = _diff_objects(objects, *contents)
+    if states is not None:
+        values += _diff_values("common state", *states.states)
+        values += _diff_values("content metadata", *states.contents)
     return CheckpointDifference(
-        only_first=tuple(sorted(set(arrays[0]) - set(arrays[1]))),
-        only_second=tuple(sorted(set(arrays[1]) - set(arrays[0]))),
-        declared={key: (_said(arrays[0][key]), _said(arrays[1][key])) for key in others},
-        arrays=tuple(differing),
+        only_first=tuple(sorted(specs[0].keys() - specs[1].keys())),
+        only_second=tuple(sorted(specs[1].keys() - specs[0].keys())),
+        declared=_diff_specs(*specs),
+        arrays=tuple(arrays),
         values=tuple(values),
-        compared=len(alike),
-        nbytes=sum(arrays[0][key].nbytes for key in unproved),
+        compared=len(same),
+        nbytes=sum(specs[0][key].nbytes for key in unproved),
         by_digest=len(proved),
-        by_digest_nbytes=sum(arrays[0][key].nbytes for key in proved),
+        by_digest_nbytes=sum(specs[0][key].nbytes for key in proved),
     )
 
 
-def _chosen(contents: Contents, globs: Sequence[str]) -> dict[str, ArraySpec]:
-    return {key: contents.arrays[key] for key in _fitting(contents.arrays, globs)}
+def _chosen(
+    contents: Contents, store: Store, globs: Sequence[str], inline: Container[str]
+) -> dict[str, ArraySpec]:
+    """Return the arrays and objects to compare, by key, without those compared as common state.
+
+    Raises:
+        FormatError: one of them cannot be loaded.
+    """
+    check_readable(matching(contents.unreadable, globs), contents.unreadable, where=store.location)
+    keys = matching(contents.arrays, globs)
+    return {key: contents.arrays[key] for key in keys if key not in inline}
 
 
-def _fitting(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
-    return [key for key in keys if not globs or any(fnmatchcase(key, glob) for glob in globs)]
+def _diff_specs(
+    first: Mapping[str, ArraySpec], second: Mapping[str, ArraySpec]
+) -> dict[str, tuple[str, str]]:
+    """Return dtype and shape in both checkpoints, of keys where these differ."""
+    keys = [key for key in sorted(first.keys() & second.keys()) if first[key] != second[key]]
+    return {key: (_spec_text(first[key]), _spec_text(second[key])) for key in keys}
 
 
-def _said(spec: ArraySpec) -> str:
+def _spec_text(spec: ArraySpec) -> str:
     return f"{spec.dtype} {list(spec.global_shape)}"
 
 
-def _equal_by_digest(first: Contents, second: Contents, keys: Iterable[str]) -> set[str]:
-    """Return the keys of arrays, of one dtype and shape in both, whose digests are there and equal."""
-    said = first.array_digests
-    return {key for key in keys if key in said and said[key] == second.array_digests.get(key)}
+def _equal_by_digest(keys: Iterable[str], first: Contents, second: Contents) -> set[str]:
+    """Return the keys of arrays of which both checkpoints store a digest, the same."""
+    digests, others = first.array_digests, second.array_digests
+    return {key for key in keys if key in digests and digests[key] == others.get(key)}
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What was found so far of each array. Safe for many threads."""
-
-    found: dict[str, tuple[ArraySpec, ElementDifference]] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, spec: ArraySpec, differing: ElementDifference) -> None:
-        with self.lock:
-            before = self.found.get(spec.key)
-            self.found[spec.key] = (spec, differing if before is None else before[1].joined(differing))
+_ObjectId: TypeAlias = "tuple[str, tuple[int, ...]]"  # key and offset in the array of objects
 
 
-def _compare_arrays(
-    first: Contents,
-    second: Contents,
-    keys: Sequence[str],
-    options: DiffOptions,
-    progress: Progress,
-    *,
-    where: str,
-) -> list[ArrayDifference]:
-    chunks = first.chunks(keys)
-    _refuse_gaps(chunks, keys)  # what is not there would not be asked of the second, and be taken for equal
-    progress.begin("comparing", int(chunks.table.nbytes.sum()))
-    tally = _Tally()
-    buffer_bytes = max(options.buffer_bytes // _WIDEST, 1) * _WIDEST  # whole elements
-
-    def compare(parts: Sequence[Part]) -> None:
-        for pair in pairs_of(parts, chunks, second, buffer_bytes=buffer_bytes, where=where):
-            if not np.array_equal(pair.first, pair.second):
-                tally.add(*_differing(pair, chunks))
-            progress.advance(len(pair.first))
-
-    jobs: Iterator[Callable[[], None]] = (partial(compare, parts) for parts in _shares(chunks, buffer_bytes))
-    run_jobs(jobs, threads=options.threads, name="megackpt-diff")
-    return [_array_difference(*tally.found[key]) for key in sorted(tally.found)]
-
-
-def _refuse_gaps(chunks: Chunks, keys: Sequence[str]) -> None:
-    faults = coverage_faults(chunks.table, set(keys))
-    if faults:
-        key = faults[0].spec.key
-        raise CoverageError(
-            f"{key!r}: the chunks of the first checkpoint do not have each element once. It is incomplete; "
-            f"`megackpt verify` lists what is missing.",
-            key=key,
-        )
-
-
-def _shares(chunks: Chunks, buffer_bytes: int) -> Iterator[list[Part]]:
-    """Cut the work into shares of about two buffers, chunks in the order in which they lie."""
-    share: list[Part] = []
-    nbytes = 0
-    for row in np.argsort(chunks.position, kind="stable").tolist():
-        length = int(chunks.table.nbytes[row])
-        step = max(buffer_bytes // chunks.block_bytes, 1) * chunks.block_bytes
-        for start in range(0, length, step):
-            share.append(Part(row, start, min(start + step, length)))
-            nbytes += share[-1].stop - start
-            if nbytes >= 2 * buffer_bytes:
-                yield share
-                share, nbytes = [], 0
-    if share:
-        yield share
-
-
-def _differing(pair: Pair, chunks: Chunks) -> tuple[ArraySpec, ElementDifference]:
-    """Say which elements of the array differ."""
-    table, row = chunks.table, pair.part.row
-    spec = table.arrays[int(table.array[row])]
-    found = compare_elements(pair.first, pair.second, spec.dtype)
-    dims = len(spec.global_shape)
-    flat = int(table.flat_start[row]) + (pair.part.start + found.first_byte) // found.width
-    shape = tuple(table.shape[row, :dims].tolist())
-    place = np.unravel_index(flat, shape) if dims else ()
-    start = table.start[row, :dims].tolist()
-    at = tuple(int(a) + int(p) for a, p in zip(start, place, strict=True))
-    return spec, replace(found.differing, first=at)
-
-
-def _array_difference(spec: ArraySpec, found: ElementDifference) -> ArrayDifference:
-    return ArrayDifference(
-        key=spec.key,
-        dtype=spec.dtype,
-        shape=spec.global_shape,
-        elements=found.elements,
-        first=found.first,
-        largest=found.largest,
-        not_numbers=found.not_numbers,
-    )
-
-
-def _compare_objects(first: Contents, second: Contents, keys: Sequence[str]) -> list[ValueDifference]:
+def _diff_objects(keys: Sequence[str], first: Contents, second: Contents) -> list[ValueDifference]:
     if not keys:
         return []
-    opened = [_objects(contents, keys) for contents in (first, second)]
-    found: list[ValueDifference] = []
-    for place in sorted({*opened[0], *opened[1]}):
-        values = [one[place]() if place in one else _NOTHING for one in opened]
-        key, offset = place
-        found += _compare_values(f"object {key!r} {list(offset)}", values[0], values[1])
-    return found
+    readers = [_object_readers(contents, keys) for contents in (first, second)]
+    differences: list[ValueDifference] = []
+    for object_id in sorted({*readers[0], *readers[1]}):
+        values = [reader[object_id]() if object_id in reader else _ABSENT for reader in readers]
+        key, offset = object_id
+        differences += _diff_values(f"object {key!r} {list(offset)}", values[0], values[1])
+    return differences
 
 
-def _objects(
+def _object_readers(
     contents: Contents, keys: Sequence[str]
-) -> dict[tuple[str, tuple[int, ...]], Callable[[], Any]]:  # whatever the user saved
-    """Return how to get at each object."""
+) -> dict[_ObjectId, Callable[[], Any]]:  # whatever the user saved
+    """Return a function that reads and decodes an object, for each object."""
     chunks = contents.chunks(keys)
     table = chunks.table
 
     def read(row: int, key: str) -> Any:
         return contents.decode_object(read_chunk(chunks, row), f"object {key!r}")
 
-    found: dict[tuple[str, tuple[int, ...]], Callable[[], Any]] = {}
+    readers: dict[_ObjectId, Callable[[], Any]] = {}
     for row, (array, start) in enumerate(zip(table.array.tolist(), table.start.tolist(), strict=True)):
         spec = table.arrays[array]
-        found[spec.key, tuple(start[: len(spec.global_shape)])] = partial(read, row, spec.key)
-    return found
+        readers[spec.key, tuple(start[: len(spec.global_shape)])] = partial(read, row, spec.key)
+    return readers
 
 
-class _Nothing:
-    """Stands for a value that is not there."""
-
-
-_NOTHING = _Nothing()
+_ABSENT = object()
+"""Stands for an object that one checkpoint does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +238,7 @@ class _CommonStates:
     Attributes:
         states: both, with tensors in the place of the arrays in inline.
         contents: the content metadata of both.
-        inline: of each, keys of arrays that the other has as tensors of common state.
+        inline: for each checkpoint, keys of arrays that the other one stores as tensors of common state.
     """
 
     states: tuple[Any, Any]
@@ -321,34 +246,34 @@ class _CommonStates:
     inline: tuple[frozenset[str], frozenset[str]]
 
 
-def _read_common(opened: Sequence[Contents], stores: Sequence[Store]) -> _CommonStates:
+def _read_common(contents: Sequence[Contents], stores: Sequence[Store]) -> _CommonStates:
     """Read the common states.
 
-    A tensor that one stores in common state and the other as an array is compared as common state. Where
-    both have arrays, these are compared as arrays, and common state is compared without them.
+    A tensor that one checkpoint stores in common state and the other as an array is compared as common
+    state. If both store it as an array, it is compared as an array.
     """
-    pairs = [read_common_and_references(c, where=s.location) for c, s in zip(opened, stores, strict=True)]
-    references = [stored_references(pair[0], c) for pair, c in zip(pairs, opened, strict=True)]
+    pairs = [read_common_and_references(c, where=s.location) for c, s in zip(contents, stores, strict=True)]
+    references = [stored_references(pair[0], c) for pair, c in zip(pairs, contents, strict=True)]
     states, inline = [], []
-    for one, other in ((0, 1), (1, 0)):
-        places = value_steps(pairs[other][0])
-        taken = {place: key for place, key in references[one].items() if place in places}
-        tensors = read_referenced(taken, opened[one], stores[one])
-        states.append(with_tensors(pairs[one][0], tensors))
-        inline.append(frozenset(taken.values()))
+    for this, other in ((0, 1), (1, 0)):
+        paths = value_steps(pairs[other][0])
+        inlined = {path: key for path, key in references[this].items() if path in paths}
+        tensors = read_referenced(inlined, contents[this], stores[this])
+        states.append(with_tensors(pairs[this][0], tensors))
+        inline.append(frozenset(inlined.values()))
     return _CommonStates((states[0], states[1]), (pairs[0][1], pairs[1][1]), (inline[0], inline[1]))
 
 
-def _compare_values(what: str, first: Any, second: Any) -> list[ValueDifference]:
-    """Compare leaf by leaf, as classes and bits."""
+def _diff_values(what: str, first: Any, second: Any) -> list[ValueDifference]:
+    """Compare two values leaf by leaf, by class and bits."""
     values = (first, second)
-    digests: list[dict[str, str]] = [{} if v is _NOTHING else leaf_digests(v) for v in values]
+    digests: list[dict[str, str]] = [{} if v is _ABSENT else leaf_digests(v) for v in values]
     if digests[0] == digests[1]:
         return []
-    shown: list[dict[str, str]] = [{} if v is _NOTHING else leaves_of(v) for v in values]
+    texts: list[dict[str, str]] = [{} if v is _ABSENT else leaves_as_text(v) for v in values]
     paths = sorted({*digests[0], *digests[1]})
-    differing = [path for path in paths if digests[0].get(path) != digests[1].get(path)]
     return [
-        ValueDifference(place=f"{what}: {path}", first=shown[0].get(path), second=shown[1].get(path))
-        for path in differing
+        ValueDifference(path=f"{what}: {path}", first=texts[0].get(path), second=texts[1].get(path))
+        for path in paths
+        if digests[0].get(path) != digests[1].get(path)
     ]

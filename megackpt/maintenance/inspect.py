@@ -1,18 +1,15 @@
-"""What a checkpoint holds, as plain data to be shown: arrays, objects, files, who wrote how much.
-
-Owns the summary. Nothing of any tensor is read.
-"""
+"""`megackpt.inspect`: what a checkpoint holds, without reading any tensor."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
+from megackpt.arguments import check_flag
 from megackpt.codec import carrying_unknown
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import read_common_and_references
@@ -20,21 +17,23 @@ from megackpt.errors import CheckpointError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import Json, LoadStrategy
-from megackpt.maintenance.leaves import leaves_of
-from megackpt.storage import Store
+from megackpt.maintenance.arguments import checked_globs, matching
+from megackpt.maintenance.leaves import leaves_as_text
+from megackpt.storage import Location, Store, opened_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """An array, or an array of objects.
+    """An array of a checkpoint, or an array of objects.
 
     Attributes:
         key: its name.
-        dtype: of its elements; `object` for objects.
-        shape: of all of it.
+        dtype: the dtype of its elements; `object` for objects.
+        shape: its global shape.
         chunks: number of its chunks.
-        nbytes: bytes of these.
-        crc64nvme: CRC-64/NVME of its elements, 16 hexadecimal digits, where it was saved with array_digests.
+        nbytes: bytes of its chunks.
+        crc64nvme: CRC-64/NVME of its elements as 16 hexadecimal digits; None if it was saved without
+            `array_digests`.
     """
 
     key: str
@@ -47,12 +46,12 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file that holds chunks.
+    """A file of a checkpoint that holds chunks.
 
     Attributes:
         name: its name in the checkpoint.
-        rank: who wrote it, where its name tells.
-        chunks: number of chunks that lie in it, of those that are shown.
+        rank: the rank that wrote it; None if its name does not tell.
+        chunks: number of chunks in it, of those that are shown.
         nbytes: bytes of these chunks, before compression.
     """
 
@@ -64,21 +63,21 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """What a checkpoint holds.
+    """The result of `megackpt.inspect`.
 
     Attributes:
         location: the checkpoint.
         backend: its format.
-        version: the version of that.
-        manifest: what its commit says; of a format that needs none, what stands for it.
+        version: the version of its format.
+        manifest: the content of `metadata.json`; for a format without that file, its equivalent.
         arrays: the arrays and objects that were asked for, sorted by key.
-        files: the files that hold their chunks; empty where the format does not tell.
-        rank_nbytes: bytes of these chunks by the rank that wrote them, where the format tells.
+        files: the files that hold their chunks; empty if the format does not tell.
+        rank_nbytes: bytes of these chunks by the rank that wrote them, as far as the format tells.
         unreadable: keys that cannot be loaded, and why.
-        common: leaves of the common state, shortened, by path; of a tensor that is stored as an array, its
-            key.
-        content: the same of the content metadata.
-        common_fault: why these two could not be read; empty if they were.
+        common: leaves of the common state as shortened text, by path. A tensor that is stored as an array
+            appears as `array 'KEY'`.
+        content: leaves of the content metadata, likewise.
+        common_error: why common state and content metadata could not be read; empty if they were read.
     """
 
     location: str
@@ -91,7 +90,7 @@ class CheckpointSummary:
     unreadable: Mapping[str, str]
     common: Mapping[str, str]
     content: Mapping[str, str]
-    common_fault: str
+    common_error: str
 
     @property
     def nbytes(self) -> int:
@@ -100,44 +99,63 @@ class CheckpointSummary:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks that saved, where the commit says so."""
+        """Number of ranks that saved the checkpoint; None if its commit does not tell."""
         ranks = self.manifest.get("world_size")
         return ranks if type(ranks) is int else None
 
 
-def inspect_checkpoint(
-    store: Store, *, keys: Sequence[str] = (), allow_unsafe_pickle: bool = False
+def inspect(
+    checkpoint_dir: Location, *, keys: Sequence[str] = (), allow_unsafe_pickle: bool = False
 ) -> CheckpointSummary:
-    """Say what a checkpoint of any known format holds, of keys that fit one of some globs. Local.
+    """Return what a checkpoint of any known format holds. Local; no tensor is read.
 
-    All keys are meant if no glob is given; allow_unsafe_pickle as for `LoadOptions`.
+    Args:
+        checkpoint_dir: a path, a URL or an open store of one checkpoint (not the root of a run).
+        keys: globs such as `"decoder.*"`; only arrays and objects whose key matches one of them are listed.
+            All are listed if there are none.
+        allow_unsafe_pickle: as in `megackpt.verify`.
+
+    Returns:
+        A summary of arrays, objects, files and common state.
 
     Raises:
-        NotACheckpointError, FormatError, IntegrityError: it is not one, or cannot be opened.
+        NotACheckpointError: nothing was committed there.
+        FormatError, IntegrityError, StorageError: the checkpoint cannot be opened.
+        DeclarationError: an argument is invalid.
+
+    >>> [array.key for array in inspect("run/iter_0000100").arrays]  # doctest: +SKIP
+    ['decoder.layers.0.weight', ...]
     """
+    keys = checked_globs(keys)
+    check_flag("allow_unsafe_pickle", allow_unsafe_pickle)
+    with opened_store(checkpoint_dir) as store:
+        return _inspect(store, keys, allow_unsafe_pickle=allow_unsafe_pickle)
+
+
+def _inspect(store: Store, globs: Sequence[str], *, allow_unsafe_pickle: bool) -> CheckpointSummary:
     manifest = read_manifest(store)
     strategy = load_strategy(manifest, where=store.location)
     contents = strategy.open(store, manifest, allow_unsafe_pickle=allow_unsafe_pickle)
-    chosen = [k for k in sorted(contents.arrays) if not keys or any(fnmatchcase(k, glob) for glob in keys)]
-    chunks = contents.chunks(chosen)
+    keys = matching(sorted(contents.arrays), globs)
+    chunks = contents.chunks(keys)
     files = _files(chunks, strategy)
-    ranks: dict[int, int] = {}
+    rank_nbytes: dict[int, int] = {}
     for file in files:
         if file.rank is not None:
-            ranks[file.rank] = ranks.get(file.rank, 0) + file.nbytes
-    common, content, fault = _common(contents, store.location)
+            rank_nbytes[file.rank] = rank_nbytes.get(file.rank, 0) + file.nbytes
+    common, content, error = _common_as_text(contents, store.location)
     return CheckpointSummary(
         location=store.location,
         backend=strategy.backend,
         version=strategy.version,
         manifest=manifest,
-        arrays=tuple(_arrays(chunks, set(chosen), contents.array_digests)),
+        arrays=tuple(_arrays(chunks, set(keys), contents.array_digests)),
         files=tuple(files),
-        rank_nbytes=dict(sorted(ranks.items())),
+        rank_nbytes=dict(sorted(rank_nbytes.items())),
         unreadable=dict(contents.unreadable),
         common=common,
         content=content,
-        common_fault=fault,
+        common_error=error,
     )
 
 
@@ -179,19 +197,20 @@ def _files(chunks: Chunks, strategy: LoadStrategy) -> list[StoredFile]:
     ]
 
 
-def _common(contents: Contents, where: str) -> tuple[dict[str, str], dict[str, str], str]:
-    """Return common state and content metadata as text, and why they could not be read."""
+def _common_as_text(contents: Contents, where: str) -> tuple[dict[str, str], dict[str, str], str]:
+    """Return common state and content metadata as text by path, and why they could not be read."""
     try:
-        with carrying_unknown():  # shown as far as they are known
+        # Values of unknown classes are shown by the names of their classes.
+        with carrying_unknown():
             common, content = read_common_and_references(contents, where=where)
-        common = _as_dicts(common)
-        return leaves_of(common) if common else {}, {} if content is None else leaves_of(content), ""
+        shown_common = leaves_as_text(_with_plain_dicts(common)) if common else {}
+        return shown_common, {} if content is None else leaves_as_text(content), ""
     except CheckpointError as error:
         return {}, {}, " ".join(str(error).split())
 
 
-def _as_dicts(tree: Any) -> Any:
-    """Return nested dicts and lists with dicts for OrderedDicts, so that what these hold is shown by path."""
+def _with_plain_dicts(tree: Any) -> Any:
+    """Return nested dicts and lists with dicts in place of OrderedDicts, so that each leaf has a path."""
     if type(tree) in (dict, OrderedDict):
-        return {key: _as_dicts(child) for key, child in tree.items()}
-    return [_as_dicts(child) for child in tree] if type(tree) is list else tree
+        return {key: _with_plain_dicts(child) for key, child in tree.items()}
+    return [_with_plain_dicts(child) for child in tree] if type(tree) is list else tree

@@ -1,6 +1,6 @@
-"""Values of a checkpoint as a person reads them: one line for each leaf, shortened.
+"""Values of a checkpoint as text for people: one shortened line for each leaf.
 
-Owns the text. Paths are those of `megackpt.codec.leaf_digests`, so that what differs there can be shown.
+Paths are those of `megackpt.codec.leaf_digests`, so that a leaf whose digest differs can be shown.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ _MOST_CHARACTERS = 120
 _MOST_ELEMENTS = 8
 
 
-def leaves_of(value: object) -> dict[str, str]:
-    """Return every leaf of a value, as text of bounded length, by its path."""
-    return {path: shown(leaf) for path, leaf in leaves(value).items()}
+def leaves_as_text(value: object) -> dict[str, str]:
+    """Return each leaf of a value as text of bounded length, by its path."""
+    return {path: leaf_as_text(leaf) for path, leaf in leaves(value).items()}
 
 
-def shown(value: object) -> str:
-    """Return a value as text of bounded length; of a tensor, its shape and first elements."""
-    if isinstance(value, torch.Tensor):
-        first = value.detach().reshape(-1)[:_MOST_ELEMENTS].tolist()
-        more = ", ..." if value.numel() > _MOST_ELEMENTS else ""
-        text = f"{value.dtype} {list(value.shape)}: {', '.join(map(str, first))}{more}"
-    elif isinstance(value, np.ndarray):
-        first = value.reshape(-1)[:_MOST_ELEMENTS].tolist()
-        more = ", ..." if value.size > _MOST_ELEMENTS else ""
-        text = f"ndarray {value.dtype} {list(value.shape)}: {', '.join(map(str, first))}{more}"
+def leaf_as_text(value: object) -> str:
+    """Return a value as text of bounded length; a tensor as its dtype, shape and first elements."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        flat = (value.detach() if isinstance(value, torch.Tensor) else value).reshape(-1)
+        first = ", ".join(map(str, flat[:_MOST_ELEMENTS].tolist()))
+        kind = "ndarray " if isinstance(value, np.ndarray) else ""
+        more = ", ..." if len(flat) > _MOST_ELEMENTS else ""
+        text = f"{kind}{value.dtype} {list(value.shape)}: {first}{more}"
     elif isinstance(value, (bytes, bytearray)):
         text = f"{type(value).__name__} of {len(value)}: {bytes(value[:_MOST_ELEMENTS])!r}"
     elif isinstance(value, ArrayReference):
@@ -36,6 +34,6 @@ def shown(value: object) -> str:
     else:
         try:
             text = repr(value)
-        except Exception as error:  # noqa: BLE001 - a torch.Size beyond 64 bits, for one: torch makes it
+        except Exception as error:  # noqa: BLE001 - repr of any class, such as a torch.Size beyond 64 bits
             text = f"{type(value).__name__} that cannot be shown: {error}"
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

@@ -1,94 +1,137 @@
-"""Repairing a checkpoint: what is damaged is taken from parity or from copies, proved right, and replaced.
+"""`megackpt.repair`: replace damaged files of a checkpoint, from parity files or from copies.
 
-Owns the order of the steps, whether anything is replaced, and what is said of it. Which files are mended from
-where is found in `repair_search`; `replace_files` puts them in place so that a crash does no harm.
+`repair_search` finds which files can be repaired, and from where; `replace_files` writes them so that a crash
+does no harm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from megackpt.arguments import check_flag
 from megackpt.engine.data.progress import Progress
-from megackpt.errors import IntegrityError
+from megackpt.errors import DeclarationError, IntegrityError
 from megackpt.formats.damage import Damage
+from megackpt.maintenance.arguments import checked_progress
 from megackpt.maintenance.repair_search import RepairedFile, RepairSearch
-from megackpt.maintenance.replace_files import replace_files
-from megackpt.options import RepairOptions
-from megackpt.storage import Store
+from megackpt.maintenance.replace_files import replaced_files
+from megackpt.options import VerifyOptions
+from megackpt.storage import Location, Store, opened_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What a repair has found and done.
+    """The result of `megackpt.repair`.
 
     Attributes:
         location: the checkpoint.
-        damages: what was wrong.
-        files: what is mended: was replaced, or can be.
-        remaining: what is wrong afterwards, or would be.
-        refusals: why a source was of no use.
-        is_done: whether files were replaced.
+        damages: all damage that was found at first.
+        files: the files that were replaced, or can be replaced.
+        remaining: the damage that is left, or would be left if these files were replaced.
+        unusable_sources: why a copy, or parity, could not be used.
+        is_applied: whether files were replaced. False: nothing was changed.
     """
 
     location: str
     damages: tuple[Damage, ...]
     files: tuple[RepairedFile, ...] = ()
     remaining: tuple[Damage, ...] = ()
-    refusals: tuple[str, ...] = ()
-    is_done: bool = False
+    unusable_sources: tuple[str, ...] = ()
+    is_applied: bool = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is wrong afterwards."""
+        """Whether the checkpoint is whole now, or would be if `files` were replaced."""
         return not self.remaining
 
 
-def repair_checkpoint(
-    store: Store, copies: Sequence[Store], options: RepairOptions, progress: Progress
+def repair(
+    checkpoint_dir: Location,
+    copies: Sequence[Location] = (),
+    *,
+    dry_run: bool = False,
+    partial: bool = False,
+    threads: int = 4,
+    allow_unsafe_pickle: bool = False,
+    progress: Progress | None = None,
 ) -> RepairReport:
-    """Mend what is wrong with a checkpoint, as far as parity and copies allow. Local; one process calls it.
+    """Replace damaged and lost files of a checkpoint by what parity files and copies hold. Local.
 
-    Every byte is read and verified: before, as it would be, and afterwards. A damaged file is written anew
-    beside the old one, verified there, and then takes its place all at once; the commit comes last. Unless
-    `options.partial` is set, nothing is changed if something cannot be mended. No save and no removal may be
-    under way in the directory.
+    The checkpoint is verified three times, every byte of it: as it is; as it would be after the repair,
+    before anything is replaced; and afterwards. Each new file is written next to the old one and then takes
+    its name in one step, `metadata.json` last, so that a crash leaves each file old or new, and every new one
+    is right. Call it in one process, and not while a job saves to the same directory.
+
+    Args:
+        checkpoint_dir: a path, a URL or an open store of one checkpoint (not the root of a run).
+        copies: paths, URLs or open stores that hold copies of the same save; they are tried in this order,
+            after parity files.
+        dry_run: find out what can be repaired, and change nothing.
+        partial: repair what can be repaired, even if other damage is left. Otherwise nothing is changed
+            unless all damage can be repaired.
+        threads: concurrent reads; each holds a buffer of 4 MiB.
+        allow_unsafe_pickle: as in `megackpt.verify`.
+        progress: as in `megackpt.verify`.
+
+    Returns:
+        A report of the damage, the replaced files and what is left.
 
     Raises:
-        NotACheckpointError: there is none.
-        FormatError: it is of a format that is not known here.
-        StorageError: the store refused; what was written beside the old files is removed.
+        NotACheckpointError: nothing was committed there, and no copy can tell which save it was.
+        FormatError: the checkpoint is in a format that is not known here.
+        UnsupportedError: the store cannot replace a file in one step.
+        StorageError: a file could not be written. New files next to the old ones are removed.
+        DeclarationError: an argument is invalid.
+
+    >>> repair("run/iter_0000100", ["backup/iter_0000100"]).is_whole  # doctest: +SKIP
+    True
     """
-    search = RepairSearch(store, copies, options, progress)
+    for name, value in (("dry_run", dry_run), ("partial", partial)):
+        check_flag(name, value)
+    if isinstance(copies, (str, bytes)) or not isinstance(copies, Sequence):
+        raise DeclarationError(f"copies is {copies!r}; give a sequence of paths, URLs or open stores.")
+    options = VerifyOptions(deep=True, threads=threads, allow_unsafe_pickle=allow_unsafe_pickle)
+    progress = checked_progress(progress)
+    with ExitStack() as stack:
+        store, *sources = [
+            stack.enter_context(opened_store(location)) for location in (checkpoint_dir, *copies)
+        ]
+        search = RepairSearch(store, sources, options, progress)
+        return _repair(store, search, may_write=not dry_run, partial=partial)
+
+
+def _repair(store: Store, search: RepairSearch, *, may_write: bool, partial: bool) -> RepairReport:
     first = search.begin()
     if not first.damages:
         return RepairReport(location=store.location, damages=())
-    last = search.mend(first)
-    found = RepairReport(
-        location=store.location,
-        damages=first.damages,
-        files=last.files,
-        remaining=last.damages,
-        refusals=tuple(dict.fromkeys(search.refusals)),
-    )
-    if options.dry_run or not last.files or (last.damages and not options.partial):
-        return found
-    expected = {damage.file for damage in last.damages}
-
-    def check(written: Store) -> None:
-        worse = [d for d in search.verify(written) if d.file not in expected]
-        if worse:
-            raise IntegrityError(
-                f"What was written is not what it should be: {worse[0]}", path=store.location
-            )
-
-    replace_files(store, last.view, list(dict.fromkeys(file.file for file in last.files)), check)
-    after = search.verify(store)
+    last = search.repair(first)
+    names = list(dict.fromkeys(file.file for file in last.files))
+    remaining = last.damages
+    is_applied = may_write and bool(names) and (partial or not remaining)
+    if is_applied:
+        with replaced_files(store, last.view, names) as written:
+            if written is not last.view:
+                _check_written(search.verify(written), remaining, store)
+        remaining = search.verify(store)
     return RepairReport(
         location=store.location,
         damages=first.damages,
-        files=found.files,
-        remaining=after,
-        refusals=found.refusals,
-        is_done=True,
+        files=last.files,
+        remaining=remaining,
+        unusable_sources=tuple(dict.fromkeys(search.unusable_sources)),
+        is_applied=is_applied,
     )
+
+
+def _check_written(damages: Sequence[Damage], expected: Sequence[Damage], store: Store) -> None:
+    """Check that the new files have no damage but that of files which cannot be repaired."""
+    unrepaired = {damage.file for damage in expected}
+    unexpected = [damage for damage in damages if damage.file not in unrepaired]
+    if unexpected:
+        raise IntegrityError(
+            f"The new files cannot be read back as they were written: {unexpected[0]}. Nothing was replaced; "
+            f"suspect the storage.",
+            path=store.location,
+        )

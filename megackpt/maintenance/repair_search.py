@@ -1,7 +1,7 @@
-"""Which damaged files of a checkpoint can be mended, and from where.
+"""Finds out which damaged files of a checkpoint can be repaired, and from which source.
 
-Owns the search: found out by verifying the checkpoint as it would be; nothing is written. Finding damage is
-the affair of `verify`, and what is done with what was found that of `repair`.
+A repair is tried on a view of the checkpoint: patches are laid over it, and the view is verified. Nothing is
+written here.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.verification.verify import VerifyReport, verify_checkpoint
+from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import CheckpointError, FormatError, NotACheckpointError
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy, save_strategy
-from megackpt.formats.strategy import MANIFEST, Json
-from megackpt.options import RepairOptions, VerifyOptions
+from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
+from megackpt.options import VerifyOptions
 from megackpt.storage import Store
 from megackpt.storage.views import Patch, PatchedStore
 from megackpt.validation import PARITY
 
-_ROUNDS = 8  # each mends at least one file, or ends the search
+_ROUNDS = 8  # each one repairs at least one file, or the search ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairedFile:
-    """A file that was mended, or can be.
+    """A file that was repaired, or can be.
 
     Attributes:
         file: its name in the checkpoint.
-        source: where its bytes come from: `parity`, or the location of a copy.
+        source: where its new bytes come from: `parity`, or the location of a copy.
         nbytes: its length.
-        ranges: which of them, half-open; the others are its own.
+        ranges: which bytes are replaced, half-open; the others are its own.
     """
 
     file: str
@@ -43,12 +43,12 @@ class RepairedFile:
 
 @dataclass(frozen=True, slots=True)
 class RepairState:
-    """A checkpoint as it would be with what has been mended so far.
+    """A checkpoint as it would be with the repairs that were found so far.
 
     Attributes:
         view: the checkpoint.
         damages: what is wrong with it.
-        files: what was mended, in the order in which that was found.
+        files: the repaired files, in the order in which their repairs were found.
     """
 
     view: Store
@@ -56,111 +56,136 @@ class RepairState:
     files: tuple[RepairedFile, ...] = ()
 
     @property
-    def damaged(self) -> set[str]:
+    def damaged_files(self) -> set[str]:
         """Names of damaged files."""
         return {damage.file for damage in self.damages if damage.file}
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where repairs can come from.
+
+    Attributes:
+        name: `parity`, or the location of a copy.
+        store: has the files.
+        small_files: the commit, index and the like, of a copy. If one of them is damaged in the checkpoint,
+            other files may be called damaged that are not.
+    """
+
+    name: str
+    store: Store
+    small_files: tuple[str, ...] = ()
+
+
 class RepairSearch:
-    """Looks for what can be mended. Nothing is written."""
+    """Searches for repairs of one checkpoint. Nothing is written.
+
+    Attributes:
+        unusable_sources: why a source could not be used.
+    """
 
     def __init__(
-        self, store: Store, copies: Sequence[Store], options: RepairOptions, progress: Progress
+        self, store: Store, copies: Sequence[Store], options: VerifyOptions, progress: Progress
     ) -> None:
-        self._store, self._copies, self._progress = store, copies, progress
-        self._options = VerifyOptions(
-            deep=True, threads=options.threads, allow_unsafe_pickle=options.allow_unsafe_pickle
-        )
-        self.refusals: list[str] = []
+        self._store, self._copies = store, copies
+        self._options, self._progress = options, progress
+        self.unusable_sources: list[str] = []
 
     def begin(self) -> RepairState:
-        """Return the checkpoint as it is."""
+        """Return the checkpoint as it is.
+
+        Raises:
+            NotACheckpointError, FormatError: it has no commit that can be read, and no copy of the same save.
+        """
         try:
-            found = verify_checkpoint(self._store, self._options, self._progress)
-            return RepairState(self._store, found.damages)
+            report = verify_checkpoint(self._store, self._options, self._progress)
+            return RepairState(self._store, report.damages)
         except (NotACheckpointError, FormatError) as error:
-            commits = ((copy, _manifest_of(copy)) for copy in self._copies)
-            if not any(said is not None and _are_of_one_save(c, said, self._store) for c, said in commits):
+            manifests = ((copy, _manifest_of(copy)) for copy in self._copies)
+            if not any(m is not None and _is_same_save(copy, m, self._store) for copy, m in manifests):
                 raise
             what = damage_of(error, location=self._store.location, file=MANIFEST).what
             return RepairState(self._store, (Damage(file=MANIFEST, what=what),))
 
     def verify(self, view: Store) -> tuple[Damage, ...]:
-        """Return what is wrong with a checkpoint; that it cannot be opened is damage, too."""
+        """Return what is wrong with a checkpoint. An error on opening it is returned as damage."""
         try:
-            found: VerifyReport = verify_checkpoint(view, self._options, self._progress)
+            return verify_checkpoint(view, self._options, self._progress).damages
         except CheckpointError as error:
             return (damage_of(error, location=view.location, file=MANIFEST),)
-        return found.damages
 
-    def mend(self, state: RepairState) -> RepairState:
-        """Mend as much as can be."""
+    def repair(self, state: RepairState) -> RepairState:
+        """Return the state with as many repairs as can be found."""
+        # One repair can make another possible: a commit from a copy, and with it parity files.
         for _ in range(_ROUNDS):
             before = state
-            for name, source, others in self._sources(state):
+            for source in self._sources(state):
                 if state.damages:
-                    state = self._mend_from(state, name, source, others)
+                    state = self._repair_from(source, state)
             if not state.damages or state is before:
                 break
         return state
 
-    def _sources(self, state: RepairState) -> Iterator[tuple[str, Store, tuple[str, ...]]]:
-        """Yield sources, and small files of theirs that may be at fault where others are called damaged."""
+    def _sources(self, state: RepairState) -> Iterator[_Source]:
         try:
-            rebuilt = self._rebuilt(state.view)
+            rebuilt = _rebuilt_from_parity(state.view)
             if rebuilt is not None:
-                yield PARITY, rebuilt, ()
+                yield _Source(PARITY, rebuilt)
         except CheckpointError as error:
-            self.refusals.append(f"{PARITY}: {error}")
+            self.unusable_sources.append(f"{PARITY}: {error}")
         for copy in self._copies:
-            said = _manifest_of(copy)
-            if said is None:
-                self.refusals.append(f"{copy.location} holds no checkpoint that can be read")
-            elif not _are_of_one_save(copy, said, self._store):
-                self.refusals.append(f"{copy.location} holds another save, or does not say which")
+            manifest = _manifest_of(copy)
+            if manifest is None:
+                self.unusable_sources.append(f"{copy.location} has no checkpoint that can be read")
+            elif not _is_same_save(copy, manifest, self._store):
+                self.unusable_sources.append(
+                    f"{copy.location} has another save, or its format does not record which save it is"
+                )
             else:
-                yield copy.location, copy, (MANIFEST, *_small_files(said))
+                yield _Source(copy.location, copy, (MANIFEST, *_small_files(manifest)))
 
-    def _rebuilt(self, view: Store) -> Store | None:
-        manifest = _manifest_of(view)
-        if manifest is None:
-            return None
-        strategy = load_strategy(manifest, where=view.location)
-        return strategy.rebuilt_files(view, manifest)
+    def _repair_from(self, source: _Source, state: RepairState) -> RepairState:
+        """Return the state with those damaged files repaired that a source can repair."""
+        repaired = self._try_patches(state, source, state.damaged_files)
+        small = set(source.small_files)
+        if repaired is not state or not small or not _concerns(state, small):
+            return repaired
+        # A damaged commit or index may make other files look damaged: replace all of them together.
+        repaired = self._try_patches(state, source, state.damaged_files | small)
+        return state if _concerns(repaired, small) else repaired
 
-    def _mend_from(self, state: RepairState, name: str, source: Store, others: Sequence[str]) -> RepairState:
-        """Take what is damaged from a source, as far as it is right afterwards."""
-        patches = _patches(state, source, state.damaged)
-        mended = self._tried(state, name, patches) if patches else state
-        if mended is not state or not others:
-            return mended
-        if not _concerns(state, others):
+    def _try_patches(self, state: RepairState, source: _Source, names: set[str]) -> RepairState:
+        """Return the state with the files of a source that have no damage afterwards; the same if none."""
+        patches = _patches(state, source.store, names)
+        if not patches:
             return state
-        # The commit may be what is wrong, and say that other files are.
-        patches = _patches(state, source, {*state.damaged, *others})
-        tried = self._tried(state, name, patches) if patches else state
-        return state if _concerns(tried, others) else tried
-
-    def _tried(self, state: RepairState, source: str, patches: Mapping[str, Patch]) -> RepairState:
-        """Return the state with those patches that leave nothing wrong with their files; or the same."""
         view = PatchedStore(state.view, patches)
         damages = self.verify(view)
         good = set(patches) - {damage.file for damage in damages}
-        if good < set(patches):
-            view = PatchedStore(state.view, {n: p for n, p in patches.items() if n in good})
-            damages = self.verify(view) if good else state.damages
         if not good:
             return state
-        files = [
-            RepairedFile(file=n, source=source, nbytes=patches[n].nbytes, ranges=patches[n].ranges)
-            for n in sorted(good)
-        ]
+        if good < set(patches):
+            view = PatchedStore(state.view, {name: patches[name] for name in good})
+            damages = self.verify(view)
+        files = [_repaired_file(name, source.name, patches) for name in sorted(good)]
         return RepairState(view, damages, (*state.files, *files))
 
 
-def _concerns(state: RepairState, small: Sequence[str]) -> bool:
-    """Say whether a small file is called damaged, or it is not known what is."""
-    return bool(state.damaged & set(small)) or any(not damage.file for damage in state.damages)
+def _repaired_file(name: str, source: str, patches: Mapping[str, Patch]) -> RepairedFile:
+    return RepairedFile(file=name, source=source, nbytes=patches[name].nbytes, ranges=patches[name].ranges)
+
+
+def _rebuilt_from_parity(view: Store) -> Store | None:
+    """Return a store of files computed from parity; None if the format, or this checkpoint, has none."""
+    manifest = _manifest_of(view)
+    if manifest is None:
+        return None
+    return load_strategy(manifest, where=view.location).rebuilt_files(view, manifest)
+
+
+def _concerns(state: RepairState, small_files: set[str]) -> bool:
+    """Return whether a small file is damaged, or some damage is of no known file."""
+    return bool(state.damaged_files & small_files) or any(not damage.file for damage in state.damages)
 
 
 def _manifest_of(store: Store) -> Json | None:
@@ -170,44 +195,59 @@ def _manifest_of(store: Store) -> Json | None:
         return None
 
 
-def _are_of_one_save(copy: Store, manifest: Json, store: Store) -> bool:
-    """Say whether a copy, with this commit, is of the save whose files are in a store.
-
-    Where its commit does not say any more which that is, names of files do. Nothing else would tell values of
-    one step from those of another in some formats; what another library has saved never says.
-    """
+def _strategy_of(manifest: Json) -> SaveStrategy | None:
+    """Return the strategy that writes the format of a commit; None if there is none."""
     try:
-        strategy = save_strategy((str(manifest["sharded_backend"]), int(manifest["sharded_backend_version"])))
+        return save_strategy((str(manifest["sharded_backend"]), int(manifest["sharded_backend_version"])))
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _is_same_save(copy: Store, manifest: Json, store: Store) -> bool:
+    """Return whether a copy, with this commit, is of the save whose files are in a store.
+
+    A save is known by its attempt id. If the commit in the store can no longer be read, the attempt ids in
+    the names of its files decide. Values of one step and those of another cannot be told apart in formats
+    without attempt ids, so checkpoints that other libraries saved are never taken for the same save.
+    """
+    strategy = _strategy_of(manifest)
+    if strategy is None:
+        return False
+    try:
         attempt = strategy.committed_attempt(copy)
-        there = {strategy.file_names.attempt_of(name) for name in store.names()} - {None}
+        attempts_of_files = {strategy.file_names.attempt_of(name) for name in store.names()} - {None}
     except (CheckpointError, KeyError, TypeError, ValueError):
         return False
     try:
-        own = strategy.committed_attempt(store)
+        own_attempt = strategy.committed_attempt(store)
     except CheckpointError:
-        own = None
-    return attempt is not None and (own == attempt or (attempt in there and own not in there))
+        own_attempt = None
+    if attempt is None or own_attempt == attempt:
+        return attempt is not None
+    return attempt in attempts_of_files and own_attempt not in attempts_of_files
 
 
 def _small_files(manifest: Json) -> list[str]:
+    strategy = _strategy_of(manifest)
     try:
-        found = (str(manifest["sharded_backend"]), int(manifest["sharded_backend_version"]))
-        return save_strategy(found).files_of(manifest)
+        return [] if strategy is None else strategy.files_of(manifest)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return []
 
 
-def _patches(state: RepairState, source: Store, files: set[str]) -> dict[str, Patch]:
-    """Return patches for files that a source has in it, and that are not there as they are here."""
+def _patches(state: RepairState, source: Store, names: set[str]) -> dict[str, Patch]:
+    """Return patches for those files that a source has, and that differ from the ones in the checkpoint."""
     patches = {}
-    for name in sorted(files):
+    for name in sorted(names):
         nbytes = _size_of(source, name)
-        if nbytes is None or (name not in state.damaged and _is_same(state.view, source, name, nbytes)):
+        is_damaged = name in state.damaged_files
+        if nbytes is None or (not is_damaged and _is_same_file(state.view, source, name, nbytes)):
             continue
-        of_file = [damage for damage in state.damages if damage.file == name]
-        ranges = _ranges(of_file) if _size_of(state.view, name) == nbytes else None
+        damages = [damage for damage in state.damages if damage.file == name]
+        # A file of another length is replaced as a whole.
+        ranges = _damaged_ranges(damages) if _size_of(state.view, name) == nbytes else None
         patches[name] = Patch(
-            nbytes=nbytes, source=source, name=name, ranges=_within(ranges or [(0, nbytes)], nbytes)
+            nbytes=nbytes, source=source, name=name, ranges=_merged(ranges or [(0, nbytes)], nbytes)
         )
     return patches
 
@@ -219,31 +259,31 @@ def _size_of(store: Store, name: str) -> int | None:
         return None
 
 
-def _is_same(one: Store, other: Store, name: str, nbytes: int) -> bool:
-    """Say whether a small file has the same bytes in both stores."""
+def _is_same_file(first: Store, second: Store, name: str, nbytes: int) -> bool:
+    """Return whether a small file has the same bytes in both stores."""
     try:
-        return one.read(name, max_bytes=nbytes) == other.read(name, max_bytes=nbytes)
+        return first.read(name, max_bytes=nbytes) == second.read(name, max_bytes=nbytes)
     except CheckpointError:
         return False
 
 
-def _ranges(damages: Sequence[Damage]) -> list[tuple[int, int]] | None:
-    """Return what is damaged of a file; None for all of it."""
-    found: list[tuple[int, int]] = []
+def _damaged_ranges(damages: Sequence[Damage]) -> list[tuple[int, int]] | None:
+    """Return which bytes of a file are damaged; None for all of it."""
+    ranges: list[tuple[int, int]] = []
     for damage in damages:
         if damage.start is None or damage.stop is None:
             return None
-        found.append((damage.start, damage.stop))
-    return found
+        ranges.append((damage.start, damage.stop))
+    return ranges
 
 
-def _within(ranges: Sequence[tuple[int, int]], nbytes: int) -> tuple[tuple[int, int], ...]:
+def _merged(ranges: Sequence[tuple[int, int]], nbytes: int) -> tuple[tuple[int, int], ...]:
     """Sort ranges, join those that touch or overlap, and cut them at the end of the file."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         stop = min(stop, nbytes)
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)

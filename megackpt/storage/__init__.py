@@ -20,7 +20,7 @@ from megackpt.storage.digests import (
 )
 from megackpt.storage.local import LocalStore, absolute_path, expanded_path
 from megackpt.storage.names import check_name, is_allowed_name
-from megackpt.storage.opening import as_store, checked_path, is_url, open_store
+from megackpt.storage.opening import Location, as_store, checked_path, is_url, open_store, opened_store
 from megackpt.storage.options import FileOptions, ObjectOptions
 from megackpt.storage.rawio import is_in_memory
 from megackpt.storage.store import Store, StreamWriter
@@ -38,6 +38,7 @@ __all__ = [
     "FileOptions",
     "ForwardingStore",
     "LocalStore",
+    "Location",
     "MemoryStore",
     "ObjectOptions",
     "ObjectStore",
@@ -56,6 +57,7 @@ __all__ = [
     "is_in_memory",
     "is_url",
     "open_store",
+    "opened_store",
 ]
 
 _LAZY_IMPORTS = {

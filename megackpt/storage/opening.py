@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import TypeAlias, cast
 
 from megackpt.errors import CheckpointError, DeclarationError, StorageError
 from megackpt.storage.local import LocalStore, expanded_path
@@ -15,6 +17,9 @@ from megackpt.storage.store import Store
 
 ENTRY_POINTS = "megackpt.stores"
 """Entry points of other packages: the name is the scheme of URLs, the value a function from URL to store."""
+
+Location: TypeAlias = "str | os.PathLike[str] | Store"
+"""What users give for a checkpoint: a path, a URL as text, or an open store."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _URL_WITH_ONE_SLASH = re.compile(r"(s3|gs|az):/[^/]")
@@ -41,6 +46,20 @@ def open_store(path: str | os.PathLike[str], *, objects: ObjectOptions | None = 
 
         return ObjectStore(text, options=objects)
     return _open_store_of_package(text) if is_url(text) else LocalStore(text)
+
+
+@contextmanager
+def opened_store(location: Location) -> Iterator[Store]:
+    """Open the store of a location for a block of code; a store that is passed in stays open. Local.
+
+    Raises:
+        StorageError, DeclarationError, MissingExtraError: as `open_store` and `as_store`.
+    """
+    if isinstance(location, (str, os.PathLike)):
+        with closing(open_store(location)) as store:
+            yield store
+    else:
+        yield as_store(location)
 
 
 def is_url(text: str) -> bool:

@@ -20,13 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megackpt import SaveOptions, ShardedTensor, save
-from megackpt.engine.data.progress import NoProgress
-from megackpt.engine.verification.verify import verify_checkpoint
+from megackpt import SaveOptions, ShardedTensor, diff, save, verify
 from megackpt.formats.array_digests import ArrayDigester
-from megackpt.maintenance.diff import find_difference
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ArraySpec, ChunkTable
-from megackpt.options import DiffOptions, VerifyOptions
 from megackpt.storage import block_digests, open_store
 from megackpt.storage.crc64 import Crc64
 from tests.benchmarks.bench_integrity import State, Times, emptied, shards
@@ -118,8 +114,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         one, two = map(open_store, locations[:2])
         for _ in range(given.turns):
-            for case, options in (("diff", DiffOptions()), ("diff --read", DiffOptions(read_all=True))):
-                times.take_alone(case, lambda o=options: find_difference(one, two, o, NoProgress()))  # type: ignore[misc]
+            for case, read_all in (("diff", False), ("diff --read", True)):
+                times.take_alone(case, lambda r=read_all: diff(one, two, read_all=r))  # type: ignore[misc]
     dist.barrier()
     save(state, emptied(locations[2]))
     if dist.get_rank() == 0:
@@ -127,7 +123,7 @@ def main() -> None:
             for case, location in (("verify --deep, digests", locations[0]), ("verify --deep", locations[2])):
                 store = open_store(location)
                 times.take_alone(
-                    case, lambda s=store: verify_checkpoint(s, VerifyOptions(deep=True), NoProgress())  # type: ignore[misc]
+                    case, lambda s=store: verify(s, deep=True)  # type: ignore[misc]
                 )  # fmt: skip
         times.show()
     for location in locations:

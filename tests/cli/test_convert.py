@@ -20,7 +20,7 @@ from rich.console import Console
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
-from megackpt.cli.progress import Bars
+from megackpt.cli.progress import ByteBars
 from megackpt.comm import Group, SingleProcess
 from megackpt.engine.checkpoint.manifest import is_committed
 from megackpt.engine.checkpoint.opening import open_checkpoint
@@ -29,9 +29,7 @@ from megackpt.errors import CheckpointError, IntegrityError, StorageError, Unser
 from megackpt.formats.native import NativeSaveStrategy
 from megackpt.formats.registry import save_strategies, save_strategy
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.mapping import ShardedStateDict
-from megackpt.options import ConvertOptions
 from megackpt.planning import SavePlan
 from megackpt.storage import LocalStore, MemoryStore, Store, open_store
 from megackpt.testing.faulty_store import FaultyStore
@@ -45,14 +43,6 @@ RANKS = 2
 MIB = 1 << 20
 COMMON = {"step": 7, "lr": 3e-4, "betas": [0.9, 0.95], "rng": torch.arange(4), "empty": {}}
 CONTENT = {"layout": {"tp": 2}}
-
-
-class Silent:
-    """Progress that nobody looks at."""
-
-    def begin(self, doing: str, nbytes: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
 
 
 def state_of(rank: int) -> ShardedStateDict:
@@ -105,8 +95,7 @@ def everything_in(directory: Any) -> dict[str, Any]:
 
 
 def convert(source: Store, target: Store, strategy: SaveStrategy | None = None, **options: Any) -> None:
-    chosen = strategy or NativeSaveStrategy()
-    convert_checkpoint(source, target, chosen, SingleProcess(), ConvertOptions(**options), Silent())
+    megackpt.convert(source, target, strategy or NativeSaveStrategy(), group=SingleProcess(), **options)
 
 
 def copy_of(store: Store, *, without: str) -> Store:
@@ -225,7 +214,9 @@ class Flipping(NativeSaveStrategy):
 
 def test_a_target_that_reads_differently_is_taken_back(tmp_path: Path) -> None:
     source, target = open_store(saved(tmp_path / "source")), tmp_path / "target"
-    with pytest.raises(IntegrityError, match=r"'flat' \[0:6, 0:8\] flat 0:21: .*target differs from byte 83"):
+    with pytest.raises(
+        IntegrityError, match=r"'flat' \[0:6, 0:8\] flat 0:21: .*target has other bytes .* byte 83"
+    ):
         convert(source, LocalStore(str(target)), Flipping())
     assert files_in(target) == []
     convert(source, LocalStore(str(target)), Flipping(), verify=False)  # the comparison is what noticed
@@ -257,7 +248,7 @@ def test_objects_may_have_other_lengths_in_the_new_format(tmp_path: Path) -> Non
     source, target = open_store(saved(tmp_path / "source")), MemoryStore()
 
     def convert_rank(group: Group) -> None:
-        convert_checkpoint(source, target, Longer(), group, ConvertOptions(), Silent())
+        megackpt.convert(source, target, Longer(), group=group)
 
     SimulatedWorld(RANKS).run(convert_rank)
     lengths = [open_checkpoint(s).chunks(["object"]).table.nbytes for s in (source, target)]
@@ -284,7 +275,7 @@ def test_a_checkpoint_of_another_format_is_never_replaced(
     source, target = saved(tmp_path / "source"), tmp_path / "target"
     assert main(["convert", str(source), str(target), "--to", name]) == 0
     assert main(["convert", str(source), str(target), "--to", NATIVE, "--overwrite"]) == 2
-    assert "another format cannot take its place" in capsys.readouterr().err
+    assert "another format cannot replace in one step" in capsys.readouterr().err
     assert difference(everything_in(source), everything_in(target)) is None
 
 
@@ -313,7 +304,7 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
     [
         (["nowhere", "target", "--to", "megackpt"], 3, "is not a checkpoint"),
         (["nowhere", "target", "--to", "tar"], 2, "No strategy saves format 'tar'"),
-        (["nowhere", "target", "--to", "megackpt:x"], 2, "'x' is no version"),
+        (["nowhere", "target", "--to", "megackpt:x"], 2, "'x' is not a version"),
         (["nowhere", "target"], 2, "Missing option '--to'"),
     ],
 )
@@ -342,8 +333,8 @@ def test_json_has_the_result_or_the_error(tmp_path: Path, capsys: pytest.Capture
     ]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
-    assert {k: result[k] for k in ("arrays", "objects", "backend", "version", "verified")} == {
-        "arrays": 8, "objects": 2, "backend": "megackpt", "version": 1, "verified": True,
+    assert {k: result[k] for k in ("arrays", "objects", "backend", "version", "is_verified")} == {
+        "arrays": 8, "objects": 2, "backend": "megackpt", "version": 1, "is_verified": True,
     }  # fmt: skip
     assert main(arguments) == 2
     error = json.loads(capsys.readouterr().out)["error"]
@@ -355,7 +346,7 @@ def test_a_bar_is_drawn_on_a_terminal_only() -> None:
     for is_terminal in (True, False):
         text = io.StringIO()
         console = Console(file=text, force_terminal=is_terminal, width=120, legacy_windows=False)
-        with Bars(is_root=True, console=console) as bars:
+        with ByteBars(console=console) as bars:
             bars.begin("writing", 4_000_000)
             bars.advance(3_000_000)
         drawn[is_terminal] = text.getvalue()
@@ -372,8 +363,7 @@ def test_ranks_share_the_chunks_evenly_and_each_is_written_once(tmp_path: Path) 
     target = MemoryStore()
 
     def convert_rank(group: Group) -> None:
-        strategy = NativeSaveStrategy()
-        convert_checkpoint(open_store(tmp_path), target, strategy, group, ConvertOptions(), Silent())
+        megackpt.convert(tmp_path, target, NativeSaveStrategy(), group=group)
 
     SimulatedWorld(4).run(convert_rank)
     contents = open_checkpoint(target)
@@ -390,7 +380,7 @@ def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads(ran.stdout)["verified"] is True  # said once
+    assert json.loads(ran.stdout)["is_verified"] is True  # said once
     assert len(list((target / "data").iterdir())) == 2
     assert difference(everything_in(source), everything_in(target)) is None
 

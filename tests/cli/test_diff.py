@@ -12,9 +12,6 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.data.progress import NoProgress
-from megackpt.maintenance.diff import find_difference
-from megackpt.options import DiffOptions
 from megackpt.storage import open_store
 from tests.cli.small_checkpoints import COMMON, CONTENT, FORMATS, LONG, NATIVE, RANKS, flip, saved
 
@@ -69,9 +66,9 @@ def test_differing_elements_are_counted_placed_and_measured(
     assert code == 1
     assert said["arrays"] == [
         {"key": "block", "dtype": "float32", "shape": [6, 8], "elements": 3, "first": [2, 3], "largest": 8.0,
-         "not_numbers": 1},
+         "nan_elements": 1},
         {"key": "half", "dtype": "bfloat16", "shape": [3], "elements": 1, "first": [1], "largest": 1.0,
-         "not_numbers": 0},
+         "nan_elements": 0},
     ]  # fmt: skip
     assert said["values"] == []
 
@@ -85,7 +82,7 @@ def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
     code, said = diff(tmp_path / "a", tmp_path / "b", capsys)
     (found,) = said["arrays"]
-    assert (code, found["elements"], found["largest"], found["not_numbers"]) == (1, 2, 0.0, 1)
+    assert (code, found["elements"], found["largest"], found["nan_elements"]) == (1, 2, 0.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +143,9 @@ def test_objects_and_common_state_are_compared_by_path(
     code, said = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", **changes), capsys)
     assert code == 1
     assert said["values"] == [
-        {"place": "object 'object' [1]: seen[1]", "first": "2.0", "second": "3.0"},
-        {"place": "common state: args.betas[1]", "first": "0.95", "second": "0.99"},
-        {"place": "common state: more", "first": None, "second": "'x'"},
+        {"path": "object 'object' [1]: seen[1]", "first": "2.0", "second": "3.0"},
+        {"path": "common state: args.betas[1]", "first": "0.95", "second": "0.99"},
+        {"path": "common state: more", "first": None, "second": "'x'"},
     ]
     assert diff(tmp_path / "a", tmp_path / "b", capsys, "--no-common", "--keys", "block")[0] == 0
 
@@ -157,8 +154,8 @@ def test_small_buffers_and_many_threads_find_the_same(tmp_path: Path) -> None:
     changed = LONG.clone()
     changed[::1000] += 1
     first, second = open_store(saved(tmp_path / "a")), open_store(save_whole(tmp_path / "b", long=changed))
-    for options in (DiffOptions(), DiffOptions(buffer_bytes=1000, threads=1), DiffOptions(threads=5)):
-        (found,) = find_difference(first, second, options, NoProgress()).arrays
+    for options in ({}, {"buffer_bytes": 1000, "threads": 1}, {"threads": 5}):
+        (found,) = megackpt.diff(first, second, **options).arrays
         assert (found.key, found.elements, found.first, found.largest) == ("long", 400, (0,), 1.0)
 
 

@@ -65,7 +65,7 @@ def test_tensors_are_not_read_and_damage_of_common_state_is_said(
     flip(common, 10)
     said = inspected(tmp_path, capsys)
     assert len(said["arrays"]) == 5
-    assert common.name in said["common_fault"]
+    assert common.name in said["common_error"]
 
 
 def test_tables_show_what_a_person_looks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

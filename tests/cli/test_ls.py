@@ -13,7 +13,7 @@ import torch
 
 from megackpt import Checkpointer, ShardedTensor
 from megackpt.cli import main
-from megackpt.cli.ls import age_text, find_steps
+from megackpt.cli.ls import age_as_text, list_steps
 from megackpt.storage import ObjectStore
 from tests.s3_server import BUCKET, S3Server, options_for
 
@@ -47,14 +47,14 @@ def test_steps_come_with_state_format_ranks_and_size(root: Path, capsys: pytest.
 
 def test_the_latest_is_the_step_that_a_checkpointer_would_load(root: Path) -> None:
     shutil.rmtree(root / "iter_0000004")
-    (latest,) = [step.step for step in find_steps(root) if step.latest]
+    (latest,) = [step.step for step in list_steps(root) if step.latest]
     assert latest == Checkpointer(root).latest() == 2
 
 
 def test_age_is_counted_from_the_commit(root: Path) -> None:
     hour = time.time() - 3600
     os.utime(root / "iter_0000002" / "metadata.json", (hour, hour))
-    by_step = {step.step: step for step in find_steps(root)}
+    by_step = {step.step: step for step in list_steps(root)}
     assert 3600 <= by_step[2].age_s < 3700
     assert 0 <= by_step[3].age_s < 100
 
@@ -63,7 +63,7 @@ def test_age_is_counted_from_the_commit(root: Path) -> None:
     ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7300, "2 h"), (2e6, "23 d")]
 )
 def test_ages_are_said_in_the_largest_unit_of_which_there_are_two(seconds: float, text: str) -> None:
-    assert age_text(seconds) == text
+    assert age_as_text(seconds) == text
 
 
 def test_a_table_marks_the_latest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_a_root_without_steps_is_fine_and_anything_else_is_not(
     assert main(["ls", str(empty)]) == 0
     assert "no steps" in capsys.readouterr().out
     assert main(["ls", str(tmp_path / "nowhere")]) == 3
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     assert main(["ls", str(root / "iter_0000002")]) == 3
     assert "single checkpoint" in capsys.readouterr().err
     assert main(["ls"]) == 2

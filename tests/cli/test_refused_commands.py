@@ -45,7 +45,7 @@ def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
     code, said = refused(command.format(place), capsys)
     assert code == 3
     assert place in said
-    assert ("is a file, and no checkpoint" if place == "file" else "is not a checkpoint") in said
+    assert ("is a file, not a checkpoint" if place == "file" else "is not a checkpoint") in said
 
 
 @pytest.mark.parametrize("place", ["file", "nowhere"])
@@ -55,7 +55,7 @@ def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
 def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
     here: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = f"megackpt: {place} is no directory. Name the one that a Checkpointer saves to.\n"
+    said = f"megackpt: {place} is not a directory. Name the one that a Checkpointer saves to.\n"
     assert refused(command.format(place), capsys) == (3, said)
 
 
@@ -74,9 +74,9 @@ def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
         ("bench --dir new --chart chart.txt", "chart.txt: no chart can be drawn there"),
         ("bench --dir new --size 999999999T --cases small", "bytes, and new has"),
         ("plan gpt-125m --from tp2 --ranks-per-node 99999999999999999999", "ranks_per_node is 9999"),
-        ("diff whole whole --keys b*", "No key of whole or whole fits 'b*'"),
+        ("diff whole whole --keys b*", "No key of whole or whole matches 'b*'"),
         ("ls http://host/run", "there is no store for http:// locations"),
-        ("verify s3://", "no URL of an object store"),
+        ("verify s3://", "not a URL of an object store"),
         ("gc run --keep-all --min-age nan", "--min-age is nan; give a finite number of at least 0"),
         ("pin run 99999999999999999999999", "step is 99999999999999999999999; steps are counted from 0"),
         ("gc run --keep-best lost", "no committed step of run was saved with that metric; known are loss"),

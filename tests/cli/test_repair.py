@@ -16,8 +16,6 @@ import megackpt
 from megackpt import SaveOptions
 from megackpt.cli import main
 from megackpt.comm import Group
-from megackpt.maintenance.inspect import inspect_checkpoint
-from megackpt.storage import open_store
 from megackpt.testing.world import SimulatedWorld
 from tests.cli.small_checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
 
@@ -84,7 +82,7 @@ def test_parity_mends_any_damage_to_one_file(
     (file,) = tmp_path.glob(pattern)
     damage(file)
     code, said = repair(tmp_path)
-    assert (code, said["is_done"], said["is_whole"]) == (0, True, True)
+    assert (code, said["is_applied"], said["is_whole"]) == (0, True, True)
     assert [(f["file"], f["source"]) for f in said["files"]] == [(str(file.relative_to(tmp_path)), "parity")]
     assert content(tmp_path) == before
 
@@ -111,11 +109,11 @@ def test_nothing_is_touched_where_something_cannot_be_mended(tmp_path: Path, rep
     flip(index, 5)
     before = content(tmp_path)
     code, said = repair(tmp_path)
-    assert (code, said["is_done"], said["is_whole"]) == (1, False, False)
+    assert (code, said["is_applied"], said["is_whole"]) == (1, False, False)
     assert [f["file"] for f in said["files"]] == [f"data/{first.name}"]
     assert content(tmp_path) == before
     code, said = repair(tmp_path, "--partial")
-    assert (code, said["is_done"], said["is_whole"]) == (1, True, False)
+    assert (code, said["is_applied"], said["is_whole"]) == (1, True, False)
     assert content(tmp_path) == {**whole, index.name: before[index.name]}
     assert second.read_bytes() == whole[f"data/{second.name}"]
 
@@ -124,7 +122,7 @@ def test_dry_run_says_what_can_be_mended_and_changes_nothing(tmp_path: Path, rep
     lose(files_below(protected(tmp_path), "data/*")[0])
     before = content(tmp_path)
     code, said = repair(tmp_path, "--dry-run")
-    assert (code, said["is_done"], said["is_whole"]) == (0, False, True)
+    assert (code, said["is_applied"], said["is_whole"]) == (0, False, True)
     assert len(said["files"]) == 1
     assert content(tmp_path) == before
 
@@ -143,7 +141,7 @@ def test_a_copy_mends_all_files_of_chunks_that_are_lost(
     directory, copy = saved(tmp_path / "it", format), tmp_path / "copy"
     shutil.copytree(directory, copy)
     before = content(directory)
-    for file in inspect_checkpoint(open_store(directory)).files:
+    for file in megackpt.inspect(directory).files:
         lose(directory / file.name)
     assert repair(directory, "--from", str(copy))[0] == 0
     assert content(directory) == before
@@ -180,7 +178,9 @@ def test_a_copy_of_another_save_is_of_no_use(tmp_path: Path, repair: Said) -> No
     before = content(directory)
     code, said = repair(directory, "--from", str(other))
     assert code == 1
-    assert said["refusals"] == [f"{other} holds another save, or does not say which"]
+    assert said["unusable_sources"] == [
+        f"{other} has another save, or its format does not record which save it is"
+    ]
     assert content(directory) == before
 
 
@@ -194,7 +194,7 @@ def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path,
     lose(tmp_path / "it/__0_0.distcp")
     shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
     code, said = repair(tmp_path / "it", "--from", str(tmp_path / "other"))
-    assert (code, said["is_done"], said["files"]) == (1, False, [])
+    assert (code, said["is_applied"], said["files"]) == (1, False, [])
 
 
 def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: Said) -> None:
@@ -231,10 +231,10 @@ def test_people_read_what_was_mended_and_what_stays(
     assert main(["repair", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "parity" in out
-    assert "1 files were mended" in out
+    assert "1 files were repaired" in out
     lose(first)
     lose(second)
     assert main(["repair", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "nothing can be mended" in out
+    assert "nothing can be repaired" in out
     assert "missing" in out

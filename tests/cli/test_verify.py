@@ -15,13 +15,8 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.cli import main
-from megackpt.engine.data.progress import NoProgress
-from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import FormatError
-from megackpt.maintenance.diff import find_difference
-from megackpt.maintenance.inspect import inspect_checkpoint
 from megackpt.metadata import DIGEST_BLOCK_BYTES
-from megackpt.options import DiffOptions, VerifyOptions
 from megackpt.storage import open_store
 from tests.cli.small_checkpoints import FORMATS, NATIVE, files_below, flip, saved
 
@@ -161,7 +156,7 @@ def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Pa
     for at in range(len(whole)):
         flip(manifest, at)
         with contextlib.suppress(FormatError):  # of a format that is not known
-            if verify_checkpoint(store, VerifyOptions(), NoProgress()).is_undamaged:
+            if megackpt.verify(store).is_undamaged:
                 changed = json.loads(manifest.read_bytes())
                 for name in {*said, *changed}:
                     if said.get(name) != changed.get(name):
@@ -218,7 +213,7 @@ def test_every_truncated_file_of_chunks_is_damage(
 
 
 def inspected_files(directory: Path) -> list[str]:
-    return [file.name for file in inspect_checkpoint(open_store(directory)).files]
+    return [file.name for file in megackpt.inspect(directory).files]
 
 
 def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, verify: Said) -> None:
@@ -323,10 +318,7 @@ def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
     for file in data_files(saved(tmp_path)):
         flip(file, -1)
         flip(file, len(file.read_bytes()) // 2)
-    found = [
-        verify_checkpoint(open_store(tmp_path), VerifyOptions(deep=True, threads=n), NoProgress()).damages
-        for n in (1, 2, 7)
-    ]
+    found = [megackpt.verify(tmp_path, deep=True, threads=n).damages for n in (1, 2, 7)]
     assert len(found[0]) >= 4
     assert found[0] == found[1] == found[2]
 
@@ -347,15 +339,12 @@ def test_flipped_bytes_in_the_small_files_of_other_formats_are_damage_or_change_
     directory = saved(tmp_path / "damaged", format)
     file = files_below(directory, pattern)[0]
     data = file.read_bytes()
-    options, overlooked = VerifyOptions(deep=True, threads=1), []
+    overlooked = []
     for at in range(0, len(data), max(1, len(data) // 60)):
         flip(file, at)
         damaged = open_store(directory)
-        is_undamaged = verify_checkpoint(damaged, options, NoProgress()).is_undamaged
-        if (
-            is_undamaged
-            and not find_difference(whole, damaged, DiffOptions(threads=1), NoProgress()).is_equal
-        ):
+        is_undamaged = megackpt.verify(damaged, deep=True, threads=1).is_undamaged
+        if is_undamaged and not megackpt.diff(whole, damaged, threads=1).is_equal:
             overlooked.append(at)
         file.write_bytes(data)
     # The extents of an array stand nowhere but in its document.

@@ -12,11 +12,6 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt.comm import SingleProcess
-from megackpt.engine.data.progress import NoProgress
-from megackpt.formats.registry import save_strategy
-from megackpt.maintenance.convert import convert_checkpoint
-from megackpt.maintenance.diff import find_difference
-from megackpt.options import ConvertOptions, DiffOptions
 from megackpt.storage import open_store
 from megackpt.testing.identical import difference
 from megackpt.testing.ranks import RankPool
@@ -63,10 +58,8 @@ def save_and_resume(root: Path) -> None:
     if dist.get_rank() == 0:
         for source, target in (("megackpt", "torch_dist"), ("torch_dist", "megackpt")):
             stores = open_store(str(root / source)), open_store(str(root / f"to_{target}"))
-            convert_checkpoint(
-                *stores, save_strategy(target), SingleProcess(), ConvertOptions(), NoProgress()
-            )
-            assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
+            megackpt.convert(*stores, target, group=SingleProcess())
+            assert megackpt.diff(*stores).is_equal
     dist.barrier()
     for name in ("megackpt", "torch_dist", "to_megackpt", "to_torch_dist"):
         again = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)

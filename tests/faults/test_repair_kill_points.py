@@ -7,18 +7,14 @@ from contextlib import suppress
 
 import torch
 
-from megackpt import LoadOptions, SaveOptions, ShardedTensor, load, save
+from megackpt import LoadOptions, SaveOptions, ShardedTensor, load, repair, save
 from megackpt.comm import Group
-from megackpt.engine.data.progress import NoProgress
-from megackpt.maintenance.repair import repair_checkpoint
-from megackpt.options import RepairOptions
 from megackpt.storage import MemoryStore
 from megackpt.testing.cached_disk import Loss
 from megackpt.testing.crash_store import CrashMachine, Moment, Stopped
 from megackpt.testing.world import SimulatedWorld
 
 Files = dict[str, bytes]
-OPTIONS = RepairOptions(threads=1)
 
 
 def saved() -> Files:
@@ -57,7 +53,7 @@ def test_a_crash_at_any_moment_of_a_repair_makes_nothing_worse() -> None:
     for index in range(10_000):
         machine = CrashMachine(damaged, stop_at=Moment(rank=0, index=index))
         with suppress(Stopped):
-            repair_checkpoint(machine.store(rank=0), [copy], OPTIONS, NoProgress())
+            repair(machine.store(rank=0), [copy], threads=1)
         for loss in Loss:
             left = machine.restarted(loss).disk.files_after(Loss.NOTHING)
             seen = frozenset((re.sub("[0-9a-f]{16}.tmp", "tmp", name), data) for name, data in left.items())
@@ -68,7 +64,7 @@ def test_a_crash_at_any_moment_of_a_repair_makes_nothing_worse() -> None:
                 assert left.get(name) in (data, damaged.get(name)), (index, loss, name)
             assert loaded(left, MemoryStore("whole:", files=whole)) == loaded(whole)
             again = MemoryStore(files=left)
-            assert repair_checkpoint(again, [copy], OPTIONS, NoProgress()).is_whole
+            assert repair(again, [copy], threads=1).is_whole
             assert {n: d for n, d in contents(again).items() if not n.endswith(".tmp")} == whole
         if not machine.has_stopped:
             assert left == whole

@@ -17,13 +17,10 @@ from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 import megackpt
-from megackpt import CheckpointError, ShardedObject, ShardedTensor
+from megackpt import CheckpointError, ShardedObject, ShardedTensor, verify
 from megackpt.codec import unpack
-from megackpt.engine.data.progress import NoProgress
-from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.formats import index_reader
 from megackpt.formats.documents import read_document
-from megackpt.options import VerifyOptions
 from megackpt.storage import MemoryStore, digest_of
 from megackpt.testing.identical import difference
 
@@ -189,7 +186,7 @@ def _by_parts(store: MemoryStore) -> None:
 
 
 def _verify(store: MemoryStore) -> bool:
-    return verify_checkpoint(store, VerifyOptions(deep=True, threads=1), NoProgress()).is_undamaged
+    return verify(store, deep=True, threads=1).is_undamaged
 
 
 READERS: Mapping[str, Callable[[MemoryStore], Any]] = {

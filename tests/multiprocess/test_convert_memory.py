@@ -11,11 +11,6 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.comm import SingleProcess
-from megackpt.formats.registry import save_strategy
-from megackpt.maintenance.convert import convert_checkpoint
-from megackpt.options import ConvertOptions
-from megackpt.storage import LocalStore
 from megackpt.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -49,14 +44,7 @@ def save_long_chunks(directory: Path) -> None:
 
 
 def convert(source: Path, target: Path, strategy: tuple[str, int]) -> None:
-    convert_checkpoint(
-        LocalStore(source),
-        LocalStore(target),
-        save_strategy(strategy),
-        SingleProcess(),
-        ConvertOptions(),
-        Silent(),
-    )
+    megackpt.convert(source, target, strategy)
 
 
 def peak_of_a_conversion(source: Path, target: Path, strategy: tuple[str, int]) -> int:

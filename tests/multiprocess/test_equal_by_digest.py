@@ -9,11 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megackpt import Checkpointer, SaveOptions, ShardedTensor, load
-from megackpt.engine.data.progress import NoProgress
-from megackpt.maintenance.diff import find_difference
-from megackpt.options import DiffOptions
-from megackpt.storage import open_store
+from megackpt import Checkpointer, SaveOptions, ShardedTensor, diff, load
 from megackpt.testing.ranks import RankPool
 
 pytest.importorskip("awscrt.checksums", reason="the extra digests is not installed")
@@ -62,7 +58,7 @@ def test_a_checkpoint_that_moved_to_another_layout_is_proved_equal_without_being
     steps = [tmp_path / f"iter_000000{step}" for step in (1, 2)]
     for step in steps:
         shutil.rmtree(step / "data")
-    found = find_difference(*map(open_store, steps), DiffOptions(), NoProgress())
+    found = diff(*steps)
     assert found.is_equal
     assert (found.compared, found.by_digest, found.nbytes) == (3, 3, 0)
     assert found.by_digest_nbytes == WEIGHT.nbytes + MASTER.nbytes + 200

@@ -18,12 +18,7 @@ import megackpt
 from megackpt import Checkpointer, KeepBest, NotACheckpointError, Retention, ShardedTensor, StorageError
 from megackpt.checkpointer import StepList
 from megackpt.comm import Group, SingleProcess
-from megackpt.engine.data.progress import NoProgress
 from megackpt.errors import UnsupportedError
-from megackpt.formats.registry import save_strategy
-from megackpt.maintenance.convert import convert_checkpoint
-from megackpt.maintenance.repair import repair_checkpoint
-from megackpt.options import ConvertOptions, RepairOptions
 from megackpt.storage import MemoryStore, ObjectOptions, ObjectStore
 from megackpt.testing.faulty_store import FaultyStore, Operation
 from megackpt.testing.ranks import RankPool
@@ -263,7 +258,7 @@ class _Quiet:
 def test_other_formats_are_written_and_read_there(s3_server: S3Server, to: str) -> None:
     source, target = MemoryStore(), ObjectStore(new_url(), options=options_for(s3_server.port))
     megackpt.save(state(0, 1, axis=0, seed=6), source, group=SingleProcess())
-    convert_checkpoint(source, target, save_strategy(to), SingleProcess(), ConvertOptions(), _Quiet())
+    megackpt.convert(source, target, to, group=SingleProcess())
     loaded = megackpt.load(state(0, 1, axis=0, seed=None), target, group=SingleProcess())
     assert is_loaded(loaded, 0, 1, axis=0, seed=6)
 
@@ -373,7 +368,7 @@ def test_parity_and_repair_work_in_an_object_store(s3_server: S3Server) -> None:
     loaded, report = megackpt.load_with_report(state(0, 1, axis=0, seed=None), store, options=fallback)
     assert is_loaded(loaded, 0, 1, axis=0, seed=1)
     assert {m.file for m in report.recovered} == {lost}
-    repaired = repair_checkpoint(store, [], RepairOptions(), NoProgress())
-    assert (repaired.is_done, repaired.is_whole) == (True, True)
+    repaired = megackpt.repair(store)
+    assert (repaired.is_applied, repaired.is_whole) == (True, True)
     assert store.names() == names
     store.close()

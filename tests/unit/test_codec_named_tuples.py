@@ -16,14 +16,8 @@ import torch
 
 import megackpt
 from megackpt.codec import Encoded, ForeignNamedTuple, carrying_unknown, decode, encode, leaf_digests
-from megackpt.comm import SingleProcess
-from megackpt.engine.data.progress import NoProgress
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
-from megackpt.formats.registry import save_strategy
 from megackpt.formats.safe_pickle import load_value, save_value
-from megackpt.maintenance.convert import convert_checkpoint
-from megackpt.maintenance.diff import find_difference
-from megackpt.options import ConvertOptions, DiffOptions
 from megackpt.storage import open_store
 from megackpt.testing.identical import difference
 from tests.attacks.opcodes import named, pickled, zipped
@@ -324,8 +318,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def _convert(source: Path, target: Path, to: str) -> None:
-    stores = (open_store(str(source)), open_store(str(target)))
-    convert_checkpoint(*stores, save_strategy(to), SingleProcess(), ConvertOptions(), NoProgress())
+    megackpt.convert(source, target, to)
 
 
 @pytest.mark.parametrize("first", ["megackpt", "torch_dist"])
@@ -347,7 +340,7 @@ def test_conversions_there_and_back_change_nothing(tmp_path: Path, library: Any,
     for number, name in enumerate(formats):
         _convert(tmp_path / str(number), tmp_path / str(number + 1), name)
         stores = [open_store(str(tmp_path / str(place))) for place in (0, number + 1)]
-        assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
+        assert megackpt.diff(*stores).is_equal
     sys.modules[library.__name__] = library
     for number in range(len(formats) + 1):
         place = str(tmp_path / str(number))

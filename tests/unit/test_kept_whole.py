@@ -9,12 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megackpt import FormatError, ShardedTensor, UnserializableError, load, save
+from megackpt import FormatError, ShardedTensor, UnserializableError, convert, load, save
 from megackpt.api import load_common_state_dict, load_plain_tensors
-from megackpt.comm import SingleProcess
-from megackpt.formats.registry import save_strategy
-from megackpt.maintenance.convert import convert_checkpoint
-from megackpt.options import ConvertOptions
 from megackpt.storage import LocalStore
 
 pytestmark = pytest.mark.filterwarnings(
@@ -54,9 +50,7 @@ def test_an_array_of_a_dtype_that_cannot_be_loaded_is_no_missing_key(with_comple
 def test_a_conversion_that_would_leave_an_array_out_is_refused(with_complex32: Path, tmp_path: Path) -> None:
     source, target = LocalStore(with_complex32), LocalStore(tmp_path / "new")
     with pytest.raises(FormatError, match=r"'z' is stored as complex32"):
-        convert_checkpoint(
-            source, target, save_strategy(("megackpt", 1)), SingleProcess(), ConvertOptions(), Silent()
-        )
+        convert(source, target, ("megackpt", 1))
     assert not (tmp_path / "new/metadata.json").exists()
 
 

@@ -24,19 +24,17 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
     StorageError,
+    inspect,
     load,
     load_with_report,
     remove_sharded_tensors,
     save,
+    verify,
 )
 from megackpt.comm import Group
-from megackpt.engine.data.progress import NoProgress
-from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import UnsupportedError
 from megackpt.integrations.dcp import MegackptStorageReader, MegackptStorageWriter
-from megackpt.maintenance.inspect import inspect_checkpoint
-from megackpt.options import VerifyOptions
-from megackpt.storage import LocalStore, MemoryStore
+from megackpt.storage import MemoryStore
 from megackpt.testing.world import SimulatedWorld
 from tests.cli.small_checkpoints import flip
 
@@ -233,7 +231,7 @@ def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, 
     single = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0))}
     save(single, tmp_path / "it", format)
     copy = copy_of(tmp_path / "it")
-    (file,) = inspect_checkpoint(LocalStore(tmp_path / "it")).files
+    (file,) = inspect(tmp_path / "it").files
     (tmp_path / "it" / file.name).unlink()
     wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
     options = LoadOptions(on_corrupt="fallback", copies=(copy,))
@@ -273,7 +271,7 @@ def test_options_that_dcp_cannot_follow_are_refused() -> None:
 
 
 def is_whole(directory: Path) -> bool:
-    return verify_checkpoint(LocalStore(directory), VerifyOptions(deep=True), NoProgress()).is_whole is True
+    return verify(directory, deep=True).is_whole is True
 
 
 def test_removal_of_arrays_keeps_the_files_that_parity_needs(tmp_path: Path) -> None:

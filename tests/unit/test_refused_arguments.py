@@ -28,18 +28,21 @@ from megackpt import (
     SaveSchedule,
     StorageError,
     Tiers,
+    convert,
+    diff,
     load,
+    repair,
     save,
+    verify,
 )
+from megackpt import inspect as inspect_checkpoint
 from megackpt.arguments import checked_step
-from megackpt.options import ConvertOptions, DiffOptions, RepairOptions, VerifyOptions
+from megackpt.options import VerifyOptions
 from megackpt.storage import FileOptions, ObjectOptions
 
 REQUIRED: dict[type, dict[str, Any]] = {
     AsyncOptions: {},
     CheckpointConfig: {},
-    ConvertOptions: {},
-    DiffOptions: {},
     FileOptions: {},
     Groups: {},
     KeepBest: {"metric": "loss"},
@@ -48,7 +51,6 @@ REQUIRED: dict[type, dict[str, Any]] = {
     LocalTier: {"path": "/tmp/tier"},
     MemoryTier: {"path": "/dev/shm/tier"},
     ObjectOptions: {},
-    RepairOptions: {},
     Retention: {},
     SaveOptions: {},
     SaveSchedule: {},
@@ -122,9 +124,20 @@ def test_a_step_may_be_an_integer_of_another_library() -> None:
 
 
 @pytest.mark.parametrize("place", [None, b"run", 3, "", "http://host/run", Path("s3:/bucket/run")])
-def test_a_place_that_is_none_is_refused_by_all_that_take_one(place: Any) -> None:
-    for use in (Checkpointer, lambda place: save({}, place), lambda place: load({}, place)):
-        with pytest.raises((DeclarationError, StorageError), match=r"no place|empty path|no store|one slash"):
+def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(place: Any) -> None:
+    for use in (
+        Checkpointer,
+        lambda place: save({}, place),
+        lambda place: load({}, place),
+        inspect_checkpoint,
+        verify,
+        lambda place: diff(place, place),
+        lambda place: convert(place, place, "megackpt"),
+        repair,
+    ):
+        with pytest.raises(
+            (DeclarationError, StorageError), match=r"not a location|empty path|no store|one slash"
+        ):
             use(place)
 
 
@@ -141,3 +154,19 @@ def test_arguments_of_functions_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DeclarationError, match=r"metrics is 0.5; give numbers by name"):
         Checkpointer(tmp_path).save(1, {}, metrics=0.5)  # type: ignore[arg-type]
     assert list(tmp_path.glob("iter*")) == []
+
+
+@pytest.mark.parametrize("function", [inspect_checkpoint, verify, diff, convert, repair])
+def test_arguments_of_maintenance_functions_are_checked_before_anything_is_opened(
+    tmp_path: Path, function: Any
+) -> None:
+    locations = {
+        diff: [tmp_path / "a", tmp_path / "b"],
+        convert: [tmp_path / "a", tmp_path / "b", "megackpt"],
+    }
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY or name == "copies":
+            for value in (object(), math.nan, b"bytes"):
+                with pytest.raises(DeclarationError, match=re.escape(name)):
+                    function(*locations.get(function, [tmp_path / "a"]), **{name: value})
+    assert list(tmp_path.iterdir()) == []

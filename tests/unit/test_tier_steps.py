@@ -26,7 +26,7 @@ from megackpt import (
 )
 from megackpt.checkpointer import LastLoad
 from megackpt.checkpointer.tiers import TierSet
-from megackpt.cli.ls import find_steps
+from megackpt.cli.ls import list_steps
 from megackpt.comm import Group
 from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.engine.tiers import transfer as tier_transfer
@@ -218,10 +218,10 @@ def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(memory_path:
         (run.node(node) / "iter_0000003" / "metadata.json").unlink()
         if node:  # killed while the nodes commit: one of them has
             (run.node(node) / "iter_0000002" / "metadata.json").unlink()
-    assert [(s.step, s.state) for s in find_steps(run.node(0))] == [(2, "committed"), (3, "torn")]
+    assert [(s.step, s.state) for s in list_steps(run.node(0))] == [(2, "committed"), (3, "torn")]
     assert run.load().step == 2
     assert [run.kept(node) for node in range(4)] == [["iter_0000002"]] * 4
-    assert [step.state for step in find_steps(run.node(3))] == ["committed"]
+    assert [step.state for step in list_steps(run.node(3))] == ["committed"]
 
 
 def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(

@@ -23,6 +23,7 @@ from megackpt import (
     ShardedTensor,
     StorageError,
     UnserializableError,
+    convert,
     load,
     load_common_state_dict,
     load_content_metadata,
@@ -30,18 +31,14 @@ from megackpt import (
     load_sharded_metadata,
     remove_sharded_tensors,
     save,
+    verify,
 )
-from megackpt.comm import Group, SingleProcess
-from megackpt.engine.data.progress import NoProgress
-from megackpt.engine.verification.verify import verify_checkpoint
+from megackpt.comm import Group
 from megackpt.formats.damage import Damage
-from megackpt.formats.registry import save_strategy
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.formats.torch_dist.values import MOST_VALUES
-from megackpt.maintenance.convert import convert_checkpoint
 from megackpt.metadata import DTYPES
-from megackpt.options import ConvertOptions, VerifyOptions
-from megackpt.storage import LocalStore, MemoryStore
+from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.world import SimulatedWorld
 from tests.states import filled
@@ -364,7 +361,7 @@ def test_what_a_death_inside_of_a_replacement_leaves_is_removed_by_the_next_save
 
 
 def verified(directory: Path) -> tuple[Damage, ...]:
-    return verify_checkpoint(LocalStore(directory), VerifyOptions(), NoProgress()).damages
+    return verify(directory).damages
 
 
 def test_stock_dcp_loads_values_that_are_no_tensors(tmp_path: Path) -> None:
@@ -400,14 +397,7 @@ def test_values_that_dcp_saved_are_read_by_dcp_after_two_conversions(tmp_path: P
     state = {"step": 7, "args": Namespace(tp=2), "nested": {"lr": [0.1, 0.2]}, "w": torch.arange(3.0)}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for source, target, backend in (("dcp", "native", "megackpt"), ("native", "again", "torch_dist")):
-        convert_checkpoint(
-            LocalStore(tmp_path / source),
-            LocalStore(tmp_path / target),
-            save_strategy(backend),
-            SingleProcess(),
-            ConvertOptions(),
-            NoProgress(),
-        )
+        convert(tmp_path / source, tmp_path / target, backend)
     wanted = {"step": 0, "args": None, "nested": {"lr": None}, "w": torch.zeros(3)}
     dcp.load(wanted, checkpoint_id=tmp_path / "again", no_dist=True)
     assert torch.equal(wanted.pop("w"), torch.arange(3.0))

@@ -23,16 +23,8 @@ from click.testing import CliRunner
 import megackpt
 from megackpt.cli.verify import command as verify_command
 from megackpt.codec import ForeignMember, ForeignName, ForeignObject, carrying_unknown, leaf_digests
-from megackpt.comm import SingleProcess
-from megackpt.engine.data.progress import NoProgress
-from megackpt.engine.verification.verify import verify_checkpoint
 from megackpt.errors import FormatError, UnknownClassError
-from megackpt.formats.registry import save_strategy
 from megackpt.formats.safe_pickle import load_value, save_value
-from megackpt.maintenance.convert import convert_checkpoint
-from megackpt.maintenance.diff import find_difference
-from megackpt.maintenance.inspect import inspect_checkpoint
-from megackpt.options import ConvertOptions, DiffOptions, VerifyOptions
 from megackpt.storage import open_store
 
 LIBRARY = """
@@ -101,8 +93,7 @@ def _write_torch_dist(directory: Path, library: Any) -> None:
 
 
 def _convert(source: Path, target: Path, to: str) -> None:
-    stores = (open_store(str(source)), open_store(str(target)))
-    convert_checkpoint(*stores, save_strategy(to), SingleProcess(), ConvertOptions(), NoProgress())
+    megackpt.convert(source, target, to)
 
 
 def _common(directory: Path) -> Any:
@@ -120,7 +111,7 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
     for name in ("native", "back", "again"):
         assert leaf_digests(_common(tmp_path / name)) == leaf_digests(before), name
         stores = [open_store(str(tmp_path / place)) for place in ("source", name)]
-        assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
+        assert megackpt.diff(*stores).is_equal
     # Where the library is there again, what torch_dist holds are its objects.
     sys.modules["someones_library"] = library
     found = torch.load(tmp_path / "back" / "common.pt", weights_only=False)["args"]
@@ -161,7 +152,7 @@ def test_a_load_refuses_what_it_was_asked_for(tmp_path: Path, library: Any) -> N
     _write_torch_dist(tmp_path / "source", library)
     with pytest.raises(UnknownClassError, match=r"names .*someones_library\.Config.*Nothing was run"):
         megackpt.load_common_state_dict(str(tmp_path / "source"))
-    found = inspect_checkpoint(open_store(str(tmp_path / "source")))
+    found = megackpt.inspect(tmp_path / "source")
     assert "ForeignObject" in found.common["args.config"]
 
 
@@ -176,8 +167,8 @@ def test_a_comparison_sees_what_differs_in_unknown_objects(tmp_path: Path, libra
     torch.save(state, tmp_path / "second" / "common.pt")
     del sys.modules["someones_library"]
     stores = [open_store(str(tmp_path / name)) for name in ("first", "second")]
-    (difference,) = find_difference(*stores, DiffOptions(), NoProgress()).values
-    assert difference.place == "common state: args.config"
+    (difference,) = megackpt.diff(*stores).values
+    assert difference.path == "common state: args.config"
     assert "0.5" in str(difference.first)
     assert "0.25" in str(difference.second)
 
@@ -198,7 +189,7 @@ def test_a_codec_that_is_not_registered_is_carried_along(tmp_path: Path) -> None
             megackpt.load({}, str(tmp_path / "source"))
         _convert(tmp_path / "source", tmp_path / "target", "megackpt")
         stores = [open_store(str(tmp_path / name)) for name in ("source", "target")]
-        assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
+        assert megackpt.diff(*stores).is_equal
     finally:
         REGISTRY._by_name["carried.Schedule"] = codec
     assert megackpt.load({}, str(tmp_path / "target"))["schedule"].warmup == 5
@@ -322,7 +313,7 @@ def test_members_that_were_saved_by_name_can_be_converted_where_they_are_unknown
     _convert(tmp_path / "native", tmp_path / "torch_dist", "torch_dist")
     _convert(tmp_path / "torch_dist", tmp_path / "again", "megackpt")
     stores = [open_store(str(tmp_path / name)) for name in ("native", "again")]
-    assert find_difference(*stores, DiffOptions(), NoProgress()).is_equal
+    assert megackpt.diff(*stores).is_equal
     sys.modules["someones_library"] = library
     assert megackpt.load({}, str(tmp_path / "again"))["mode"] is library.Mode.ON
     assert torch.load(tmp_path / "torch_dist" / "common.pt", weights_only=False)["mode"] is library.Mode.ON
@@ -334,7 +325,7 @@ def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path:
     _write_torch_dist(tmp_path / "source", library)
     _convert(tmp_path / "source", tmp_path / "back", "torch_dist")
     for name in ("source", "back", "enum"):
-        found = verify_checkpoint(open_store(str(tmp_path / name)), VerifyOptions(deep=True), NoProgress())
+        found = megackpt.verify(tmp_path / name, deep=True)
         assert (found.damages, found.unknown_values) == ((), 1), name
         ran = CliRunner().invoke(verify_command, [str(tmp_path / name), "--deep"])
         assert "1 values (objects or common state) hold classes that are not known here" in ran.output
@@ -342,7 +333,5 @@ def test_a_verification_does_not_fail_on_classes_that_nobody_asked_for(tmp_path:
     common = tmp_path / "source" / "common.pt"
     for wrong in (_zipped(b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00a\x85R."), common.read_bytes()[:-900]):
         common.write_bytes(wrong)
-        found = verify_checkpoint(
-            open_store(str(tmp_path / "source")), VerifyOptions(deep=True), NoProgress()
-        )
+        found = megackpt.verify(tmp_path / "source", deep=True)
         assert [damage.file for damage in found.damages] == ["common.pt"]

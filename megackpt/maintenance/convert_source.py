@@ -1,0 +1,130 @@
+"""The source of a conversion: what is in it, and which rank copies which chunk of it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megackpt.engine.checkpoint.common_reading import read_whole_common, without_referenced
+from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
+from megackpt.engine.data.chunk_bytes import ReadBuffers
+from megackpt.engine.data.read import read_chunk
+from megackpt.formats.contents import Chunks, Contents, Part
+from megackpt.formats.strategy import SaveStrategy
+from megackpt.geometry import Ints
+from megackpt.metadata import OBJECT, ChunkTable, DeclaredChunks
+from megackpt.planning import SavePlan, plan_copy, with_sizes
+from megackpt.storage import Store
+from megackpt.validation import check_coverage
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheckpoint:
+    """The source of a conversion, as one rank sees it.
+
+    Nothing is resharded: its chunks, long ones cut into blocks of rows, become those of the new checkpoint.
+
+    Attributes:
+        stored: the opened checkpoint.
+        contents: the same without the arrays that the new format holds as tensors of common state.
+        chunks: all of its chunks.
+        plan: which rank writes which chunk, or which part of a long one, `[n]`. The entity of a row is the
+            row of its chunk in the source.
+        start: where each row of the plan begins in its chunk of the source, in bytes, `[n]`.
+        blobs: this rank's objects, encoded for the new format, by row of the plan.
+    """
+
+    stored: Contents
+    contents: Contents
+    chunks: Chunks
+    plan: SavePlan
+    start: Ints
+    blobs: Mapping[int, bytes]
+
+    @classmethod
+    def open(
+        cls, store: Store, strategy: SaveStrategy, *, rank: int, ranks: int, allow_unsafe_pickle: bool
+    ) -> SourceCheckpoint:
+        """Open a checkpoint, plan the copies of all ranks, and encode this rank's objects. Local.
+
+        Raises:
+            FormatError: something in it cannot be loaded.
+            CoverageError: it is incomplete.
+            UnserializableError: the new format cannot hold an object.
+        """
+        stored = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
+        contents = stored if strategy.capabilities.refers_to_arrays else without_referenced(stored, store)
+        check_readable(contents.unreadable, contents.unreadable, where=store.location)
+        chunks = contents.chunks(sorted(contents.arrays))
+        copies = plan_copy(chunks.table, chunks.position, ranks=ranks, block_bytes=chunks.block_bytes)
+        plan = replace(copies.plan, table=_without_other_arrays(copies.plan.table, contents.arrays))
+        check_coverage(_as_declarations(plan))
+        blobs = {}
+        for row in plan.rows_of(rank).tolist():
+            spec = plan.table.arrays[int(plan.table.array[row])]
+            if spec.dtype == OBJECT:
+                data = read_chunk(chunks, int(plan.entity[row]))
+                value = contents.decode_object(data, f"{store.location}: object {spec.key!r}")
+                blobs[row] = strategy.encode_object(value, path=spec.key)
+        return cls(stored, contents, chunks, plan, copies.start, blobs)
+
+    def with_object_sizes(self, sizes: Mapping[int, int]) -> SourceCheckpoint:
+        """Return the same with the encoded sizes of all ranks' objects in the plan, by row, in bytes."""
+        nbytes = self.plan.table.nbytes.copy()
+        for row, size in sizes.items():
+            nbytes[row] = size
+        return replace(self, plan=with_sizes(self.plan, nbytes))
+
+    def read(self, row: int, buffers: ReadBuffers, buffer_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a row of the plan in parts, each valid until the next: objects are in memory."""
+        if row in self.blobs:
+            yield memoryview(self.blobs[row])
+            return
+        start = int(self.start[row])
+        yield from buffers.pieces(
+            self.chunks,
+            int(self.plan.entity[row]),
+            start=start,
+            stop=start + int(self.plan.table.nbytes[row]),
+            buffer_bytes=buffer_bytes,
+        )
+
+    def blocks_of(self, row: int) -> Part:
+        """Return the blocks of the source that begin in a row of the plan, so that each is in one row."""
+        entity, block = int(self.plan.entity[row]), self.chunks.block_bytes
+        start, stop = int(self.start[row]), int(self.start[row] + self.plan.table.nbytes[row])
+        is_last = stop == int(self.chunks.table.nbytes[entity])
+        return Part(entity, start // block * block, stop if is_last else stop // block * block)
+
+
+def read_common_for(strategy: SaveStrategy, contents: Contents, store: Store) -> tuple[Any, Any]:
+    """Return common state and content metadata as a format stores them. Local.
+
+    A format that cannot refer to arrays holds them as tensors of common state: these are read into memory,
+    as in a save.
+    """
+    if strategy.capabilities.refers_to_arrays:
+        return read_common_and_references(contents, where=store.location)
+    return read_whole_common(contents, store)
+
+
+def _without_other_arrays(table: ChunkTable, keys: Container[str]) -> ChunkTable:
+    """Return a chunk table without those of its arrays that have no chunks in it.
+
+    A format may list all arrays of a file for the chunks of a few.
+    """
+    is_kept = np.array([spec.key in keys for spec in table.arrays], np.bool_)
+    if is_kept.all():
+        return table
+    new_numbers = np.cumsum(is_kept) - 1
+    arrays = tuple(spec for spec in table.arrays if spec.key in keys)
+    return replace(table, arrays=arrays, array=new_numbers[table.array])
+
+
+def _as_declarations(plan: SavePlan) -> DeclaredChunks:
+    rows = len(plan.table)
+    yes, no = np.ones(rows, np.bool_), np.zeros(rows, np.bool_)
+    return DeclaredChunks(plan.table, yes, no, plan.writer, plan.entity)
