@@ -1,6 +1,6 @@
 """What the system counts for this process: memory, bytes read, open files.
 
-Owns the reading of /proc/self. Where there is none (not Linux), what cannot be known is None.
+They are read from /proc/self. Where there is none (not Linux), a value is None.
 Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
 """
 

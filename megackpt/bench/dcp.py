@@ -1,6 +1,6 @@
 """`torch.distributed.checkpoint`, with DTensors.
 
-Owns its settings, the best that its documents name: files synced, one writer per rank with the number of
+The settings are the best that its documents name: files synced, one writer per rank with the number of
 threads that was fastest in a trial (see `peers`), plans and staging memory kept from save to save. Its reader
 has no settings.
 """
@@ -36,7 +36,7 @@ class TorchDistributed:
         self._stager = _stager()
         self._meshes: dict[GridLayout, DeviceMesh] = {}
         # Its thread needs ranks' attention while the main thread has its own collectives.
-        self._behind = dist.new_group(backend="gloo")
+        self._async_group = dist.new_group(backend="gloo")
 
     def unsupported_reason(self, saved_at: GridLayout, loaded_at: GridLayout) -> str | None:
         """What a rank holds has to be rectangles."""
@@ -48,11 +48,11 @@ class TorchDistributed:
         """DTensors over DP and TP of the stage; what is whole on each rank is a plain tensor."""
         mesh = self._mesh(state.layout)
         declared: dict[str, Any] = {}
-        for piece in state.shards:
-            whole = piece.tp_axis is None
-            placements = (Replicate(), Replicate() if piece.tp_axis is None else Shard(piece.tp_axis))
-            declared[piece.key] = (
-                piece.data if whole else DTensor.from_local(piece.data, mesh, placements, run_check=False)
+        for shard in state.shards:
+            whole = shard.tp_axis is None
+            placements = (Replicate(), Replicate() if shard.tp_axis is None else Shard(shard.tp_axis))
+            declared[shard.key] = (
+                shard.data if whole else DTensor.from_local(shard.data, mesh, placements, run_check=False)
             )
         return declared
 
@@ -71,7 +71,7 @@ class TorchDistributed:
             declared,
             storage_writer=self._writer(directory),
             planner=_planner(),
-            process_group=self._behind,
+            process_group=self._async_group,
             **({} if self._stager is None else {"async_stager": self._stager}),
         )
 

@@ -69,7 +69,7 @@ class MegatronCore:
         return None
 
     def declare(self, state: RankState) -> _Declared:
-        """Declare each piece by its place on the grid."""
+        """Declare each shard by the coordinates of its rank."""
         tp, tp_rank = state.layout.tp, state.layout.coordinates_of(state.rank)[0]
         tensors = {
             p.key: self._library.ShardedTensor.from_rank_offsets(

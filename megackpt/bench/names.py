@@ -30,6 +30,6 @@ SLOPE = "growth of resident memory"
 DESCRIPTORS = "descriptors left open"
 
 
-def alone(case: str, ranks: int) -> str:
+def scaling_case(case: str, ranks: int) -> str:
     """Return the name of a case that is done by one rank or by all, to compare them."""
     return f"{case}, {ranks} rank{'s' if ranks > 1 else ''}"

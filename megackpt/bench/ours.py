@@ -39,7 +39,7 @@ class Ours:
         return None
 
     def declare(self, state: RankState) -> ShardedStateDict:
-        """Declare each piece by its place on the grid."""
+        """Declare each shard by the coordinates of its rank."""
         declared: ShardedStateDict = {p.key: _declared(p, state) for p in state.shards}
         return declared
 
@@ -93,16 +93,16 @@ def other_formats(chosen: Collection[str] | None) -> Iterator[Ours]:
             yield Ours(backend)
 
 
-def _declared(piece: Shard, state: RankState) -> ShardedTensor:
+def _declared(shard: Shard, state: RankState) -> ShardedTensor:
     tp, tp_rank = state.layout.tp, state.layout.coordinates_of(state.rank)[0]
-    offsets = [] if piece.tp_axis is None else [(piece.tp_axis, tp_rank, tp)]
-    if piece.flat is None:
-        return ShardedTensor.from_rank_offsets(piece.key, piece.data, *offsets, replica_id=piece.replica)
+    offsets = [] if shard.tp_axis is None else [(shard.tp_axis, tp_rank, tp)]
+    if shard.flat is None:
+        return ShardedTensor.from_rank_offsets(shard.key, shard.data, *offsets, replica_id=shard.replica)
     return ShardedTensor.from_rank_offsets_flat(
-        piece.key,
-        piece.data,
-        piece.block_shape,
+        shard.key,
+        shard.data,
+        shard.block_shape,
         *offsets,
-        flattened_range=piece.flat,
-        replica_id=piece.replica,
+        flattened_range=shard.flat,
+        replica_id=shard.replica,
     )

@@ -24,10 +24,10 @@ def drop(directory: Path) -> bool:
 
 def warm(directory: Path, *, rank: int, ranks: int) -> None:
     """Read this rank's share of the files below a directory, so that they are in the page cache."""
-    piece = bytearray(4 << 20)
+    shard = bytearray(4 << 20)
     for path in sorted(path for path in directory.rglob("*") if path.is_file())[rank::ranks]:
         with path.open("rb", buffering=0) as file:
-            while file.readinto(piece):
+            while file.readinto(shard):
                 pass
 
 

@@ -28,7 +28,7 @@ class PlainTorch:
 
     def declare(self, state: RankState) -> dict[str, torch.Tensor]:
         """The tensors by key."""
-        return {piece.key: piece.data for piece in state.shards}
+        return {shard.key: shard.data for shard in state.shards}
 
     def save(self, declared: dict[str, torch.Tensor], directory: Path) -> None:
         """Save a file of this rank."""

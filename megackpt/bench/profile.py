@@ -1,6 +1,6 @@
 """One save and one load of ours, broken into phases.
 
-Owns the run and the file: the JSON that Perfetto and Chrome's tracing page open, one process per rank.
+The result is a JSON file for Perfetto and Chrome's tracing page, with one process per rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the place can do: the same bytes, files and threads with nothing in between.
+"""Raw I/O: how fast the directory is for the same bytes, files and threads, without a checkpoint.
 
-Owns plain writing and reading of one file per rank, around the page cache and through it. A rank that needs
-more than its own file holds reads on in the files of the next ranks: so all bytes are read about equally
-often, as in a resharded load.
+Each rank writes and reads one file, around the page cache and through it. A rank that needs more than its
+own file reads on in the files of the next ranks. So all bytes are read about equally often, as in a
+resharded load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state that is saved: parameters of a transformer, their fp32 masters and two moments.
 
-Owns what a rank holds of it at a layout. Every value follows from its key and its place in the global array,
-so what a load at another layout has to give is known without a checkpoint.
+Every value is computed from its key and its index in the global array. So it is known without a checkpoint
+what a load at another layout must return.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RankState:
     Attributes:
         layout: the layout.
         rank: the rank.
-        pieces: its pieces, by key in order.
+        shards: its shards, in the order of their keys.
     """
 
     layout: GridLayout
@@ -102,8 +102,8 @@ class RankState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.data.numel() * piece.data.element_size() for piece in self.shards)
+        """Bytes of all shards."""
+        return sum(shard.data.numel() * shard.data.element_size() for shard in self.shards)
 
 
 def make_model(nbytes: int, *, ranks: int, dtype: torch.dtype) -> list[ModelArray]:
@@ -159,35 +159,35 @@ def make_state(
                 data = data if flat is None else data.flatten()[flat].clone()
             else:
                 data = torch.empty(block if flat is None else flat.stop - flat.start, dtype=kind)
-            held_by = replica if flat is None else (replica[0], 0)
+            replica_of = replica if flat is None else (replica[0], 0)
             state.shards.append(
-                Shard(key=key, data=data, block_shape=block, tp_axis=axis, replica=held_by, flat=flat)
+                Shard(key=key, data=data, block_shape=block, tp_axis=axis, replica=replica_of, flat=flat)
             )
     return state
 
 
 def spoil(state: RankState) -> None:
     """Overwrite everything that a rank holds, so that what is right afterwards was loaded."""
-    for piece in state.shards:
-        as_bytes(piece.data).fill_(0x55)
+    for shard in state.shards:
+        as_bytes(shard.data).fill_(0x55)
 
 
 def invert(state: RankState) -> None:
     """Invert every bit that a rank holds, as training would change it; twice is as before."""
-    for piece in state.shards:
-        as_bytes(piece.data).bitwise_not_()
+    for shard in state.shards:
+        as_bytes(shard.data).bitwise_not_()
 
 
 def fingerprints(state: RankState) -> tuple[str, ...]:
-    """Return a 128-bit digest of each piece: what a load is compared with, without a second state."""
-    return tuple(xxhash.xxh3_128_hexdigest(as_bytes(piece.data).numpy().data) for piece in state.shards)
+    """Return a 128-bit digest of each shard; loads are compared with it, so no second state is needed."""
+    return tuple(xxhash.xxh3_128_hexdigest(as_bytes(shard.data).numpy().data) for shard in state.shards)
 
 
 def first_difference(state: RankState, expected: Sequence[str]) -> str | None:
-    """Return the key of a piece that has not the fingerprint expected; None if all have."""
-    for piece, found, right in zip(state.shards, fingerprints(state), expected, strict=True):
+    """Return the key of a shard whose fingerprint is not the expected one; None if there is none."""
+    for shard, found, right in zip(state.shards, fingerprints(state), expected, strict=True):
         if found != right:
-            return piece.key
+            return shard.key
     return None
 
 

@@ -1,9 +1,8 @@
-"""Where time goes in a save or a load of ours: spans, written by what stands around a store and a strategy.
+"""Where time goes in a save or a load of ours: intervals, timed by wrappers of a store and a strategy.
 
-Owns the wrappers. A save is traced at its two protocols, `Store` and `SaveStrategy`; what a strategy does
-between getting a piece of a tensor and writing it is its digest. A load chooses its strategy by the
-checkpoint, so the few functions that matter are replaced by traced ones while it runs; the engine knows
-nothing of it.
+A save is traced at its two interfaces, `Store` and `SaveStrategy`; what a strategy does between getting a
+part of a tensor and writing it counts as its digest. A load chooses its strategy by the checkpoint, so the
+few functions that matter are replaced by traced ones while it runs; the engine knows nothing of it.
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ class _TracedStrategy:
             return self._strategy.write_common(store, attempt=attempt, common=common)
 
 
-_taken = threading.local()  # when this thread was last given a piece that it has not written yet
+_taken = threading.local()  # when this thread last got a part that it has not written yet
 
 
 class _TracedParts(ChunkParts):

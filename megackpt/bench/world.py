@@ -81,7 +81,7 @@ def _worlds(settings: BenchSettings) -> list[BenchSettings]:
 
 def _spawn(settings: BenchSettings) -> Report:
     """Measure in processes of our own."""
-    with _directory_below(settings) as root:
+    with _temporary_directory(settings) as root:
         try:
             with without_current_directory():
                 spawn(_rank, (settings, str(root)), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ def _run_under_torchrun(settings: BenchSettings) -> Report | None:
 
 
 @contextmanager
-def _directory_below(settings: BenchSettings) -> Iterator[Path]:
+def _temporary_directory(settings: BenchSettings) -> Iterator[Path]:
     root = Path(tempfile.mkdtemp(prefix="megackpt-bench-", dir=settings.directory))
     try:
         yield root

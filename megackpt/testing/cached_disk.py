@@ -1,7 +1,7 @@
 """A disk behind a page cache, in memory: what has been written, and what of it a loss of power leaves.
 
-Owns which content and which names are durable, and what may be found afterwards. Who makes what durable, and
-when the power goes, is up to `CrashStore`.
+It knows which contents and which names are durable, and what may be there after a loss of power. `CrashStore`
+decides what is made durable, and when the power goes.
 """
 
 from __future__ import annotations

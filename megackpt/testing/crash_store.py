@@ -1,8 +1,8 @@
 """A store whose machine stops at a chosen moment, to test what a crash leaves of a checkpoint.
 
-Owns the moments: before, inside of and after each operation that changes anything. What is on the disk then
-is up to `cached_disk`. The disk is common to all ranks; each rank has a store of its own, since `sync` speaks
-only for what was done through the same object.
+The moments are before, during and after each operation that changes anything; `cached_disk` says what is on
+the disk then. All ranks share the disk. Each rank has a store of its own, because `sync` makes durable only
+what was done through the same object.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Moment:
 
     rank: int
     index: int
-    alone: bool = False
+    only_this_rank: bool = False
 
 
 class CrashMachine:
@@ -76,7 +76,7 @@ class CrashMachine:
         Raises:
             Stopped: it does not.
         """
-        if self._reason is not None and (rank in self._dead_ranks or not self._is_alone()):
+        if self._reason is not None and (rank in self._dead_ranks or not self._stops_one_rank()):
             raise Stopped(self._reason)
 
     def moment(self, rank: int, text: str) -> None:
@@ -94,8 +94,8 @@ class CrashMachine:
             self._dead_ranks.add(rank)
             raise Stopped(text)
 
-    def _is_alone(self) -> bool:
-        return self._stop_at is not None and self._stop_at.alone
+    def _stops_one_rank(self) -> bool:
+        return self._stop_at is not None and self._stop_at.only_this_rank
 
 
 class CrashStore(Store):
@@ -135,7 +135,7 @@ class CrashStore(Store):
             self.moment(f"after write of {name!r}")
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write beside the old file, then rename over it."""
+        """Write a temporary file, then rename it over the old one."""
         disk = self._machine.disk
         head, slash, leaf = name.rpartition("/")
         temporary = f"{head}{slash}.{leaf}.{0:016x}.tmp"

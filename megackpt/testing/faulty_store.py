@@ -1,7 +1,7 @@
 """A store that fails on command, to test what a save does when the disk does not play along.
 
-Owns counting operations and failing, or calling a hook, at chosen ones. Everything else is done by the store
-that it wraps.
+It counts operations and raises an error, or calls a hook, at chosen ones. The store that it wraps does the
+rest.
 
 >>> from megackpt.storage import MemoryStore
 >>> store = FaultyStore(MemoryStore(), fail_at=1)

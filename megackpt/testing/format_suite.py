@@ -1,8 +1,9 @@
 # ruff: noqa: D102 - the name of a test is its claim
 """What every format must do, as tests: subclass `FormatConformance` and give it a `format` fixture.
 
-Owns the claims that hold for all formats: the law, all or nothing, and errors instead of wrong values. What
-only one format promises (how bytes lie, who else reads them) is tested where that format is.
+The claims hold for all formats: a load gives what was saved, a save is all or nothing, and damage is an
+    error and no
+wrong value. What only one format promises (its bytes, its other readers) has tests of its own.
 
     class TestMyFormat(FormatConformance):
         @pytest.fixture
@@ -45,7 +46,7 @@ from megackpt.options import Exchange, LoadOptions, SaveOptions
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.identical import difference
-from megackpt.testing.layouts import arrays, held_chunks
+from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 
 RANKS = 2
@@ -82,25 +83,25 @@ class FormatConformance:
         source_ranks: int,
         target_ranks: int,
     ) -> None:
-        source = data.draw(held_chunks(tuple(array.shape), ranks=source_ranks), label="source")
-        target = data.draw(held_chunks(tuple(array.shape), ranks=target_ranks), label="target")
+        source = data.draw(owned_chunks(tuple(array.shape), ranks=source_ranks), label="source")
+        target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
         store = new_store()
 
-        def declared(held: list[Any], rank: int) -> list[ShardedTensor]:
-            return [chunk.declare("array", array) for chunk in held if chunk.rank == rank]
+        def declare_chunks(owned: list[Any], rank: int) -> list[ShardedTensor]:
+            return [chunk.declare("array", array) for chunk in owned if chunk.rank == rank]
 
         def load_rank(group: Group) -> list[ShardedTensor]:
-            wanted = declared(target, group.rank)
+            wanted = declare_chunks(target, group.rank)
             for tensor in wanted:
                 as_bits(_data(tensor)).fill_(1)  # something that is not the answer
             load({"shards": wanted}, store, group=group)
             return wanted
 
         SimulatedWorld(source_ranks).run(
-            lambda group: save({"shards": declared(source, group.rank)}, store, strategy, group=group)
+            lambda group: save({"shards": declare_chunks(source, group.rank)}, store, strategy, group=group)
         )
         for rank, loaded in enumerate(SimulatedWorld(target_ranks).run(load_rank)):
-            for got, expected in zip(loaded, declared(target, rank), strict=True):
+            for got, expected in zip(loaded, declare_chunks(target, rank), strict=True):
                 assert _bytes_of(got) == _bytes_of(expected)
         store.close()
 
@@ -117,19 +118,19 @@ class FormatConformance:
         ranks: int,
         way: Exchange,
     ) -> None:
-        source = data.draw(held_chunks(tuple(array.shape), ranks=ranks), label="source")
-        target = data.draw(held_chunks(tuple(array.shape), ranks=ranks), label="target")
+        source = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="source")
+        target = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="target")
         store = new_store()
         options = LoadOptions(exchange=way, exchange_bytes=data.draw(st.sampled_from([1, 1 << 20])))
 
-        def declared(held: list[Any], rank: int) -> list[ShardedTensor]:
-            return [chunk.declare("array", array) for chunk in held if chunk.rank == rank]
+        def declare_chunks(owned: list[Any], rank: int) -> list[ShardedTensor]:
+            return [chunk.declare("array", array) for chunk in owned if chunk.rank == rank]
 
         def run(group: Group) -> list[ShardedTensor]:
             thing = ShardedObject("thing", 7, (1,), (0,), group.rank)
-            state = {"shards": declared(source, group.rank), "thing": thing}
+            state = {"shards": declare_chunks(source, group.rank), "thing": thing}
             save(state, store, strategy, group=group)
-            wanted = declared(target, group.rank)
+            wanted = declare_chunks(target, group.rank)
             for tensor in wanted:
                 as_bits(_data(tensor)).fill_(1)  # something that is not the answer
             thing = ShardedObject("thing", None, (1,), (0,), group.rank)
@@ -138,7 +139,7 @@ class FormatConformance:
             return wanted
 
         for rank, loaded in enumerate(SimulatedWorld(ranks).run(run)):
-            for got, expected in zip(loaded, declared(target, rank), strict=True):
+            for got, expected in zip(loaded, declare_chunks(target, rank), strict=True):
                 assert _bytes_of(got) == _bytes_of(expected)
         store.close()
 
@@ -228,13 +229,13 @@ class FormatConformance:
     ) -> None:
         store = new_store()
         values = torch.arange(6.0)
-        refusal = None
+        error_text = None
         try:
             save({"w": whole(key, values), "x": whole("other", values + 1)}, store, strategy)
         except (DeclarationError, UnserializableError) as error:
-            refusal = str(error)
-        if refusal is not None:
-            assert key in refusal
+            error_text = str(error)
+        if error_text is not None:
+            assert key in error_text
             assert not is_committed(store)
             return
         loaded = load({"w": whole(key, torch.zeros(6)), "x": whole("other", torch.zeros(6))}, store)

@@ -1,6 +1,6 @@
 """Whether two values are the same in class and bits, which `==` does not tell.
 
-Owns the strict comparison that round-trip tests need: NaN payloads, -0.0 against 0.0, 1 against True,
+The strict comparison that round-trip tests need: NaN payloads, -0.0 against 0.0, 1 against True,
 dtypes, the order of dicts.
 """
 

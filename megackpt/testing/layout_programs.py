@@ -1,7 +1,7 @@
 """Hypothesis strategies for declarative layouts: random compositions of their operations.
 
-Owns the generator and its reference: the same program runs on a `Layout`, which computes with integers, and
-on a tensor, where torch's own views do the work.
+The same program runs on a `Layout`, which computes with integers, and on a tensor, where torch's own views
+are the reference.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Extent:
     size: int
     sharded: bool = False
 
-    def at(self, held: int) -> int:
+    def at(self, owned: int) -> int:
         """Return the extent on a rank that holds this many of the FRAGMENTS fragments."""
-        return self.size * held if self.sharded else self.size
+        return self.size * owned if self.sharded else self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ class LayoutProgram:
     operations: tuple[Operation, ...]
     sharded_axis: int
 
-    def local_shape(self, held: int) -> tuple[int, ...]:
+    def local_shape(self, owned: int) -> tuple[int, ...]:
         """Shape of the local tensor of a rank that holds this many fragments."""
-        return tuple(math.prod(e.at(held) for e in factors) for factors in self.dims)
+        return tuple(math.prod(e.at(owned) for e in factors) for factors in self.dims)
 
-    def layout(self, held: int, *, key: str) -> Layout:
+    def layout(self, owned: int, *, key: str) -> Layout:
         """Run the program on a Layout."""
-        layout = Layout.of(self.local_shape(held), key=key)
+        layout = Layout.of(self.local_shape(owned), key=key)
         for op in self.operations:
-            layout = _run_on_layout(op, layout, [e.at(held) for e in op.sizes])
+            layout = _run_on_layout(op, layout, [e.at(owned) for e in op.sizes])
         return layout
 
-    def views(self, local: torch.Tensor, held: int) -> dict[str, torch.Tensor]:
+    def views(self, local: torch.Tensor, owned: int) -> dict[str, torch.Tensor]:
         """Run the program on a local tensor: the parts by name, as views that torch makes."""
         views = {"": local}
         for op in self.operations:
-            views = _run_on_views(op, views, [e.at(held) for e in op.sizes])
+            views = _run_on_views(op, views, [e.at(owned) for e in op.sizes])
         return views
 
 

@@ -1,7 +1,7 @@
 """Hypothesis strategies for global arrays and the ways to lay them out over ranks.
 
-Owns the generators that state the library's law: whatever declarations one world saves, any other world can
-load. Needs the extra `test`.
+They state the law of the library: whatever declarations one world saves, any other world can load. Needs the
+extra `test`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Chunk = tuple[Box, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OwnedChunk:
     """One chunk on one rank.
 
     Attributes:
-        rank: who holds it.
+        rank: the rank that has it.
         chunk: the box and flat range.
         replica: 0 for the main replica.
         prepended: how many leading axes of extent 1 the local tensor leaves out.
@@ -85,23 +85,24 @@ def arrays(draw: st.DrawFn, *, max_dims: int = 4, max_extent: int = 7) -> torch.
 
 
 @st.composite
-def held_chunks(draw: st.DrawFn, shape: tuple[int, ...], *, ranks: int) -> list[Held]:
+def owned_chunks(draw: st.DrawFn, shape: tuple[int, ...], *, ranks: int) -> list[OwnedChunk]:
     """A layout: the array cut into boxes, some of those into flat ranges, each on a rank, some on several."""
     chunks: list[Chunk] = []
     for box in draw(boxes(shape)):
         cuts = draw(st.lists(st.integers(0, box.numel), max_size=3)) if draw(st.booleans()) else []
         ends = [0, *sorted(cuts), box.numel]
         chunks += [(box, a, b) for a, b in itertools.pairwise(ends)]
-    held = []
+    owned = []
     for box, start, stop in chunks:
         homes = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=2, unique=True))
         leading = next((d for d, n in enumerate(box.shape) if n != 1), len(box.shape))
         prepended = draw(st.integers(0, leading))
         strided = draw(st.booleans())
-        held += [
-            Held(rank, (box, start, stop), replica, prepended, strided) for replica, rank in enumerate(homes)
+        owned += [
+            OwnedChunk(rank, (box, start, stop), replica, prepended, strided)
+            for replica, rank in enumerate(homes)
         ]
-    return held
+    return owned
 
 
 @st.composite

@@ -1,7 +1,7 @@
 """A pool of real worker ranks: processes that are started once and run many small distributed jobs.
 
-Owns starting, feeding, timing out and ending the processes. Importing torch costs seconds, so a test session
-keeps one pool; each job gets a fresh gloo process group of the size it asks for.
+Importing torch costs seconds, so a test session keeps one pool. Each job gets a new gloo process group of
+the size that it asks for. A job that takes too long is an error, and its processes are replaced.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensors sharded like those of torch_xla's SPMD, over devices that are buffers in memory.
 
-Owns a fake with the interface of `XLAShardedTensor` for any number of hosts and devices: one host's object
+A fake with the interface of `XLAShardedTensor` for any number of hosts and devices: one host's object
 knows the devices of that host only, as there. Where torch_xla is silent about misuse the fake raises.
 """
 
@@ -52,8 +52,8 @@ class SpmdLayout:
         return XLAShardedTensor(array, [self._shard(array, device) for device in devices])
 
     def _shard(self, array: torch.Tensor, device: int) -> XlaShard:
-        places = list(product(*(range(n) for n in self.tiles), range(self.replicas)))
-        *tile, replica = places[self.order.index(device)]
+        positions = list(product(*(range(n) for n in self.tiles), range(self.replicas)))
+        *tile, replica = positions[self.order.index(device)]
         room = [-(-extent // n) for extent, n in zip(array.shape, self.tiles, strict=True)]
         box = [
             slice(min(i * r, extent), min((i + 1) * r, extent), 1)

@@ -1,6 +1,6 @@
 """Hypothesis strategies for whole sharded state dicts: all entities mixed, for any world.
 
-Owns the generators that state the library's law for entities. A `GlobalState` is what is stored, whatever the
+They state the law of the library for entities. A `GlobalState` is what is stored, whatever the
 layout; `placements` lays it out over a number of ranks, in one of many ways; `PlacedState.declare` gives one
 rank's sharded state dict, with its true values. Needs the extra `test`.
 """
@@ -26,7 +26,7 @@ from megackpt.mapping import (
 )
 from megackpt.mapping.tree import map_leaves
 from megackpt.testing.identical import difference
-from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.state_leaves import Declare, GlobalLeaf, factory_leaf, layout_leaf
 
 
@@ -53,14 +53,14 @@ class PlacedState:
 
     def declare(self, rank: int) -> ShardedStateDict:
         """Return a rank's sharded state dict, with fresh tensors that hold the true values."""
-        declared: ShardedStateDict = map_leaves(lambda _, leaf: leaf(rank), self.tree)
-        return declared
+        declare_chunks: ShardedStateDict = map_leaves(lambda _, leaf: leaf(rank), self.tree)
+        return declare_chunks
 
 
 @st.composite
 def placements(draw: st.DrawFn, state: GlobalState, *, ranks: int) -> PlacedState:
     """Ways to lay a global state out over this many ranks."""
-    return PlacedState(map_leaves(lambda _, leaf: leaf.place(draw, ranks), state.tree))
+    return PlacedState(map_leaves(lambda _, leaf: leaf.distribute(draw, ranks), state.tree))
 
 
 @st.composite
@@ -75,7 +75,7 @@ def global_states(draw: st.DrawFn, *, max_leaves: int = 6) -> GlobalState:
     return GlobalState(_named(draw, nodes))
 
 
-def blank(declared: ShardedStateDict) -> ShardedStateDict:
+def blank(declare_chunks: ShardedStateDict) -> ShardedStateDict:
     """Return a request for what was declared, with nothing in it that could pass for an answer.
 
     Tensors are overwritten in place; objects lose their data; common values become another value.
@@ -89,10 +89,10 @@ def blank(declared: ShardedStateDict) -> ShardedStateDict:
             return leaf
         return leaf if isinstance(leaf, LocalNonpersistentObject) else "not loaded"
 
-    return {} if not declared else dict(map_leaves(wipe, declared))
+    return {} if not declare_chunks else dict(map_leaves(wipe, declare_chunks))
 
 
-def values_of(declared: ShardedStateDict) -> StateDict:
+def values_of(declare_chunks: ShardedStateDict) -> StateDict:
     """Return the plain state dict that a load of what was declared must give."""
 
     def value(_: str, leaf: Any) -> Any:
@@ -100,7 +100,7 @@ def values_of(declared: ShardedStateDict) -> StateDict:
             return leaf.unwrap()
         return leaf.data if isinstance(leaf, ShardedBase) else leaf
 
-    values: StateDict = map_leaves(value, declared)
+    values: StateDict = map_leaves(value, declare_chunks)
     return values
 
 
@@ -136,13 +136,13 @@ class _Array:
     key: str
     array: torch.Tensor
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
-        held = draw(held_chunks(tuple(self.array.shape), ranks=ranks))
-        return lambda rank: [h.declare(self.key, self.array) for h in _on(rank, held)]
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
+        owned = draw(owned_chunks(tuple(self.array.shape), ranks=ranks))
+        return lambda rank: [h.declare(self.key, self.array) for h in _on(rank, owned)]
 
 
-def _on(rank: int, held: Sequence[Held]) -> Iterator[Held]:
-    return (h for h in held if h.rank == rank)
+def _on(rank: int, owned: Sequence[OwnedChunk]) -> Iterator[OwnedChunk]:
+    return (h for h in owned if h.rank == rank)
 
 
 def _array(draw: st.DrawFn, key: str) -> _Array:
@@ -160,7 +160,7 @@ class _Objects:
     shape: tuple[int, ...]
     objects: Mapping[tuple[int, ...], Any]
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
         homes = {
             offset: draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=2, unique=True))
             for offset in self.objects
@@ -185,7 +185,7 @@ def _objects(draw: st.DrawFn, key: str) -> _Objects:
 class _Local:
     """A value that is not stored: every rank of every world has one of its own."""
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
         own = [draw(common_values()) for _ in range(ranks)]
         return lambda rank: LocalNonpersistentObject(own[rank])
 
@@ -196,7 +196,7 @@ class _Common:
 
     value: Any
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
         return lambda rank: self.value
 
 

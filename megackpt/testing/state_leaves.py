@@ -1,7 +1,7 @@
 """Leaves of a generated state that stand for one local tensor each: layouts and factories.
 
-Owns how such a tensor is held by the ranks of a world (whole, in flat ranges, in copies) and what its values
-are; `state_dicts` puts the leaves together. Needs the extra `test`.
+A leaf says which ranks have the tensor (whole, in flat ranges, in copies) and what its values are;
+`state_dicts` combines leaves. Needs the extra `test`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Declare = Callable[[int], Any]
 class GlobalLeaf(Protocol):
     """One leaf of a global state: values, and the ways to lay them out."""
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
         """Choose who holds what among this many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Holding:
+class _LocalTensor:
     """What a rank holds of the local tensor of one layer and fragment: all of it, or a flat range."""
 
     rank: int
@@ -56,9 +56,9 @@ class _Holding:
 
 
 @st.composite
-def _holdings(
+def _local_tensors(
     draw: st.DrawFn, *, ranks: int, layers: int, fragments: int, numel: int, may_be_flat: bool
-) -> list[_Holding]:
+) -> list[_LocalTensor]:
     found = []
     for layer, fragment in itertools.product(range(layers), range(fragments)):
         ranges: list[slice | None] = [None]
@@ -67,15 +67,15 @@ def _holdings(
             ranges = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         for flat in ranges:
             homes = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=2, unique=True))
-            found += [_Holding(rank, layer, fragment, flat, copy) for copy, rank in enumerate(homes)]
+            found += [_LocalTensor(rank, layer, fragment, flat, copy) for copy, rank in enumerate(homes)]
     return found
 
 
-def _declared(holdings: Sequence[_Holding], entity_of: Callable[[_Holding], Any]) -> Declare:
+def _declared(tensors: Sequence[_LocalTensor], entity_of: Callable[[_LocalTensor], Any]) -> Declare:
     """Declare each holding of a rank, in a dict by layer, fragment and range."""
 
     def declare(rank: int) -> dict[str, Any]:
-        mine = [h for h in holdings if h.rank == rank]
+        mine = [h for h in tensors if h.rank == rank]
         return {f"{i}.{h.layer}.{h.fragment}": entity_of(h) for i, h in enumerate(mine)}
 
     return declare
@@ -90,18 +90,18 @@ class _Parts:
     parts: Mapping[str, torch.Tensor]
     layers: int | None  # None: without a prepended axis
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
         fragments = draw(st.sampled_from([n for n in range(1, FRAGMENTS + 1) if FRAGMENTS % n == 0]))
         numel = math.prod(self.program.local_shape(FRAGMENTS // fragments))
-        held = draw(
-            _holdings(
+        owned = draw(
+            _local_tensors(
                 ranks=ranks, layers=self.layers or 1, fragments=fragments, numel=numel, may_be_flat=True
             )
         )
         strided = draw(st.booleans())
-        return _declared(held, lambda h: self._entity(h, fragments, strided=strided))
+        return _declared(owned, lambda h: self._entity(h, fragments, strided=strided))
 
-    def _entity(self, holding: _Holding, fragments: int, *, strided: bool) -> ShardedLayout:
+    def _entity(self, holding: _LocalTensor, fragments: int, *, strided: bool) -> ShardedLayout:
         prepended = 0 if self.layers is None else 1
         layer = [] if self.layers is None else [(0, holding.layer, self.layers)]
         local = self._local(holding, FRAGMENTS // fragments)
@@ -114,14 +114,14 @@ class _Parts:
             replica_id=holding.replica_id,
             prepend_axis_num=prepended,
         )
-        data = _held_of(local, holding.flat, strided=strided)
+        data = _owned_part(local, holding.flat, strided=strided)
         return whole.retarget(key=self.key, data=data, flattened_range=holding.flat)
 
-    def _local(self, holding: _Holding, held: int) -> torch.Tensor:
+    def _local(self, holding: _LocalTensor, owned: int) -> torch.Tensor:
         """Assemble the local tensor as torch would: by copying every part into a view of it."""
         dtype = next(iter(self.parts.values())).dtype
-        local = torch.zeros(self.program.local_shape(held), dtype=dtype)
-        for name, view in self.program.views(as_bits(local), held).items():
+        local = torch.zeros(self.program.local_shape(owned), dtype=dtype)
+        for name, view in self.program.views(as_bits(local), owned).items():
             axis = self.program.sharded_axis
             whole = as_bits(self.parts[name])[holding.layer]
             view.copy_(whole.narrow(axis, holding.fragment * view.shape[axis], view.shape[axis]))
@@ -146,11 +146,11 @@ class _Made:
     array: torch.Tensor
     kind: _FactoryKind
 
-    def place(self, draw: st.DrawFn, ranks: int) -> Declare:
+    def distribute(self, draw: st.DrawFn, ranks: int) -> Declare:
         layers, rows, columns = self.array.shape
         fragments = draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0]))
-        held = draw(
-            _holdings(
+        owned = draw(
+            _local_tensors(
                 ranks=ranks,
                 layers=layers,
                 fragments=fragments,
@@ -160,19 +160,21 @@ class _Made:
         )
         strided = draw(st.booleans())
 
-        def entity_of(h: _Holding) -> ShardedTensorFactory:
+        def entity_of(h: _LocalTensor) -> ShardedTensorFactory:
             local = self.array[h.layer].chunk(fragments)[h.fragment]
-            place = _FactoryPlace(tuple(local.shape), ((0, h.layer, layers), (1, h.fragment, fragments)))
-            factory = self.kind.make(place, self.key, local, h.replica_id)
+            distribute = _FactoryPosition(
+                tuple(local.shape), ((0, h.layer, layers), (1, h.fragment, fragments))
+            )
+            factory = self.kind.make(distribute, self.key, local, h.replica_id)
             return factory.retarget(
-                key=self.key, data=_held_of(local, h.flat, strided=strided), flattened_range=h.flat
+                key=self.key, data=_owned_part(local, h.flat, strided=strided), flattened_range=h.flat
             )
 
-        return _declared(held, entity_of)
+        return _declared(owned, entity_of)
 
 
 @dataclass(frozen=True, slots=True)
-class _FactoryPlace:
+class _FactoryPosition:
     """Where a factory's local tensor stands: its shape, and its layer and rows as rank offsets."""
 
     local_shape: tuple[int, ...]
@@ -190,7 +192,7 @@ class _FactoryPlace:
         )
 
 
-Make = Callable[[_FactoryPlace, str, torch.Tensor, ReplicaId], ShardedTensorFactory]
+Make = Callable[[_FactoryPosition, str, torch.Tensor, ReplicaId], ShardedTensorFactory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +210,25 @@ def _inverted(data: torch.Tensor) -> torch.Tensor:
 
 
 def _inverting(
-    place: _FactoryPlace, key: str, data: torch.Tensor, replica_id: ReplicaId
+    distribute: _FactoryPosition, key: str, data: torch.Tensor, replica_id: ReplicaId
 ) -> ShardedTensorFactory:
     """Stores another tensor than it is given, element by element."""
     return ShardedTensorFactory(
-        key, data, lambda k, t, r, flat: place.tensor(k, _inverted(t), r, flat), _inverted, replica_id
+        key, data, lambda k, t, r, flat: distribute.tensor(k, _inverted(t), r, flat), _inverted, replica_id
     )
 
 
 def _nested(
-    place: _FactoryPlace, key: str, data: torch.Tensor, replica_id: ReplicaId
+    distribute: _FactoryPosition, key: str, data: torch.Tensor, replica_id: ReplicaId
 ) -> ShardedTensorFactory:
-    """Builds a factory inside of a dict, and beside it a list and a value that is not stored."""
+    """Builds a dict of a factory, a list, and a value that is not stored."""
 
     def build(k: str, t: torch.Tensor, r: ReplicaId, flat: slice | None) -> Any:
-        inner = _inverting(place, f"{k}.inner", t, r)
+        inner = _inverting(distribute, f"{k}.inner", t, r)
         again = inner.retarget(key=f"{k}.inner", data=_inverted(t), flattened_range=flat)
         return {
             "inner": again,
-            "plain": [place.tensor(f"{k}.plain", t, r, flat)],
+            "plain": [distribute.tensor(f"{k}.plain", t, r, flat)],
             "own": LocalNonpersistentObject(k),
         }
 
@@ -240,15 +242,20 @@ def _nested(
 
 
 def _laid_out(
-    place: _FactoryPlace, key: str, data: torch.Tensor, replica_id: ReplicaId
+    distribute: _FactoryPosition, key: str, data: torch.Tensor, replica_id: ReplicaId
 ) -> ShardedTensorFactory:
     """Builds a declarative layout: columns in two parts, transposed."""
-    columns = place.local_shape[1]
+    columns = distribute.local_shape[1]
     sizes = {"few": columns // 3, "rest": columns - columns // 3}
 
     def build(k: str, t: torch.Tensor, r: ReplicaId, flat: slice | None) -> Any:
         whole = ShardedLayout.split(
-            k, torch.empty(place.local_shape, dtype=t.dtype), 1, sizes, *place.offsets, prepend_axis_num=1
+            k,
+            torch.empty(distribute.local_shape, dtype=t.dtype),
+            1,
+            sizes,
+            *distribute.offsets,
+            prepend_axis_num=1,
         )
         return whole.retarget(key=k, data=t, replica_id=r, flattened_range=flat)
 
@@ -256,10 +263,10 @@ def _laid_out(
 
 
 def _transposing(
-    place: _FactoryPlace, key: str, data: torch.Tensor, replica_id: ReplicaId
+    distribute: _FactoryPosition, key: str, data: torch.Tensor, replica_id: ReplicaId
 ) -> ShardedTensorFactory:
-    """Stores rows and columns exchanged, in two lists, and an object beside them."""
-    (_, layer, layers), (_, fragment, fragments) = place.offsets
+    """Stores rows and columns exchanged, in two lists, and an object."""
+    (_, layer, layers), (_, fragment, fragments) = distribute.offsets
 
     def build(k: str, t: torch.Tensor, r: ReplicaId, flat: slice | None) -> Any:
         assert flat is None
@@ -307,16 +314,16 @@ def random_bits(draw: st.DrawFn, shape: Sequence[int], dtype: torch.dtype) -> to
     """A tensor of random bits: every NaN and subnormal number of the dtype may be among them."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     nbytes = math.prod(shape) * dtype.itemsize
-    octets = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-    return octets.view(dtype).reshape(tuple(shape))
+    raw_bytes = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return raw_bytes.view(dtype).reshape(tuple(shape))
 
 
-def _held_of(local: torch.Tensor, flat: slice | None, *, strided: bool) -> torch.Tensor:
+def _owned_part(local: torch.Tensor, flat: slice | None, *, strided: bool) -> torch.Tensor:
     """Copy a local tensor, or a flat range of it, into memory of its own, contiguous or not."""
     bits = as_bits(local) if flat is None else as_bits(local).reshape(-1)[flat]
     if not strided or not bits.ndim:
         return bits.clone().view(local.dtype)
     room = torch.zeros((*bits.shape, 2), dtype=bits.dtype).view(local.dtype)
-    held = room[..., 0]
-    as_bits(held).copy_(bits)
-    return held
+    owned = room[..., 0]
+    as_bits(owned).copy_(bits)
+    return owned

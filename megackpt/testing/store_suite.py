@@ -1,7 +1,7 @@
 # ruff: noqa: D102 - the name of a test is its claim
 """What every store must do, as tests: subclass `StoreConformance` and give it a `store` fixture.
 
-Owns the claims that hold for all stores. What only one kind can promise (durability, symbolic links, direct
+The claims hold for all stores. What only one kind can promise (durability, symbolic links, direct
 I/O) is tested where that kind is.
 
     class TestMyStore(StoreConformance):
@@ -37,7 +37,7 @@ def some_bytes(nbytes: int, *, seed: int = 0) -> bytes:
 
 
 def write_stream(store: Store, name: str, data: bytes, *, part_bytes: int) -> None:
-    """Write `data` through a writer in pieces."""
+    """Write `data` through a writer, in several parts."""
     with store.open_writer(name, len(data)) as writer:
         for start in range(0, len(data), part_bytes):
             writer.write(memoryview(data)[start : start + part_bytes])

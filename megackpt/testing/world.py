@@ -1,6 +1,6 @@
 """A simulated world: ranks as threads of one process.
 
-Owns a Group whose ranks meet at barriers in memory. The same save and load run on it as on real processes,
+Its Group synchronises ranks at barriers in memory. The same save and load run on it as on real processes,
 so a property test can try thousands of layouts in the time that starting one real world takes.
 """
 
@@ -25,7 +25,7 @@ class SimulatedWorld:
     [b'\x00', b'\x01', b'\x02']
 
     Attributes:
-        bytes_sent: how many bytes each rank has put into messages and parcels so far, `[size]`.
+        bytes_sent: how many bytes each rank has put into messages so far, `[size]`.
         messages: how many messages each rank has taken part in, `[size]`.
     """
 
@@ -35,9 +35,9 @@ class SimulatedWorld:
         self.messages = [0] * size
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._slots: dict[int, Any] = {}  # what has been said in the meeting that is under way
-        self._meeting = 0
-        self._minutes: list[Any] = []  # what was said in the last one that ended
+        self._slots: dict[int, Any] = {}  # what ranks gave to the present collective
+        self._collective = 0
+        self._results: list[Any] = []  # what was said in the last one that ended
         self._gone: set[int] = set()
         self._parts: dict[tuple[int, ...], SimulatedWorld] = {}
 
@@ -87,24 +87,24 @@ class SimulatedWorld:
             self.bytes_sent[rank] += nbytes
             self.messages[rank] += 1
             self._slots[rank] = data
-            meeting = self._meeting
+            collective = self._collective
             if len(self._slots) == self.size:
-                # Nobody can end the next meeting before all have come to it, so the minutes stay until all
-                # have read.
-                self._minutes = [self._slots[r] for r in range(self.size)]
+                # Nobody can finish the next collective before all have joined it, so the results stay until
+                # all have read them.
+                self._results = [self._slots[r] for r in range(self.size)]
                 self._slots = {}
-                self._meeting += 1
+                self._collective += 1
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._meeting != meeting or self._absent(), self._timeout_s)
-            if self._meeting == meeting:
+            self._changed.wait_for(lambda: self._collective != collective or self._absent(), self._timeout_s)
+            if self._collective == collective:
                 who = sorted(self._absent() or set(range(self.size)) - set(self._slots))
                 del self._slots[rank]  # who comes late shall not find it complete
                 self._gone.add(rank)
                 raise RankFailedError(f"Simulated rank(s) {who} did not answer within {self._timeout_s:g} s.")
-            return self._minutes
+            return self._results
 
     def _absent(self) -> set[int]:
-        """Ranks that have ended without coming to the meeting under way."""
+        """Return the ranks that ended and did not join the present collective."""
         return self._gone - set(self._slots)
 
 
@@ -143,7 +143,7 @@ class SimulatedRank(Group):
         return bytes(everyone[0][self.rank])
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
-        """Move parcels between pairs of ranks."""
+        """Send and receive between pairs of ranks."""
         going = [(peer, bytes(data)) for peer, data in sends]
         everyone = self._world._meet(self.rank, going, sum(len(data) for _, data in going))
         coming = {peer: iter([d for to, d in sent if to == self.rank]) for peer, sent in enumerate(everyone)}
@@ -164,5 +164,5 @@ class SimulatedRank(Group):
 
 
 def _messages(everyone: Sequence[Any]) -> list[bytes]:
-    """Return what was said as messages; of ranks that are in a meeting of another kind, their step if any."""
+    """Return the messages; for ranks in a collective of another kind, their step if they have one."""
     return [s[0] if isinstance(s, tuple) else s if isinstance(s, bytes) else b"" for s in everyone]

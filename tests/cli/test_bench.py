@@ -190,15 +190,15 @@ def test_bad_settings_are_refused_before_anything_starts(
 def test_the_blocks_of_all_ranks_tile_the_same_arrays(layout: GridLayout) -> None:
     model = make_model(1 << 20, ranks=4, dtype=torch.bfloat16)
     (whole,) = [make_state(model, GridLayout(), 0, torch.bfloat16)]
-    of_key = {piece.key: piece.data for piece in whole.shards}
+    of_key = {shard.key: shard.data for shard in whole.shards}
     seen: dict[str, int] = {}
     for rank in range(4):
         tp_rank = layout.coordinates_of(rank)[0]
-        for piece in make_state(model, layout, rank, torch.bfloat16).shards:
-            axis = piece.tp_axis
-            right = of_key[piece.key] if axis is None else of_key[piece.key].chunk(layout.tp, axis)[tp_rank]
-            assert torch.equal(as_bytes(piece.data), as_bytes(right.contiguous()))
-            seen[piece.key] = seen.get(piece.key, 0) + (piece.data.numel() if piece.replica == (0, 0) else 0)
+        for shard in make_state(model, layout, rank, torch.bfloat16).shards:
+            axis = shard.tp_axis
+            right = of_key[shard.key] if axis is None else of_key[shard.key].chunk(layout.tp, axis)[tp_rank]
+            assert torch.equal(as_bytes(shard.data), as_bytes(right.contiguous()))
+            seen[shard.key] = seen.get(shard.key, 0) + (shard.data.numel() if shard.replica == (0, 0) else 0)
     assert seen == {key: data.numel() for key, data in of_key.items()}
 
 
@@ -209,9 +209,9 @@ def test_flat_ranges_of_a_stage_hold_every_element_of_the_optimizer_once() -> No
     )
     seen: dict[str, int] = {}
     for rank in range(4):
-        for piece in make_state(model, layout, rank, torch.bfloat16).shards:
-            if piece.replica == (0, 0):
-                seen[piece.key] = seen.get(piece.key, 0) + piece.data.numel()
+        for shard in make_state(model, layout, rank, torch.bfloat16).shards:
+            if shard.replica == (0, 0):
+                seen[shard.key] = seen.get(shard.key, 0) + shard.data.numel()
     assert seen == {
         key: array.numel
         for array in model
@@ -241,7 +241,7 @@ def test_a_state_that_is_inverted_differs_everywhere_and_twice_is_as_before() ->
 
 def test_the_small_state_is_200_arrays_of_1_kib() -> None:
     state = make_state(make_small_model(), GridLayout(dp=2), 1, torch.float32)
-    assert [piece.data.nbytes for piece in state.shards] == [1024] * 200
+    assert [shard.data.nbytes for shard in state.shards] == [1024] * 200
     assert state_nbytes(make_small_model(), torch.float32) == 200 * 1024
 
 

@@ -111,7 +111,7 @@ class Tally:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "over", "alone"),
+    ("strategy", "ranks", "over", "only_this_rank"),
     [
         *product([STRATEGIES[0]], [1, 4], [None, 1], [False, True]),
         *product(STRATEGIES[1:], [1], [None], [False]),  # the other cases of these take minutes
@@ -119,16 +119,18 @@ class Tally:
     ids=str,
 )
 def test_a_crash_at_any_moment_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
-    strategy: Strategy, ranks: int, over: int | None, alone: bool
+    strategy: Strategy, ranks: int, over: int | None, only_this_rank: bool
 ) -> None:
-    losses = (Loss.NOTHING, Loss.EVERYTHING) if alone else tuple(Loss)
+    losses = (Loss.NOTHING, Loss.EVERYTHING) if only_this_rank else tuple(Loss)
     before = {} if over is None else saved(1, ranks=2, strategy=strategy).disk.files_after(Loss.NOTHING)
     clean = saved(3, ranks=1, strategy=strategy).disk.files_after(Loss.EVERYTHING)
     tally = Tally(strategy, over, names_of(clean))
     outcomes: set[int | None] = set()
     for rank in range(ranks):
         for index in range(10_000):
-            machine = CrashMachine(before, stop_at=Moment(rank=rank, index=index, alone=alone))
+            machine = CrashMachine(
+                before, stop_at=Moment(rank=rank, index=index, only_this_rank=only_this_rank)
+            )
             run_save(machine, 2, ranks=ranks, strategy=strategy)
             found = {tally.look(machine.restarted(loss).disk.files_after(Loss.NOTHING)) for loss in losses}
             outcomes |= found

@@ -188,14 +188,14 @@ def test_an_asynchronous_save_does_what_a_synchronous_one_does(ranks: int, over:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "over", "alone"), [(1, 1, False), (4, None, True), (4, 1, False), (4, 1, True)]
+    ("ranks", "over", "only_this_rank"), [(1, 1, False), (4, None, True), (4, 1, False), (4, 1, True)]
 )
 def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
-    ranks: int, over: int | None, alone: bool
+    ranks: int, over: int | None, only_this_rank: bool
 ) -> None:
-    if ranks > 1 and (over is None or not alone) and not is_thorough():
+    if ranks > 1 and (over is None or not only_this_rank) and not is_thorough():
         pytest.skip("only with --thorough")
-    losses = (Loss.NOTHING, Loss.EVERYTHING) if alone else tuple(Loss)
+    losses = (Loss.NOTHING, Loss.EVERYTHING) if only_this_rank else tuple(Loss)
     files = before(over)
     tally = Tally(
         NATIVE, over, names_of(saved(3, ranks=1, strategy=NATIVE).disk.files_after(Loss.EVERYTHING))
@@ -207,7 +207,7 @@ def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
         moments = random.Random(seed()).sample(moments, 4)
     outcomes: set[int | None] = set()
     for rank, index in moments:
-        machine = CrashMachine(files, stop_at=Moment(rank=rank, index=index, alone=alone))
+        machine = CrashMachine(files, stop_at=Moment(rank=rank, index=index, only_this_rank=only_this_rank))
         errors = save_behind(machine, 2, ranks=ranks)
         assert machine.has_stopped
         assert all(errors), (rank, index, errors)  # the writers are lost, and every rank is told

@@ -120,11 +120,11 @@ class Tally:
         return newest
 
 
-@pytest.mark.parametrize(("ranks", "alone"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("ranks", "only_this_rank"), [(1, False), (4, False), (4, True)])
 def test_a_crash_at_any_moment_of_a_retention_pass_loses_nothing_that_should_stay(
-    ranks: int, alone: bool
+    ranks: int, only_this_rank: bool
 ) -> None:
-    if alone and not is_thorough():
+    if only_this_rank and not is_thorough():
         pytest.skip("only with --thorough")
     files, tally, outcomes = before(), Tally(ranks), list[set[int]]()
     losses = (Loss.NOTHING, Loss.EVERYTHING) if ranks > 1 else tuple(Loss)
@@ -134,7 +134,7 @@ def test_a_crash_at_any_moment_of_a_retention_pass_loses_nothing_that_should_sta
     commit = listening.texts.index("before replace of 'iter_0000005/metadata.json'")
     noted = [i for i, text in enumerate(listening.texts) if ".megackpt/metrics/iter_0000005.json" in text]
     for index in (*noted, *range(commit, len(listening.texts))):  # test_kill_points.py has those in between
-        machine = CrashMachine(files, stop_at=Moment(rank=0, index=index, alone=alone))
+        machine = CrashMachine(files, stop_at=Moment(rank=0, index=index, only_this_rank=only_this_rank))
         run_save(machine, 5, ranks=ranks)
         assert machine.has_stopped
         outcomes.append(

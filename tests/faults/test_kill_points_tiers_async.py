@@ -32,11 +32,11 @@ from tests.unit.test_tier_steps import Run, state
 class Nodes:
     """The machines of a job, which stop before an operation on a directory of theirs: all, or one alone."""
 
-    def __init__(self, *, stop_at: int | None = None, alone: bool = False) -> None:
+    def __init__(self, *, stop_at: int | None = None, only_this_rank: bool = False) -> None:
         self.seen: dict[int, list[str]] = {}
         self.has_stopped = False
         self.stopped: int | None = None  # the rank
-        self._stop_at, self._alone = stop_at, alone
+        self._stop_at, self._alone = stop_at, only_this_rank
         self._count = 0
         self._lock = threading.Lock()
 
@@ -160,12 +160,15 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
     count = sum(map(len, whole.seen.values()))
     points = range(count) if is_thorough() else sorted(random.Random(seed()).sample(range(count), 4))
     found = set()
-    for point, alone in product(points, (False, True)):
-        run, nodes = run_of(tmp_path / f"{point}-{alone}"), Nodes(stop_at=point, alone=alone)
+    for point, only_this_rank in product(points, (False, True)):
+        run, nodes = (
+            run_of(tmp_path / f"{point}-{only_this_rank}"),
+            Nodes(stop_at=point, only_this_rank=only_this_rank),
+        )
         run.save(1, nodes=range(2))
         errors = save_behind(run, nodes, 2)
         assert nodes.stopped is not None
-        who = f"writer process of rank {nodes.stopped} " if alone else "writer process of rank"
+        who = f"writer process of rank {nodes.stopped} " if only_this_rank else "writer process of rank"
         assert all(who in error and "while saving step 2" in error for error in errors), (point, errors)
         run.lose(point % 2)  # so that what the other one says it has must be all there is
         used = run.load(nodes=range(2))

@@ -12,7 +12,7 @@ from megackpt.mapping.describe import describe
 from megackpt.metadata import ChunkTable, merge_declarations
 from megackpt.planning import plan_main_replicas
 from megackpt.planning.long_chunks import split_long_chunks
-from megackpt.testing.layouts import arrays, held_chunks
+from megackpt.testing.layouts import arrays, owned_chunks
 
 
 def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
@@ -34,7 +34,7 @@ def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
 def test_parts_follow_each_other_in_the_bytes_of_their_chunk(
     data: st.DataObject, array: torch.Tensor, ranks: int, most: int
 ) -> None:
-    held = data.draw(held_chunks(tuple(array.shape), ranks=ranks))
+    held = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
     declared = [describe([h.declare("a", array) for h in held if h.rank == r], rank=r) for r in range(ranks)]
     table = plan_main_replicas(merge_declarations(declared)).table
     cut, of, start = split_long_chunks(table, most=most)

@@ -19,7 +19,7 @@ from megackpt.formats.array_digests import ArrayDigester
 from megackpt.geometry import Box, box_ranges
 from megackpt.metadata import ArraySpec, ChunkTable
 from megackpt.storage import MemoryStore
-from megackpt.testing.layouts import arrays, boxes, held_chunks
+from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 from tests.effort import sample_of
 
@@ -39,7 +39,7 @@ def digest_of(array: torch.Tensor) -> int:
 def test_a_save_at_any_layout_stores_the_digest_of_the_array(
     data: st.DataObject, array: torch.Tensor, ranks: int, validates: bool
 ) -> None:
-    layout = data.draw(held_chunks(tuple(array.shape), ranks=ranks), label="layout")
+    layout = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="layout")
     store = MemoryStore()
 
     def save_rank(group: Group) -> None:

@@ -17,7 +17,7 @@ from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.options import LoadOptions
 from megackpt.storage import MemoryStore
-from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.world import SimulatedRank, SimulatedWorld
 
 WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
@@ -37,7 +37,7 @@ class CountingStore(MemoryStore):
         super().read_into(name, offset_bytes, out)
 
 
-def declare(layout: list[Held], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
+def declare(layout: list[OwnedChunk], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
     return [held.declare(key, array) for held in layout if held.rank == rank]
 
 
@@ -72,8 +72,8 @@ def test_any_way_loads_what_direct_reading_loads(
 ) -> None:
     parts = min(parts, target_ranks)
     keys = ("first", "second")
-    source = [data.draw(held_chunks(tuple(a.shape), ranks=source_ranks)) for a in both]
-    target = [data.draw(held_chunks(tuple(a.shape), ranks=target_ranks)) for a in both]
+    source = [data.draw(owned_chunks(tuple(a.shape), ranks=source_ranks)) for a in both]
+    target = [data.draw(owned_chunks(tuple(a.shape), ranks=target_ranks)) for a in both]
     store = CountingStore()
 
     def save_rank(group: Group) -> None:

@@ -11,12 +11,12 @@ from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore
-from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 from tests.effort import sample_of
 
 
-def declare(layout: list[Held], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
+def declare(layout: list[OwnedChunk], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
     return [held.declare(key, array) for held in layout if held.rank == rank]
 
 
@@ -59,8 +59,8 @@ def check_the_law(
 ) -> None:
     """Save and load; without our own index a checkpoint is read as one that another library wrote."""
     shape = tuple(array.shape)
-    source = data.draw(held_chunks(shape, ranks=source_ranks), label="source")
-    target = data.draw(held_chunks(shape, ranks=target_ranks), label="target")
+    source = data.draw(owned_chunks(shape, ranks=source_ranks), label="source")
+    target = data.draw(owned_chunks(shape, ranks=target_ranks), label="target")
     store = MemoryStore()
 
     def save_rank(group: Group) -> None:

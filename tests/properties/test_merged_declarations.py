@@ -23,7 +23,7 @@ from megackpt.metadata import (
 )
 from megackpt.options import Spread
 from megackpt.planning import SavePlan, plan_merged_save, plan_save
-from megackpt.testing.layouts import arrays, held_chunks
+from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.validation import check_coverage
 
 World = list[list[ShardedTensor | ShardedObject]]
@@ -50,7 +50,7 @@ def worlds(draw: st.DrawFn) -> World:
     world: World = [[] for _ in range(ranks)]
     for i in range(draw(st.integers(1, 3))):
         array = draw(arrays(max_dims=3))
-        for held in draw(held_chunks(tuple(array.shape), ranks=ranks)):
+        for held in draw(owned_chunks(tuple(array.shape), ranks=ranks)):
             world[held.rank].append(held.declare(f"array {i}", array))
     tp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
     for i in range(draw(st.integers(0, 4))):

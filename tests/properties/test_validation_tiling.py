@@ -14,7 +14,7 @@ from megackpt.geometry.tiling import Rectangles, uncovered_regions
 from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import merge_declarations
-from megackpt.testing.layouts import arrays, boxes, held_chunks
+from megackpt.testing.layouts import arrays, boxes, owned_chunks
 from megackpt.validation import check_coverage
 from tests.effort import sample_of
 
@@ -90,7 +90,7 @@ def test_too_many_faults_of_one_array_are_named_by_the_box_around_them(
 def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: list[int]) -> None:
     entities: list[list[ShardedTensor | ShardedObject]] = [[] for _ in range(ranks)]
     for number, array in enumerate(data.draw(st.lists(arrays(), max_size=4))):
-        for held in data.draw(held_chunks(tuple(array.shape), ranks=ranks)):
+        for held in data.draw(owned_chunks(tuple(array.shape), ranks=ranks)):
             entities[held.rank].append(held.declare(f"array{number}", array))
     for offset in np.ndindex(*grid):
         for replica, rank in enumerate(data.draw(st.permutations(range(ranks)))):
@@ -105,7 +105,7 @@ def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: l
 def test_a_chunk_less_or_a_chunk_too_many_is_always_found(
     data: st.DataObject, array: torch.Tensor, spoil: str
 ) -> None:
-    mains = [held for held in data.draw(held_chunks(tuple(array.shape), ranks=3)) if held.replica == 0]
+    mains = [held for held in data.draw(owned_chunks(tuple(array.shape), ranks=3)) if held.replica == 0]
     victim = data.draw(st.sampled_from([held for held in mains if held.chunk[2] > held.chunk[1]]))
     spoilt = [held for held in mains if held is not victim] if spoil == "drop" else [*mains, victim]
     per_rank = [

@@ -14,7 +14,7 @@ from megackpt.engine.data.tensor_bytes import as_bits, byte_view
 from megackpt.integrations.xla import XlaLoadPlanner, XlaSavePlanner
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import MemoryStore
-from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.spmd import SpmdLayout, XLAShardedTensor, spmd_layouts
 from megackpt.testing.world import SimulatedWorld
 
@@ -58,7 +58,7 @@ def test_any_spmd_world_loads_what_any_other_saved(data: st.DataObject, array: t
     assert_on_all_devices(target, load_spmd(wrong_values(array), target, store), array)
 
 
-def declare(layout: list[Held], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
+def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
     return [held.declare("w", array) for held in layout if held.rank == rank]
 
 
@@ -68,7 +68,7 @@ def test_spmd_worlds_and_ranks_load_what_the_other_saved(
     data: st.DataObject, array: torch.Tensor, ranks: int
 ) -> None:
     spmd = data.draw(spmd_layouts(array.ndim), label="spmd")
-    held = data.draw(held_chunks(tuple(array.shape), ranks=ranks), label="ranks")
+    held = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="ranks")
     store, back = MemoryStore(), MemoryStore()
     save_spmd(array, spmd, store)
 

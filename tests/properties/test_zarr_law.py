@@ -18,14 +18,14 @@ from megackpt.formats.zarr.version_1 import ZarrV2SaveStrategy
 from megackpt.formats.zarr.version_3 import ZarrV3SaveStrategy
 from megackpt.mapping import ShardedTensor
 from megackpt.storage import LocalStore, MemoryStore, Store
-from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 
 # Files and chunks of a few elements, so that small arrays have many of them and ranks share some.
 TINY = [GridRules(file_bytes=64, inner_bytes=16), GridRules(file_bytes=24, inner_bytes=8, files_per_row=1)]
 
 
-def declare(layout: list[Held], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
+def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
     return [held.declare("array", array) for held in layout if held.rank == rank]
 
 
@@ -38,8 +38,8 @@ def check(
     data: st.DataObject, array: torch.Tensor, strategy: type[ZarrSaveStrategy], rules: GridRules, store: Store
 ) -> None:
     source_ranks, target_ranks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    source = data.draw(held_chunks(tuple(array.shape), ranks=source_ranks), label="source")
-    target = data.draw(held_chunks(tuple(array.shape), ranks=target_ranks), label="target")
+    source = data.draw(owned_chunks(tuple(array.shape), ranks=source_ranks), label="source")
+    target = data.draw(owned_chunks(tuple(array.shape), ranks=target_ranks), label="target")
 
     def save_rank(group: Group) -> None:
         shards = {"shards": declare(source, array, group.rank)}

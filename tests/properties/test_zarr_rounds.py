@@ -17,7 +17,7 @@ from megackpt.mapping import ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import ArraySpec, merge_declarations
 from megackpt.planning import SavePlan, plan_save
-from megackpt.testing.layouts import Held, arrays, held_chunks
+from megackpt.testing.layouts import OwnedChunk, arrays, owned_chunks
 from tests.effort import sample_of
 
 RULES = st.builds(
@@ -28,7 +28,7 @@ RULES = st.builds(
 )
 
 
-def plan_of(layouts: list[tuple[torch.Tensor, list[Held]]], *, ranks: int) -> SavePlan:
+def plan_of(layouts: list[tuple[torch.Tensor, list[OwnedChunk]]], *, ranks: int) -> SavePlan:
     declared = []
     for rank in range(ranks):
         entities: list[ShardedTensor] = [
@@ -47,7 +47,7 @@ def plans(draw: st.DrawFn) -> tuple[SavePlan, int]:
     layouts = []
     for _ in range(draw(st.integers(1, 3))):
         array = draw(arrays(max_dims=3))
-        layouts.append((array, draw(held_chunks(tuple(array.shape), ranks=ranks))))
+        layouts.append((array, draw(owned_chunks(tuple(array.shape), ranks=ranks))))
     return plan_of(layouts, ranks=ranks), ranks
 
 
@@ -130,7 +130,7 @@ def test_even_tensor_parallel_splits_take_one_round(parts: list[int], extent: in
     array = torch.zeros(shape)
     cells = list(itertools.product(*map(range, parts)))
     layout = [
-        Held(
+        OwnedChunk(
             rank,
             (Box(tuple(i * extent for i in cell), (extent,) * len(parts)), 0, extent ** len(parts)),
             0,
@@ -151,7 +151,7 @@ def test_optimizer_shards_of_equal_size_take_two_rounds_at_most_in_each_file(
     numel = rows * columns
     ends = [numel * rank // ranks for rank in range(ranks + 1)]
     box = Box((0, 0), (rows, columns))
-    layout = [Held(rank, (box, ends[rank], ends[rank + 1]), 0, 0, False) for rank in range(ranks)]
+    layout = [OwnedChunk(rank, (box, ends[rank], ends[rank + 1]), 0, 0, False) for rank in range(ranks)]
     plan = plan_of([(torch.zeros(rows, columns), layout)], ranks=ranks)
     grids = choose_grids(plan.table, GridRules())
     # A shard of less than a row shares it with others whatever the grid.
@@ -163,7 +163,7 @@ def test_many_optimizer_shards_of_one_array_take_two_rounds() -> None:
     ranks, shape = 511, (4099, 4096)  # both prime to each other: shards end in the middle of rows
     ends = np.linspace(0, shape[0] * shape[1], ranks + 1).astype(int).tolist()
     box = Box((0, 0), shape)
-    layout = [Held(rank, (box, ends[rank], ends[rank + 1]), 0, 0, False) for rank in range(ranks)]
+    layout = [OwnedChunk(rank, (box, ends[rank], ends[rank + 1]), 0, 0, False) for rank in range(ranks)]
     plan = plan_of([(torch.zeros(1).expand(shape), layout)], ranks=ranks)
     grids = choose_grids(plan.table, GridRules())
     assert plan_rounds(plan, find_touched_files(plan.table, grids)).count == 2

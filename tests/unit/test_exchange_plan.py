@@ -16,7 +16,7 @@ from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, me
 from megackpt.planning import StridedCopy, exchange, needed_ranges, plan_main_replicas
 from megackpt.planning.assignment import Readers
 from megackpt.planning.exchange import PART_BYTES, ExchangePlan, aligned, plan_exchange
-from megackpt.testing.layouts import arrays, held_chunks
+from megackpt.testing.layouts import arrays, owned_chunks
 
 MIB = 1 << 20
 WAYS = ("all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage")
@@ -137,8 +137,8 @@ def test_a_chunk_goes_to_a_rank_that_needs_it() -> None:
 def test_deliveries_hold_every_element_that_a_rank_asks_for_once(
     data: st.DataObject, array: torch.Tensor, ranks: int, mode: Any
 ) -> None:
-    source = data.draw(held_chunks(tuple(array.shape), ranks=1))
-    target = data.draw(held_chunks(tuple(array.shape), ranks=ranks))
+    source = data.draw(owned_chunks(tuple(array.shape), ranks=1))
+    target = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
     table = stored([h.declare("a", array) for h in source if not h.replica])
     asked = [[h.declare("a", array) for h in target if h.rank == rank] for rank in range(ranks)]
     requested = [describe(entities, rank=rank) for rank, entities in enumerate(asked)]
@@ -207,8 +207,8 @@ def test_gaps_of_whole_blocks_are_not_read() -> None:
 def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
     data: st.DataObject, array: torch.Tensor, kinds: int, ranks: int, mode: Any
 ) -> None:
-    source = data.draw(held_chunks(tuple(array.shape), ranks=1))
-    target = data.draw(held_chunks(tuple(array.shape), ranks=kinds))
+    source = data.draw(owned_chunks(tuple(array.shape), ranks=1))
+    target = data.draw(owned_chunks(tuple(array.shape), ranks=kinds))
     table = stored([h.declare("a", array) for h in source if not h.replica])
     asked = [[h.declare("a", array) for h in target if h.rank == kind] for kind in range(kinds)]
     requested = [describe(asked[data.draw(st.integers(0, kinds - 1))], rank=r) for r in range(ranks)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megackpt import SaveOptions, ShardedObject, ShardedTensor, load, load_plain_tensors, save
 from megackpt.comm import Group
 from megackpt.engine.data.tensor_bytes import as_bits, byte_view
-from megackpt.testing.layouts import arrays, held_chunks
+from megackpt.testing.layouts import arrays, owned_chunks
 from megackpt.testing.world import SimulatedWorld
 
 HAS_DIGESTS = importlib.util.find_spec("awscrt") is not None
@@ -64,7 +64,7 @@ def slices(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[Any, ...]]:
 def test_the_reader_agrees_with_load_at_any_layout(
     data: st.DataObject, array: torch.Tensor, ranks: int, tmp_path_factory: object
 ) -> None:
-    layout = data.draw(held_chunks(tuple(array.shape), ranks=ranks))
+    layout = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
     options = SaveOptions(array_digests=HAS_DIGESTS and data.draw(st.booleans()))  # it knows nothing of them
     directory = tmp_path_factory.mktemp("reader")  # type: ignore[attr-defined]
     SimulatedWorld(ranks).run(

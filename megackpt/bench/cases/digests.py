@@ -1,8 +1,8 @@
 """What digests cost: saves and loads with them and without, in turns.
 
-Owns the save without them, which the library has not: the hash function is replaced while it runs by one
-that returns 0. What is saved like that is loaded by nobody. The time of the hash alone, on the bytes and
-threads of a rank, is measured too: it is what digests would cost if nothing went on meanwhile.
+The library cannot save without digests, so the hash function is replaced during such a save by one that
+returns 0. Nobody loads what is saved like that. The time of the hash alone, on the bytes and threads of a
+rank, is measured too: it is what digests would cost if nothing went on meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megackpt.options import LoadOptions
 from megackpt.storage import block_digests
 
 _BLOCK_BYTES = 4 << 20
-_MORE = 2  # times the repeats: a difference is small beside what runs vary
+_MORE = 2  # times the repeats: the difference is small compared with the noise
 
 
 def measure_digests(run: BenchRun) -> None:
@@ -78,7 +78,7 @@ def _load(run: BenchRun, state: RankState, case: str, who: str) -> None:
 
 def _hash(state: RankState) -> None:
     with ThreadPoolExecutor(WRITE_THREADS) as pool:
-        views = [as_bytes(piece.data).numpy().data for piece in state.shards]
+        views = [as_bytes(shard.data).numpy().data for shard in state.shards]
         for done in [pool.submit(block_digests, view, _BLOCK_BYTES) for view in views]:
             done.result()
 

@@ -1,6 +1,6 @@
-"""Planning of a save like the last one: how long it takes, and what ranks have to tell each other.
+"""Planning of a save like the last one: how long it takes, and how many collectives it needs.
 
-Owns the two steps of a save, in a row and with a plan cache, as `Checkpointer.save` takes them.
+Runs the two steps of a save one after the other, with a plan cache, as `Checkpointer.save` does.
 """
 
 from __future__ import annotations

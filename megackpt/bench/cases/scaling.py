@@ -1,4 +1,4 @@
-"""One rank beside many, with the same state: whether total throughput falls."""
+"""One rank compared with many, for the same state: whether total throughput falls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megackpt import api
 from megackpt.bench.measure import BenchRun
-from megackpt.bench.names import LOAD_WARM, OURS, SAVE, SCALING, alone
+from megackpt.bench.names import LOAD_WARM, OURS, SAVE, SCALING, scaling_case
 from megackpt.bench.raw import RawFiles
 from megackpt.bench.state import GridLayout, RankState, fingerprints, first_difference, make_state, spoil
 from megackpt.bench.stopwatch import timed
@@ -24,7 +24,7 @@ def measure_scaling(run: BenchRun) -> None:
         side.round_trip()
         run.clear()
     for case in (SAVE, LOAD_WARM):
-        one, many = (run.results.row(alone(case, side.ranks), OURS) for side in sides)
+        one, many = (run.results.row(scaling_case(case, side.ranks), OURS) for side in sides)
         if one.rate and many.rate:
             name = f"{case}, {SCALING.format(ranks=run.ranks)}"
             run.results.note(name, OURS, many.rate / one.rate)
@@ -57,7 +57,7 @@ class _Side:
                 self._raw.write(direct=direct)
 
         nbytes = self._raw.nbytes if self._raw is not None else 0
-        self._run.time_raw(alone(SAVE, self.ranks), nbytes, write, is_direct=True)
+        self._run.time_raw(scaling_case(SAVE, self.ranks), nbytes, write, is_direct=True)
 
     def round_trip(self) -> None:
         """Save, load and compare."""
@@ -67,7 +67,7 @@ class _Side:
         self._run.warm(OURS)
         spoil(self._state)
         loading = timed(partial(self._load, directory))
-        cases = (alone(SAVE, self.ranks), alone(LOAD_WARM, self.ranks))
+        cases = (scaling_case(SAVE, self.ranks), scaling_case(LOAD_WARM, self.ranks))
         for case, seconds in zip(cases, (saving, loading), strict=True):
             results.add(case, OURS, seconds, nbytes)
         results.verify(cases, OURS, first_difference(self._state, self._expected))
