@@ -7,8 +7,8 @@ of the arguments are those of Megatron-Core's `dist_checkpointing.serialization`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -23,7 +23,7 @@ from megackpt.engine.checkpoint.opening import (
     open_checkpoint,
     read_common,
 )
-from megackpt.engine.loading.load import LoadResult, load_state
+from megackpt.engine.loading.load import LoadRequest, LoadResult, load_state
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save import SaveRequest, save_state
 from megackpt.errors import DeclarationError
@@ -303,15 +303,24 @@ def _load(
 ) -> LoadResult:
     options = _given_options(options, LoadOptions)
     group = _given_group(group, timeout_s=options.timeout_s)
-    with ExitStack() as stack:
-        # Opened in the first step that ranks take together: it may fail on some of them only.
-        def opened() -> Store:
-            store = stack.enter_context(opened_store(location))
-            if choice is not None:
-                check_format(choice, read_manifest(store), where=store.location)
-            return store
+    request = LoadRequest(
+        state=state,
+        # Opened in the first step of the load, whose errors are raised on all ranks.
+        open_store=lambda: _opened_in_format(location, choice),
+        options=options,
+        strict=strict,
+        exchange_group=exchange_group,
+    )
+    return load_state(request, group)
 
-        return load_state(state, opened, group, options, strict, exchange_group=exchange_group)
+
+@contextmanager
+def _opened_in_format(location: Location, choice: LoadChoice) -> Iterator[Store]:
+    """Open the store of a checkpoint, and check that it has the chosen format."""
+    with opened_store(location) as store:
+        if choice is not None:
+            check_format(choice, read_manifest(store), where=store.location)
+        yield store
 
 
 def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> StateDict:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from megackpt.api import ReturnsState, load_with_report
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
-from megackpt.engine.loading.fallback import DAMAGE
+from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.errors import CheckpointError, DeclarationError, NotACheckpointError
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import LoadOptions
@@ -82,7 +82,7 @@ def load_or_go_back(
     while True:
         try:
             loaded = load(step)
-        except DAMAGE as error:
+        except DAMAGE_ERRORS as error:
             passed.append((step, error))
         else:
             over = (SkippedStep(step=number, where=where, why=str(error)) for number, error in passed)

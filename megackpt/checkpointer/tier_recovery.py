@@ -18,8 +18,8 @@ from megackpt.checkpointer.loading import LastLoad, SkippedStep, with_copies_of_
 from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalSteps, step_name
-from megackpt.engine.loading.fallback import DAMAGE
-from megackpt.engine.loading.load import load_state
+from megackpt.engine.loading.fallback import DAMAGE_ERRORS
+from megackpt.engine.loading.load import LoadRequest, load_state
 from megackpt.engine.tiers.recover import (
     NodeStep,
     StepFiles,
@@ -149,7 +149,7 @@ class Recovery:
         while True:
             try:
                 return act()
-            except DAMAGE as error:
+            except DAMAGE_ERRORS as error:
                 self._errors.append(error)
                 if candidate.tier == ROOT or not self._find_damage(candidate):
                     self._pass_over(candidate, str(error))
@@ -215,7 +215,14 @@ class Recovery:
             by_exchange = replace(
                 with_copies_of_step(options, name), exchange="all_to_all", cpu_transfer=True
             )
-            return load_state(state, lambda: store, group, by_exchange, strict, holders=placed.holders).state
+            request = LoadRequest(
+                state=state,
+                open_store=lambda: contextlib.nullcontext(store),
+                options=by_exchange,
+                strict=strict,
+                file_readers=placed.holders,
+            )
+            return load_state(request, group).state
 
     def _find_damage(self, candidate: StepCandidate) -> bool:
         """Let every node check what it has of a step; say whether anything is damaged that was not known."""

@@ -98,6 +98,25 @@ def run_on_all_ranks(group: Group, step: Callable[[], bytes], *, doing: str) -> 
     return gather_results(group, result or b"", error, doing=doing)
 
 
+def run_and_all_gather(
+    group: Group, step: Callable[[], tuple[T, bytes]], *, doing: str
+) -> tuple[T, list[bytes]]:
+    """Run a step on every rank; return what it made on this rank, and the messages of all ranks. Collective.
+
+    Args:
+        group: the ranks.
+        step: returns a result for this rank, and a message to all ranks.
+        doing: what the step does, for the error's text.
+
+    Raises:
+        CheckpointError: as `run_on_all_ranks`.
+    """
+    outcome, error = run_step(step, doing=doing)
+    messages = gather_results(group, b"" if outcome is None else outcome[1], error, doing=doing)
+    assert outcome is not None  # otherwise the error was raised
+    return outcome[0], messages
+
+
 def run_and_gather(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
     """Run a step on every rank, and return the results of all ranks on rank 0 only. Collective.
 

@@ -19,6 +19,7 @@ from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.read import Target, placed_in
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
+from megackpt.engine.loading.prepare import PreparedLoad, ReadResult
 from megackpt.engine.loading.transport import Arrival, Buffers, Step, steps_of, transport_for
 from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents
@@ -39,12 +40,13 @@ class ExchangeRanks:
     Attributes:
         group: the ranks.
         devices: the same ranks where data is to go from device to device, if tensors lie there.
-        holders: by file of chunks the ranks that can read it, ascending; None where all can read all.
+        file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
+            all files.
     """
 
     group: Group
     devices: DeviceGroup | None = None
-    holders: Mapping[str, Sequence[int]] | None = None
+    file_readers: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,29 @@ class RankRequest:
         """A device that tensors lie on; the host's only if all of them lie there."""
         found = (t.data.device for t in self.tensors if t.data is not None and t.data.device.type != "cpu")
         return next(found, torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeReader:
+    """Reads a share of what the ranks of a group need, sends it on, and receives the rest.
+
+    Attributes:
+        ranks: the group.
+        options: options of the load.
+        object_buffers: a buffer of the right length for each object of the load; 1-D uint8.
+    """
+
+    ranks: ExchangeRanks
+    options: LoadOptions
+    object_buffers: Sequence[torch.Tensor]
+
+    def read(self, prepared: PreparedLoad) -> ReadResult | None:
+        """Fill the tensors of a load and return the bytes of its objects; see `load_by_exchange`."""
+        request = RankRequest(prepared.plan.requested, prepared.tensors, self.object_buffers)
+        times = load_by_exchange(prepared.contents, request, self.ranks, self.options, where=prepared.where)
+        if times is None:
+            return None
+        return ReadResult([buffer.numpy().tobytes() for buffer in self.object_buffers], times)
 
 
 def load_by_exchange(
@@ -127,16 +152,16 @@ def _plan(
         mode=options.exchange,
         buffer_bytes=options.exchange_bytes,
         where=where,
-        readers=None if ranks.holders is None else _readers(chunks, ranks.holders),
+        readers=None if ranks.file_readers is None else _readers(chunks, ranks.file_readers),
     )
     return plan, chunks
 
 
-def _readers(chunks: Chunks, holders: Mapping[str, Sequence[int]]) -> Readers:
-    """Say of each chunk which ranks can read the file that it lies in."""
+def _readers(chunks: Chunks, file_readers: Mapping[str, Sequence[int]]) -> Readers:
+    """Return for each chunk the ranks that can read its file."""
     ranges = chunks.file_ranges()
-    assert ranges is not None  # who gives holders has chosen the format
-    sets = [list(holders[name]) for name in ranges.files]
+    assert ranges is not None  # whoever gives file_readers has chosen the format
+    sets = [list(file_readers[name]) for name in ranges.files]
     return Readers(
         of=ranges.file,
         first=np.cumsum([0, *map(len, sets)], dtype=np.int64),

@@ -1,8 +1,8 @@
-"""Reading a checkpoint that may be damaged: what is wrong in one place is taken from another.
+"""Loading a damaged checkpoint: bytes that are damaged are read from parity or from a copy of the same save.
 
-Owns the order of the sources, the search for one that has the right bytes, and the record of what was used.
-Whatever a source gives is checked against the digests of the save before it is taken. As long as nothing is
-wrong no source is opened, and no rank waits for another. Files stay as they are: changing them is `repair`'s.
+Every byte that a source provides is checked against the digests of the save. As long as nothing is damaged no
+source is opened, and no rank waits for another. Files stay as they are; `megackpt.maintenance.repair` changes
+them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megackpt.engine.checkpoint.manifest import read_manifest
+from megackpt.engine.checkpoint.opening import open_checkpoint
 from megackpt.errors import (
     CheckpointError,
     FormatError,
@@ -30,203 +32,204 @@ from megackpt.formats.contents import Chunks, Contents, Part, RawRanges
 from megackpt.formats.damage import damage_of
 from megackpt.metadata import ChunkTable
 from megackpt.notices import notice
+from megackpt.options import LoadOptions
 from megackpt.storage import Store, as_store, open_store
 from megackpt.validation import PARITY, RecoveredBytes, merge_recovered
 
 log = logging.getLogger(__name__)
 
-DAMAGE = (IntegrityError, FormatError, StorageError, NotACheckpointError)
-"""What stored bytes can be that a source may have right: changed, malformed, unreadable, gone."""
+DAMAGE_ERRORS = (IntegrityError, FormatError, StorageError, NotACheckpointError)
+"""Errors of stored bytes that another source may have undamaged: changed, malformed, unreadable, lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """A place that may have what another has lost.
+class Replacement:
+    """A source of bytes that the checkpoint itself has lost.
 
     Attributes:
-        name: what to call it.
-        contents: what was opened there; of the same save.
+        name: what errors and reports call it.
+        contents: the same save, opened in that source.
     """
 
     name: str
     contents: Contents
 
 
-class Fallback:
-    """One rank's way to a checkpoint that may be damaged, and to what can take its place. Local.
+class FallbackSource:
+    """A checkpoint that may be damaged, and the replacements for what is damaged. Local.
 
-    Sources, in their order: parity, then each copy, and the parity of that. Reading is safe for many threads.
-
-    store is where the checkpoint belongs; copies are places, or open stores, that may hold the same save;
-    opens is how any of them is opened. Where it is not allowed, damage is an error as ever.
+    Replacements are, in this order: parity, then each copy and the parity of that copy. Several threads may
+    read at once.
 
     Attributes:
-        location: where the checkpoint belongs.
+        location: path or URL of the checkpoint.
+        contents: the opened checkpoint; its chunks and common state fall back to replacements.
+        only_store: None, since bytes may come from several stores.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        copies: Sequence[Any],
-        opens: Callable[[Store], Contents],
-        *,
-        is_allowed: bool = True,
-    ) -> None:
+    contents: Contents
+    only_store = None
+
+    def __init__(self, store: Store, options: LoadOptions, resources: ExitStack) -> None:
         self.location = store.location
-        self._is_allowed = is_allowed
         self._store = store
-        self._copies = tuple(copies)
-        self._open = opens
-        self._primary: Contents  # what is read first; since `open`
-        self._opened = contextlib.ExitStack()
+        self._copies: Sequence[Any] = options.copies
+        self._allow_unsafe_pickle = options.allow_unsafe_pickle
+        self._resources = resources
+        self._primary: Contents
         self._lock = threading.RLock()
-        self._sources: tuple[_Source, ...] | None = None
-        self._refusals: list[str] = []  # why sources cannot be used
+        self._replacements: tuple[Replacement, ...] | None = None
+        self._unusable: list[str] = []  # sources that cannot be used, and why
         self._recovered: list[RecoveredBytes] = []
 
-    def __enter__(self) -> Fallback:
-        return self
+    @classmethod
+    def open(cls, store: Store, options: LoadOptions, resources: ExitStack) -> FallbackSource:
+        """Open the checkpoint, or the first copy that can be opened if the checkpoint cannot.
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        Args:
+            store: where the checkpoint was saved.
+            options: `copies` and `allow_unsafe_pickle`.
+            resources: closes the copies that are opened.
 
-    @property
-    def only_store(self) -> Store | None:
-        """Where all bytes come from; None if what is damaged may come from elsewhere."""
-        return None if self._is_allowed else self._store
+        Raises:
+            CheckpointError: neither the checkpoint nor a copy can be opened; the text names all that were
+                tried.
+        """
+        source = cls(store, options, resources)
+        try:
+            source._primary = source._open(store)
+        except DAMAGE_ERRORS as error:
+            if not source._copies:
+                raise
+            source._primary = source._open_copy(error)
+        source.contents = replace(
+            source._primary,
+            chunks=lambda keys: source._chunks(_chunks_of_keys(keys)),
+            chunks_overlapping=lambda wanted: source._chunks(lambda contents: contents.chunks_for(wanted)),
+            common=lambda: source._first(lambda contents: contents.common()),
+            rebuilt=None,
+        )
+        return source
 
     @property
     def recovered(self) -> tuple[RecoveredBytes, ...]:
-        """What was taken from elsewhere so far."""
+        """The bytes that were read from replacements so far."""
         with self._lock:
             return merge_recovered(self._recovered)
 
-    def open(self) -> Contents:
-        """Open the checkpoint, or else a copy; damaged bytes of what is opened come from other sources.
-
-        Raises:
-            CheckpointError: neither it nor a copy can be opened; the text names all that were tried.
-        """
-        if not self._is_allowed:
-            return self._open(self._store)
-        try:
-            self._primary = self._open(self._store)
-        except DAMAGE as error:
-            if not self._copies:
-                raise
-            self._primary = self._open_copy(error)
-        primary = self._primary
-        return replace(
-            primary,
-            chunks=lambda keys: self._chunks(_of_keys(keys)),
-            chunks_overlapping=lambda wanted: self._chunks(lambda contents: contents.chunks_for(wanted)),
-            common=lambda: self._first(lambda contents: contents.common()),
-            rebuilt=None,
-        )
-
-    def sources(self) -> tuple[_Source, ...]:
-        """Return what besides the checkpoint itself is there, opened by the first call."""
+    def replacements(self) -> tuple[Replacement, ...]:
+        """Return the replacements that can be opened. The first call opens them."""
         with self._lock:
-            if self._sources is None:
-                self._sources = tuple(self._find_sources())
-            return self._sources
+            if self._replacements is None:
+                self._replacements = tuple(self._open_replacements())
+            return self._replacements
 
-    def note(self, recovered: RecoveredBytes) -> None:
-        """Keep that something was taken from elsewhere."""
+    def record(self, recovered: RecoveredBytes) -> None:
+        """Record that bytes were read from a replacement."""
         with self._lock:
             self._recovered.append(recovered)
 
-    def lost(self, error: CheckpointError, refusals: Sequence[str]) -> CheckpointError:
-        """Return an error that also says what was tried in vain."""
+    def error_of_all(self, error: CheckpointError, failures: Sequence[str]) -> CheckpointError:
+        """Return the error of the checkpoint with a list of the replacements that were tried in vain."""
         with self._lock:
-            tried = [*refusals, *self._refusals]
+            tried = [*failures, *self._unusable]
         if not tried:
             tried = ["the checkpoint was saved without parity, and no copies were given (LoadOptions.copies)"]
         lines = truncated_list([" ".join(line.split()) for line in tried])
         text = f"{error}\nNothing could take its place:\n{lines}"
         return type(error)(text, key=error.key, rank=error.rank, path=error.path)
 
+    def _open(self, store: Store) -> Contents:
+        return open_checkpoint(store, allow_unsafe_pickle=self._allow_unsafe_pickle)
+
     def _open_copy(self, error: CheckpointError) -> Contents:
-        """Open the first copy that can be, as the checkpoint itself cannot."""
+        """Return the first copy that can be opened; error says why the checkpoint cannot."""
         for number, copy in enumerate(self._copies):
             try:
                 store = self._store_of(copy)
                 contents = self._open(store)
-            except CheckpointError as refusal:
-                self._refusals.append(f"{_name_of(copy)}: {refusal}")
+            except CheckpointError as failure:
+                self._unusable.append(f"{_name_of(copy)}: {failure}")
                 continue
-            if not _may_be_of_one_save(self._store, store):
-                self._refusals.append(f"{_name_of(copy)} holds another save")
+            if not _may_be_same_save(self._store, store):
+                self._unusable.append(f"{_name_of(copy)} holds another save")
                 continue
-            said = damage_of(error, location=self.location)
-            notice(log, f"{said.file} cannot be opened, and {store.location} takes its place: {said.what}")
-            self.note(RecoveredBytes(source=store.location, why=said.what, file=said.file))
-            self._copies = self._copies[number + 1 :]
+            damage = damage_of(error, location=self.location)
+            notice(
+                log, f"{damage.file} cannot be opened, and {store.location} takes its place: {damage.what}"
+            )
+            self.record(RecoveredBytes(source=store.location, why=damage.what, file=damage.file))
+            self._copies = self._copies[number + 1 :]  # only later copies remain as replacements
             return contents
-        raise self.lost(error, []) from error
+        raise self.error_of_all(error, []) from error
 
     def _store_of(self, copy: Any) -> Store:
         if not isinstance(copy, (str, os.PathLike)):
             return as_store(copy)
-        return self._opened.enter_context(contextlib.closing(open_store(copy)))
+        return self._resources.enter_context(contextlib.closing(open_store(copy)))
 
-    def _find_sources(self) -> Iterator[_Source]:
-        yield from self._rebuilt(PARITY, self._primary)
+    def _open_replacements(self) -> Iterator[Replacement]:
+        yield from self._open_parity(PARITY, self._primary)
         for copy in self._copies:
             name = _name_of(copy)
             try:
                 contents = self._open(self._store_of(copy))
-            except CheckpointError as refusal:
-                self._refusals.append(f"{name}: {refusal}")
+            except CheckpointError as failure:
+                self._unusable.append(f"{name}: {failure}")
                 continue
             if contents.identity != self._primary.identity:
-                self._refusals.append(f"{name} holds another save")
+                self._unusable.append(f"{name} holds another save")
                 continue
-            if not contents.names_save:  # values of another step would have the same places
-                self._refusals.append(f"{name}: nothing in its format says whether it is of the same save")
+            if not contents.names_save:  # values of another step could lie at the same positions
+                self._unusable.append(f"{name}: nothing in its format says whether it is of the same save")
                 continue
-            yield _Source(name, contents)
-            yield from self._rebuilt(f"{PARITY} of {name}", contents)
+            yield Replacement(name, contents)
+            yield from self._open_parity(f"{PARITY} of {name}", contents)
 
-    def _rebuilt(self, name: str, contents: Contents) -> Iterator[_Source]:
+    def _open_parity(self, name: str, contents: Contents) -> Iterator[Replacement]:
         if contents.rebuilt is None:
             return
         try:
-            yield _Source(name, contents.rebuilt())
-        except CheckpointError as refusal:
-            self._refusals.append(f"{name}: {refusal}")
+            yield Replacement(name, contents.rebuilt())
+        except CheckpointError as failure:
+            self._unusable.append(f"{name}: {failure}")
 
     def _first(self, get: Callable[[Contents], Any]) -> Any:
-        """Return what the checkpoint gives, or the first source that gives it."""
+        """Return what the checkpoint gives, or the first replacement that gives it."""
         try:
             return get(self._primary)
-        except DAMAGE as error:
-            refusals = []
-            for source in self.sources():
+        except DAMAGE_ERRORS as error:
+            failures = []
+            for replacement in self.replacements():
                 try:
-                    found = get(source.contents)
-                except CheckpointError as refusal:
-                    refusals.append(f"{source.name}: {refusal}")
+                    value = get(replacement.contents)
+                except CheckpointError as failure:
+                    failures.append(f"{replacement.name}: {failure}")
                     continue
-                said = damage_of(error, location=self.location)
-                self.note(RecoveredBytes(source=source.name, why=said.what, file=said.file))
-                return found
-            raise self.lost(error, refusals) from error
+                damage = damage_of(error, location=self.location)
+                self.record(RecoveredBytes(source=replacement.name, why=damage.what, file=damage.file))
+                return value
+            raise self.error_of_all(error, failures) from error
 
     def _chunks(self, get: Callable[[Contents], Chunks]) -> Chunks:
         return ChunksWithFallback(self._first(get), get, self)
 
 
 class ChunksWithFallback(Chunks):
-    """Chunks whose damaged blocks are read from another source. Safe for many threads.
+    """Chunks of which damaged blocks are read from a replacement. Several threads may read at once.
 
-    It has no `file_ranges`: whether files are whole is found out, block by block, when they are read.
+    It has no `file_ranges`: reading finds out, block by block, whether files are undamaged.
+
+    Args:
+        chunks: the chunks of the checkpoint.
+        get: returns the same chunks of a replacement.
+        source: has the replacements, and records what is read from them.
     """
 
-    def __init__(self, chunks: Chunks, get: Callable[[Contents], Chunks], fallback: Fallback) -> None:
-        self._chunks, self._get, self._fallback = chunks, get, fallback
-        self._others: list[tuple[str, Chunks]] | None = None
-        self._refusals: list[str] = []
+    def __init__(self, chunks: Chunks, get: Callable[[Contents], Chunks], source: FallbackSource) -> None:
+        self._chunks, self._get, self._source = chunks, get, source
+        self._replacements: list[tuple[str, Chunks]] | None = None
+        self._unusable: list[str] = []
         self._lock = threading.Lock()
         self.table, self.block_bytes, self.position = chunks.table, chunks.block_bytes, chunks.position
         self._raw = chunks.raw_ranges()
@@ -240,10 +243,10 @@ class ChunksWithFallback(Chunks):
         return None if self._raw is None else replace(self._raw, borrow=self._borrow)
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
-        """Fill out; see `Chunks`. What is damaged comes from the first source that has it right."""
+        """Fill out; see `Chunks`. Damaged blocks come from the first replacement that has them undamaged."""
         try:
             self._chunks.read_into(row, start, out, verify=verify)
-        except DAMAGE as error:
+        except DAMAGE_ERRORS as error:
             self._read_blocks(row, start, out, error)
 
     @contextlib.contextmanager
@@ -251,95 +254,99 @@ class ChunksWithFallback(Chunks):
         assert self._raw is not None
         with contextlib.ExitStack() as stack:
             try:
-                lent = stack.enter_context(self._raw.borrow(parts, verify))
-            except DAMAGE:
-                lent = [memoryview(bytearray(part.stop - part.start)) for part in parts]
-                for part, out in zip(parts, lent, strict=True):
+                buffers = stack.enter_context(self._raw.borrow(parts, verify))
+            except DAMAGE_ERRORS:
+                buffers = [memoryview(bytearray(part.stop - part.start)) for part in parts]
+                for part, out in zip(parts, buffers, strict=True):
                     self.read_into(part.row, part.start, out, verify=verify)
-            yield lent
+            yield buffers
 
     def _read_blocks(self, row: int, start: int, out: memoryview, error: CheckpointError) -> None:
-        """Read block by block, so that what is whole need not be found elsewhere, too."""
+        """Read block by block, so that only damaged blocks have to be found elsewhere."""
         view = out.cast("B") if out.nbytes else memoryview(b"")
         step = self.block_bytes if self.block_bytes > 1 else max(len(view), 1)
         for at in range(0, len(view), step):
             block = view[at : at + step]
-            if len(block) < len(view):
+            if len(block) < len(view):  # else the read that failed was this block
                 try:
                     self._chunks.read_into(row, start + at, block, verify=True)
                     continue
-                except DAMAGE as damage:
+                except DAMAGE_ERRORS as damage:
                     error = damage
-            self._read_elsewhere(row, start + at, block, error)
+            self._read_replacement(row, start + at, block, error)
 
-    def _read_elsewhere(self, row: int, start: int, out: memoryview, error: CheckpointError) -> None:
-        refusals = []
-        for name, chunks in self._sources():
+    def _read_replacement(self, row: int, start: int, out: memoryview, error: CheckpointError) -> None:
+        """Read a damaged block from the first replacement that has it undamaged."""
+        failures = []
+        for name, chunks in self._open_replacements():
             try:
                 chunks.read_into(row, start, out, verify=True)
-            except CheckpointError as refusal:
-                refusals.append(f"{name}: {refusal}")
+            except CheckpointError as failure:
+                failures.append(f"{name}: {failure}")
                 continue
-            self._fallback.note(self._record(row, start, len(out), name, error))
+            self._source.record(self._recovered(row, start, len(out), name, error))
             return
-        raise self._fallback.lost(error, [*refusals, *self._refusals]) from error
+        raise self._source.error_of_all(error, [*failures, *self._unusable]) from error
 
-    def _sources(self) -> list[tuple[str, Chunks]]:
-        """Return the same chunks in each source that has them; a source is asked for them once."""
+    def _open_replacements(self) -> list[tuple[str, Chunks]]:
+        """Return the same chunks of each replacement that has them. The first call opens them."""
         with self._lock:
-            if self._others is None:
-                self._others = []
-                for source in self._fallback.sources():
+            if self._replacements is None:
+                self._replacements = []
+                for replacement in self._source.replacements():
                     try:
-                        chunks = self._get(source.contents)
-                    except CheckpointError as refusal:
-                        self._refusals.append(f"{source.name}: {refusal}")
+                        chunks = self._get(replacement.contents)
+                    except CheckpointError as failure:
+                        self._unusable.append(f"{replacement.name}: {failure}")
                         continue
                     if _are_equal(chunks.table, self.table):
-                        self._others.append((source.name, chunks))
+                        self._replacements.append((replacement.name, chunks))
                     else:
-                        self._refusals.append(f"{source.name} lists other chunks")
-            return self._others
+                        self._unusable.append(f"{replacement.name} lists other chunks")
+            return self._replacements
 
-    def _record(
+    def _recovered(
         self, row: int, start: int, nbytes: int, source: str, error: CheckpointError
     ) -> RecoveredBytes:
+        """Describe bytes of a chunk that were read from a replacement, with their file if it is known."""
         table, chunks = self.table, self._chunks
-        key, box = table.arrays[int(table.array[row])].key, table.describe(row)
-        why = " ".join(str(error).split())
+        record = RecoveredBytes(
+            source=source,
+            why=" ".join(str(error).split()),
+            key=table.arrays[int(table.array[row])].key,
+            box=table.describe(row),
+        )
         ranges = chunks.file_ranges()
         if ranges is None:
-            return RecoveredBytes(source=source, why=why, key=key, box=box)
-        file = ranges.files[int(ranges.file[row])]
+            return record
+        record = replace(record, file=ranges.files[int(ranges.file[row])])
         if self._raw is None:
-            return RecoveredBytes(source=source, why=why, file=file, key=key, box=box)
+            return record
         first = int(ranges.start[row]) + start
-        return RecoveredBytes(
-            source=source, why=why, file=file, key=key, box=box, start=first, stop=first + nbytes
-        )
+        return replace(record, start=first, stop=first + nbytes)
 
 
-def _may_be_of_one_save(one: Store, other: Store) -> bool:
-    """Say whether the commits in two stores name the same attempt, or one of them names none any more."""
+def _may_be_same_save(store: Store, other: Store) -> bool:
+    """Say whether the commits in two stores name the same attempt, or a commit that names none is damaged."""
     attempts = []
-    for store in (one, other):
+    for one_store in (store, other):
         try:
-            attempts.append(read_manifest(store).get("attempt"))
+            attempts.append(read_manifest(one_store).get("attempt"))
         except CheckpointError:
             return True
     return None in attempts or attempts[0] == attempts[1]
 
 
-def _of_keys(keys: Iterable[str]) -> Callable[[Contents], Chunks]:
-    wanted = list(keys)
+def _chunks_of_keys(keys: Iterable[str]) -> Callable[[Contents], Chunks]:
+    wanted = list(keys)  # an iterator would be used up by the first source
     return lambda contents: contents.chunks(wanted)
 
 
-def _are_equal(one: ChunkTable, other: ChunkTable) -> bool:
-    if one.arrays != other.arrays or len(one) != len(other):
+def _are_equal(table: ChunkTable, other: ChunkTable) -> bool:
+    if table.arrays != other.arrays or len(table) != len(other):
         return False
     names = ("array", "start", "shape", "flat_start", "flat_stop", "nbytes")
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+    return all(np.array_equal(getattr(table, name), getattr(other, name)) for name in names)
 
 
 def _name_of(copy: Any) -> str:

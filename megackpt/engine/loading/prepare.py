@@ -1,66 +1,47 @@
-"""One rank's side of a load: what is asked of a checkpoint, held against what is stored, and planned.
+"""One rank's load before it reads: the request is flattened, checked against the checkpoint, and planned.
 
-Owns everything that can be known before a tensor's bytes are read, and the reading itself, by this rank alone
-or by an exchange. In which order ranks meet is up to `load`.
+Everything that can fail without reading a tensor fails here, and before memory is allocated for what the
+files could not fill.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 import torch
 
-from megackpt.codec import ArrayReference
-from megackpt.comm import Group
-from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
+from megackpt.comm import AnyGroup, Group
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
     check_readable,
     read_common_and_references,
 )
-from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
-from megackpt.engine.data.read import probe_chunk, read_chunk, read_tensors
 from megackpt.engine.data.tensor_bytes import check_target
-from megackpt.engine.loading.exchange import ExchangeRanks, RankRequest, load_by_exchange
-from megackpt.engine.loading.fallback import Fallback
+from megackpt.engine.loading.common_request import CommonRequest, match_common_state
 from megackpt.engine.loading.shared_targets import SharedTargets
+from megackpt.engine.loading.source import Source
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.mapping import PerRankValue, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.mapping.describe import describe
-from megackpt.mapping.plain_tensors import (
-    can_be_filled,
-    fill_in_place,
-    is_plain_tensor,
-    match_common_leaves,
-    plain_tensors,
-)
-from megackpt.mapping.tree import (
-    ABSENT,
-    Steps,
-    add_step,
-    dotted,
-    empty_containers,
-    iter_leaves,
-    keys_by_container,
-    same_name_error,
-)
-from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.mapping.tree import Steps, dotted, empty_containers, keys_by_container
+from megackpt.metadata import OBJECT, ArraySpec, DeclaredChunks
 from megackpt.notices import notice
 from megackpt.options import LoadOptions
 from megackpt.planning import Copies, plan_load
+from megackpt.storage import Store
 from megackpt.validation import (
     LoadReport,
     LoadRules,
     PhaseTimes,
+    StrictHandling,
     check_dtypes_and_shapes,
     check_resharding,
     check_unexpected_keys,
@@ -77,220 +58,317 @@ _LOAD_ON_META = (
 )
 
 
-class PreparedLoad:
-    """One rank's load with everything known that can be known before a tensor's bytes are read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """The arguments of a load.
 
-    def __init__(
-        self,
-        state: ShardedStateDict,
-        fallback: Fallback,
-        options: LoadOptions,
-        rules: LoadRules,
-        group: Group,
-    ) -> None:
-        where = fallback.location
-        self.where = where
-        self.rules = rules
-        self.fallback = fallback
-        stored = fallback.open()
-        self.contents = with_renamed_keys(stored, options.rename)
-        common = read_common_and_references(self.contents, where=where)[0]
-        self.common, references = _referring(common, stored, options.rename)
-        plain = plain_tensors(state)
-        places = _places(self.common) if plain else frozenset()
-        matched = _matched(plain, self.common, self.contents.arrays) if plain else {}
-        _refuse_same_names(plain, matched, references)
-        objects = {key for key, spec in self.contents.arrays.items() if spec.dtype == OBJECT}
-        self.flattened: FlattenedState = flatten_state(
-            state,
-            rank=group.rank,
-            ranks=group.size,
-            stored=_AllBut(objects),
-            common=places | matched.keys(),
-            in_host_memory=not options.load_on_device,
-        )
-        entities = {e.key for e in self.flattened.entities}
-        given = {leaf: plain[steps] for steps, leaf in matched.items()}
-        whole = {
-            place: _whole(self.contents.arrays[key], given.get(place), options)
-            for place, key in references.items()
-            if place in given or key not in entities
-        }
-        self.asked = sorted(entities | {tensor.key for tensor in whole.values()})
-        excluded = {k for k in self.asked if any(fnmatchcase(k, glob) for glob in options.exclude)}
-        check_readable(set(self.asked) - excluded, self.contents.unreadable, where=where)
-        arrays = self.contents.arrays
-        excluded |= _kept_elsewhere(self.flattened.per_rank, arrays, group.size, where)
-        excluded |= _kept_objects(self.flattened.objects, arrays)
-        self.unexpected = check_unexpected_keys(
-            set(self.asked) - excluded,
-            arrays,
-            rules,
-            where=where,
-            plain=_plain_only(
-                self.flattened, {dotted(p) for p in plain.keys() - places - matched.keys()} - objects
-            ),
-        )
-        self.plain = {
-            leaf: plain[steps]
-            for steps, leaf in matched.items()
-            if _is_filled(dotted(steps), plain[steps], options)
-        }
-        self._may_load = [k for k in arrays if not any(fnmatchcase(k, glob) for glob in options.exclude)]
-        empty = {dotted(steps) for steps in empty_containers(state)} - {""}
-        self.empty = sorted(keys_by_container(self._may_load, empty, set(self.asked)))
-        left_out = self.unexpected | excluded
-        self.tensors = [t for t in self.flattened.tensors if t.key not in left_out]
-        self.whole = {place: t for place, t in whole.items() if t.key not in left_out}
-        self.kept = {place: t for place, t in given.items() if place in whole and place not in self.whole}
-        self._check_claims(tensor.key for place, tensor in self.whole.items() if place not in given)
-        self.tensors += self.whole.values()
-        for tensor in self.tensors:
-            tensor.init_data()
-            check_target(tensor, on_meta=_LOAD_ON_META)
-        by_value = {dotted(leaf): t for leaf, t in self.plain.items() if leaf not in references}
-        self.shared = SharedTargets(self.tensors, by_value)
-        self.tensors = self.shared.tensors
-        self.objects = [o for o in self.flattened.objects if o.key not in left_out]
-        requested = describe([*self.tensors, *self.objects], rank=group.rank)
-        resized = check_dtypes_and_shapes(requested, arrays, rules, where=where)
-        may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
-        requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
-        self.requested = requested
-        self.object_bytes: list[bytes] = []
-        self.blobs: list[torch.Tensor] = []
-        self.chunks: Chunks = self.contents.chunks_for([requested.table])
-        tensors = requested.take(np.arange(len(self.tensors)))
-        self.copies: Copies = plan_load(tensors, self.chunks.table, where=where)
-        self.object_rows = _object_rows(self.objects, self.chunks, where)
-        reports = report_arrays(tensors, arrays, self.chunks.table, self.copies)
-        check_resharding(reports, rules, where=where)
-        self.report = LoadReport(
-            arrays=reports,
-            objects=tuple(o.unique_key for o in self.objects),
-            unexpected=self.unexpected,
-            excluded=frozenset(excluded),
-        )
-
-    def _check_claims(self, keys: Iterable[str]) -> None:
-        """Refuse arrays that no file could fill, before memory is taken for them.
-
-        Raises:
-            FormatError: there are such.
-        """
-        taken, store = sorted(set(keys)), self.fallback.only_store
-        if taken and store is not None:
-            check_arrays_complete(store, self.contents.chunks(taken), taken)
-
-    def unasked_below(self, names: Set[str], asked: Set[str]) -> dict[str, list[str]]:
-        """Return the stored keys below these names that are not among those asked for, by name."""
-        return keys_by_container(self._may_load, names, asked)
-
-    def asked_below(self, names: Set[str]) -> list[str]:
-        """Return the keys below these names that this rank asks for."""
-        return [key for keys in keys_by_container(self.asked, names).values() for key in keys]
-
-    def make_room(self, exchange: ExchangeRanks) -> None:
-        """Take memory for the objects that an exchange brings, before it begins: others wait in it.
-
-        Raises:
-            FormatError: an object is longer than its file.
-        """
-        if exchange.group.size == 1:
-            return
-        if exchange.holders is None:  # else files may be with other ranks, and have been looked at there
-            for row in self.object_rows:
-                probe_chunk(self.chunks, row)
-        lengths = self.chunks.table.nbytes[self.object_rows].tolist()
-        self.blobs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
-
-    def read(self, options: LoadOptions, exchange: ExchangeRanks | None) -> PhaseTimes | None:
-        """Fill the tensors and the bytes of objects; None if another rank that this one needs has failed."""
-        padded = {a.key for a in self.report.arrays if a.padded_nbytes}
-        for tensor in self.tensors:
-            if tensor.key in padded and tensor.data is not None:
-                tensor.data.detach().zero_()
-        if exchange is not None and exchange.group.size > 1:
-            wanted = RankRequest(self.requested, self.tensors, self.blobs)
-            times = load_by_exchange(self.contents, wanted, exchange, options, where=self.where)
-            self.object_bytes = [blob.numpy().tobytes() for blob in self.blobs]
-            self.shared.put()
-            return times
-        began = time.perf_counter()
-        read_tensors(self.chunks, self.copies, self.tensors, options)
-        self.object_bytes = [read_chunk(self.chunks, row) for row in self.object_rows]
-        self.shared.put()
-        return PhaseTimes(read=time.perf_counter() - began)
-
-    def finish(self) -> StateDict:
-        """Decode the objects, and return the loaded state dict."""
-        for entity, data in zip(self.objects, self.object_bytes, strict=True):
-            where = f"{self.where}: object {entity.unique_key!r}"
-            entity.data = self.contents.decode_object(data, where)
-        common = fill_in_place(self.common, self.plain)
-        common = with_tensors(common, self.kept | {place: t.data for place, t in self.whole.items()})
-        self.shared.check(self.where, self._shared_values())
-        loaded: StateDict = self.flattened.finish(common, self.unexpected)
-        return loaded
-
-    def _shared_values(self) -> dict[str, torch.Tensor]:
-        """Return what common state has for the plain tensors that share memory with other targets."""
-        wanted = {leaf for leaf in self.plain if self.shared.shares(dotted(leaf))}
-        if not wanted:
-            return {}
-        return {
-            dotted(steps): leaf
-            for steps, leaf in iter_leaves(self.common, (), step=add_step)
-            if steps in wanted and is_plain_tensor(leaf) and can_be_filled(self.plain[steps], leaf)
-        }
-
-
-def _referring(common: Any, stored: Contents, rename: Mapping[str, str]) -> tuple[Any, dict[Steps, str]]:
-    """Return common state without references to arrays that are gone, or have another name; and the others.
-
-    Arrays are gone where `remove_sharded_tensors` has removed them.
+    Attributes:
+        state: the sharded state dict to fill.
+        open_store: returns the store of the checkpoint, open until the load ends. A rank may fail in it.
+        options: options of the load.
+        strict: what to do about missing and unexpected keys.
+        exchange_group: ranks that read for each other, this one among them; None for all.
+        file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
+            all files.
     """
-    names = rename_keys(stored.arrays, rename)
-    references = {
-        place: key
-        for place, key in array_references(common).items()
-        if names.get(key) == key and stored.arrays[key].dtype != OBJECT
-    }
 
-    def kept(steps: Steps, leaf: Any) -> Any:
-        return leaf if steps in references or not isinstance(leaf, ArrayReference) else ABSENT
-
-    remaining = map_common(kept, common)
-    return {} if remaining is ABSENT else remaining, references
-
-
-def _refuse_same_names(
-    plain: Iterable[Steps], matched: Mapping[Steps, Steps], references: Mapping[Steps, str]
-) -> None:
-    """Check that an array that common state refers to is not asked for by its name at another place as well.
-
-    Raises:
-        DeclarationError: it is.
-    """
-    asked = {references[leaf]: steps for steps, leaf in matched.items() if leaf in references}
-    for steps in plain if asked else ():
-        if steps not in matched and (name := dotted(steps)) in asked:
-            raise same_name_error(name, [steps, asked[name]])
-
-
-def _whole(spec: ArraySpec, given: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
-    """Declare all of an array: in the given tensor, where that can be filled in place, or in a new one."""
-    shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
-    is_filled = (
-        given is not None
-        and _is_filled(spec.key, given, replace(options, exclude=()))
-        and can_be_filled(given, torch.empty(shape, dtype=dtype, device="meta"))
-    )
-    return ShardedTensor(spec.key, given if is_filled else None, dtype, shape, shape, (0,) * len(shape))
+    state: ShardedStateDict
+    open_store: Callable[[], AbstractContextManager[Store]]
+    options: LoadOptions
+    strict: StrictHandling | str
+    exchange_group: AnyGroup | None = None
+    file_readers: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _AllBut(Container[str]):
+class ReadResult:
+    """What a reader returns when it has filled the tensors of a load.
+
+    Attributes:
+        object_bytes: the bytes of each object.
+        times: how long the phases took on this rank.
+    """
+
+    object_bytes: Sequence[bytes]
+    times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedKeys:
+    """Keys that one rank requests, by what becomes of them.
+
+    Attributes:
+        requested: all of them.
+        excluded: keys that are not loaded because an option or a declaration says so.
+        unexpected: keys that the checkpoint lacks.
+    """
+
+    requested: frozenset[str]
+    excluded: frozenset[str]
+    unexpected: frozenset[str]
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Keys for which nothing is loaded."""
+        return self.excluded | self.unexpected
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What one rank reads.
+
+    Attributes:
+        requested: declarations of the tensors, then of the objects.
+        chunks: the stored chunks that hold them.
+        copies: from these chunks into the tensors.
+        object_rows: row of `chunks.table` of each object.
+    """
+
+    requested: DeclaredChunks
+    chunks: Chunks
+    copies: Copies
+    object_rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedLoad:
+    """One rank's load when everything is known that can be known before a tensor's bytes are read.
+
+    Attributes:
+        where: location of the checkpoint, for errors.
+        source: where the bytes come from.
+        contents: the opened checkpoint, its keys under the names that the request uses.
+        rules: what to do about differences.
+        flattened: the request, flattened.
+        common: what the request asks of common state.
+        common_arrays: arrays that common state refers to, those that are left out as well, by steps.
+        keys: the requested keys.
+        loadable: stored keys that `LoadOptions.exclude` does not name.
+        empty_containers: names of empty dicts and lists of the request for which something is stored.
+        filled: tensors that are filled with stored values of common state, by the steps of the value.
+        targets: memory that is read into.
+        objects: the objects that are loaded.
+        plan: what is read.
+        report: how each array is loaded.
+    """
+
+    where: str
+    source: Source
+    contents: Contents
+    rules: LoadRules
+    flattened: FlattenedState
+    common: CommonRequest
+    common_arrays: Mapping[Steps, ShardedTensor]
+    keys: RequestedKeys
+    loadable: Sequence[str]
+    empty_containers: Sequence[str]
+    filled: Mapping[Steps, torch.Tensor]
+    targets: SharedTargets
+    objects: Sequence[ShardedObject]
+    plan: ReadPlan
+    report: LoadReport
+
+    @property
+    def tensors(self) -> Sequence[ShardedTensor]:
+        """Tensors that are read into."""
+        return self.targets.tensors
+
+    def requested_below(self, names: Set[str]) -> list[str]:
+        """Return the requested keys below these containers."""
+        by_name = keys_by_container(sorted(self.keys.requested), names)
+        return [key for keys in by_name.values() for key in keys]
+
+    def stored_below(self, names: Set[str], requested: Set[str]) -> dict[str, list[str]]:
+        """Return the stored keys below these containers that are not requested, by container."""
+        return keys_by_container(self.loadable, names, requested)
+
+    def clear_padding(self) -> None:
+        """Set the tensors of which not every element is stored to 0."""
+        padded = {array.key for array in self.report.arrays if array.padded_nbytes}
+        for tensor in self.tensors:
+            if tensor.key in padded and tensor.data is not None:
+                tensor.data.detach().zero_()
+
+    def finish(self, object_bytes: Sequence[bytes]) -> StateDict:
+        """Return the loaded state dict, when the tensors are read.
+
+        Args:
+            object_bytes: bytes of each object.
+
+        Raises:
+            MismatchError: two keys were loaded into the same memory, and are stored with different values.
+            FormatError: an object cannot be decoded.
+        """
+        self.targets.copy_to_shared()
+        for entity, data in zip(self.objects, object_bytes, strict=True):
+            entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
+        left_out, given = self.keys.left_out, self.common.targets
+        # An excluded array that answers a plain tensor leaves that tensor as it is.
+        arrays = {
+            steps: given[steps] if array.key in left_out else array.data
+            for steps, array in self.common_arrays.items()
+            if array.key not in left_out or steps in given
+        }
+        common = self.common.loaded(self.filled, arrays)
+        shared = {steps for steps in self.filled if self.targets.is_shared(dotted(steps))}
+        values = self.common.values_of(shared, self.filled) if shared else {}
+        self.targets.check(self.where, values)
+        state: StateDict = self.flattened.finish(common, self.keys.unexpected)
+        return state
+
+
+def prepare_load(
+    state: ShardedStateDict, source: Source, options: LoadOptions, rules: LoadRules, group: Group
+) -> PreparedLoad:
+    """Flatten the request of this rank, check it against the checkpoint, allocate targets and plan. Local.
+
+    Raises:
+        MissingKeyError, MismatchError: the checkpoint lacks a key, or holds it with another shape or dtype.
+        DeclarationError: the request contradicts itself, or a target cannot be filled in place.
+        FormatError: a requested array is stored as what cannot be loaded.
+    """
+    where = source.location
+    contents, unrenamed = _with_renamed_keys(source.contents, options)
+    arrays = contents.arrays
+    objects = {key for key, spec in arrays.items() if spec.dtype == OBJECT}
+    common = match_common_state(
+        state, read_common_and_references(contents, where=where)[0], arrays, unrenamed
+    )
+    flattened = flatten_state(
+        state,
+        rank=group.rank,
+        ranks=group.size,
+        stored=_AllKeysBut(objects),
+        common=common.steps,
+        in_host_memory=not options.load_on_device,
+    )
+    common_arrays = common.arrays({e.key for e in flattened.entities}, arrays, options)
+    plain_keys = common.unanswered - objects
+    keys = _check_keys(flattened, common_arrays.values(), plain_keys, contents, options, rules, group, where)
+    filled = common.filled_targets(options)
+    loadable = [key for key in arrays if not _matches(key, options.exclude)]
+    containers = {dotted(steps) for steps in empty_containers(state)} - {""}
+
+    tensors = _allocate_targets(flattened, common, common_arrays, keys, source, contents)
+    values = {dotted(steps): t for steps, t in filled.items() if steps not in common.references}
+    targets = SharedTargets.of(tensors, values)
+    loaded_objects = [o for o in flattened.objects if o.key not in keys.left_out]
+
+    plan = _plan_reads(targets.tensors, loaded_objects, contents, rules, group, where)
+    read_tensors = plan.requested.take(np.arange(len(tensors)))
+    reports = report_arrays(read_tensors, arrays, plan.chunks.table, plan.copies)
+    check_resharding(reports, rules, where=where)
+    return PreparedLoad(
+        where=where,
+        source=source,
+        contents=contents,
+        rules=rules,
+        flattened=flattened,
+        common=common,
+        common_arrays=common_arrays,
+        keys=keys,
+        loadable=loadable,
+        empty_containers=sorted(keys_by_container(loadable, containers, keys.requested)),
+        filled=filled,
+        targets=targets,
+        objects=loaded_objects,
+        plan=plan,
+        report=LoadReport(
+            arrays=reports,
+            objects=tuple(o.unique_key for o in loaded_objects),
+            unexpected=keys.unexpected,
+            excluded=keys.excluded,
+        ),
+    )
+
+
+def _with_renamed_keys(stored: Contents, options: LoadOptions) -> tuple[Contents, Container[str]]:
+    """Return contents with keys renamed as `LoadOptions.rename` says, and the keys that keep their names."""
+    if not options.rename:
+        return stored, stored.arrays
+    from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
+
+    new_names = rename_keys(stored.arrays, options.rename)
+    unrenamed = {key for key, new_name in new_names.items() if key == new_name}
+    return with_renamed_keys(stored, options.rename), unrenamed
+
+
+def _check_keys(
+    flattened: FlattenedState,
+    common_arrays: Iterable[ShardedTensor],
+    plain_keys: Set[str],
+    contents: Contents,
+    options: LoadOptions,
+    rules: LoadRules,
+    group: Group,
+    where: str,
+) -> RequestedKeys:
+    """Compare the requested keys with the stored ones; plain_keys are names of plain tensors."""
+    keys_of_entities = [entity.key for entity in flattened.entities]
+    requested = frozenset(keys_of_entities) | {array.key for array in common_arrays}
+    excluded = {key for key in requested if _matches(key, options.exclude)}
+    check_readable(requested - excluded, contents.unreadable, where=where)
+    excluded |= _kept_per_rank_values(flattened.per_rank, contents.arrays, group.size, where)
+    excluded |= _kept_objects(flattened.objects, contents.arrays)
+    # A missing plain tensor is judged less strictly, unless an entity requests the same key.
+    counts = Counter(keys_of_entities)
+    unexpected = check_unexpected_keys(
+        requested - excluded,
+        contents.arrays,
+        rules,
+        where=where,
+        plain={key for key in plain_keys if counts[key] == 1},
+    )
+    return RequestedKeys(requested, frozenset(excluded), unexpected)
+
+
+def _allocate_targets(
+    flattened: FlattenedState,
+    common: CommonRequest,
+    common_arrays: Mapping[Steps, ShardedTensor],
+    keys: RequestedKeys,
+    source: Source,
+    contents: Contents,
+) -> list[ShardedTensor]:
+    """Return the tensors to fill, each with memory of its own or that of the request.
+
+    Raises:
+        FormatError: an array that common state refers to could not be filled by its file.
+        DeclarationError: a tensor cannot be filled in place.
+    """
+    loaded = {steps: array for steps, array in common_arrays.items() if array.key not in keys.left_out}
+    allocated = {array.key for steps, array in loaded.items() if steps not in common.targets}
+    if allocated and source.only_store is not None:
+        check_arrays_complete(source.only_store, contents.chunks(sorted(allocated)), sorted(allocated))
+    tensors = [t for t in flattened.tensors if t.key not in keys.left_out]
+    tensors += loaded.values()
+    for tensor in tensors:
+        tensor.init_data()
+        check_target(tensor, on_meta=_LOAD_ON_META)
+    return tensors
+
+
+def _plan_reads(
+    tensors: Sequence[ShardedTensor],
+    objects: Sequence[ShardedObject],
+    contents: Contents,
+    rules: LoadRules,
+    group: Group,
+    where: str,
+) -> ReadPlan:
+    """Compare shapes and dtypes with the stored arrays, and plan the copies from stored chunks."""
+    requested = describe([*tensors, *objects], rank=group.rank)
+    resized = check_dtypes_and_shapes(requested, contents.arrays, rules, where=where)
+    # A row may be resized if its entity allows it, or if a rule allows it for its array.
+    may_resize = np.array([a.key in resized for a in requested.table.arrays], np.bool_)
+    requested = replace(requested, resizable=requested.resizable | may_resize[requested.table.array])
+    chunks = contents.chunks_for([requested.table])
+    copies = plan_load(requested.take(np.arange(len(tensors))), chunks.table, where=where)
+    return ReadPlan(requested, chunks, copies, _object_rows(objects, chunks, where))
+
+
+@dataclass(frozen=True, slots=True)
+class _AllKeysBut(Container[str]):
     """All keys but some."""
 
     others: Set[str]
@@ -299,66 +377,38 @@ class _AllBut(Container[str]):
         return key not in self.others
 
 
-def _places(common: Any) -> frozenset[Steps]:
-    """Return the steps to the leaves of common state, and to the dicts and lists on the way."""
-    found: set[Steps] = set()
-    if isinstance(common, (dict, list)):
-        for steps, _ in iter_leaves(common, (), step=add_step):
-            while steps and steps not in found:
-                found.add(steps)
-                steps = steps[:-1]
-    return frozenset(found)
+def _matches(key: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, glob) for glob in globs)
 
 
-def _matched(plain: Iterable[Steps], common: Any, arrays: Mapping[str, ArraySpec]) -> dict[Steps, Steps]:
-    """Return which leaf of common state answers each plain tensor, by the steps to both."""
-    if not isinstance(common, (dict, list)):
-        return {}
-    known = {key for key, spec in arrays.items() if spec.dtype != OBJECT}
-    return match_common_leaves(plain, (steps for steps, _ in iter_leaves(common, (), step=add_step)), known)
-
-
-def _plain_only(flattened: FlattenedState, plain: Iterable[str]) -> set[str]:
-    """Return the paths of plain tensors that are asked for, and no entity besides asks for the same key."""
-    asked = Counter(entity.key for entity in flattened.entities)
-    return {path for path in plain if asked[path] == 1}
-
-
-def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
-    """Say whether a plain tensor for which there is common state is filled with it in place."""
-    is_here = options.load_on_device or tensor.device.type == "cpu"
-    return is_here and not any(fnmatchcase(path, glob) for glob in options.exclude)
-
-
-def _kept_elsewhere(
+def _kept_per_rank_values(
     per_rank: Mapping[str, PerRankValue], stored: Mapping[str, ArraySpec], ranks: int, where: str
 ) -> set[str]:
-    """Return the keys of per-rank values that were stored by another number of ranks and may be kept.
+    """Return the keys of per-rank values that were stored by another number of ranks and are kept.
 
     Raises:
-        MismatchError: one of them may not.
+        MismatchError: a value must not be kept.
     """
     kept = set()
     for key, value in per_rank.items():
         if key not in stored or stored[key].global_shape == (ranks,):
             continue
         before = stored[key].global_shape
-        said = f"{where}: {key!r} was stored for each of {before} ranks and this job has {ranks}"
+        difference = f"{where}: {key!r} was stored for each of {before} ranks and this job has {ranks}"
         if value.elsewhere == "error":
             raise MismatchError(
-                f"{said}. A value of one rank belongs to no other: load on as many ranks, leave the key "
-                f"out, or "
-                f'declare it with elsewhere="keep" and set it anew.',
+                f"{difference}. A value of one rank belongs to no other: load on as many ranks, leave the "
+                f'key out, or declare it with elsewhere="keep" and set it anew.',
                 key=key,
                 path=where,
             )
-        notice(log, f"{said}: every rank keeps its own value.")
+        notice(log, f"{difference}: every rank keeps its own value.")
         kept.add(key)
     return kept
 
 
 def _kept_objects(objects: Iterable[ShardedObject], stored: Mapping[str, ArraySpec]) -> set[str]:
-    """Return the keys of objects that were stored in an array of another shape and may be kept."""
+    """Return the keys of objects that were stored in an array of another shape and are kept."""
     return {
         o.key
         for o in objects
@@ -367,28 +417,31 @@ def _kept_objects(objects: Iterable[ShardedObject], stored: Mapping[str, ArraySp
 
 
 def _object_rows(objects: Sequence[ShardedObject], chunks: Chunks, where: str) -> list[int]:
-    """Return the stored row of each object."""
+    """Return the row of each object in the table of the chunks.
+
+    Raises:
+        MissingKeyError: no object is stored at an offset.
+    """
     if not objects:
         return []
-    rows = _rows_by_place(chunks)
-    absent = [o.unique_key for o in objects if (o.key, o.global_offset) not in rows]
-    if absent:
+    rows = _rows_by_offset(chunks)
+    missing = [o.unique_key for o in objects if (o.key, o.global_offset) not in rows]
+    if missing:
         raise MissingKeyError(
-            f"{where} has no object {absent[0]!r} ({len(absent)} are missing). Ask for the offsets that "
-            f"were saved; "
-            f"megackpt.load_sharded_metadata() lists them.",
-            key=absent[0],
+            f"{where} has no object {missing[0]!r} ({len(missing)} are missing). Ask for the offsets that "
+            f"were saved; megackpt.load_sharded_metadata() lists them.",
+            key=missing[0],
             path=where,
         )
     return [rows[o.key, o.global_offset] for o in objects]
 
 
-def _rows_by_place(chunks: Chunks) -> Mapping[tuple[str, tuple[int, ...]], int]:
+def _rows_by_offset(chunks: Chunks) -> Mapping[tuple[str, tuple[int, ...]], int]:
     """Return the rows of objects by their keys and offsets."""
     table = chunks.table
     is_object = np.array([a.dtype == OBJECT for a in table.arrays], np.bool_)
-    places = {}
+    rows = {}
     for row in np.flatnonzero(is_object[table.array]).tolist():
         spec = table.arrays[int(table.array[row])]
-        places[spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())] = row
-    return places
+        rows[spec.key, tuple(table.start[row, : len(spec.global_shape)].tolist())] = row
+    return rows

@@ -1,14 +1,14 @@
 """Targets of a load that share memory: a tied weight under two keys, a buffer and a view of it.
 
-What the checkpoint has for each of them is read into memory of its own, and put into the targets when all is
-read. A target that then holds something else than its key has was overwritten by another one: that is an
-error which names both. So a tied weight loads, and two keys never leave a mixture in one tensor.
+Each of them is read into memory of its own, which is copied into the targets when everything is read. A
+target that then differs from what was read was overwritten by another target: an error names both. So a tied
+weight can be loaded, and two keys never leave a mixture in one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,50 +22,67 @@ _MAX_WORK = 10_000
 treated as views that do, which costs memory for a copy and nothing else."""
 
 
+@dataclass(frozen=True, slots=True)
 class SharedTargets:
-    """The targets of one rank, of which some may share memory.
-
-    others are tensors that are filled when all of these are, by what they are called.
+    """The targets of one rank, of which some share memory.
 
     Attributes:
-        tensors: where to read to: the given ones, or copies of those that share memory, with data of their
-            own.
+        tensors: what is read into: the targets, or copies of those that share memory.
+        names: keys of the targets, then names of the other targets.
+        targets: the memory of all of them.
+        partners: for each target that shares memory, one target that it shares memory with; both by number.
+        values: memory of their own for the targets that share memory, by number; not for other targets.
     """
 
-    def __init__(self, tensors: Sequence[ShardedTensor], others: Mapping[str, torch.Tensor] | None = None):
-        self._names = [*(t.key for t in tensors), *(others or {})]
-        self._targets = [*(t.data for t in tensors if t.data is not None), *(others or {}).values()]
-        assert len(self._names) == len(self._targets)  # the load has allocated what had no data
-        self._partner = sharing(self._targets)
-        self._values: dict[int, torch.Tensor] = {}
-        self.tensors = list(tensors)
-        for i in self._partner:
-            if i < len(tensors):
-                self._values[i] = torch.empty_like(self._targets[i].detach(), requires_grad=False)
-                self.tensors[i] = replace(tensors[i], data=self._values[i])
+    tensors: Sequence[ShardedTensor]
+    names: Sequence[str]
+    targets: Sequence[torch.Tensor]
+    partners: Mapping[int, int]
+    values: Mapping[int, torch.Tensor]
 
-    def put(self) -> None:
+    @classmethod
+    def of(cls, tensors: Sequence[ShardedTensor], others: Mapping[str, torch.Tensor]) -> SharedTargets:
+        """Find the targets that share memory, and allocate memory for their values.
+
+        Args:
+            tensors: targets that are read into; each has data.
+            others: targets that are filled otherwise, when all tensors are read, by name.
+        """
+        targets = [*(t.data for t in tensors if t.data is not None), *others.values()]
+        assert len(targets) == len(tensors) + len(others)
+        partners = sharing(targets)
+        values = {
+            i: torch.empty_like(targets[i].detach(), requires_grad=False)
+            for i in partners
+            if i < len(tensors)
+        }
+        read = [replace(t, data=values[i]) if i in values else t for i, t in enumerate(tensors)]
+        return cls(read, [*(t.key for t in tensors), *others], targets, partners, values)
+
+    def copy_to_shared(self) -> None:
         """Copy what was read into the targets that share memory."""
         with torch.no_grad():
-            for i, value in self._values.items():
-                self._targets[i].detach().copy_(value)
+            for i, value in self.values.items():
+                self.targets[i].detach().copy_(value)
 
-    def shares(self, name: str) -> bool:
-        """Say whether one of the others shares memory with any target."""
-        return any(self._names[i] == name for i in self._partner)
+    def is_shared(self, name: str) -> bool:
+        """Say whether a target of this name shares memory with another one."""
+        return any(self.names[i] == name for i in self.partners)
 
-    def check(self, where: str, values: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Make sure that every target holds what its key has; values are those of the others.
+    def check(self, where: str, values: Mapping[str, torch.Tensor]) -> None:
+        """Check that every target has the values of its key, when all are filled.
+
+        Args:
+            where: location of the checkpoint, for the error.
+            values: the stored values of the other targets that share memory, by name.
 
         Raises:
-            MismatchError: one does not; another one that shares its memory has other values.
+            MismatchError: a target that shares its memory has other values, and has overwritten them.
         """
-        for i, partner in self._partner.items():
-            value = self._values.get(i)
-            if value is None:
-                value = (values or {}).get(self._names[i])
-            if value is not None and not _same_bits(self._targets[i], value):
-                first, second = sorted((self._names[i], self._names[partner]))
+        for i, partner in self.partners.items():
+            value = self.values.get(i, values.get(self.names[i]))
+            if value is not None and not _same_bits(self.targets[i], value):
+                first, second = sorted((self.names[i], self.names[partner]))
                 raise MismatchError(
                     f"{where}: {first!r} and {second!r} were loaded into the same memory, and the "
                     f"checkpoint has different values for it. Load each key into a tensor of its own "

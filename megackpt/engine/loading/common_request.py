@@ -1,0 +1,183 @@
+"""What a load request asks of stored common state: plain tensors, and arrays that common state refers to.
+
+Tensors of common state are stored by value, or as global arrays with an `ArrayReference` in their place. A
+plain tensor of the request is answered by a leaf of common state at the same steps, or of the same dotted
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from megackpt.codec import ArrayReference
+from megackpt.engine.checkpoint.common_arrays import array_references, map_common, with_tensors
+from megackpt.mapping import ShardedStateDict, ShardedTensor
+from megackpt.mapping.plain_tensors import (
+    can_be_filled,
+    fill_in_place,
+    is_plain_tensor,
+    match_common_leaves,
+    plain_tensors,
+)
+from megackpt.mapping.tree import ABSENT, Steps, add_step, dotted, iter_leaves, same_name_error
+from megackpt.metadata import OBJECT, ArraySpec
+from megackpt.options import LoadOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CommonRequest:
+    """Stored common state, and the plain tensors of a request that it answers.
+
+    Attributes:
+        stored: common state, with an `ArrayReference` for each tensor that is stored as an array.
+        references: keys of these arrays, by steps.
+        plain: plain tensors of the request, by their steps.
+        answers: steps of the leaf of common state that answers a plain tensor, by the steps of that tensor.
+        steps: steps of the request that are common state: those in `answers`, and those to leaves, dicts and
+            lists of stored common state; empty if the request has no plain tensors.
+    """
+
+    stored: Any
+    references: Mapping[Steps, str]
+    plain: Mapping[Steps, torch.Tensor]
+    answers: Mapping[Steps, Steps]
+    steps: Set[Steps]
+
+    @property
+    def unanswered(self) -> set[str]:
+        """Dotted names of the plain tensors that common state does not answer."""
+        return {dotted(steps) for steps in self.plain.keys() - self.steps}
+
+    @property
+    def targets(self) -> dict[Steps, torch.Tensor]:
+        """The plain tensors that are answered, by the steps of the leaf that answers them."""
+        return {leaf: self.plain[steps] for steps, leaf in self.answers.items()}
+
+    def arrays(
+        self, requested: Container[str], stored: Mapping[str, ArraySpec], options: LoadOptions
+    ) -> dict[Steps, ShardedTensor]:
+        """Declare the arrays that common state refers to, by the steps of the reference.
+
+        An array is declared as a whole, in the plain tensor that it answers if that can be filled in place,
+        else without data. An array that the request asks for itself (requested has its key) is left out,
+        unless it answers a plain tensor.
+        """
+        targets = self.targets
+        return {
+            steps: _whole_array(stored[key], targets.get(steps), options)
+            for steps, key in self.references.items()
+            if steps in targets or key not in requested
+        }
+
+    def filled_targets(self, options: LoadOptions) -> dict[Steps, torch.Tensor]:
+        """Return the targets that are filled in place with stored values."""
+        return {
+            leaf: self.plain[steps]
+            for steps, leaf in self.answers.items()
+            if _is_filled(dotted(steps), self.plain[steps], options)
+        }
+
+    def values_of(
+        self, steps: Container[Steps], targets: Mapping[Steps, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the stored values for the targets at these steps, by dotted name."""
+        return {
+            dotted(at): leaf
+            for at, leaf in iter_leaves(self.stored, (), step=add_step)
+            if at in steps and is_plain_tensor(leaf) and can_be_filled(targets[at], leaf)
+        }
+
+    def loaded(self, filled: Mapping[Steps, torch.Tensor], arrays: Mapping[Steps, Any]) -> Any:
+        """Return common state for the result.
+
+        Args:
+            filled: tensors that are filled with stored values and stand in their place.
+            arrays: tensors in the place of references; a reference without one is left out.
+        """
+        return with_tensors(fill_in_place(self.stored, filled), arrays)
+
+
+def match_common_state(
+    state: ShardedStateDict,
+    common: Any,
+    stored: Mapping[str, ArraySpec],
+    referable: Container[str],
+) -> CommonRequest:
+    """Match the plain tensors of a request with stored common state. Pure.
+
+    Args:
+        state: the request.
+        common: stored common state, with references to arrays.
+        stored: the stored arrays, by key.
+        referable: keys to which references are valid: of arrays that were neither removed nor renamed.
+
+    Raises:
+        DeclarationError: two tensors of the request, or two leaves, have the same dotted name.
+    """
+    references = {
+        steps: key
+        for steps, key in array_references(common).items()
+        if key in referable and stored[key].dtype != OBJECT
+    }
+
+    def without_lost_reference(steps: Steps, leaf: Any) -> Any:
+        return leaf if steps in references or not isinstance(leaf, ArrayReference) else ABSENT
+
+    remaining = map_common(without_lost_reference, common)
+    remaining = {} if remaining is ABSENT else remaining
+    plain = plain_tensors(state)
+    answers: dict[Steps, Steps] = {}
+    if plain and isinstance(remaining, (dict, list)):
+        leaves = (steps for steps, _ in iter_leaves(remaining, (), step=add_step))
+        arrays = {key for key, spec in stored.items() if spec.dtype != OBJECT}
+        answers = match_common_leaves(plain, leaves, arrays)
+    _check_asked_once(plain, answers, references)
+    steps = _steps_of(remaining) | answers.keys() if plain else frozenset()
+    return CommonRequest(remaining, references, plain, answers, steps)
+
+
+def _check_asked_once(
+    plain: Iterable[Steps], answers: Mapping[Steps, Steps], references: Mapping[Steps, str]
+) -> None:
+    """Check that no second plain tensor has the name of an array that answers a plain tensor elsewhere.
+
+    Raises:
+        DeclarationError: one has.
+    """
+    asked = {references[leaf]: steps for steps, leaf in answers.items() if leaf in references}
+    for steps in plain if asked else ():
+        if steps not in answers and (name := dotted(steps)) in asked:
+            raise same_name_error(name, [steps, asked[name]])
+
+
+def _steps_of(common: Any) -> frozenset[Steps]:
+    """Return the steps to the leaves of common state, and to the dicts and lists on the way."""
+    every: set[Steps] = set()
+    if isinstance(common, (dict, list)):
+        for steps, _ in iter_leaves(common, (), step=add_step):
+            while steps and steps not in every:
+                every.add(steps)
+                steps = steps[:-1]
+    return frozenset(every)
+
+
+def _whole_array(spec: ArraySpec, target: torch.Tensor | None, options: LoadOptions) -> ShardedTensor:
+    """Declare all of an array: in the target, where that can be filled in place, or without data."""
+    shape, dtype = spec.global_shape, getattr(torch, spec.dtype)
+    is_filled = (
+        target is not None
+        and _is_filled(spec.key, target, replace(options, exclude=()))
+        and can_be_filled(target, torch.empty(shape, dtype=dtype, device="meta"))
+    )
+    return ShardedTensor(spec.key, target if is_filled else None, dtype, shape, shape, (0,) * len(shape))
+
+
+def _is_filled(path: str, tensor: torch.Tensor, options: LoadOptions) -> bool:
+    """Say whether a plain tensor that common state answers is filled in place."""
+    is_here = options.load_on_device or tensor.device.type == "cpu"
+    return is_here and not any(fnmatchcase(path, glob) for glob in options.exclude)

@@ -1,0 +1,171 @@
+"""What ranks compare before they read: that they load the same checkpoint, with options that fit together.
+
+If ranks gave different options, some of them would wait for messages that never come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megackpt.comm import Group, run_on_all_ranks, subgroup_members
+from megackpt.engine.loading.prepare import LoadRequest, PreparedLoad
+from megackpt.errors import MismatchError
+from megackpt.notices import Notices, collected_notices, log_notices
+from megackpt.validation import check_empty_containers, check_missing_keys
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswers:
+    """What every rank has sent about its prepared load, in rank order; see `answer_of` for the fields."""
+
+    answers: Sequence[Mapping[str, Any]]
+
+    def values(self, name: str) -> list[Any]:
+        """Return one field of all ranks."""
+        return [answer[name] for answer in self.answers]
+
+    def union(self, name: str) -> set[str]:
+        """Return the texts that any rank has in a field, which is a list."""
+        return {text for texts in self.values(name) for text in texts}
+
+
+def answer_of(request: LoadRequest, prepared: PreparedLoad, notices: Notices) -> bytes:
+    """Return what this rank sends about its prepared load, as JSON."""
+    options, group, rules = request.options, request.exchange_group, prepared.rules
+    looks_for_missing = rules.look_for_missing_keys
+    answer = {
+        "checkpoint": prepared.contents.identity,
+        "where": prepared.where,
+        "timeout_s": float(options.timeout_s),
+        "requested": sorted(prepared.keys.requested) if looks_for_missing else [],
+        "empty_containers": prepared.empty_containers,
+        "missing_key_rules": [rules.about_missing_keys, dict(options.rename) if looks_for_missing else 0],
+        "notices": notices,
+        "exchange": options.exchange,
+        "cpu_transfer": options.cpu_transfer,
+        "has_exchange_group": group is not None,
+        "exchange_group": "" if group is None else subgroup_members(group),
+    }
+    return json.dumps(answer).encode()
+
+
+_EQUAL_FIELDS = {
+    "timeout_s": "LoadOptions.timeout_s",
+    "cpu_transfer": "cpu_transfer",
+    "has_exchange_group": "whether they give an exchange_group",
+    "missing_key_rules": "what they do about missing keys (strict, rules and rename)",
+}
+"""Fields that must be equal on all ranks, and what to call them."""
+
+
+def check_answers(messages: Sequence[bytes], where: str) -> RankAnswers:
+    """Return the answers of all ranks if they fit together. All ranks come to the same result.
+
+    Raises:
+        MismatchError: ranks differ; the text names what differs, and on which rank.
+    """
+    ranks = RankAnswers([json.loads(message) for message in messages])
+    _check_same_checkpoint(ranks, where)
+    modes = sorted(set(ranks.values("exchange")))
+    if len(modes) > 1:
+        raise MismatchError(
+            f"{where}: ranks load by exchange={modes[0]!r} and {modes[1]!r}. Give all of them one.",
+            path=where,
+        )
+    for name, title in _EQUAL_FIELDS.items():
+        rank = _first_different(ranks.values(name))
+        if rank is not None:
+            raise MismatchError(
+                f"{where}: ranks 0 and {rank} differ in {title}. Give all of them the same.",
+                rank=rank,
+                path=where,
+            )
+    _check_exchange_groups(ranks, where)
+    return ranks
+
+
+def _check_same_checkpoint(ranks: RankAnswers, where: str) -> None:
+    rank = _first_different(ranks.values("checkpoint"))
+    if rank is None:
+        return
+    locations = ranks.values("where")
+    if locations[0] == locations[rank]:
+        raise MismatchError(
+            f"{where} was saved anew while it was being opened: ranks see different checkpoints. Load again.",
+            path=where,
+        )
+    raise MismatchError(
+        f"Ranks load different checkpoints: {locations[0]} on rank 0 and {locations[rank]} on rank {rank}. "
+        f"Name the same directory, or step, on all of them.",
+        rank=rank,
+        path=locations[0],
+    )
+
+
+def _check_exchange_groups(ranks: RankAnswers, where: str) -> None:
+    """Check that as many ranks name a group as it has members."""
+    groups = ranks.values("exchange_group")
+    for group, count in Counter(groups).items():
+        if group and int(group.partition(":")[0]) != count:
+            rank = groups.index(group)
+            raise MismatchError(
+                f"{where}: the exchange_group of rank {rank} is not that of each of its members. Groups of "
+                f"different ranks have no rank in common, and each rank gives its own.",
+                rank=rank,
+                path=where,
+            )
+
+
+def _first_different(values: Sequence[Any]) -> int | None:
+    """Return the first rank whose value is not that of rank 0."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
+def find_missing_keys(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> frozenset[str]:
+    """Return the stored keys that no rank requests, if a rule looks for them. All ranks call it.
+
+    Raises:
+        MissingKeyError: a rule makes a missing key an error; the same on every rank.
+    """
+    rules = prepared.rules
+    if not rules.look_for_missing_keys:
+        return frozenset()
+    with collected_notices() as notices:  # the same on all ranks
+        missing = check_missing_keys(
+            ranks.union("requested"), prepared.contents.arrays, rules, where=prepared.where
+        )
+    if group.rank == 0:
+        log_notices([notices])
+    return missing
+
+
+def check_empty_requests(prepared: PreparedLoad, ranks: RankAnswers, group: Group) -> None:
+    """Check what is stored below empty dicts and lists of the request. Collective.
+
+    What one rank leaves empty another may request: the stages of a pipeline. So the requested keys below
+    these containers are gathered, where a rank has any.
+
+    Raises:
+        MissingKeyError: no rank requests a key there, and a rule makes that an error.
+    """
+    names = ranks.union("empty_containers")
+    if not names:
+        return
+    doing = "comparing keys"
+    below = run_on_all_ranks(group, lambda: json.dumps(prepared.requested_below(names)).encode(), doing=doing)
+    requested = {key for keys in below for key in json.loads(keys)}
+
+    def check() -> bytes:
+        with collected_notices() as notices:
+            check_empty_containers(
+                prepared.stored_below(names, requested), prepared.rules, where=prepared.where
+            )
+        return json.dumps(notices).encode()
+
+    notices = run_on_all_ranks(group, check, doing=doing)
+    if group.rank == 0:
+        log_notices([json.loads(of_rank) for of_rank in notices])
