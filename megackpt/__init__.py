@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         Tiers,
     )
     from megackpt.codec import ForeignMember, ForeignNamedTuple, ForeignObject
-    from megackpt.codec.registering import register_codec
+    from megackpt.codec.registration import register_codec
     from megackpt.config import CheckpointConfig
     from megackpt.engine.saving.plan_cache import PlanCache
     from megackpt.engine.verification.verify import VerifyReport
@@ -186,7 +186,7 @@ _NAMES_OF = {
         "Tiers",
     ),
     "megackpt.codec": ("ForeignMember", "ForeignNamedTuple", "ForeignObject"),
-    "megackpt.codec.registering": ("register_codec",),
+    "megackpt.codec.registration": ("register_codec",),
     "megackpt.config": ("CheckpointConfig",),
     "megackpt.engine.saving.plan_cache": ("PlanCache",),
     "megackpt.errors": (

@@ -1,34 +1,34 @@
-"""Python values as plain JSON and tensors, and back; no pickle anywhere, no I/O.
+"""Encodes Python values as plain JSON and tensors, and decodes them; without pickle and without I/O.
 
-What is neither a sharded tensor nor large ends up here: arguments, schedules, random states, a user's
-objects. The encoding is described in `megackpt.codec.encoder`.
+For everything in a checkpoint but sharded tensors: arguments, schedules, random states, a user's objects.
+`megackpt.codec.encoder` describes the encoding.
 """
 
+from megackpt.codec.arrays import ArrayReference
 from megackpt.codec.blob import pack, unpack
 from megackpt.codec.decoder import decode
 from megackpt.codec.digests import leaf_digests, leaves
 from megackpt.codec.encoder import encode
-from megackpt.codec.foreign import (
+from megackpt.codec.stand_ins import (
     ForeignMember,
     ForeignName,
     ForeignNamedTuple,
     ForeignObject,
-    carrying_unknown,
+    keep_unknown_values,
 )
-from megackpt.codec.reference import ArrayReference
-from megackpt.codec.tree import Encoded, dump_tree, load_tree
+from megackpt.codec.tree import EncodedValue, dump_tree, load_tree
 
 __all__ = [
     "ArrayReference",
-    "Encoded",
+    "EncodedValue",
     "ForeignMember",
     "ForeignName",
     "ForeignNamedTuple",
     "ForeignObject",
-    "carrying_unknown",
     "decode",
     "dump_tree",
     "encode",
+    "keep_unknown_values",
     "leaf_digests",
     "leaves",
     "load_tree",

@@ -1,7 +1,7 @@
 """One value as one self-contained blob of bytes: a valid safetensors file.
 
-Owns that file's layout and its checks. The JSON tree is text under "tree" in the file's `__metadata__`; the
-tensors are named "0", "1", ... by position and lie in this order without gaps.
+The JSON tree is text under "tree" in the file's `__metadata__`. The tensors are named "0", "1", ... by
+position and follow each other in this order without gaps. A reader checks all of it.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format.
 """
@@ -15,11 +15,11 @@ from typing import TypeGuard
 
 import torch
 
-from megackpt.codec.arrays import MAX_DIMS, PORTABLE_DTYPES, octets_of, tensor_of_octets
+from megackpt.codec.arrays import MAX_DIMS, PORTABLE_DTYPES, bytes_of, tensor_of_bytes
 from megackpt.codec.decoder import decode
 from megackpt.codec.encoder import encode
 from megackpt.codec.paths import format_path
-from megackpt.codec.tree import DAMAGED, Encoded, Json, dump_tree, load_tree
+from megackpt.codec.tree import DAMAGED, EncodedValue, Json, dump_tree, load_tree
 from megackpt.errors import FormatError, UnserializableError
 
 FORMAT = "megackpt.codec"
@@ -32,12 +32,14 @@ _DTYPES = {name: dtype for dtype, name in PORTABLE_DTYPES.items()}
 
 
 def pack(value: object, *, path: str = "") -> bytes:
-    """Return a blob from which `unpack` makes an equal value. Local.
+    """Return a value as a blob, from which `unpack` makes an equal value. Local.
 
-    path is where the value stands in a larger one, for errors.
+    Args:
+        value: anything that `encode` takes.
+        path: where the value is inside of a larger one, for errors.
 
     Raises:
-        UnserializableError: something in it has no codec, or all that is not tensors or bytes exceeds 100 MB.
+        UnserializableError: a part of it has no codec, or all but tensors and bytes exceeds 100 MB.
     """
     encoded = encode(value, path=path)
     header: dict[str, object] = {
@@ -53,26 +55,30 @@ def pack(value: object, *, path: str = "") -> bytes:
     if len(text) > _MAX_HEADER_BYTES:
         where = format_path(path, ())
         raise UnserializableError(
-            f"{where}: all that is neither tensor nor bytes takes {len(text):,} bytes, more than the "
+            f"{where}: everything but tensors and bytes takes {len(text):,} bytes, more than the "
             f"{_MAX_HEADER_BYTES:,} that fit. Keep large data in tensors, arrays or bytes.",
             path=where,
         )
-    return b"".join([_LENGTH.pack(len(text)), text, *map(octets_of, encoded.tensors)])
+    return b"".join([_LENGTH.pack(len(text)), text, *map(bytes_of, encoded.tensors)])
 
 
 def unpack(blob: bytes | memoryview, *, where: str) -> object:
     """Return the value of a blob; its tensors are copies, on the CPU. Local.
 
-    Any bytes may be given: what is allocated is bounded by their number.
+    Safe for any bytes: the memory that it allocates is bounded by their number.
+
+    Args:
+        blob: what `pack` returned.
+        where: what errors call the file or object.
 
     Raises:
-        FormatError: they are no blob that `pack` makes, or name a codec that is not registered. Names
-            `where`.
+        FormatError: the bytes are not a blob of `pack`.
+        UnknownClassError: the blob names a codec that is not registered.
     """
     return decode(_read(memoryview(blob).cast("B"), where), where=where)
 
 
-def _read(blob: memoryview, where: str) -> Encoded:
+def _read(blob: memoryview, where: str) -> EncodedValue:
     header, data = _split(blob, where)
     metadata = header.pop("__metadata__", None)
     if type(metadata) is not dict or metadata.get("format") != FORMAT:
@@ -85,8 +91,8 @@ def _read(blob: memoryview, where: str) -> Encoded:
         )
     text = metadata.get("tree")
     if type(text) is not str:
-        raise _failure(where, "its metadata holds no tree")
-    return Encoded(load_tree(text, where=where), _tensors(header, data, where))
+        raise _failure(where, "its metadata has no tree")
+    return EncodedValue(load_tree(text, where=where), _tensors(header, data, where))
 
 
 def _split(blob: memoryview, where: str) -> tuple[dict[str, Json], memoryview]:
@@ -102,7 +108,7 @@ def _split(blob: memoryview, where: str) -> tuple[dict[str, Json], memoryview]:
         raise _failure(where, "its header is not UTF-8 text") from error
     header = load_tree(text, where=where)
     if type(header) is not dict:
-        raise _failure(where, "its header is no JSON object")
+        raise _failure(where, "its header is not a JSON object")
     return header, rest[length:]
 
 
@@ -116,9 +122,9 @@ def _tensors(header: dict[str, Json], data: memoryview, where: str) -> tuple[tor
             raise _failure(
                 where,
                 f"tensor {position} of {nbytes:,} bytes ({dtype}, shape {shape[:64]}) claims bytes "
-                f"[{start:,}:{end:,}), where [{offset:,}:{offset + nbytes:,}) of {len(data):,} are expected",
+                f"[{start:,}:{end:,}), but [{offset:,}:{offset + nbytes:,}) of {len(data):,} are expected",
             )
-        tensors.append(tensor_of_octets(data[start:end]).view(dtype).reshape(shape))
+        tensors.append(tensor_of_bytes(data[start:end]).view(dtype).reshape(shape))
         offset = end
     if offset != len(data):
         raise _failure(where, f"{len(data) - offset:,} bytes at its end belong to no tensor")

@@ -1,7 +1,7 @@
-"""Codecs of Python's containers, as far as JSON has no node for them.
+"""Codecs of Python's containers that JSON does not have.
 
-Owns that a container comes back with its own class, order and options. Subclasses are no business of these
-codecs: they would lose their class.
+A container loads with its class, order and options. Subclasses have no codec here, as they would lose their
+class.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
-from megackpt.codec.hashes import refuse_collisions
-from megackpt.codec.kinds import Kind, Reading, Writing, fields_of, integer_of, list_of, text_of
+from megackpt.codec.hashes import check_collisions
+from megackpt.codec.kinds import Kind, ValueDecoder, ValueEncoder, fields_of, integer_of, list_of, text_of
 from megackpt.codec.tree import Json
 
 # Only these can be the default factory of a defaultdict: a name in a file must never choose what is called.
@@ -25,99 +25,99 @@ _FACTORIES: dict[str, type] = {
 }  # fmt: skip
 
 
-def _encode_dict(value: dict[Any, Any], writing: Writing) -> Json:
-    return writing.items(value)
+def _encode_dict(value: dict[Any, Any], encoder: ValueEncoder) -> Json:
+    return encoder.items(value)
 
 
-def _decode_dict(tree: Json, reading: Reading) -> dict[Any, Any]:
-    return dict(reading.items(tree))
+def _decode_dict(tree: Json, decoder: ValueDecoder) -> dict[Any, Any]:
+    return dict(decoder.items(tree))
 
 
-def _encode_tuple(value: tuple[Any, ...], writing: Writing) -> Json:
-    return [writing.child(index, item) for index, item in enumerate(value)]
+def _encode_tuple(value: tuple[Any, ...], encoder: ValueEncoder) -> Json:
+    return [encoder.child(index, item) for index, item in enumerate(value)]
 
 
-def _decode_tuple(tree: Json, reading: Reading) -> tuple[Any, ...]:
-    return tuple(reading.child(index, item) for index, item in enumerate(list_of(tree)))
+def _decode_tuple(tree: Json, decoder: ValueDecoder) -> tuple[Any, ...]:
+    return tuple(decoder.child(index, item) for index, item in enumerate(list_of(tree)))
 
 
-def _encode_set(value: set[Any] | frozenset[Any], writing: Writing) -> Json:
-    return writing.elements(value)
+def _encode_set(value: set[Any] | frozenset[Any], encoder: ValueEncoder) -> Json:
+    return encoder.elements(value)
 
 
-def _decode_set(tree: Json, reading: Reading) -> set[Any]:
-    elements = reading.elements(tree)
-    refuse_collisions(elements)
-    built = set(elements)
-    if len(built) != len(elements):
+def _decode_set(tree: Json, decoder: ValueDecoder) -> set[Any]:
+    elements = decoder.elements(tree)
+    check_collisions(elements)
+    values = set(elements)
+    if len(values) != len(elements):
         raise ValueError("an element is repeated")
-    return built
+    return values
 
 
-def _decode_frozenset(tree: Json, reading: Reading) -> frozenset[Any]:
-    return frozenset(_decode_set(tree, reading))
+def _decode_frozenset(tree: Json, decoder: ValueDecoder) -> frozenset[Any]:
+    return frozenset(_decode_set(tree, decoder))
 
 
-def _encode_ordered_dict(value: OrderedDict[Any, Any], writing: Writing) -> Json:
-    return writing.ordered_items(value)
+def _encode_ordered_dict(value: OrderedDict[Any, Any], encoder: ValueEncoder) -> Json:
+    return encoder.ordered_items(value)
 
 
-def _decode_ordered_dict(tree: Json, reading: Reading) -> OrderedDict[Any, Any]:
-    return OrderedDict(reading.items(tree))
+def _decode_ordered_dict(tree: Json, decoder: ValueDecoder) -> OrderedDict[Any, Any]:
+    return OrderedDict(decoder.items(tree))
 
 
-def _encode_default_dict(value: defaultdict[Any, Any], writing: Writing) -> Json:
+def _encode_default_dict(value: defaultdict[Any, Any], encoder: ValueEncoder) -> Json:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", None)
     if factory is not None and (name is None or _FACTORIES.get(name) is not factory):
-        raise writing.refusal(
+        raise encoder.error(
             f"The default factory {factory!r} of this defaultdict is a function, which cannot be saved. Save "
             f"dict(value), or use one of {', '.join(_FACTORIES)} or None as the factory."
         )
-    return {"factory": name, "items": writing.items(value)}
+    return {"factory": name, "items": encoder.items(value)}
 
 
-def _decode_default_dict(tree: Json, reading: Reading) -> defaultdict[Any, Any]:
+def _decode_default_dict(tree: Json, decoder: ValueDecoder) -> defaultdict[Any, Any]:
     name, items = fields_of(tree, "factory", "items")
     if name is not None and name not in _FACTORIES:
-        raise ValueError(f"the factory {name!r} is none of {', '.join(_FACTORIES)}")
+        raise ValueError(f"the factory {name!r} is not one of {', '.join(_FACTORIES)}")
     factory = None if name is None else _FACTORIES[text_of(name)]
-    return defaultdict(factory, reading.items(items))
+    return defaultdict(factory, decoder.items(items))
 
 
-def _decode_counter(tree: Json, reading: Reading) -> Counter[Any]:
+def _decode_counter(tree: Json, decoder: ValueDecoder) -> Counter[Any]:
     counter: Counter[Any] = Counter()
-    dict.update(counter, reading.items(tree))  # Counter.update would add
+    dict.update(counter, decoder.items(tree))  # Counter.update would add
     return counter
 
 
-def _encode_deque(value: deque[Any], writing: Writing) -> Json:
-    items = [writing.child(index, item) for index, item in enumerate(value)]
+def _encode_deque(value: deque[Any], encoder: ValueEncoder) -> Json:
+    items = [encoder.child(index, item) for index, item in enumerate(value)]
     return {"maxlen": value.maxlen, "items": items}
 
 
-def _decode_deque(tree: Json, reading: Reading) -> deque[Any]:
+def _decode_deque(tree: Json, decoder: ValueDecoder) -> deque[Any]:
     maxlen, items = fields_of(tree, "maxlen", "items")
-    values = _decode_tuple(items, reading)
+    values = _decode_tuple(items, decoder)
     limit = None if maxlen is None else integer_of(maxlen)
     if limit is not None and limit < len(values):
         raise ValueError(f"{len(values)} items in a deque of at most {limit}")
     return deque(values, limit)
 
 
-def _encode_namespace(value: argparse.Namespace | SimpleNamespace, writing: Writing) -> Json:
-    return writing.mapping(vars(value))
+def _encode_namespace(value: argparse.Namespace | SimpleNamespace, encoder: ValueEncoder) -> Json:
+    return encoder.mapping(vars(value))
 
 
-def _decode_namespace(tree: Json, reading: Reading) -> argparse.Namespace:
+def _decode_namespace(tree: Json, decoder: ValueDecoder) -> argparse.Namespace:
     namespace = argparse.Namespace()
-    vars(namespace).update(reading.mapping(tree))  # not setattr: names need not be identifiers
+    vars(namespace).update(decoder.mapping(tree))  # not setattr: names need not be identifiers
     return namespace
 
 
-def _decode_simple_namespace(tree: Json, reading: Reading) -> SimpleNamespace:
+def _decode_simple_namespace(tree: Json, decoder: ValueDecoder) -> SimpleNamespace:
     namespace = SimpleNamespace()
-    vars(namespace).update(reading.mapping(tree))
+    vars(namespace).update(decoder.mapping(tree))
     return namespace
 
 

@@ -1,9 +1,8 @@
-"""A JSON tree and tensors back to the Python value.
+"""Decodes a JSON tree and tensors to the Python value.
 
-Owns the walk through a tree that may come from anywhere: every node is checked, nothing is imported or
-looked up by a name in it except in the registry, and among enumerations that are imported already; nothing is
-allocated because a number in it says so.
-The encoding is described in `encoder`.
+The tree may come from anywhere. Every node is checked. Nothing is imported; a name is looked up in the
+registry and among enumerations and named tuples that are imported already, and nowhere else. No number in a
+tree decides how much memory is allocated. `encoder` describes the encoding.
 """
 
 from __future__ import annotations
@@ -16,33 +15,36 @@ import torch
 
 from megackpt.codec import arrays
 from megackpt.codec.encoder import KINDS
-from megackpt.codec.foreign import ForeignRegistered, carries_unknown
-from megackpt.codec.hashes import refuse_collisions
+from megackpt.codec.hashes import check_collisions
 from megackpt.codec.kinds import Kind, Step, fields_of, integer_of, list_of, text_of
 from megackpt.codec.paths import format_path
 from megackpt.codec.registry import REGISTRY
-from megackpt.codec.tree import DAMAGED, MAX_DEPTH, Encoded, Json
+from megackpt.codec.stand_ins import ForeignCodecValue, keeps_unknown_values
+from megackpt.codec.tree import DAMAGED, MAX_DEPTH, EncodedValue, Json
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError
 
 _KIND_OF_TAG: Mapping[str, Kind] = {kind.tag: kind for kind in KINDS}
 
 
-def decode(encoded: Encoded, *, where: str = "encoded value") -> Any:
+def decode(encoded: EncodedValue, *, where: str = "encoded value") -> Any:
     """Return the value; its tensors are those of `encoded`, on the CPU. Local.
 
-    where names the file or object for errors.
+    Args:
+        encoded: what `encode` returned.
+        where: what errors call the file or object.
 
     Raises:
-        FormatError: the tree is not one that `encode` makes, or names a codec that is not registered.
+        FormatError: the tree is not one that `encode` makes.
+        UnknownClassError: the tree names a codec that is not registered.
     """
     decoder = _Decoder(encoded.tensors, where)
     value = decoder.decode(encoded.tree)
-    decoder.require_all_taken()
+    decoder.check_all_taken()
     return value
 
 
 class _Decoder:
-    """One walk through one tree. A `Reading`."""
+    """Decodes one tree. A `ValueDecoder`; see there for what the methods do."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], where: str) -> None:
         self._tensors: list[torch.Tensor | None] = list(tensors)
@@ -56,7 +58,7 @@ class _Decoder:
         if type(tree) is str:
             return self._text(tree)
         if self._depth >= MAX_DEPTH:
-            raise self._failure(f"values are nested more than {MAX_DEPTH} levels deep")
+            raise self._error(f"values are nested more than {MAX_DEPTH} levels deep")
         self._depth += 1
         value = self._node(tree)
         self._depth -= 1
@@ -74,7 +76,7 @@ class _Decoder:
             key_tree, item = list_of(pair, length=2)
             key = self.child(position, key_tree)
             pairs.append((key, self.child(key, item)))
-        refuse_collisions([key for key, _ in pairs])
+        check_collisions([key for key, _ in pairs])
         if len(dict(pairs)) != len(pairs):
             raise ValueError("a key is repeated")
         return pairs
@@ -91,9 +93,9 @@ class _Decoder:
     def elements(self, tree: Json) -> list[Any]:
         return [self.child(position, item) for position, item in enumerate(list_of(tree))]
 
-    def octets(self, tree: Json) -> bytes:
+    def binary(self, tree: Json) -> bytes:
         if type(tree) is int:
-            return bytes(arrays.octets_of(arrays.take_octets(tree, self)))
+            return bytes(arrays.bytes_of(arrays.take_bytes(tree, self)))
         return base64.b64decode(text_of(tree), validate=True)
 
     def take(self, position: Json) -> torch.Tensor:
@@ -106,10 +108,10 @@ class _Decoder:
         self._tensors[index] = None
         return tensor
 
-    def require_all_taken(self) -> None:
+    def check_all_taken(self) -> None:
         unused = [index for index, tensor in enumerate(self._tensors) if tensor is not None]
         if unused:
-            raise self._failure(
+            raise self._error(
                 f"nothing refers to {len(unused)} of {len(self._tensors)} tensors: {unused[:10]}"
             )
 
@@ -118,7 +120,7 @@ class _Decoder:
             if type(tree) is list:
                 return [self.child(index, item) for index, item in enumerate(tree)]
             if type(tree) is not dict:
-                raise TypeError(f"a {type(tree).__name__} is no JSON")
+                raise TypeError(f"a {type(tree).__name__} is not JSON")
             (tag,) = tree if len(tree) == 1 else ("",)
             if not tag.startswith("$") or tag == "$dict":
                 return self.mapping(tree)
@@ -129,16 +131,16 @@ class _Decoder:
             return _KIND_OF_TAG[tag].decode(tree[tag], self)
         except CheckpointError:
             raise
-        # What a payload that makes no sense can provoke in constructors: ArithmeticError includes those of
-        # Decimal and Fraction, RuntimeError those of torch.
+        # What constructors raise for invalid payloads: ArithmeticError covers Decimal and Fraction,
+        # RuntimeError covers torch.
         except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
-            raise self._failure(f"{_shown(tree)} cannot be decoded: {error}") from error
+            raise self._error(f"{_shortened(tree)} cannot be decoded: {error}") from error
 
     def _registered(self, payload: Json) -> Any:
         name, tree = fields_of(payload, "name", "value")
         codec = REGISTRY.of_name(text_of(name))
-        if codec is None and carries_unknown():
-            return ForeignRegistered(name=text_of(name), value=self.decode(tree))
+        if codec is None and keeps_unknown_values():
+            return ForeignCodecValue(name=text_of(name), value=self.decode(tree))
         if codec is None:
             path = format_path("", self._steps)
             raise UnknownClassError(
@@ -147,9 +149,9 @@ class _Decoder:
                 f"{name!r}, ...) before loading.",
                 path=self._where,
             )
-        saved = self.decode(tree)
+        encoded = self.decode(tree)
         try:
-            return codec.decode(saved)
+            return codec.decode(encoded)
         except Exception as error:
             path = format_path("", self._steps)
             raise FormatError(
@@ -163,14 +165,14 @@ class _Decoder:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise self._failure(f"the string {text[:40]!r} contains a lone surrogate") from error
+                raise self._error(f"the string {text[:40]!r} contains a lone surrogate") from error
         return text
 
-    def _failure(self, reason: str) -> FormatError:
+    def _error(self, reason: str) -> FormatError:
         path = format_path("", self._steps)
         return FormatError(f"{self._where}: {path}: {reason}. {DAMAGED}", path=self._where)
 
 
-def _shown(tree: Json) -> str:
+def _shortened(tree: Json) -> str:
     text = repr(tree)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,6 +1,6 @@
-"""A digest for each leaf of a value, so that ranks can find out where theirs differ without exchanging them.
+"""A digest of each leaf of a value, with which ranks find out where their values differ.
 
-Owns what counts as a leaf and when two leaves count as equal.
+This module defines what a leaf is, and when two leaves are equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from megackpt.codec.arrays import octets_of
+from megackpt.codec.arrays import bytes_of
 from megackpt.codec.encoder import Encoder
 from megackpt.codec.kinds import Step
 from megackpt.codec.paths import format_path
@@ -24,12 +24,16 @@ _DIGEST_BYTES = 16
 def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
     """Return the digest (32 hexadecimal digits) of every leaf, by its path in the value. Local.
 
-    Dicts with plain keys, lists and namespaces are branches unless empty; all else is a leaf. Two values
-    have the same digests exactly if they would load as the same classes with the same bits; the order of
-    dict keys does not count, that of an OrderedDict does. path is where the value stands in a larger one.
+    Dicts with plain keys, lists and namespaces are branches unless empty; everything else is a leaf. Two
+    values have the same digests exactly if they would load as the same classes with the same bits. The order
+    of dict keys does not matter, that of an OrderedDict does.
+
+    Args:
+        value: anything that `encode` takes.
+        path: where the value is inside of a larger one.
 
     Raises:
-        UnserializableError: something in it has no codec.
+        UnserializableError: a part of it has no codec.
 
     >>> first, second = leaf_digests({"lr": 0.1, "steps": [1, 2]}), leaf_digests({"steps": [1, 3], "lr": 0.1})
     >>> [path for path in first if first[path] != second[path]]
@@ -42,7 +46,7 @@ def leaf_digests(value: object, *, path: str = "") -> dict[str, str]:
 
 
 def leaves(value: object) -> dict[str, Any]:
-    """Return every leaf itself, by the same paths. Local.
+    """Return every leaf, by the same paths as `leaf_digests`. Local.
 
     Raises:
         UnserializableError: the value is nested too deep.
@@ -56,17 +60,17 @@ def leaves(value: object) -> dict[str, Any]:
 def _leaves(
     value: object, path: str, steps: list[Step], context: str
 ) -> Iterator[tuple[list[Step], object, str]]:
-    """Yield the way to each leaf, the leaf, and letters for the classes of the branches above it."""
+    """Yield the steps to each leaf, the leaf, and letters for the classes of the branches above it."""
     branch = _branch_of(value)
     if branch is None:
         yield steps, value, context
         return
     if len(steps) >= MAX_DEPTH:
-        place = format_path(path, steps)
+        leaf_path = format_path(path, steps)
         raise UnserializableError(
-            f"{place}: Values are nested more than {MAX_DEPTH} levels deep, or contain themselves. Save "
+            f"{leaf_path}: Values are nested more than {MAX_DEPTH} levels deep, or contain themselves. Save "
             f"something flatter, such as a list of the parts.",
-            path=place,
+            path=leaf_path,
         )
     letter, parts = branch
     for step, part in parts:
@@ -97,7 +101,7 @@ def _digest(value: object, path: str, steps: list[Step], context: str) -> str:
     digest = hashlib.blake2b(f"{context}\n{dump_tree(tree)}\n".encode(), digest_size=_DIGEST_BYTES)
     for tensor in encoder.tensors:
         digest.update(f"{tensor.dtype}{list(tensor.shape)}\n".encode())
-        digest.update(octets_of(tensor))
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 

@@ -1,66 +1,73 @@
-"""Python values to a JSON tree and tensors, without pickle.
+"""Encodes Python values as a JSON tree and tensors, without pickle.
 
-Owns the walk through a value. Values that JSON has, too, stand for themselves; everything else is an object
-with a single key, a tag that begins with "$". docs/format.md, "Values", lists every tag and its payload.
+Values that JSON has are themselves in the tree. Every other value is an object with a single key, a tag that
+begins with "$". docs/format.md, "Values", lists every tag and its payload. Tensors have positions in the
+order of the tree, and the tree refers to each once.
 
-Positions count the tensors in the order of the tree; each is referred to once. What is exact: class, value
-and bits, the order of dicts. What is not kept: that two places held the same object (each gets its own
-copy), memory layout, the device of a tensor, and numpy.longlong where it is as wide as numpy.int64 (it
-becomes that).
+Class, value and bits are exact, and so is the order of dicts. Not kept are: identity (an object that occurs
+twice is saved twice), memory layout, the device of a tensor, and numpy.longlong where it is as wide as
+numpy.int64 (it becomes that).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from megackpt.codec import arrays, containers, foreign, reference, scalars, standard
-from megackpt.codec.advice import name_of, why_not
+from megackpt.codec import arrays, containers, members, standard
+from megackpt.codec.imported_classes import is_named_tuple
 from megackpt.codec.kinds import Kind, Step, base64_of
 from megackpt.codec.paths import format_path
-from megackpt.codec.registry import REGISTRY, Registered, is_named_tuple
-from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, Encoded, Json, dump_tree
+from megackpt.codec.registry import REGISTRY, RegisteredCodec
+from megackpt.codec.stand_ins import ForeignCodecValue
+from megackpt.codec.tree import MAX_DEPTH, MAX_PLAIN_INT, EncodedValue, Json, dump_tree
 from megackpt.errors import CheckpointError, UnserializableError
 
 KINDS: tuple[Kind, ...] = (
-    *scalars.KINDS, *containers.KINDS, *arrays.KINDS, *standard.KINDS, *foreign.KINDS,
-    *reference.KINDS,
+    *standard.KINDS, *containers.KINDS, *arrays.KINDS, *members.KINDS,
 )  # fmt: skip
 KIND_OF_CLASS: Mapping[type, Kind] = {cls: kind for kind in KINDS for cls in kind.classes}
-# The classes of JSON that have no kind of their own.
+# Classes that JSON has, and that need no kind.
 PLAIN_CLASSES: frozenset[type] = frozenset({type(None), bool, str, list})
 
-# From here on bytes are a tensor: base64 is a third longer, and readers limit the size of JSON headers.
-_LONG_DATA_BYTES = 4096
+# So many bytes or more become a tensor: base64 is a third longer, and readers limit the size of JSON headers.
+_MIN_TENSOR_BYTES = 4096
 
 
-def encode(value: object, *, path: str = "") -> Encoded:
-    """Encode a value. Tensors of the result may share memory with it, so write them before it changes. Local.
+def encode(value: object, *, path: str = "") -> EncodedValue:
+    """Encode a value. Local.
 
-    path is where the value stands in a larger one, for errors.
+    Tensors of the result may share memory with the value: write them before it changes.
+
+    Args:
+        value: what to encode.
+        path: where the value is inside of a larger one, for errors.
 
     Raises:
-        UnserializableError: something in it has no codec; the text names its path and type, and how to give
-            it one.
+        UnserializableError: a part of it has no codec; the text names its path and type, and what to do.
 
     >>> encode({"step": 3, "betas": (0.9, 0.95), "mask": {1, 2}}).tree
     {'step': 3, 'betas': {'$tuple': [0.9, 0.95]}, 'mask': {'$set': [1, 2]}}
     """
     encoder = Encoder(path)
     tree = encoder.encode(value)
-    return Encoded(tree, tuple(encoder.tensors))
+    return EncodedValue(tree, tuple(encoder.tensors))
 
 
 class Encoder:
-    """One walk through one value.
+    """Encodes one value. A `ValueEncoder`; see there for what the methods do.
 
-    path and steps lead to the value, for errors. sort_items, if given, replaces the order of mappings
-    without one. members_by_value encodes members of enumerations and named tuples as a pickle has
-    them, which knows no names of members and fields.
+    Args:
+        path: where the value is inside of a larger one, for errors.
+        steps: from that path to the value, for errors.
+        sort_items: chooses the order of the items of mappings whose order does not matter to equality.
+        members_by_value: encode members of enumerations and named tuples as a pickle has them, without names
+            of members and fields.
 
     Attributes:
         tensors: the tensors so far.
@@ -79,8 +86,8 @@ class Encoder:
         self._steps: list[Step] = list(steps)
         self._sort_items = sort_items
         self._members_by_value = members_by_value
-        self._open: set[int] = set()  # ids of the values that are being encoded: one inside the other
-        self._hashing = 0  # how many keys and set elements we are inside
+        self._open: set[int] = set()  # ids of the values that are being encoded, one inside the other
+        self._hashing = 0  # how many keys and set elements the current value is inside of
 
     def encode(self, value: object) -> Json:
         """Encode the value at the current path."""
@@ -98,63 +105,63 @@ class Encoder:
         return tree
 
     def child(self, step: Step, value: object) -> Json:
-        """See Writing."""
-        # Not undone when an error is raised: it is raised at the path that it names.
+        """See ValueEncoder."""
+        # Not undone when an error is raised: the error needs the path.
         self._steps.append(step)
         tree = self.encode(value)
         self._steps.pop()
         return tree
 
     def items(self, mapping: Mapping[Any, Any]) -> list[Json]:
-        """See Writing."""
-        keyed = [(self._hashable(key), (key, item)) for key, item in mapping.items()]
-        return [[tree, self.child(key, item)] for tree, (key, item) in self._sort_items(keyed)]
+        """See ValueEncoder."""
+        encoded_keys = [(self._hashable(key), (key, item)) for key, item in mapping.items()]
+        return [[tree, self.child(key, item)] for tree, (key, item) in self._sort_items(encoded_keys)]
 
     def ordered_items(self, mapping: Mapping[Any, Any]) -> list[Json]:
-        """See Writing."""
+        """See ValueEncoder."""
         return [[self._hashable(key), self.child(key, item)] for key, item in mapping.items()]
 
     def mapping(self, mapping: Mapping[Any, Any]) -> Json:
-        """See Writing."""
+        """See ValueEncoder."""
         if not all(type(key) is str and not key.startswith("$") for key in mapping):
             return {"$dict": self.items(mapping)}
-        keyed = self._sort_items([(self._hashable(key), item) for key, item in mapping.items()])
-        return {str(key): self.child(key, item) for key, item in keyed}  # type: ignore[arg-type]
+        items = self._sort_items([(self._hashable(key), item) for key, item in mapping.items()])
+        return {str(key): self.child(key, item) for key, item in items}  # type: ignore[arg-type]
 
     def elements(self, values: Iterable[Hashable]) -> list[Json]:
-        """See Writing."""
+        """See ValueEncoder."""
         return sorted((self._hashable(value) for value in values), key=dump_tree)
 
-    def octets(self, data: bytes | bytearray | memoryview) -> Json:
-        """See Writing."""
-        if self._hashing or len(data) < _LONG_DATA_BYTES:
+    def binary(self, data: bytes | bytearray | memoryview) -> Json:
+        """See ValueEncoder."""
+        if self._hashing or len(data) < _MIN_TENSOR_BYTES:
             return base64_of(data)
-        return self.add(arrays.tensor_of_octets(data))
+        return self.add(arrays.tensor_of_bytes(data))
 
     def add(self, tensor: torch.Tensor) -> int:
-        """See Writing."""
+        """See ValueEncoder."""
         if self._hashing:
-            raise self.refusal(
-                "A key of a dict, or an element of a set, cannot hold tensors or arrays: they are equal "
-                "only to themselves, so the copy that is loaded would never be found. Use a str, number or "
-                "tuple instead."
+            raise self.error(
+                "A key of a dict, or an element of a set, cannot contain tensors or arrays: they are equal "
+                "only to themselves, so the loaded copy would never be found. Use a str, number or tuple "
+                "instead."
             )
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def refusal(self, reason: str) -> UnserializableError:
-        """See Writing."""
+    def error(self, reason: str) -> UnserializableError:
+        """See ValueEncoder."""
         path = format_path(self._path, self._steps)
         return UnserializableError(f"{path}: {reason}", path=path)
 
     def _enter(self, value: object) -> None:
         if id(value) in self._open:
-            raise self.refusal(
-                f"This {name_of(type(value))} contains itself, so saving it would never end. Save it "
-                "without the reference back."
+            raise self.error(
+                f"This {_name_of(type(value))} contains itself, so saving it would never end. Save it "
+                "without the reference to itself."
             )
         if len(self._open) >= MAX_DEPTH:
-            raise self.refusal(
+            raise self.error(
                 f"Values are nested more than {MAX_DEPTH} levels deep. Save something flatter, such as a "
                 "list of the parts."
             )
@@ -166,23 +173,23 @@ class Encoder:
         if type(value) is dict:
             return self.mapping(value)
         if self._members_by_value and not self._is_registered_tuple(value):
-            value = foreign.as_pickled(value, self)
+            value = members.as_stand_in(value, self)
         kind = KIND_OF_CLASS.get(type(value))
         if kind is not None:
             return {kind.tag: kind.encode(value, self)}
         codec = REGISTRY.of_class(type(value))
         if codec is None and isinstance(value, enum.Enum):
-            return {foreign.MEMBER.tag: foreign.MEMBER.encode(value, self)}
+            return {members.MEMBER.tag: members.MEMBER.encode(value, self)}
         if codec is None and is_named_tuple(type(value)):
-            return {foreign.NAMED_TUPLE.tag: foreign.NAMED_TUPLE.encode(value, self)}
-        if isinstance(value, foreign.ForeignRegistered):
+            return {members.NAMED_TUPLE.tag: members.NAMED_TUPLE.encode(value, self)}
+        if isinstance(value, ForeignCodecValue):
             return {"$registered": {"name": self._text(value.name), "value": self.encode(value.value)}}
         if codec is None:
-            raise self.refusal(why_not(value, known=KIND_OF_CLASS.keys() | PLAIN_CLASSES))
+            raise self.error(_no_codec_advice(value, known=KIND_OF_CLASS.keys() | PLAIN_CLASSES))
         return {
             "$registered": {
                 "name": self._text(codec.name),
-                "value": self.encode(self._stand_in(codec, value)),
+                "value": self.encode(self._encoded_by(codec, value)),
             }
         }
 
@@ -190,15 +197,15 @@ class Encoder:
     def _is_registered_tuple(value: object) -> bool:
         return isinstance(value, tuple) and REGISTRY.of_class(type(value)) is not None
 
-    def _stand_in(self, codec: Registered, value: object) -> object:
+    def _encoded_by(self, codec: RegisteredCodec, value: object) -> object:
         try:
             return codec.encode(value)
         except CheckpointError:
             raise
         except Exception as error:
-            raise self.refusal(
+            raise self.error(
                 f"The encode function of codec {codec.name!r} raised {error!r} for this "
-                f"{name_of(type(value))}. Correct that function or the value."
+                f"{_name_of(type(value))}. Correct that function or the value."
             ) from error
 
     def _hashable(self, value: object) -> Json:
@@ -212,8 +219,46 @@ class Encoder:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise self.refusal(
-                    f"The str {value[:40]!r} contains a lone surrogate, which no text file can hold. If it "
+                raise self.error(
+                    f"The str {value[:40]!r} contains a lone surrogate, which UTF-8 cannot encode. If it "
                     "stands for bytes, save value.encode('utf-8', 'surrogateescape')."
                 ) from error
         return value
+
+
+def _no_codec_advice(value: object, *, known: Container[type]) -> str:
+    """Return why a value has no codec, and what to do; `known` are the classes that have one."""
+    cls = type(value)
+    name = _name_of(cls)
+    call = f"megackpt.register_codec({cls.__name__}, {name!r}"
+    register = f"register it before saving and before loading: {call}, encode, decode)"
+    if isinstance(value, torch.Tensor):
+        return (
+            f"A {name} is not a plain tensor. Save value.detach() if that is one, or declare it as sharded."
+        )
+    if dataclasses.is_dataclass(value):
+        return (
+            f"{name} is a dataclass that is not registered. A load would have to run its __init__ and "
+            f"__post_init__, or skip what they check and derive. Save plain values, or "
+            f"register it before saving and before loading: {call})."
+        )
+    base = next((base for base in cls.__mro__[1:] if base in known), None)
+    if base is not None:
+        return (
+            f"{name} is a subclass of {base.__name__}, and would lose its class if saved as that. Save "
+            f"{base.__name__}(value), or {register}."
+        )
+    if callable(value):
+        return (
+            f"{value!r} is code (a {name}), which is never saved. Leave it out and create it again "
+            f"after loading, or {register}."
+        )
+    return (
+        f"A value of type {name} has no codec, and nothing is ever pickled. Save plain values instead, or "
+        f"{register}."
+    )
+
+
+def _name_of(cls: type) -> str:
+    """Return the name of a class as a user writes it."""
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

@@ -1,6 +1,6 @@
-"""What the codec of one kind of value consists of, and what encoder and decoder offer to it.
+"""The interface between encoder and decoder and the codecs of single kinds of values.
 
-Owns the shape of the table that `scalars`, `containers`, `arrays` and `standard` fill, one `Kind` per tag.
+`standard`, `containers`, `arrays` and `members` each have a table `KINDS`, with one `Kind` per tag.
 """
 
 from __future__ import annotations
@@ -18,71 +18,71 @@ from megackpt.errors import UnserializableError
 Step = Hashable  # a dict key, an attribute name or a position
 
 
-class Writing(Protocol):
-    """What an encoder does for the kinds: recursion with the path kept, and the list of tensors."""
+class ValueEncoder(Protocol):
+    """What an encoder offers to a kind: it encodes parts of the value, and collects tensors."""
 
     def child(self, step: Step, value: object) -> Json:
-        """Encode a part of the value, which `step` leads to."""
+        """Encode a part of the value; `step` leads to it and becomes a part of its path in errors."""
         ...
 
     def items(self, mapping: Mapping[Any, Any]) -> list[Json]:
-        """Encode a mapping as `[key, value]` pairs, whose order does not matter to equality."""
+        """Encode a mapping as `[key, value]` pairs, for classes where order does not matter to equality."""
         ...
 
     def ordered_items(self, mapping: Mapping[Any, Any]) -> list[Json]:
-        """Encode a mapping as `[key, value]` pairs, whose order does."""
+        """Encode a mapping as `[key, value]` pairs, for classes where order matters to equality."""
         ...
 
     def mapping(self, mapping: Mapping[Any, Any]) -> Json:
-        """Encode a mapping as a dict is encoded."""
+        """Encode a mapping as dicts are encoded."""
         ...
 
     def elements(self, values: Iterable[Hashable]) -> list[Json]:
-        """Encode values without an order, in an order that depends on nothing but them."""
+        """Encode values that have no order, in an order that depends on the values only."""
         ...
 
-    def octets(self, data: bytes | bytearray | memoryview) -> Json:
-        """Encode bytes: base64 text, or the position of a tensor if they are many."""
+    def binary(self, data: bytes | bytearray | memoryview) -> Json:
+        """Encode bytes: as base64 text, or many of them as the position of a tensor."""
         ...
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Put a contiguous CPU tensor of a portable dtype on the list; return its position."""
+        """Append a contiguous CPU tensor of a portable dtype to the tensors; return its position."""
         ...
 
-    def refusal(self, reason: str) -> UnserializableError:
-        """Return the error that says where the refused value is; `reason` says how to fix it."""
+    def error(self, reason: str) -> UnserializableError:
+        """Return the error for the value at the current path; `reason` says why and how to fix it."""
         ...
 
 
-class Reading(Protocol):
-    """What a decoder does for the kinds.
+class ValueDecoder(Protocol):
+    """What a decoder offers to a kind.
 
-    A kind reports an unfit payload by any ValueError, TypeError, ArithmeticError, LookupError or
-    RuntimeError.
+    A kind may raise ValueError, TypeError, ArithmeticError, LookupError or RuntimeError for an invalid
+    payload.
     """
 
     def child(self, step: Step, tree: Json) -> Any:
-        """Decode a part of the value."""
+        """Decode a part of the value; `step` leads to it and becomes a part of its path in errors."""
         ...
 
     def items(self, tree: Json) -> list[tuple[Any, Any]]:
-        """Decode what `Writing.items` made."""
+        """Decode what `ValueEncoder.items` returned."""
         ...
 
     def mapping(self, tree: Json) -> dict[Any, Any]:
-        """Decode what `Writing.mapping` made."""
+        """Decode what `ValueEncoder.mapping` returned."""
         ...
 
     def elements(self, tree: Json) -> list[Any]:
-        """Decode what `Writing.elements` made."""
+        """Decode what `ValueEncoder.elements` returned."""
         ...
 
-    def octets(self, tree: Json) -> bytes:
-        """Decode what `Writing.octets` made."""
+    def binary(self, tree: Json) -> bytes:
+        """Decode what `ValueEncoder.binary` returned."""
         ...
 
     def take(self, position: Json) -> torch.Tensor:
-        """Return the tensor at a position of the list. Each can be had once."""
+        """Return the tensor at a position. Each tensor can be taken once."""
         ...
 
 
@@ -93,14 +93,14 @@ class Kind:
     Attributes:
         tag: begins with '$'.
         classes: exactly these, not their subclasses.
-        encode: returns the payload.
-        decode: returns a value of the same class from the payload.
+        encode: returns the payload of a value.
+        decode: returns the value of a payload, of the same class.
     """
 
     tag: str
     classes: tuple[type, ...]
-    encode: Callable[[Any, Writing], Json]
-    decode: Callable[[Json, Reading], Any]
+    encode: Callable[[Any, ValueEncoder], Json]
+    decode: Callable[[Json, ValueDecoder], Any]
 
 
 def text_of(tree: Json) -> str:

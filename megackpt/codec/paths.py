@@ -1,7 +1,4 @@
-"""How a place inside a nested value is written in messages: `args.optimizer.hooks[3]`.
-
-Owns the notation. Two different places never have the same path, as long as keys have different `repr`s.
-"""
+"""The notation of paths inside a nested value in messages: `args.optimizer.hooks[3]`."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ TOP = "(top level)"
 
 def format_path(prefix: str, steps: Sequence[Hashable]) -> str:
     """Return the path of the value that the steps (keys, attribute names, list positions) lead to.
+
+    Different values have different paths, as long as keys have different `repr`s.
 
     >>> format_path("", ["args", "layers.0", 3, "lr"])
     "args['layers.0'][3].lr"

@@ -1,6 +1,6 @@
-"""The encoded form of a value: a plain JSON tree beside a list of tensors, and the tree as JSON text.
+"""The encoded form of a value: a JSON tree and a list of tensors; and the tree as JSON text.
 
-Owns the limits of a tree and the strict reading of its text. What the nodes mean is in `encoder`.
+Parses the text strictly and limits the size of a tree. `encoder` describes what the nodes mean.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from megackpt.errors import FormatError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
-# Deepest nesting of values. Real state dicts use about ten levels; one costs up to four of JSON, whose parser
-# is recursive, as this package is, and both have to stay within Python's limit.
+# Deepest nesting of values. Real state dicts use about ten levels. A level of values takes up to four levels
+# of JSON; the JSON parser and this package are recursive, and must stay within Python's recursion limit.
 MAX_DEPTH = 64
 # Integers up to here, positive or negative, are exact in every JSON reader: they fit a 64-bit float.
 MAX_PLAIN_INT = 2**53
 DAMAGED = "The file is damaged or was not written by megackpt: restore it, or use another checkpoint."
 
-_LONGEST_JSON_INT = 20  # digits of 2**63 and a sign; more would only be work for the parser
+_MAX_JSON_INT_LENGTH = 20  # digits of 2**63 and a sign; longer ones would only cost time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class EncodedValue:
     """An encoded value.
 
     Attributes:
-        tree: what `json.dumps` takes; its nodes are described in `megackpt.codec.encoder`.
+        tree: JSON, as `json.dumps` takes it; `megackpt.codec.encoder` describes its nodes.
         tensors: contiguous CPU tensors of dtypes that every safetensors reader knows. The tree refers to
-            them by their position, to each exactly once. They may share memory with the value they came
-            from.
+            each by its position, exactly once. They may share memory with the original value.
     """
 
     tree: Json
@@ -47,12 +46,16 @@ def dump_tree(tree: Json) -> str:
 
 
 def load_tree(text: str, *, where: str) -> Json:
-    """Return the tree of a JSON text; `where` names its origin in errors.
+    """Parse a JSON text more strictly than `json.loads`.
 
-    Stricter than `json.loads`: no repeated keys, no NaN or Infinity, no integers beyond 64 bits.
+    Rejects repeated keys, NaN and Infinity, and integers beyond 64 bits.
+
+    Args:
+        text: the JSON text.
+        where: what errors call the file or object.
 
     Raises:
-        FormatError: `text` is no such JSON, or nested too deeply.
+        FormatError: `text` is not such JSON, or nested too deeply.
     """
     try:
         tree: Json = json.loads(
@@ -60,7 +63,7 @@ def load_tree(text: str, *, where: str) -> Json:
             object_pairs_hook=object_of,
             parse_int=_integer,
             parse_float=_finite_float,
-            parse_constant=_refuse_constant,
+            parse_constant=_reject_constant,
         )
     except RecursionError as error:
         raise FormatError(f"{where}: JSON nested too deeply to read. {DAMAGED}", path=where) from error
@@ -70,24 +73,24 @@ def load_tree(text: str, *, where: str) -> Json:
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; for `json.loads`.
+    """Return a JSON object as a dict; a hook for `json.loads`.
 
     Raises:
-        ValueError: a key is repeated: readers differ about which of them counts.
+        ValueError: a key is repeated: readers differ about which value counts.
     """
-    built = dict(pairs)
-    if len(built) == len(pairs):
-        return built
+    members = dict(pairs)
+    if len(members) == len(pairs):
+        return members
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
             raise ValueError(f"the key {key!r:.80} is repeated in one object")
         seen.add(key)
-    return built
+    return members
 
 
 def _integer(text: str) -> int:
-    if len(text) > _LONGEST_JSON_INT:
+    if len(text) > _MAX_JSON_INT_LENGTH:
         raise ValueError(f"an integer of {len(text)} digits")
     return int(text)
 
@@ -99,5 +102,5 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _refuse_constant(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"the constant {text}")

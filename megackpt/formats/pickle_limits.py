@@ -74,7 +74,7 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
             width = _COUNT_BYTES[kind]
             position += width + int.from_bytes(data[position : position + width], "little")
         is_long = code in _INTEGERS and position - begin > 8
-        if is_long and numbers.collide(_integer(code, data[begin:position])):
+        if is_long and numbers.add(_integer(code, data[begin:position])):
             raise pickle.UnpicklingError("integers have the same hash, as if to make this slow")
         if code in plain:
             stack.append(_PLAIN)

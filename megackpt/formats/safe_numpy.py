@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.codec.foreign import ForeignName, ForeignObject, carries_unknown, named_tuple_meant
+from megackpt.codec.members import named_tuple_for
+from megackpt.codec.stand_ins import ForeignName, ForeignObject, keeps_unknown_values
 from megackpt.formats.unknown_classes import Members, Unknown, UnknownMembers
 
 _CODE = re.compile(r"[biufcSUMm]\d{0,9}")
@@ -232,8 +233,8 @@ class _Replacing:
         made.args = self.replaced(parts["args"])
         made.state = self.replaced(parts["state"])
         made.items = self.replaced(parts["items"])
-        named = named_tuple_meant(made) if value.is_named_tuple else None
-        if value.is_named_tuple and named is None and not carries_unknown():
+        named = named_tuple_for(made) if value.is_named_tuple else None
+        if value.is_named_tuple and named is None and not keeps_unknown_values():
             raise RefusedValueError(
                 f"a named tuple {made.module}.{made.qualname} that does not fit its class"
             )

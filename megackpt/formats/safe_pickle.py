@@ -24,14 +24,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from megackpt.codec.foreign import (
+from megackpt.codec.imported_classes import is_dotted
+from megackpt.codec.stand_ins import (
     ForeignMember,
     ForeignName,
     ForeignNamedTuple,
     ForeignObject,
-    HoldsForeignError,
-    carrying_unknown,
-    is_dotted,
+    StandInPickleError,
+    keep_unknown_values,
 )
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_limits import check_archive
@@ -120,7 +120,7 @@ def save_value(value: Any, *, path: str) -> bytes:
             path=path,
         ) from error
     try:
-        with carrying_unknown() if holds_foreign else nullcontext():
+        with keep_unknown_values() if holds_foreign else nullcontext():
             _load_safely(data)
     except (RefusedValueError, RefusedClassError) as error:
         raise UnserializableError(
@@ -150,7 +150,7 @@ def _pickled(value: Any) -> tuple[bytes, bool]:
     out = io.BytesIO()
     try:
         torch.save(value, out)
-    except HoldsForeignError:
+    except StandInPickleError:
         out = io.BytesIO()
         torch.save(value, out, pickle_module=_FOREIGN)
         return out.getvalue(), True

@@ -16,16 +16,14 @@ from typing import Any
 
 import torch._weights_only_unpickler as weights_only
 
-from megackpt.codec.foreign import (
-    ForeignMember,
-    ForeignName,
-    carries_unknown,
+from megackpt.codec.imported_classes import (
     imported_enum,
     imported_named_tuple,
     is_dotted,
     member_named,
     member_of_value,
 )
+from megackpt.codec.stand_ins import ForeignMember, ForeignName, keeps_unknown_values
 
 MOST_UNKNOWN = 200
 """How many unknown names a pickle may have that is carried along: each takes a class of this process."""
@@ -57,7 +55,7 @@ class Members:
         if self.is_allowed:
             return self.cls(value)
         module, name = self.cls.__module__, self.cls.__qualname__
-        if not carries_unknown():
+        if not keeps_unknown_values():
             raise RefusedClassError(f"{value!r:.80} as a value of {module}.{name}, which has no such member")
         return ForeignMember(module, name, None, _plain(value))
 
@@ -104,7 +102,7 @@ class Unknown:
 
     def __new__(cls, *args: Any) -> Unknown:
         """Make one, where values are carried along."""
-        if not cls.is_harmless and not carries_unknown():
+        if not cls.is_harmless and not keeps_unknown_values():
             raise RefusedClassError(f"an object of {cls.of.module}.{cls.of.qualname}")
         made = object.__new__(cls)
         vars(made).update(args=args, is_called=False, state=None, items=[])
@@ -143,9 +141,9 @@ def stand_in_of(module: str, name: str) -> Any:
     if imported_named_tuple(module, name) is not None:
         return _unknown_class(module, name, is_harmless=True, is_named_tuple=True)
     is_harmless = name in _CLASSES.get(module, ())
-    if is_harmless and module in sys.modules and not carries_unknown():
+    if is_harmless and module in sys.modules and not keeps_unknown_values():
         return getattr(sys.modules[module], name, None)
-    if is_harmless or (carries_unknown() and is_dotted(module) and is_dotted(name)):
+    if is_harmless or (keeps_unknown_values() and is_dotted(module) and is_dotted(name)):
         return _unknown_class(module, name, is_harmless, is_named_tuple=False)
     return None
 

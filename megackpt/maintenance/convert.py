@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.arguments import check_count, check_flag, check_seconds
-from megackpt.codec import carrying_unknown, leaf_digests
+from megackpt.codec import keep_unknown_values, leaf_digests
 from megackpt.comm import Group, check_group, errors_on_all_ranks, run_on_all_ranks, world_group
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.opening import open_checkpoint
@@ -121,7 +121,7 @@ def convert(
         group = world_group(timeout_s=timeout_s)
     check_group(group)
     with ExitStack() as stack:
-        stack.enter_context(carrying_unknown())
+        stack.enter_context(keep_unknown_values())
         with errors_on_all_ranks(group, "opening the source"):
             strategy = save_strategy(to)
             conversion = _Conversion(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from megackpt.arguments import check_count, check_flag
-from megackpt.codec import carrying_unknown, leaf_digests
+from megackpt.codec import keep_unknown_values, leaf_digests
 from megackpt.engine.checkpoint.common_arrays import value_steps, with_tensors
 from megackpt.engine.checkpoint.common_reading import read_referenced, stored_references
 from megackpt.engine.checkpoint.opening import check_readable, open_checkpoint, read_common_and_references
@@ -123,7 +123,7 @@ def diff(
     for name, flag in flags.items():
         check_flag(name, flag)
     progress = checked_progress(progress)
-    with opened_store(first) as one, opened_store(second) as two, carrying_unknown():
+    with opened_store(first) as one, opened_store(second) as two, keep_unknown_values():
         contents = (
             open_checkpoint(one, allow_unsafe_pickle=allow_unsafe_pickle),
             open_checkpoint(two, allow_unsafe_pickle=allow_unsafe_pickle),

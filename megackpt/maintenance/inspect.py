@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.arguments import check_flag
-from megackpt.codec import carrying_unknown
+from megackpt.codec import keep_unknown_values
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import read_common_and_references
 from megackpt.errors import CheckpointError
@@ -201,7 +201,7 @@ def _common_as_text(contents: Contents, where: str) -> tuple[dict[str, str], dic
     """Return common state and content metadata as text by path, and why they could not be read."""
     try:
         # Values of unknown classes are shown by the names of their classes.
-        with carrying_unknown():
+        with keep_unknown_values():
             common, content = read_common_and_references(contents, where=where)
         shown_common = leaves_as_text(_with_plain_dicts(common)) if common else {}
         return shown_common, {} if content is None else leaves_as_text(content), ""

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megackpt.codec import Encoded, decode, encode, leaf_digests, pack, unpack
+from megackpt.codec import EncodedValue, decode, encode, leaf_digests, pack, unpack
 from megackpt.codec.encoder import KINDS
 from megackpt.errors import FormatError
 from megackpt.testing.identical import difference
@@ -195,4 +195,4 @@ json_trees = st.recursive(
 @given(json_trees)
 def test_no_tree_leads_to_anything_but_a_value_or_a_format_error(tree: Any) -> None:
     with contextlib.suppress(FormatError):
-        decode(Encoded(tree, (torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 2))), where="tree")
+        decode(EncodedValue(tree, (torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 2))), where="tree")

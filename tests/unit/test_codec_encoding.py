@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megackpt.codec import Encoded, decode, dump_tree, encode, load_tree, pack, unpack
+from megackpt.codec import EncodedValue, decode, dump_tree, encode, load_tree, pack, unpack
 from megackpt.errors import UnserializableError
 from megackpt.testing.identical import difference
 from tests.codec_values import round_trip
@@ -80,7 +80,7 @@ def test_the_encoding_of(value: object, text: str) -> None:
     encoded = encode(value)
     assert dump_tree(encoded.tree) == text
     assert encoded.tensors == ()
-    assert difference(decode(Encoded(load_tree(text, where="text"), ())), value) is None
+    assert difference(decode(EncodedValue(load_tree(text, where="text"), ())), value) is None
 
 
 def test_portable_tensors_are_stored_as_they_are() -> None:
@@ -152,6 +152,6 @@ def test_loaded_tensors_own_their_memory() -> None:
 def test_pack_refuses_a_tree_that_no_reader_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megackpt.codec.blob._MAX_HEADER_BYTES", 1000)
     with pytest.raises(
-        UnserializableError, match=r"^args: all that is neither.*1,\d+ bytes.*Keep large data in"
+        UnserializableError, match=r"^args: everything but tensors and bytes.*1,\d+ bytes.*Keep large data in"
     ):
         pack("x" * 1000, path="args")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megackpt.codec import Encoded, decode, load_tree, pack, unpack
+from megackpt.codec import EncodedValue, decode, load_tree, pack, unpack
 from megackpt.errors import FormatError
 from tests.codec_values import nested
 
@@ -53,7 +53,7 @@ from tests.codec_values import nested
         ({"$device": "nowhere:0"}, r"device"),
         ({"$size": [1.5]}, r"an integer is expected"),
         ({"$generator": {"device": "cpu", "state": 5}}, r"cannot be decoded"),
-        ({"$defaultdict": {"factory": "eval", "items": []}}, r"the factory 'eval' is none of bool"),
+        ({"$defaultdict": {"factory": "eval", "items": []}}, r"the factory 'eval' is not one of bool"),
         ({"$defaultdict": {"factory": ["list"], "items": []}}, r"unhashable"),
         ({"$deque": {"maxlen": 1, "items": [1, 2]}}, r"2 items in a deque of at most 1"),
         ({"$deque": {"maxlen": -1, "items": []}}, r"2 items|at most -1"),
@@ -63,7 +63,7 @@ from tests.codec_values import nested
         ({"$datetime": {"iso": "2024-01-01", "fold": 5, "tz": None}}, r"fold"),
         ({"$datetime": {"iso": "2024-01-01", "fold": 0, "tz": "UTC"}}, r"a timezone is expected"),
         ({"$timedelta": [10**15, 0, 0]}, r"cannot be decoded"),
-        ({"$path": {"class": "Popen", "path": "ls"}}, r"class 'Popen' is none of PurePosixPath"),
+        ({"$path": {"class": "Popen", "path": "ls"}}, r"class 'Popen' is not one of PurePosixPath"),
         ({"$uuid": "1"}, r"badly formed"),
         ({"$fraction": [1, 0]}, r"Fraction\(1, 0\)"),
         ({"$fraction": [1.5, 2]}, r"an integer is expected"),
@@ -74,13 +74,13 @@ from tests.codec_values import nested
         ({"$registered": {"name": "os.system", "value": "true"}}, r"'os.system', which is not registered"),
         ("\ud800", r"lone surrogate"),
         ({"\ud800": 1}, r"lone surrogate"),
-        ({1, 2}, r"a set is no JSON"),
+        ({1, 2}, r"a set is not JSON"),
     ],
     ids=lambda item: repr(item)[:40],
 )
 def test_a_tree_that_makes_no_sense_is_refused_at_its_place(tree: typing.Any, reason: str) -> None:
     with pytest.raises(FormatError, match=rf"^index: a\[1\].*{reason}") as caught:
-        decode(Encoded({"a": [0, tree]}, ()), where="index")
+        decode(EncodedValue({"a": [0, tree]}, ()), where="index")
     assert caught.value.path == "index"
     assert "Import the module" in str(caught.value) or "restore it, or use another" in str(caught.value)
 
@@ -88,9 +88,9 @@ def test_a_tree_that_makes_no_sense_is_refused_at_its_place(tree: typing.Any, re
 def test_a_tensor_may_be_referred_to_once_and_must_be() -> None:
     tensors = (torch.zeros(1), torch.zeros(1))
     with pytest.raises(FormatError, match=r"f: \[1\]: .*tensor 0 is referred to twice"):
-        decode(Encoded([{"$tensor": 0}, {"$tensor": 0}], tensors), where="f")
+        decode(EncodedValue([{"$tensor": 0}, {"$tensor": 0}], tensors), where="f")
     with pytest.raises(FormatError, match=r"f: \(top level\): nothing refers to 1 of 2 tensors: \[0\]"):
-        decode(Encoded([{"$tensor": 1}], tensors), where="f")
+        decode(EncodedValue([{"$tensor": 1}], tensors), where="f")
 
 
 @pytest.mark.parametrize("shape", [[3], [2**62, 2**62], [-1], [1.5], "x", [0, 2**62], [1] * 65])
@@ -98,24 +98,24 @@ def test_a_raw_tensor_must_fill_its_shape(shape: typing.Any) -> None:
     for tag, dtype in (("$tensor", "complex64"), ("$ndarray", "<c8")):
         tree = {tag: {"dtype": dtype, "shape": shape, "bytes": 0}}
         with pytest.raises(FormatError, match=r"does not fit 8 bytes|is expected"):
-            decode(Encoded(tree, (torch.zeros(8, dtype=torch.uint8),)), where="f")
+            decode(EncodedValue(tree, (torch.zeros(8, dtype=torch.uint8),)), where="f")
 
 
 def test_raw_bytes_must_be_bytes() -> None:
     tree = {"$tensor": {"dtype": "complex64", "shape": [1], "bytes": 0}}
     with pytest.raises(FormatError, match=r"stored as torch.float64 of 1 dims, not as uint8"):
-        decode(Encoded(tree, (torch.zeros(1, dtype=torch.float64),)), where="f")
+        decode(EncodedValue(tree, (torch.zeros(1, dtype=torch.float64),)), where="f")
 
 
 def test_an_empty_tensor_of_absurd_shape_costs_nothing() -> None:
     tree = {"$tensor": {"dtype": "complex64", "shape": [0, 2**52, 2**52], "bytes": 0}}
-    assert decode(Encoded(tree, (torch.zeros(0, dtype=torch.uint8),)), where="f").numel() == 0
+    assert decode(EncodedValue(tree, (torch.zeros(0, dtype=torch.uint8),)), where="f").numel() == 0
     assert unpack(blob_of(one(entry(0, 0, shape=[0, 2**62, 2**62]))), where="f").numel() == 0
 
 
 def test_a_deep_tree_is_refused() -> None:
     with pytest.raises(FormatError, match=r"values are nested more than 64 levels deep.*restore it"):
-        decode(Encoded(typing.cast(typing.Any, nested(1000, lambda v: [v])), ()), where="f")
+        decode(EncodedValue(typing.cast(typing.Any, nested(1000, lambda v: [v])), ()), where="f")
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def one(described: object) -> dict[str, object]:
         ),
         (struct.pack("<Q", 3) + b"{}", r"header claims 3 bytes, but only 2 follow"),
         (blob_of(b"\xff"), r"header is not UTF-8"),
-        (blob_of(b"[1]"), r"header is no JSON object"),
+        (blob_of(b"[1]"), r"header is not a JSON object"),
         (blob_of(b'{"a":1,"a":2}'), r"repeated"),
         (blob_of(b"[" * 50_000), r"nested too deeply"),
         (blob_of({}), r"does not say format 'megackpt.codec'"),
         (blob_of({"__metadata__": {"format": "pt"}}), r"does not say format"),
-        (blob_of({"__metadata__": {"format": "megackpt.codec", "version": "1"}}), r"holds no tree"),
+        (blob_of({"__metadata__": {"format": "megackpt.codec", "version": "1"}}), r"has no tree"),
         (blob_of(header_of("{")), r"not valid JSON"),
         (blob_of(header_of("[" * 50_000)), r"nested too deeply"),
         (blob_of(header_of('{"$tensor":0}')), r"there is no tensor 0"),
@@ -188,7 +188,7 @@ def one(described: object) -> dict[str, object]:
         (blob_of(one(entry(0, 1, shape=[True])), b"1"), r"tensor 0 has the shape"),
         (blob_of(one({**entry(0, 1), "data_offsets": [0]}), b"1"), r"tensor 0 has the data_offsets \[0\]"),
         (blob_of(one(entry(0, 1, shape=[2**62, 2**62])), b"1"), r"tensor 0 of .* claims bytes \[0:1\)"),
-        (blob_of(one(entry(0, 2)), b"1"), r"claims bytes \[0:2\), where \[0:2\) of 1 are expected"),
+        (blob_of(one(entry(0, 2)), b"1"), r"claims bytes \[0:2\), but \[0:2\) of 1 are expected"),
         (blob_of(one(entry(1, 2)), b"12"), r"claims bytes \[1:2\)"),
         (blob_of(one(entry(0, 1)), b"12"), r"1 bytes at its end belong to no tensor"),
     ],

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.codec import Encoded, decode, encode, leaf_digests
-from megackpt.codec.foreign import ForeignMember, ForeignName, ForeignObject
+from megackpt.codec import EncodedValue, decode, encode, leaf_digests
+from megackpt.codec.stand_ins import ForeignMember, ForeignName, ForeignObject
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.testing.identical import difference
 from tests.codec_values import Color, Level, round_trip
@@ -96,23 +96,23 @@ def _tree(**fields: Any) -> Any:
     ],
 )
 def test_what_is_not_there_is_a_stand_in_that_is_written_back_as_it_was(tree: Any) -> None:
-    found = decode(Encoded(tree, ()))
+    found = decode(EncodedValue(tree, ()))
     assert isinstance(found, ForeignMember)
-    assert found == decode(Encoded(tree, ()))
-    assert {found: 1}[decode(Encoded(tree, ()))] == 1
+    assert found == decode(EncodedValue(tree, ()))
+    assert {found: 1}[decode(EncodedValue(tree, ()))] == 1
     assert encode(found).tree == tree
-    assert leaf_digests([found]) == leaf_digests([decode(Encoded(tree, ()))])
+    assert leaf_digests([found]) == leaf_digests([decode(EncodedValue(tree, ()))])
 
 
 def test_a_stand_in_shows_and_compares_name_and_value() -> None:
-    found = decode(Encoded(_tree(module="elsewhere"), ()))
+    found = decode(EncodedValue(_tree(module="elsewhere"), ()))
     assert repr(found) == "<elsewhere.Scope.MLP: 'mlp'>"
-    assert found != decode(Encoded(_tree(module="elsewhere", name="ATTN"), ()))
-    assert found != decode(Encoded(_tree(module="elsewhere", value="attn"), ()))
+    assert found != decode(EncodedValue(_tree(module="elsewhere", name="ATTN"), ()))
+    assert found != decode(EncodedValue(_tree(module="elsewhere", value="attn"), ()))
 
 
 def test_the_name_decides_where_the_value_has_changed() -> None:
-    assert decode(Encoded(_tree(value="another"), ())) is Scope.MLP
+    assert decode(EncodedValue(_tree(value="another"), ())) is Scope.MLP
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_name_decides_where_the_value_has_changed() -> None:
 )  # fmt: skip
 def test_a_malformed_member_is_refused(payload: Any) -> None:
     with pytest.raises(FormatError, match="cannot be decoded"):
-        decode(Encoded({"$enum": payload}, ()))
+        decode(EncodedValue({"$enum": payload}, ()))
 
 
 ran: list[str] = []
@@ -174,7 +174,7 @@ def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "no_module", Watched.ONE)  # type: ignore[arg-type]
     ran.clear()
     found = [
-        decode(Encoded({"$enum": {"module": where, "class": name, "name": of, "value": 3}}, ()))
+        decode(EncodedValue({"$enum": {"module": where, "class": name, "name": of, "value": 3}}, ()))
         for where in ("watching_module", "no_module")
         for name, of in (("Watched", "ONE"), ("Watched", None), ("Missing", "ONE"), ("Watched.ONE", "ONE"))
     ]
@@ -186,9 +186,9 @@ def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_is_imported() -> None:
     tree = {"$enum": {"module": "ssl", "class": "TLSVersion", "name": "TLSv1_2", "value": 771}}
     program = (
-        "import sys; from megackpt.codec import Encoded, decode\n"
+        "import sys; from megackpt.codec import EncodedValue, decode\n"
         "for name in ('ssl', '_ssl', 'encodings.idna'): sys.modules.pop(name, None)\n"
-        f"print(decode(Encoded({tree!r}, ())), 'ssl' in sys.modules)"
+        f"print(decode(EncodedValue({tree!r}, ())), 'ssl' in sys.modules)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
@@ -224,7 +224,7 @@ def test_names_of_stand_ins_are_identifiers(name: Any) -> None:
     assert isinstance(tree, dict)
     payload = {**tree["$foreign"], "class": name}  # type: ignore[dict-item]
     with pytest.raises(FormatError, match="cannot be decoded"):
-        decode(Encoded({"$foreign": payload}, encode(OBJECT).tensors))
+        decode(EncodedValue({"$foreign": payload}, encode(OBJECT).tensors))
 
 
 def test_a_member_without_a_name_and_a_plain_value_is_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.codec import Encoded, ForeignNamedTuple, carrying_unknown, decode, encode, leaf_digests
+from megackpt.codec import EncodedValue, ForeignNamedTuple, decode, encode, keep_unknown_values, leaf_digests
 from megackpt.errors import FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.storage import open_store
@@ -198,7 +198,7 @@ ELSEWHERE = [
 @pytest.mark.parametrize("tree", ELSEWHERE, ids=str)
 def test_what_is_not_there_is_a_stand_in_that_is_written_back_as_it_was(tree: Any) -> None:
     ran.clear()
-    found, again = decode(Encoded(tree, ())), decode(Encoded(tree, ()))
+    found, again = decode(EncodedValue(tree, ())), decode(EncodedValue(tree, ()))
     assert isinstance(found, ForeignNamedTuple)
     assert found == again
     assert {found: 1}[again] == 1
@@ -208,10 +208,11 @@ def test_what_is_not_there_is_a_stand_in_that_is_written_back_as_it_was(tree: An
 
 
 def test_a_stand_in_shows_and_compares_its_fields() -> None:
-    found = decode(Encoded(_tree(module="elsewhere"), ()))
+    found = decode(EncodedValue(_tree(module="elsewhere"), ()))
     assert repr(found) == "<elsewhere.Caller(message='a', rank=1)>"
-    assert found != decode(Encoded(_tree(module="elsewhere", fields=(("message", "b"), ("rank", 1))), ()))
-    assert found != decode(Encoded(_tree(module="elsewhere", fields=(("text", "a"), ("rank", 1))), ()))
+    other_message = _tree(module="elsewhere", fields=(("message", "b"), ("rank", 1)))
+    assert found != decode(EncodedValue(other_message, ()))
+    assert found != decode(EncodedValue(_tree(module="elsewhere", fields=(("text", "a"), ("rank", 1))), ()))
 
 
 MALFORMED = [
@@ -230,7 +231,7 @@ MALFORMED = [
 @pytest.mark.parametrize("payload", MALFORMED, ids=str)
 def test_a_malformed_one_is_refused(payload: Any) -> None:
     with pytest.raises(FormatError, match="cannot be decoded"):
-        decode(Encoded({"$namedtuple": payload}, ()))
+        decode(EncodedValue({"$namedtuple": payload}, ()))
 
 
 class _Watching(type):
@@ -273,7 +274,7 @@ def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _tree(name, (("a", 1), ("b", 2)), module="watching_module")
         for name in ("Watched", "Missing", "Watched.x")
     ]
-    found = [decode(Encoded({"$dict": [[tree, 1]]}, ())) for tree in trees]
+    found = [decode(EncodedValue({"$dict": [[tree, 1]]}, ())) for tree in trees]
     assert ran == []
     made = next(iter(found[0]))
     assert type(made) is Watched
@@ -347,5 +348,5 @@ def test_conversions_there_and_back_change_nothing(tmp_path: Path, library: Any,
         assert difference(megackpt.load({}, place), state) is None
         asked = {"state": megackpt.ShardedObject("state", None, (1,), (0,))}
         assert difference(megackpt.load(asked, place)["state"], {"failed": call}) is None
-        with carrying_unknown():
+        with keep_unknown_values():
             assert difference(megackpt.load_common_state_dict(place), state) is None

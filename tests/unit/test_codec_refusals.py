@@ -51,7 +51,7 @@ REFUSED = [
     ),
     (
         MyDict(a=1),
-        r"MyDict is a subclass of dict.*lose its class\. Save dict\(value\), or register it before",
+        r"MyDict is a subclass of dict.*lose its class if saved as that\. Save dict\(value\), or register it",
     ),
     (
         Config(0.1, []),
@@ -66,11 +66,11 @@ REFUSED = [
     (np.void(b"ab"), r"numpy\.void has no codec"),
     (
         torch.nn.Parameter(torch.zeros(1)),
-        r"Parameter is a tensor with a meaning of its own\. Save value\.detach\(\)",
+        r"Parameter is not a plain tensor\. Save value\.detach\(\)",
     ),
     (
         torch.zeros(1, requires_grad=True),
-        r"requires grad would come back without it\. Save value\.detach\(\)",
+        r"requires grad would load without it\. Save value\.detach\(\)",
     ),
     (torch.empty(1, device="meta"), r"A meta tensor has no values\. Materialise it"),
     (torch.eye(2).to_sparse(), r"layout torch\.sparse_coo is not supported\. Save value\.to_dense\(\)"),
@@ -138,10 +138,10 @@ def test_the_same_object_twice_is_no_cycle() -> None:
 
 def test_a_tensor_in_a_key_or_set_is_refused() -> None:
     with pytest.raises(
-        UnserializableError, match=r"A key of a dict, or an element of a set, cannot hold tensors"
+        UnserializableError, match=r"A key of a dict, or an element of a set, cannot contain tensors"
     ):
         encode({"s": {torch.zeros(1)}})
-    with pytest.raises(UnserializableError, match=r"cannot hold tensors or arrays"):
+    with pytest.raises(UnserializableError, match=r"cannot contain tensors or arrays"):
         encode({torch.zeros(1): 1})
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megackpt.codec import dump_tree, encode, pack, unpack
-from megackpt.codec.registering import register_codec
+from megackpt.codec.registration import register_codec
 from megackpt.codec.registry import REGISTRY
 from megackpt.errors import DeclarationError, FormatError, UnserializableError
 from megackpt.testing.identical import difference
@@ -88,7 +88,7 @@ def test_a_class_and_a_name_belong_to_each_other() -> None:
             (Opaque, "", vars, Opaque),
             r"Opaque got the name ''\. Give a text that will never change, such as '.*Opaque'",
         ),
-        ((Opaque(1), "x", vars, Opaque), r"which is no class\. Give the class"),
+        ((Opaque(1), "x", vars, Opaque), r"which is not a class\. Give the class"),
     ],
 )
 def test_impossible_registrations_are_refused(arguments: tuple[typing.Any, ...], message: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megackpt.codec import Encoded, decode, load_tree, pack, unpack
+from megackpt.codec import EncodedValue, decode, load_tree, pack, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.documents import parse_document
 from megackpt.formats.index_file import write_index
@@ -92,12 +92,12 @@ def _header(n: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _tree_of_int_keys(n: int, key: Callable[[int], int]) -> Encoded:
-    return Encoded({"$dict": [[{"$int": hex(key(i))}, 0] for i in range(n)]}, ())
+def _tree_of_int_keys(n: int, key: Callable[[int], int]) -> EncodedValue:
+    return EncodedValue({"$dict": [[{"$int": hex(key(i))}, 0] for i in range(n)]}, ())
 
 
-def _tuples(n: int) -> Encoded:
-    return Encoded({"$dict": [[{"$tuple": [i, i + 1]}, 0] for i in range(n)]}, ())
+def _tuples(n: int) -> EncodedValue:
+    return EncodedValue({"$dict": [[{"$tuple": [i, i + 1]}, 0] for i in range(n)]}, ())
 
 
 # name -> (size, what parses an input of that size)
@@ -113,7 +113,7 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
     "repeated key of metadata.json": (100_000, lambda n, _: _document(_repeated(n).encode())),
     "metadata.json": (100_000, lambda n, _: _document(json.dumps({f"k{i}": [i] for i in range(n)}).encode())),
     "long string": (8_000_000, lambda n, _: _text('["' + "\\u00e9" * (n // 6) + '"]')),
-    "values": (20_000, lambda n, _: _decoded(Encoded([{"$tuple": [i, "x"]} for i in range(n)], ()))),
+    "values": (20_000, lambda n, _: _decoded(EncodedValue([{"$tuple": [i, "x"]} for i in range(n)], ()))),
     "integer keys": (30_000, lambda n, _: _decoded(_tree_of_int_keys(n, lambda i: i * 2**64 + 1))),
     "integer keys of one hash": (20_000, lambda n, _: _decoded(_tree_of_int_keys(n, lambda i: i * _P + 1))),
     "negative integer keys of one hash": (
@@ -123,7 +123,7 @@ PARSERS: dict[str, tuple[int, Callable[[int, Path], Work]]] = {
     "tuples as keys": (20_000, lambda n, _: _decoded(_tuples(n))),
     "elements of one hash": (
         20_000,
-        lambda n, _: _decoded(Encoded({"$set": [{"$int": hex(i * _P)} for i in range(n)]}, ())),
+        lambda n, _: _decoded(EncodedValue({"$set": [{"$int": hex(i * _P)} for i in range(n)]}, ())),
     ),
     "blob": (1_000, lambda n, _: _unpacked(pack([torch.ones(2) for _ in range(n)]))),
     "header of a blob": (20_000, lambda n, _: _unpacked(_header(n))),
@@ -168,7 +168,7 @@ def _document(data: bytes) -> Work:
     return _refusing(lambda: parse_document(data, where="w"))
 
 
-def _decoded(encoded: Encoded) -> Work:
+def _decoded(encoded: EncodedValue) -> Work:
     return _refusing(lambda: decode(encoded))
 
 

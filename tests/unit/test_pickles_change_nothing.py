@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint.metadata as dcp_metadata
 
-from megackpt.codec import carrying_unknown
+from megackpt.codec import keep_unknown_values
 from megackpt.errors import FormatError
 from megackpt.formats.pickle_limits import check_opcodes
 from megackpt.formats.safe_pickle import load_value
@@ -50,7 +50,7 @@ def _of_old_torch(data: bytes) -> Any:
 
 
 def _carried(data: bytes) -> Any:
-    with carrying_unknown():
+    with keep_unknown_values():
         return load_value(zipped(data), where="w")
 
 

@@ -27,7 +27,7 @@ from megackpt import (
     load_plain_tensors,
     save,
 )
-from megackpt.codec.foreign import ForeignMember
+from megackpt.codec.stand_ins import ForeignMember
 from megackpt.formats import safe_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

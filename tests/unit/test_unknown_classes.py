@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 import megackpt
 from megackpt.cli.verify import command as verify_command
-from megackpt.codec import ForeignMember, ForeignName, ForeignObject, carrying_unknown, leaf_digests
+from megackpt.codec import ForeignMember, ForeignName, ForeignObject, keep_unknown_values, leaf_digests
 from megackpt.errors import FormatError, UnknownClassError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.storage import open_store
@@ -97,7 +97,7 @@ def _convert(source: Path, target: Path, to: str) -> None:
 
 
 def _common(directory: Path) -> Any:
-    with carrying_unknown():
+    with keep_unknown_values():
         return megackpt.load_common_state_dict(str(directory))
 
 
@@ -207,7 +207,7 @@ def _zipped(pickled: bytes) -> bytes:
     "name", ["os\nsystem", "posix\nsystem", "sys\nexit", "a b\nc", "a\nb c", "nt\nsystem"], ids=repr
 )
 def test_some_names_are_never_carried_along(name: str) -> None:
-    with carrying_unknown(), pytest.raises((UnknownClassError, FormatError)):
+    with keep_unknown_values(), pytest.raises((UnknownClassError, FormatError)):
         load_value(_zipped(b"\x80\x02c" + name.encode() + b"\nX\x01\x00\x00\x00a\x85R."), where="w")
 
 
@@ -215,7 +215,7 @@ def test_nothing_that_a_carried_name_says_is_run(tmp_path: Path) -> None:
     path = str(tmp_path / "made").encode()
     text = b"X" + len(path).to_bytes(4, "little") + path
     for name in (b"shutil\nrmtree", b"pathlib\nPath.mkdir", b"builtins\neval", b"subprocess\ncheck_output"):
-        with carrying_unknown():
+        with keep_unknown_values():
             found = load_value(_zipped(b"\x80\x02c" + name + b"\n" + text + b"\x85R."), where="w")
         assert isinstance(found, ForeignObject)
     assert not (tmp_path / "made").exists()
@@ -224,7 +224,7 @@ def test_nothing_that_a_carried_name_says_is_run(tmp_path: Path) -> None:
 def test_too_many_unknown_names_are_refused() -> None:
     names = b"".join(b"clib\nC%d\n0" % n for n in range(201))
     allowed = set(torch.serialization.get_safe_globals())
-    with carrying_unknown(), pytest.raises(FormatError, match="more than 200 unknown classes"):
+    with keep_unknown_values(), pytest.raises(FormatError, match="more than 200 unknown classes"):
         load_value(_zipped(b"\x80\x02" + names + b"N."), where="w")
     assert set(torch.serialization.get_safe_globals()) == allowed
 
@@ -238,7 +238,7 @@ def test_threads_that_carry_and_do_not_keep_to_themselves(library: Any) -> None:
 
     def carry() -> None:
         for _ in range(30):
-            with carrying_unknown():
+            with keep_unknown_values():
                 if not isinstance(load_value(data.getvalue(), where="w")[0]["args"].config, ForeignObject):
                     faults.append("carry")
 
@@ -298,7 +298,7 @@ def test_a_value_that_no_member_has_is_refused() -> None:
     data = _zipped(f"\x80\x02c{__name__}\nLocal\nK\x09\x85R.".encode("latin1"))
     with pytest.raises(FormatError, match=r"9 as a value of .*Local, which has no such member"):
         load_value(data, where="w")
-    with carrying_unknown():
+    with keep_unknown_values():
         assert load_value(data, where="w") == ForeignMember(__name__, "Local", None, 9)
 
 

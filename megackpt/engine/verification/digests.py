@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megackpt.codec import carrying_unknown
+from megackpt.codec import keep_unknown_values
 from megackpt.engine.data.chunk_bytes import parts_of
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
@@ -81,7 +81,7 @@ def is_understood(decode: Callable[[], object], options: VerifyOptions) -> bool:
     except FormatError as error:
         if options.skip_unknown_classes and isinstance(error, UnknownClassError):
             return False
-        with carrying_unknown():
+        with keep_unknown_values():
             decode()
         return False
 

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from megackpt.codec import Encoded, decode, load_tree, unpack
+from megackpt.codec import EncodedValue, decode, load_tree, unpack
 from megackpt.errors import FormatError
 from megackpt.formats.contents import Contents
 from megackpt.formats.damage import Damage
@@ -96,4 +96,4 @@ def _read_common(store: Store, manifest: Json) -> Any:
         ordered = tuple(tensors[str(i)] for i in range(len(tensors)))
     except KeyError as error:
         raise FormatError(f"{where}: tensor {error} of the common state is missing.", path=where) from error
-    return decode(Encoded(tree=load_tree(text, where=where), tensors=ordered), where=where)
+    return decode(EncodedValue(tree=load_tree(text, where=where), tensors=ordered), where=where)
