@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -58,6 +59,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("out/elastic_resume"), help="where the results go")
     out: Path = parser.parse_args().out
+    if find_spec("matplotlib") is None:
+        parser.error("the picture needs matplotlib; install it with: pip install -e '.[examples]'")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     steps = STEPS_PER_PHASE * len(PHASES)

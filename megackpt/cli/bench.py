@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megackpt.bench.settings import CASES, DTYPES, PEERS, BenchSettings
 from megackpt.cli.entry import FAILED_CHECK, is_rank_0
-from megackpt.cli.locations import LocalPath, check_output
+from megackpt.cli.locations import LocalPath, check_chart, check_output
 
 if TYPE_CHECKING:
     from megackpt.bench.report import Report
@@ -115,15 +115,10 @@ def command(
         long_run=long_run,
         profile=profile,
     )
-    if (
-        is_rank_0()
-    ):  # which alone writes them, also where the others are on machines without these directories
+    if is_rank_0():  # only rank 0 writes these files; other machines may lack their directories
         check_output(json_path)
         check_output(profile)
-        if chart is not None:
-            from megackpt.simulation.chart import check_chart
-
-            check_chart(Path(chart))
+        check_chart(chart)
     report = run_bench(settings)
     if report is None:  # a rank of torchrun other than 0
         return 0

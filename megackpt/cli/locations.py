@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from megackpt.cli.entry import is_rank_0
-from megackpt.errors import DeclarationError, NotACheckpointError
+from megackpt.errors import DeclarationError, MissingExtraError, NotACheckpointError
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import expanded_path, is_url, open_store, opened_store
+
+CHART_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class LocalPath(click.Path):
@@ -82,4 +85,27 @@ def check_output(path: str | None) -> None:
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise DeclarationError(
             f"{path}: there is no such directory. Give a file in one that exists.", path=path
+        )
+
+
+def check_chart(path: str | None) -> None:
+    """Check that a chart can be drawn to a file, before what it shows is computed. None is accepted.
+
+    Raises:
+        DeclarationError: the suffix names no known format, or the directory of the file does not exist.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in CHART_SUFFIXES or not Path(path).absolute().parent.is_dir():
+        raise DeclarationError(
+            f"{path}: no chart can be drawn there. Give a file with one of the suffixes "
+            f"{', '.join(CHART_SUFFIXES)} in a directory that exists.",
+            path=path,
+        )
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError(
+            f"{path}: charts need the package matplotlib, which is not installed. Install it with: "
+            f"pip install 'megackpt[plots]'",
+            path=path,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 from rich.console import Console
 
-from megackpt.cli.locations import LocalPath, check_output
+from megackpt.cli.locations import LocalPath, check_chart, check_output
 from megackpt.cli.progress import RankCountBar
 from megackpt.errors import DeclarationError
 from megackpt.metadata import DIGEST_BLOCK_BYTES
@@ -67,7 +67,6 @@ def command(
     megackpt plan llama3-405b --from tp8,pp16,dp128 --to tp4,pp8,dp512 --write-gbps 10 --mtbf-hours 3
     """
     from megackpt.simulation import Cluster, JobLayout, PlanReport, estimate
-    from megackpt.simulation.chart import check_chart, draw
 
     cluster = Cluster(
         ranks_per_node=ranks_per_node,
@@ -78,8 +77,7 @@ def command(
         network=network_gbps,
         mtbf_hours=mtbf_hours,
     )
-    if chart is not None:
-        check_chart(Path(chart))
+    check_chart(chart)
     check_output(json_path)
     at, to = (None if text is None else JobLayout.parse(text) for text in (source, target))
     if Path(subject).is_dir():
@@ -97,6 +95,8 @@ def command(
     if json_path is not None:
         Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if chart is not None:
+        from megackpt.simulation.chart import draw
+
         draw(name, save, load, Path(chart))
 
 

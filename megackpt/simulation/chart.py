@@ -10,28 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megackpt.errors import DeclarationError
 from megackpt.geometry import Ints
 from megackpt.simulation.layout import JobLayout
 from megackpt.simulation.outcome import LoadOutcome, SaveOutcome
 
-ENDINGS = (".png", ".svg", ".pdf")
-
 GB = 1e9
-
-
-def check_chart(path: Path) -> None:
-    """Check that a chart can be drawn to a path, before anything is planned.
-
-    Raises:
-        DeclarationError: its ending names no known format, or its directory is not there.
-    """
-    if path.suffix.lower() not in ENDINGS or not path.absolute().parent.is_dir():
-        raise DeclarationError(
-            f"{path}: no chart can be drawn there. Give a file with one of the endings "
-            f"{', '.join(ENDINGS)} in a directory that exists.",
-            path=str(path),
-        )
 
 
 def draw(title: str, save: SaveOutcome, load: LoadOutcome | None, path: Path) -> None:

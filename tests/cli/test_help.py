@@ -17,15 +17,15 @@ ROOT = Path(megackpt.__file__).parent
 HEAVY = ("torch", "matplotlib", "tensorstore", "obstore")
 
 
-def modules_after(program: str) -> set[str]:
-    """Return which heavy modules a fresh interpreter has imported at the end of a program."""
+def modules_after(program: str, names: tuple[str, ...] = HEAVY) -> set[str]:
+    """Return which of some modules a fresh interpreter has imported at the end of a program."""
     said = subprocess.run(
         [sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return set(HEAVY) & set(said.stdout.splitlines()[-1].split())
+    return set(names) & set(said.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
@@ -59,3 +59,25 @@ def test_names_come_from_where_type_checkers_see_them() -> None:
     seen = {alias.name: node.module for node in block.body for alias in node.names}
     assert seen == megackpt._HOMES
     assert sorted(seen) == sorted(megackpt.__all__)
+
+
+def test_saving_and_loading_imports_nothing_of_the_command_line_and_no_extra(tmp_path: Path) -> None:
+    program = f"""
+import megackpt, torch
+directory = {str(tmp_path / "checkpoint")!r}
+megackpt.save({{"w": torch.ones(2)}}, directory)
+megackpt.load({{}}, directory)
+assert megackpt.verify(directory, deep=True).is_whole
+"""
+    assert modules_after(program, ("click", "rich", "matplotlib", "tensorstore", "obstore")) == set()
+
+
+@pytest.mark.parametrize("command", ["plan llama3-8b --from tp8", "bench --dir new --cases small"])
+def test_a_chart_without_matplotlib_is_an_error_that_names_the_extra_before_any_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megackpt.cli.locations.find_spec", lambda name: None)
+    assert main([*command.split(), "--chart", "chart.png"]) == 2
+    assert "pip install 'megackpt[plots]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -110,7 +110,7 @@ def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> Non
         (["gpt-125m", "--from", "tp8"], "num_heads 12 is not a multiple of tp=8"),
         (["gpt-125m", "--from", "tp2", "--to", "tp2,pp13"], "12 layers are fewer than pp=13"),
         (["gpt-125m", "--from", "tp2", "--write-gbps", "0"], "write is 0.0; give a finite number above 0"),
-        (["gpt-125m", "--from", "tp2", "--chart", "plan.bmp"], "endings .png, .svg, .pdf"),
+        (["gpt-125m", "--from", "tp2", "--chart", "plan.bmp"], "suffixes .png, .svg, .pdf"),
         (["gpt-125m", "--from", "tp2", "--json", "no/plan.json"], "no/plan.json: there is no such directory"),
         (["gpt-125m", "--from", "tp2", "--ranks-planned", "0"], "0 is not in the range"),
         ([".", "--from", "tp2"], "which is a checkpoint and has been saved"),
