@@ -117,7 +117,7 @@ def test_parts_of_chunks_from_anywhere_in_pieces_of_any_length_make_up_the_diges
             for at in range(begin, end, steps):
                 part.update(memoryview(of_chunk)[at : min(at + steps, end)])
             contributions[row] ^= np.uint64(part.result())
-    whole = digester.combined(contributions, {"array"})
+    whole = digester.combine(contributions, {"array"})
     assert whole == {"array": checksums.crc64nvme(array.tobytes())}
 
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt.formats.documents import write_small_file
+from megackpt.formats.native.parity import RebuiltFiles, read_groups, write_parity_file
 from megackpt.formats.native.parity import list_of as list_of_groups
-from megackpt.formats.native.parity import read_groups, write_parity_file
-from megackpt.formats.native.rebuilding import RebuiltFiles
 from megackpt.planning.redundancy import parity_groups, parity_writer
 from megackpt.storage import MemoryStore
 from megackpt.storage.views import Patch, PatchedStore
@@ -34,7 +33,7 @@ def test_any_range_of_any_file_is_rebuilt_whatever_became_of_it(
     for number, nbytes in enumerate(lengths):
         store.write(f"data/{number}", generator.bytes(nbytes))
     members = [(f"data/{number}", nbytes) for number, nbytes in enumerate(lengths)]
-    with patch("megackpt.formats.native.parity.STEP_BYTES", step):
+    with patch("megackpt.formats.native.parity.PART_BYTES", step):
         group = write_parity_file(store, attempt=ATTEMPT, number=0, members=members)
     manifest = {"parity": write_small_file(store, "parity.json", list_of_groups([group]))}
     assert read_groups(store, manifest) == (group,)
@@ -53,7 +52,7 @@ def test_any_range_of_any_file_is_rebuilt_whatever_became_of_it(
     start = data.draw(st.integers(0, len(whole[lost])))
     stop = data.draw(st.integers(start, len(whole[lost])))
     out = bytearray(generator.bytes(stop - start))
-    with patch("megackpt.formats.native.rebuilding.STEP_BYTES", step):
+    with patch("megackpt.formats.native.parity.PART_BYTES", step):
         rebuilt.read_into(lost, start, memoryview(out))
         assert rebuilt.read(lost, max_bytes=1 << 20) == whole[lost]
     assert bytes(out) == whole[lost][start:stop]

@@ -67,7 +67,7 @@ class ArrayCheck:
                 continue
             digest = self._digester.begin(part.row, start=part.start)
             if digest is not None and len(of_part):
-                with self._turns if digest.has_short_runs else contextlib.nullcontext():
+                with self._turns if digest.has_short_ranges else contextlib.nullcontext():
                     digest.update(of_part)
                 with self._lock:
                     self._contributions[part.row] ^= np.uint64(digest.result())

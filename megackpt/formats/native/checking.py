@@ -1,8 +1,8 @@
 """What is wrong with the files of a native checkpoint, besides the bytes of its chunks.
 
-Owns the comparison of files that say the same: the commit and the names it gives, the index and its head, the
-index and the headers of data files. A reader that goes by the index needs no header, so a load never notices
-a damaged one; readers of plain safetensors do.
+Several files contain the same information, which is compared: the commit and the names in it, the index and
+its head, the index and the headers of data files. A load uses the index, and so never notices a damaged
+header; readers of plain safetensors do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALL_BYTES = 64 << 20  # common state up to this length is read and compared w
 
 
 def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Yield what is wrong; see `LoadStrategy.check_files`."""
+    """Yield what is wrong with files; see `LoadStrategy.check_files`."""
     yield from _check_manifest(manifest)
     yield from _check_named(store, manifest)
     yield from _check_parity(store, manifest)
@@ -50,16 +50,16 @@ def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
 
 
 def whole_files(store: Store, manifest: Json) -> tuple[WholeFile, ...]:
-    """Return parity files and the files they protect; see `LoadStrategy.whole_files`."""
+    """Return parity files and the files they protect; none if their list is damaged."""
     try:
         groups = read_groups(store, manifest)
     except CheckpointError:
         return ()
-    return tuple(file for group in groups for file in (group.parity, *group.members))
+    return tuple(file for group in groups for file in group.files)
 
 
 def _check_manifest(manifest: Json) -> Iterator[Damage]:
-    """Compare what the commit says twice: every name carries the attempt."""
+    """Compare the attempt of the commit with the one in the names of its files."""
     attempt, ranks = manifest.get("attempt"), manifest.get("world_size")
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
         yield Damage(file=MANIFEST, what=f"its attempt {attempt!r:.80} is not 16 hexadecimal digits")
@@ -77,7 +77,7 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
 
 
 def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Find what the commit has lost its entry of, and may seem to need none."""
+    """Find files of the attempt that the commit does not name: optional ones, whose entry may be lost."""
     entries = [manifest.get(entry) for entry in ("common", "common_tensors", "parity")]
     named = [entry["file"] for entry in entries if isinstance(entry, dict) and "file" in entry]
     for name in (*store.names("common-"), *store.names("parity-")):
@@ -87,32 +87,32 @@ def _check_named(store: Store, manifest: Json) -> Iterator[Damage]:
 
 def _check_small(store: Store, manifest: Json, entry: str) -> Iterator[Damage]:
     try:
-        named, _ = file_entry(store, manifest, entry)
-        name, nbytes = named["file"], named["nbytes"]
-        found = store.size(name)
-        if found != nbytes:
-            yield Damage(file=name, what=f"it has {found:,} bytes instead of {nbytes:,}")
-        elif nbytes <= _SMALL_BYTES and digest_of(store.read(name, max_bytes=nbytes)) != named["xxh3_128"]:
+        expected, _ = file_entry(store, manifest, entry)
+        name, nbytes = expected["file"], expected["nbytes"]
+        actual_nbytes = store.size(name)
+        if actual_nbytes != nbytes:
+            yield Damage(file=name, what=f"it has {actual_nbytes:,} bytes instead of {nbytes:,}")
+        elif nbytes <= _SMALL_BYTES and digest_of(store.read(name, max_bytes=nbytes)) != expected["xxh3_128"]:
             yield Damage(file=name, what="its bytes are not those that were saved (their digest differs)")
     except CheckpointError as error:
         yield damage_of(error, location=store.location)
 
 
 def _check_parity(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Check the list of parity files, and sizes of these and of data files that are kept for them alone."""
+    """Check the list of parity files, and the sizes of listed files without chunks of the checkpoint."""
     try:
         groups = read_groups(store, manifest)
         with_chunks = set(read_index(store, manifest).files) if groups else set()
     except CheckpointError as error:
         yield damage_of(error, location=store.location)
         return
-    for listed in (file for group in groups for file in (group.parity, *group.members)):
+    for listed in (file for group in groups for file in group.files):
         if listed.name in with_chunks:
             continue
         try:
-            found = store.size(listed.name)
-            if found != listed.nbytes:
-                what = f"it has {found:,} bytes instead of {listed.nbytes:,}"
+            actual_nbytes = store.size(listed.name)
+            if actual_nbytes != listed.nbytes:
+                what = f"it has {actual_nbytes:,} bytes instead of {listed.nbytes:,}"
                 yield Damage(file=listed.name, what=what)
         except CheckpointError as error:
             what = " ".join(str(error).split()) if store.exists(listed.name) else "it is missing"
@@ -120,7 +120,7 @@ def _check_parity(store: Store, manifest: Json) -> Iterator[Damage]:
 
 
 def _check_head(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:
-    """Compare the index with its head, by which a rank of a large job finds its rows."""
+    """Compare the index with its head, which ranks of large jobs use to find their rows."""
     entry, where = file_entry(store, manifest, "index")
     if "head" not in entry:
         if _has_head(store, entry["file"]):
@@ -134,7 +134,7 @@ def _check_head(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[
 
 
 def _has_head(store: Store, index: str) -> bool:
-    """Say whether an index, which was found to be whole, begins with the columns of a head."""
+    """Return whether an index, which is known to be undamaged, begins with the columns of a head."""
     prefix = bytearray(8)
     store.read_into(index, 0, memoryview(prefix))
     text = bytearray(int.from_bytes(prefix, "little"))
@@ -153,12 +153,12 @@ def _check_data_files(store: Store, manifest: Json, stored: StoredChunks) -> Ite
         try:
             yield from _check_data_file(store, name, stored.take(order[ends[number] : ends[number + 1]]))
         except CheckpointError as error:
-            if store.exists(name):  # who looks for the files of chunks says so of those that are gone
+            if store.exists(name):  # missing files are reported by the caller, who looks for all of them
                 yield damage_of(error, location=store.location, file=name)
 
 
 def _check_data_file(store: Store, name: str, chunks: StoredChunks) -> Iterator[Damage]:
-    """Check one file: chunks are those that the index has in it, in their order."""
+    """Check one data file; chunks are those that the index has in it, in their order."""
     size = store.size(name)
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
@@ -172,12 +172,12 @@ def _check_data_file(store: Store, name: str, chunks: StoredChunks) -> Iterator[
     text = bytearray(length)
     store.read_into(name, 8, memoryview(text))
     is_expected = prefix + text == header_of(chunks.table)
-    if is_expected and _are_behind_each_other(chunks, data_start) and size == _end(chunks, data_start):
+    if is_expected and _are_contiguous(chunks, data_start) and size == _end(chunks, data_start):
         return
     yield from _check_entries(name, bytes(text), chunks, size=size)
 
 
-def _are_behind_each_other(chunks: StoredChunks, data_start: int) -> bool:
+def _are_contiguous(chunks: StoredChunks, data_start: int) -> bool:
     ends = np.cumsum(chunks.table.nbytes)
     return bool(np.array_equal(chunks.offset_bytes, data_start + ends - chunks.table.nbytes))
 
@@ -187,21 +187,21 @@ def _end(chunks: StoredChunks, data_start: int) -> int:
 
 
 def _check_entries(name: str, text: bytes, chunks: StoredChunks, *, size: int) -> Iterator[Damage]:
-    """Look for what differs in a header that is not what a save of all these chunks, and no others, writes.
+    """Find what is wrong in a header that differs from the one that a save of just these chunks writes.
 
-    It may list others, which have been taken out of the checkpoint.
+    A header may rightly list more chunks, which have been removed from the checkpoint since.
     """
     data_start = 8 + len(text)
     in_header = partial(Damage, file=name, start=0, stop=data_start)
     try:
         header: dict[str, Any] = json.loads(text)
-        said = header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
         entries = {_range(entry): (key, entry["dtype"], entry["shape"]) for key, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         yield in_header(what=f"its header is not that of a safetensors file ({error})")
         return
-    if said != METADATA:
-        yield in_header(what=f"its header says that it is {said!r:.100}")
+    if metadata != METADATA:
+        yield in_header(what=f"its header says that it is {metadata!r:.100}")
     end = data_start + max((stop for _, stop in entries), default=0)
     if size != end:
         yield Damage(file=name, what=f"it has {size:,} bytes instead of {end:,}")
@@ -221,14 +221,15 @@ def _range(entry: Any) -> tuple[int, int]:
     return begin, end
 
 
-def _fault_of(found: tuple[str, Any, Any] | None, expected: tuple[str, str, list[int]]) -> str | None:
-    """Say how what a header has where a chunk lies contradicts what the index says of it."""
-    if found is None:
+def _fault_of(entry: tuple[str, Any, Any] | None, expected: tuple[str, str, list[int]]) -> str | None:
+    """Return how the header's entry for the bytes of a chunk contradicts the index; None if it does not."""
+    if entry is None:
         return "the header has no tensor where the index has this chunk"
-    name, dtype, shape = found
-    wanted, *kind = expected
-    if name != wanted and not re.fullmatch(rf"{re.escape(wanted)}#\d+", name):
+    name, dtype, shape = entry
+    expected_name, *dtype_and_shape = expected
+    # A name that was taken was numbered when the file was written.
+    if name != expected_name and not re.fullmatch(rf"{re.escape(expected_name)}#\d+", name):
         return f"the header calls it {name!r:.200}"
-    if [dtype, shape] != kind:
-        return f"the header has it as {dtype} {shape}, and not as {kind[0]} {kind[1]}"
+    if [dtype, shape] != dtype_and_shape:
+        return f"the header has it as {dtype} {shape}, and not as {expected[1]} {expected[2]}"
     return None

@@ -1,7 +1,7 @@
-"""Data files: plain safetensors, one tensor a chunk.
+"""Data files: plain safetensors with one tensor per chunk.
 
-Owns the header, which is known before a byte of data is written. A chunk that is a whole array is stored
-under its key alone, so that a checkpoint of one process opens in any safetensors reader as one would expect.
+The header is known before a byte of data is written. A chunk that is a whole array is stored under its key
+alone, so that a checkpoint of one process opens as expected in any safetensors reader.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable
 from megackpt.metadata.chunk_table import region_text
 
 HEADER_ALIGNMENT = 4096
-"""Data begins at a multiple of this, so that direct I/O and memory maps find it aligned."""
-
+"""Data begins at a multiple of this, so that it is aligned for direct I/O and memory maps."""
 
 METADATA = {"format": "megackpt", "version": "1"}
-"""What a header says of its file."""
+"""Content of `__metadata__` in a header."""
 
 
 def header_of(chunks: ChunkTable) -> bytes:
@@ -44,14 +43,14 @@ def header_of(chunks: ChunkTable) -> bytes:
 
 
 def tensors_of(chunks: ChunkTable) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield name, dtype and shape of the tensor of each chunk, before a name that is taken is numbered."""
+    """Yield name, dtype and shape of the tensor of each chunk; names that occur twice are not numbered."""
     for chunk in _chunks_of(chunks):
         yield chunk.name(), *chunk.stored_as()
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """One row of a table, as Python's numbers; dims without padding."""
+    """One row of a table as Python integers, its dims without padding."""
 
     spec: ArraySpec
     start: list[int]
@@ -65,7 +64,7 @@ class _Chunk:
         return self.flat_start == 0 and self.flat_stop == math.prod(self.shape)
 
     def name(self) -> str:
-        """Return the name of its tensor, which a region follows unless it is a whole array."""
+        """Return the name of its tensor: the key, and behind it the region unless it is a whole array."""
         spec = self.spec
         is_whole_array = self.is_whole_box and not any(self.start) and tuple(self.shape) == spec.global_shape
         if is_whole_array and spec.dtype != OBJECT:
@@ -91,7 +90,7 @@ def _chunks_of(table: ChunkTable) -> Iterator[_Chunk]:
 
 
 def _unique(name: str, taken: dict[str, object]) -> str:
-    """Number a name that is taken: keys are free text, so one may look like another with a region."""
+    """Return a name, numbered if it is taken: keys are free text, so one may look like another's region."""
     candidate, number = name, 1
     while candidate in taken:
         candidate, number = f"{name}#{number}", number + 1

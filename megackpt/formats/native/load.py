@@ -1,4 +1,4 @@
-"""Reading the native format. Nothing in a file is believed before it is checked."""
+"""Reading the native format. Everything in a file is checked before it is used."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class NativeLoadStrategy(LoadStrategy):
     version = names.VERSION
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-        """Yield what is wrong with documents, index and headers."""
+        """Yield what is wrong with documents, the index and the headers of data files."""
         from megackpt.formats.native.checking import check_files
 
         return check_files(store, manifest)
 
     def whole_files(self, store: Store, manifest: Json) -> Sequence[WholeFile]:
-        """Return parity files and the files they protect; see `LoadStrategy.whole_files`."""
+        """Return parity files and the files they protect."""
         from megackpt.formats.native.checking import whole_files
 
         return whole_files(store, manifest)
@@ -44,12 +44,14 @@ class NativeLoadStrategy(LoadStrategy):
         return names.rank_of(name)
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
-        """Read and check the index's head; rows, and common state, when asked for. There are no pickles."""
+        """Read and check the head of the index. Rows and common state are read when they are needed.
+
+        There are no pickles in this format.
+        """
         index = open_index(store, manifest)
 
         def rebuilt() -> Contents:
-            from megackpt.formats.native.parity import read_groups
-            from megackpt.formats.native.rebuilding import RebuiltFiles
+            from megackpt.formats.native.parity import RebuiltFiles, read_groups
 
             return _contents(RebuiltFiles(store, read_groups(store, manifest)), index, manifest)
 
@@ -58,8 +60,7 @@ class NativeLoadStrategy(LoadStrategy):
 
     def rebuilt_files(self, store: Store, manifest: Json) -> Store | None:
         """Return a view of data files and parity files, each computed from the others of its group."""
-        from megackpt.formats.native.parity import read_groups
-        from megackpt.formats.native.rebuilding import RebuiltFiles
+        from megackpt.formats.native.parity import RebuiltFiles, read_groups
 
         groups = read_groups(store, manifest)
         return RebuiltFiles(store, groups) if groups else None

@@ -15,7 +15,7 @@ VERSION = 1
 
 
 def data_file(attempt: str, rank: int) -> str:
-    """Name of the data file of a rank."""
+    """Return the name of the data file of a rank."""
     return f"data/{attempt}-{rank:05d}.safetensors"
 
 
@@ -26,7 +26,7 @@ def rank_of(name: str) -> int | None:
 
 
 def index_file(attempt: str, *, revision: int = 0) -> str:
-    """Name of the index; a revision above 0 is one that was written again with fewer arrays."""
+    """Return the name of the index; revisions above 0 are later ones, with fewer arrays."""
     return f"index-{attempt}-{revision:05d}.safetensors" if revision else f"index-{attempt}.safetensors"
 
 
@@ -37,22 +37,22 @@ def revision_of(name: str) -> int:
 
 
 def common_file(attempt: str) -> str:
-    """Name of the JSON tree of the common state."""
+    """Return the name of the JSON tree of the common state."""
     return f"common-{attempt}.json"
 
 
 def common_tensors_file(attempt: str) -> str:
-    """Name of the file with the tensors of the common state."""
+    """Return the name of the file with the tensors of the common state."""
     return f"common-{attempt}.safetensors"
 
 
 def parity_file(attempt: str, number: int) -> str:
-    """Name of the parity file of a group of data files."""
+    """Return the name of the parity file of a group of data files."""
     return f"parity/{attempt}-{number:05d}.safetensors"
 
 
 def parity_list(attempt: str, *, revision: int = 0) -> str:
-    """Name of the list of parity files; a revision above 0 is one that was written again with fewer."""
+    """Return the name of the list of parity files; revisions above 0 are later ones, with fewer files."""
     return f"parity-{attempt}-{revision:05d}.json" if revision else f"parity-{attempt}.json"
 
 

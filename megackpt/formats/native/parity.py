@@ -1,37 +1,39 @@
-"""Parity files: one for each group of data files, of which any single one can be computed from the others.
+"""Parity files: one for each group of data files, from which any single lost file of the group is computed.
 
-Owns how they are written and listed. Which files make a group was decided by `planning`; computing lost bytes
-is in `rebuilding`. Source: docs/format.md.
+`planning` decides which files make a group. Whether a computed byte is right is known only by the digests of
+whoever reads it: if a second file of the group is damaged at the same position, it is wrong.
+Source: docs/format.md.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megackpt.errors import FormatError
+from megackpt.errors import FormatError, StorageError
 from megackpt.formats.documents import parse_document, read_small_file
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import HEADER_ALIGNMENT
 from megackpt.formats.strategy import Json, WholeFile
 from megackpt.storage import MAX_BORROWED_BYTES, FileDigester, Store, check_name
+from megackpt.storage.views import ReadOnlyView
 
-STEP_BYTES = MAX_BORROWED_BYTES
-"""How much of each file of a group is in memory at a time."""
+PART_BYTES = MAX_BORROWED_BYTES
+"""Bytes of each file of a group that are in memory at a time."""
 
 
 class ListedFile(WholeFile):
-    """A file as the list of parity files has it."""
+    """A file in the list of parity files."""
 
     __slots__ = ()
 
     def to_json(self) -> Json:
-        """Return the entry that names it."""
+        """Return the entry that names the file."""
         return {"file": self.name, "nbytes": self.nbytes, "xxh3_128": self.digest}
 
     @classmethod
@@ -42,8 +44,8 @@ class ListedFile(WholeFile):
             FormatError: it is malformed.
             StorageError: its name could lead out of the checkpoint.
         """
-        found = entry if isinstance(entry, dict) else {}
-        name, nbytes, digest = found.get("file"), found.get("nbytes"), found.get("xxh3_128")
+        fields = entry if isinstance(entry, dict) else {}
+        name, nbytes, digest = fields.get("file"), fields.get("nbytes"), fields.get("xxh3_128")
         if not isinstance(name, str) or type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
             raise FormatError(f"{where}: {entry!r:.200} names no file. The file is damaged.", path=where)
         check_name(name, location=location)
@@ -62,8 +64,18 @@ class ParityGroup:
     parity: ListedFile
     members: tuple[ListedFile, ...]
 
+    @property
+    def files(self) -> tuple[ListedFile, ...]:
+        """The parity file and the data files."""
+        return (self.parity, *self.members)
+
+    @property
+    def longest(self) -> int:
+        """Size of the longest data file, in bytes."""
+        return max(member.nbytes for member in self.members)
+
     def to_json(self) -> Json:
-        """Return its entry in the list."""
+        """Return the group's entry in the list."""
         return {**self.parity.to_json(), "of": [member.to_json() for member in self.members]}
 
     @classmethod
@@ -83,11 +95,10 @@ class ParityGroup:
             parity=ListedFile.from_json(entry, where=where, location=location),
             members=tuple(ListedFile.from_json(m, where=where, location=location) for m in members),
         )
-        longest = max(member.nbytes for member in group.members)
-        if group.parity.nbytes != len(parity_header(longest)) + longest:
+        if group.parity.nbytes != len(parity_header(group.longest)) + group.longest:
             raise FormatError(
                 f"{where}: {group.parity.name!r} has {group.parity.nbytes:,} bytes, which its longest file "
-                f"of {longest:,} rules out. The file is damaged.",
+                f"of {group.longest:,} rules out. The file is damaged.",
                 path=where,
             )
         return group
@@ -110,45 +121,46 @@ def parity_header(nbytes: int) -> bytes:
 def write_parity_file(
     store: Store, *, attempt: str, number: int, members: Sequence[tuple[str, int]]
 ) -> ParityGroup:
-    """Read the files of a group back, write their parity, durably; return what is to be listed.
+    """Read the files of a group back and write their parity durably; return the group for the list.
 
     members are names and sizes.
 
     Raises:
-        StorageError, FormatError: a file cannot be read, or ends early; or the store refused to write.
+        StorageError, FormatError: a file cannot be read, or ends early; or the store cannot write.
     """
     longest = max(nbytes for _, nbytes in members)
     header = parity_header(longest)
     name, total = names.parity_file(attempt, number), len(header) + longest
-    digests = [FileDigester() for _ in members]
-    of_parity = FileDigester()
-    of_parity.update(memoryview(header))
-    buffer = np.empty(min(STEP_BYTES, longest), np.uint8)
+    member_digests = [FileDigester() for _ in members]
+    parity_digest = FileDigester()
+    parity_digest.update(memoryview(header))
+    buffer = np.empty(min(PART_BYTES, longest), np.uint8)
     with store.open_writer(name, total) as writer:
         writer.write(memoryview(header))
-        for start in range(0, longest, STEP_BYTES):
-            parity = buffer[: min(STEP_BYTES, longest - start)]
+        # A part of each file at a time: memory does not grow with the number of files.
+        for start in range(0, longest, PART_BYTES):
+            parity = buffer[: min(PART_BYTES, longest - start)]
             parity[:] = 0
-            for (member, nbytes), digest in zip(members, digests, strict=True):
+            for (member, nbytes), digest in zip(members, member_digests, strict=True):
                 if nbytes > start:
                     stop = min(start + len(parity), nbytes)
                     with store.borrow(member, start, stop - start) as data:
                         digest.update(data)
-                        add_into(parity, data)
-            of_parity.update(parity.data)
+                        _xor_into(parity, data)
+            parity_digest.update(parity.data)
             writer.write(parity.data)
     store.sync()
     return ParityGroup(
-        parity=ListedFile(name=name, nbytes=total, digest=of_parity.result()),
+        parity=ListedFile(name=name, nbytes=total, digest=parity_digest.result()),
         members=tuple(
             ListedFile(name=member, nbytes=nbytes, digest=digest.result())
-            for (member, nbytes), digest in zip(members, digests, strict=True)
+            for (member, nbytes), digest in zip(members, member_digests, strict=True)
         ),
     )
 
 
-def add_into(parity: npt.NDArray[np.uint8], data: memoryview) -> None:
-    """Set parity, from its beginning on, to its exclusive or with data."""
+def _xor_into(parity: npt.NDArray[np.uint8], data: memoryview) -> None:
+    """Set the beginning of parity to its exclusive or with data."""
     head = parity[: len(data)]
     np.bitwise_xor(head, np.frombuffer(data, np.uint8), out=head)
 
@@ -159,19 +171,95 @@ def list_of(groups: Sequence[ParityGroup]) -> bytes:
 
 
 def read_groups(store: Store, manifest: Json) -> tuple[ParityGroup, ...]:
-    """Return the groups of a checkpoint, checked; none where it has no parity.
+    """Return the groups of a checkpoint, checked; none if it has no parity.
 
     Raises:
-        FormatError, IntegrityError, StorageError: the list is gone, or not what was saved.
+        FormatError, IntegrityError, StorageError: the list is missing, or not what was saved.
     """
     if "parity" not in manifest:
         return ()
     data, where = read_small_file(store, manifest, "parity")
-    said = parse_document(data, where=where).get("groups")
-    if not isinstance(said, list):
+    entries = parse_document(data, where=where).get("groups")
+    if not isinstance(entries, list):
         raise FormatError(f"{where}: it lists no groups. The file is damaged.", path=where)
-    groups = tuple(ParityGroup.from_json(entry, where=where, location=store.location) for entry in said)
-    listed = [f.name for group in groups for f in (group.parity, *group.members)]
+    groups = tuple(ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries)
+    listed = [file.name for group in groups for file in group.files]
     if len(set(listed)) != len(listed):
         raise FormatError(f"{where}: it lists a file twice. The file is damaged.", path=where)
     return groups
+
+
+class RebuiltFiles(ReadOnlyView):
+    """A view of a store with the files of parity groups only, parity files included.
+
+    Each file is computed from the others of its group; the file itself is never read.
+    """
+
+    def __init__(self, store: Store, groups: Sequence[ParityGroup]) -> None:
+        super().__init__(store)
+        self._groups = {file.name: group for group in groups for file in group.files}
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all files of groups, missing ones included."""
+        return sorted(name for name in self._groups if name.startswith(prefix))
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a file in a group."""
+        return name in self._groups
+
+    def size(self, name: str) -> int:
+        """Return the size that the list of parity files gives, in bytes."""
+        return next(file.nbytes for file in self._group_of(name).files if file.name == name)
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a file, computed from the others.
+
+        Raises:
+            StorageError, FormatError: another file of the group cannot be read.
+        """
+        group = self._group_of(name)
+        if offset_bytes < 0 or offset_bytes + out.nbytes > self.size(name):
+            raise StorageError(
+                f"{self.location}/{name}: the list of parity files has it with {self.size(name):,} bytes, "
+                f"too few for {offset_bytes}:{offset_bytes + out.nbytes}.",
+                path=f"{self.location}/{name}",
+            )
+        if not out.nbytes:
+            return
+        view = out.cast("B")
+        if name != group.parity.name:
+            self._xor_others(group, name, offset_bytes, view)
+            return
+        # The header of a parity file follows from its size; only what comes after it is computed.
+        header = parity_header(group.longest)
+        in_header = header[offset_bytes : offset_bytes + len(view)]
+        view[: len(in_header)] = in_header
+        self._xor_others(group, name, offset_bytes + len(in_header) - len(header), view[len(in_header) :])
+
+    def _group_of(self, name: str) -> ParityGroup:
+        if name not in self._groups:
+            path = f"{self.location}/{name}"
+            raise StorageError(f"{path}: there is no parity for this file.", path=path)
+        return self._groups[name]
+
+    def _xor_others(self, group: ParityGroup, name: str, start: int, out: memoryview) -> None:
+        """Fill out with the exclusive or of all files but one; start is a position in data files."""
+        for position in range(0, len(out), PART_BYTES):
+            part = np.frombuffer(out[position : position + PART_BYTES], np.uint8)
+            part[:] = 0
+            for other, offset, nbytes in self._ranges_of_others(group, name, start + position, len(part)):
+                with self._store.borrow(other, offset, nbytes) as data:
+                    _xor_into(part, data)
+
+    def _ranges_of_others(
+        self, group: ParityGroup, name: str, start: int, nbytes: int
+    ) -> Iterator[tuple[str, int, int]]:
+        """Yield file, offset and length of the bytes that make those of one file.
+
+        start is a position in data files: the data of a parity file begins behind its header.
+        """
+        if name != group.parity.name:
+            yield group.parity.name, group.parity.nbytes - group.longest + start, nbytes
+        for member in group.members:
+            if member.name != name and member.nbytes > start:
+                yield member.name, start, min(nbytes, member.nbytes - start)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -25,15 +25,25 @@ from megackpt.formats.index_file import (
 )
 from megackpt.formats.native import names
 from megackpt.formats.native.data_file import header_of
-from megackpt.formats.native.receipts import Digesting, unpacked
 from megackpt.formats.strategy import Capabilities, ChunkParts, CoverageCheck, Json, SaveStrategy
 from megackpt.geometry import Ints, joined_ranges
-from megackpt.metadata import StoredChunks, block_counts
+from megackpt.metadata import (
+    DIGEST_BLOCK_BYTES,
+    ChunkTable,
+    Column,
+    StoredChunks,
+    block_counts,
+    pack_columns,
+    unpack_columns,
+)
 from megackpt.planning import SavePlan, first_of_equal_chunks
-from megackpt.storage import Store
+from megackpt.storage import BlockDigester, Store
 
-_STEP_BYTES = 1 << 20
-_RANKS_AT_ONCE = 64  # whose digests are put in order together: what is still in the processor's cache
+if TYPE_CHECKING:
+    from megackpt.formats.array_digests import ArrayDigester, ChunkDigest, Contributions
+
+_STEP_BYTES = 1 << 20  # digested and then written, while they are in the processor's cache
+_RANKS_AT_ONCE = 64  # whose digests are sorted at once: as many as fit into the processor's cache
 
 
 class NativeSaveStrategy(SaveStrategy):
@@ -53,16 +63,16 @@ class NativeSaveStrategy(SaveStrategy):
     _covered: CoverageCheck | None = None  # finds the arrays whose digests are stored; None: none are
 
     def with_array_digests(self, covered: CoverageCheck) -> NativeSaveStrategy:
-        """Return one that stores digests of arrays."""
+        """Return a strategy that also stores digests of arrays."""
         from megackpt.storage.crc64 import Crc64
 
-        Crc64()  # or its refusal, before anything is written
-        digesting = copy.copy(self)
-        digesting._covered = covered
-        return digesting
+        Crc64()  # raises an error now, before anything is written, if its library is not installed
+        strategy = copy.copy(self)
+        strategy._covered = covered
+        return strategy
 
     def check_common(self, common: Any) -> None:
-        """Refuse what `megackpt.codec` cannot encode."""
+        """Check that `megackpt.codec` can encode common state and content metadata."""
         encode(common["state_dict"])
         encode(common["content_metadata"], path="content_metadata")
 
@@ -73,48 +83,49 @@ class NativeSaveStrategy(SaveStrategy):
     def write_chunks(
         self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
-        """Write one data file and return where its data begins and the digests of its bytes."""
+        """Write the data file of a rank; the receipt has where its data begins, and digests of its bytes."""
         chunks = plan.table.take(rows)
-        digesting = Digesting(chunks, of_arrays=self._covered is not None)
+        receipt = _ReceiptBuilder(chunks, digests_arrays=self._covered is not None)
         if not len(rows):
-            return digesting.receipt(data_start=0)
+            return receipt.packed(data_start=0)
         header = header_of(chunks)
-        with store.open_writer(
-            names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
-        ) as writer:
+        name, nbytes = names.data_file(attempt, rank), len(header) + int(chunks.nbytes.sum())
+        with store.open_writer(name, nbytes) as writer:
             buffered = BufferedWriter(writer)
             buffered.write(memoryview(header))
-            for row, of_row in enumerate(parts.in_order(rows.tolist())):
-                digesting.begin(row)
-                for part in of_row:
-                    for at in range(0, len(part), _STEP_BYTES):
-                        step = part[at : at + _STEP_BYTES]
-                        digesting.update(step)
-                        buffered.write(step)  # from the processor's cache, where the digest has brought it
-                digesting.end(row)
+            for row, row_parts in enumerate(parts.in_order(rows.tolist())):
+                receipt.begin_chunk(row)
+                for part in row_parts:
+                    for start in range(0, len(part), _STEP_BYTES):
+                        step = part[start : start + _STEP_BYTES]
+                        receipt.update(step)
+                        buffered.write(step)
+                receipt.end_chunk(row)
             buffered.flush()
         store.sync()
-        return digesting.receipt(data_start=len(header))
+        return receipt.packed(data_start=len(header))
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
-        """Put the ranks' digests and file positions into the chunk table and write it."""
+        """Add the digests and file positions of all ranks to the chunk table, and write it."""
         writers = np.unique(plan.writer).tolist()
         file_of = np.zeros(len(receipts), np.int64)
         file_of[writers] = np.arange(len(writers))
         data_start = np.zeros(len(receipts), np.int64)
-        told = [unpacked(receipts[rank][0], rank=rank) for rank in writers]
-        data_start[writers] = [of_rank["data_start"][0] for of_rank in told]
-        # Receipts have digests in the order of files, the index in the order of its rows.
+        of_writers = [_unpack_receipt(receipts[rank][0], rank=rank) for rank in writers]
+        data_start[writers] = [receipt["data_start"][0] for receipt in of_writers]
+
+        # A receipt has digests in the order of the rank's file, the index in the order of its rows. The sort
+        # gives all rows in file order, so that each rank's digests can be put where its rows have theirs.
         in_files = np.lexsort((plan.offset_bytes, plan.writer))
         blocks = block_counts(plan.table.nbytes)
         digest_start = np.cumsum(blocks) - blocks
         digests = np.empty(int(blocks.sum()), np.uint64)
         ends = [0, *np.searchsorted(plan.writer[in_files], writers, side="right").tolist()]
-        for some in range(0, len(writers), _RANKS_AT_ONCE):
-            last = min(some + _RANKS_AT_ONCE, len(writers))
-            rows = in_files[ends[some] : ends[last]]
-            found = np.concatenate([of_rank["digests"] for of_rank in told[some:last]])
-            digests[joined_ranges(digest_start[rows], blocks[rows])] = found
+        for first in range(0, len(writers), _RANKS_AT_ONCE):
+            last = min(first + _RANKS_AT_ONCE, len(writers))
+            rows = in_files[ends[first] : ends[last]]
+            in_file_order = np.concatenate([receipt["digests"] for receipt in of_writers[first:last]])
+            digests[joined_ranges(digest_start[rows], blocks[rows])] = in_file_order
         stored = StoredChunks(
             table=plan.table,
             file=file_of[plan.writer],
@@ -124,18 +135,19 @@ class NativeSaveStrategy(SaveStrategy):
             files=tuple(names.data_file(attempt, rank) for rank in writers),
         )
         check_files_exist(store, stored, prefix="data/")
-        # Of a chunk that several ranks have written, which happens without validation, the first is enough.
-        first = first_of_equal_chunks(stored.table)
-        once = stored if len(first) == len(stored) else stored.take(first)
+
+        # Without validation, several ranks may have written the same chunk: the first copy is listed.
+        first_copy = first_of_equal_chunks(stored.table)
+        unique = stored if len(first_copy) == len(stored) else stored.take(first_copy)
         if self._covered is not None:
             from megackpt.formats.array_digests import ArrayDigester
 
             contributions = np.zeros(len(stored), np.uint64)
-            due = [np.zeros(0, np.uint64), *(of_rank["contributions"] for of_rank in told)]
-            contributions[in_files] = np.concatenate(due)
-            digester, covered = ArrayDigester(once.table), self._covered(once.table)
-            once = replace(once, array_digests=digester.combined(contributions[first], covered))
-        return {"index": write_index(store, names.index_file(attempt), compact(once))}
+            of_ranks = [np.zeros(0, np.uint64), *(receipt["contributions"] for receipt in of_writers)]
+            contributions[in_files] = np.concatenate(of_ranks)
+            digester, covered = ArrayDigester(unique.table), self._covered(unique.table)
+            unique = replace(unique, array_digests=digester.combine(contributions[first_copy], covered))
+        return {"index": write_index(store, names.index_file(attempt), compact(unique))}
 
     def plan_parity(
         self, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]], most: int
@@ -147,12 +159,12 @@ class NativeSaveStrategy(SaveStrategy):
         np.add.at(nbytes, plan.writer, plan.table.nbytes)
         writers = np.unique(plan.writer)
         for rank in writers.tolist():
-            nbytes[rank] += int(unpacked(receipts[rank][0], rank=rank)["data_start"][0])
+            nbytes[rank] += int(_unpack_receipt(receipts[rank][0], rank=rank)["data_start"][0])
         work: list[list[Any]] = [[] for _ in receipts]
         for number, group in enumerate(parity_groups(writers, most=most)):
             members = [[names.data_file(attempt, rank), int(nbytes[rank])] for rank in group.tolist()]
             work[parity_writer(group, number)].append([number, members])
-        return [json.dumps(of_rank).encode() for of_rank in work]
+        return [json.dumps(rank_work).encode() for rank_work in work]
 
     def write_parity(self, store: Store, *, attempt: str, work: bytes) -> bytes:
         """Write the parity files of a rank, one after the other."""
@@ -160,8 +172,8 @@ class NativeSaveStrategy(SaveStrategy):
 
         written = []
         for number, members in json.loads(work):
-            named = [(name, nbytes) for name, nbytes in members]
-            written.append(write_parity_file(store, attempt=attempt, number=number, members=named).to_json())
+            sizes = [(name, nbytes) for name, nbytes in members]
+            written.append(write_parity_file(store, attempt=attempt, number=number, members=sizes).to_json())
         return json.dumps(written).encode()
 
     def list_parity(self, store: Store, *, attempt: str, receipts: list[bytes]) -> Json:
@@ -171,36 +183,36 @@ class NativeSaveStrategy(SaveStrategy):
         entries = [entry for receipt in receipts for entry in json.loads(receipt)]
         where = "receipts of parity files"
         groups = [ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries]
+        if not groups:
+            return {}
         groups.sort(key=lambda group: group.parity.name)
-        return (
-            {"parity": write_small_file(store, names.parity_list(attempt), list_of(groups))} if groups else {}
-        )
+        return {"parity": write_small_file(store, names.parity_list(attempt), list_of(groups))}
 
     def committed_attempt(self, store: Store) -> str | None:
         """Return the attempt that metadata.json names."""
         return attempt_in_manifest(store)
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
-        """Write the index again without some arrays; data files that hold nothing else become stale.
+        """Write a new index without some arrays; data files that hold nothing else become stale.
 
-        Those that parity needs for others stay.
+        Data files that parity needs to compute others are kept.
         """
         index = read_index(store, manifest)
         stored = without_arrays(index, key_prefix=key_prefix)
         old = manifest["index"]["file"]
         new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
-        parity, needed, not_needed = self._parity_of(store, manifest, frozenset(stored.files))
-        left = {name for name in index.files if name not in stored.files} - needed
-        said = {name: value for name, value in manifest.items() if name != "parity"}
-        said |= {"index": write_index(store, new, stored)} | parity
-        return said, [old, *sorted(left | not_needed)]
+        parity, needed, not_needed = self._remaining_parity(store, manifest, frozenset(stored.files))
+        unused = {name for name in index.files if name not in stored.files} - needed
+        entries = {name: value for name, value in manifest.items() if name != "parity"}
+        entries |= {"index": write_index(store, new, stored)} | parity
+        return entries, [old, *sorted(unused | not_needed)]
 
-    def _parity_of(
+    def _remaining_parity(
         self, store: Store, manifest: Json, files: frozenset[str]
     ) -> tuple[Json, set[str], set[str]]:
-        """Leave out groups none of whose files is one of these.
+        """Keep the parity groups that protect at least one of these files.
 
-        Return the entry of the others, the files that they need, and those that are not needed any more.
+        Return the entry for metadata.json, the files that these groups need, and those that become stale.
         """
         if "parity" not in manifest:
             return {}, set(), set()
@@ -208,24 +220,26 @@ class NativeSaveStrategy(SaveStrategy):
 
         groups = read_groups(store, manifest)
         kept = [group for group in groups if any(member.name in files for member in group.members)]
-        needed = {listed.name for group in kept for listed in (group.parity, *group.members)}
+        needed = {file.name for group in kept for file in group.files}
         if len(kept) == len(groups):
             return {"parity": manifest["parity"]}, needed, set()
-        gone = {listed.name for g in groups for listed in (g.parity, *g.members)} - needed
+        stale = {file.name for group in groups for file in group.files} - needed
         old = manifest["parity"]["file"]
+        if not kept:
+            return {}, needed, {*stale, old}
         new = names.parity_list(manifest["attempt"], revision=names.revision_of(old) + 1)
-        return {"parity": write_small_file(store, new, list_of(kept))} if kept else {}, needed, {*gone, old}
+        return {"parity": write_small_file(store, new, list_of(kept))}, needed, {*stale, old}
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
-        """Write the tree as JSON and its tensors beside it."""
+        """Write the tree as JSON, and its tensors in a file of their own."""
         encoded = encode(common)
         text = json.dumps(encoded.tree, ensure_ascii=False, allow_nan=False, indent=1)
-        said = {"common": write_small_file(store, names.common_file(attempt), text.encode())}
+        entries = {"common": write_small_file(store, names.common_file(attempt), text.encode())}
         if encoded.tensors:
-            tensors = {str(i): t for i, t in enumerate(_apart(encoded.tensors))}
+            tensors = {str(i): t for i, t in enumerate(_without_shared_memory(encoded.tensors))}
             blob = safetensors.torch.save(tensors)
-            said["common_tensors"] = write_small_file(store, names.common_tensors_file(attempt), blob)
-        return said
+            entries["common_tensors"] = write_small_file(store, names.common_tensors_file(attempt), blob)
+        return entries
 
     def files_of(self, manifest: Json) -> list[str]:
         """Return the index, the files of the common state and the list of parity files."""
@@ -233,8 +247,57 @@ class NativeSaveStrategy(SaveStrategy):
         return [manifest[entry]["file"] for entry in entries if entry in manifest]
 
 
-def _apart(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield tensors, copies of those whose memory an earlier one has: safetensors refuses these."""
+class _ReceiptBuilder:
+    """Digests the bytes of a data file, in their order, for the rank that writes the index.
+
+    There is a digest of each block and, with digests_arrays, a contribution of each chunk to the digest of
+    its array.
+    """
+
+    def __init__(self, chunks: ChunkTable, *, digests_arrays: bool) -> None:
+        self._blocks = BlockDigester(DIGEST_BLOCK_BYTES)
+        self._arrays: ArrayDigester | None = None
+        if digests_arrays:
+            from megackpt.formats.array_digests import ArrayDigester
+
+            self._arrays = ArrayDigester(chunks)
+        self._chunk: ChunkDigest | None = None
+        self._contributions: Contributions = np.zeros(len(chunks), np.uint64)
+
+    def begin_chunk(self, row: int) -> None:
+        """Begin a chunk."""
+        self._chunk = self._arrays.begin(row) if self._arrays is not None else None
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes of the chunk."""
+        self._blocks.update(data)
+        if self._chunk is not None:
+            self._chunk.update(data)
+
+    def end_chunk(self, row: int) -> None:
+        """End the chunk: its last block may be a short one."""
+        self._blocks.end()
+        if self._chunk is not None:
+            self._contributions[row] = self._chunk.result()
+
+    def packed(self, *, data_start: int) -> bytes:
+        """Return the receipt; data_start is where the first chunk begins in the file."""
+        columns: dict[str, Column] = {
+            "data_start": np.array([data_start], np.int64),
+            "digests": self._blocks.result(),
+        }
+        if self._arrays is not None:
+            columns["contributions"] = self._contributions
+        return pack_columns(columns)
+
+
+def _unpack_receipt(receipt: bytes, *, rank: int) -> Mapping[str, Column]:
+    """Return the columns of a receipt. Digests and contributions are in the order of the rank's file."""
+    return unpack_columns(receipt, where=f"receipt of rank {rank}")
+
+
+def _without_shared_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors, and copies of those that share memory with an earlier one, which safetensors rejects."""
     seen: set[int] = set()
     for tensor in tensors:
         memory = tensor.untyped_storage().data_ptr()
