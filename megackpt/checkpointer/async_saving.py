@@ -1,7 +1,7 @@
-"""Saves while training goes on, into tiers and the root.
+"""Asynchronous saves into tiers and the root: their order, when the next one may begin, and their errors.
 
-Owns their order, when the next one may begin, and that the error of one is raised at the next call unless
-training outlives it. How it is staged and written is `engine.background.saver`'s.
+An error of a save is raised at the next call, unless training tolerates it. How a state is staged and written
+is decided in `engine.background.saver`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from megackpt.storage import ObjectOptions
 
 
 class AsyncSaving:
-    """Saves into tiers and a root by a process beside each rank.
+    """Saves steps into tiers and a root with a writer process of each rank.
 
-    saving is what is done for any save into the root; store is the root, pickled, if it is neither a path nor
-    an URL. hook is for tests: what stands between writer
-    processes and their stores.
+    Args:
+        root_saving: how steps are saved into the root.
+        tiers: those of the run.
+        options: of the writer process.
+        objects: options of the object store, if the root is a URL.
+        store: the root, pickled, if it is neither a path nor a URL.
+        hook: for tests: what stands between writer processes and their stores.
+
+    Attributes:
+        saver: stages and writes; None after `close`, until the next save.
     """
 
     def __init__(
         self,
-        saving: RootSaving,
+        root_saving: RootSaving,
         tiers: TierSet,
         options: AsyncOptions,
         *,
@@ -42,14 +49,14 @@ class AsyncSaving:
         store: bytes | None = None,
         hook: str | None = None,
     ) -> None:
-        self._saving, self._failures = saving, saving.failures
+        self._root_saving = root_saving
         self._tiers = tiers
         self._options = options
         self._objects = objects
         self._store = store
         self._hook = hook
         self._rank = 0
-        self._step: int | None = None  # the one that was begun last
+        self._step: int | None = None  # the step of the last save
         self.saver: AsyncSaver | None = AsyncSaver(options, hook=hook)
 
     @property
@@ -65,31 +72,32 @@ class AsyncSaving:
         metrics: Mapping[str, SupportsFloat] | None,
         group: Group,
     ) -> bool:
-        """Begin to save a step; return whether that is under way. Collective, after `may_save`.
+        """Begin to save a step; return whether a save is under way. Collective, after `may_save`.
 
-        Into tiers first: what is wrong with the root is no reason to have the step nowhere.
+        Tiers come first: an error of the root must not keep the step out of them.
 
         Raises:
-            CheckpointError: the same on every rank: it has failed already, and training does not outlive it.
+            CheckpointError: the same on every rank: the save has failed already, and the error is not
+                tolerated.
         """
-        earlier, self._step = self._waiting(), step
-        places = list(destinations_in_tiers(self._tiers, to.tiers, step, request, group))
+        earlier, self._step = self._last_save(), step
+        destinations = list(destinations_in_tiers(self._tiers, to.tiers, step, request, group))
         if to.root:
-            places.append(self._destination_in_root(step, request, metrics, group))
-        with self._failures.around(f"Saving step {step}", rank=group.rank) as around:
-            return self._running().save(places, group, self._saving.options, earlier=earlier) > 0
-        assert around.has_failed
-        return False
+            destinations.append(self._destination_in_root(step, request, metrics, group))
+        options = self._root_saving.options
+        with self._root_saving.failures.attempt(f"Saving step {step}", rank=group.rank):
+            return self._started_saver().save(destinations, group, options, earlier=earlier) > 0
+        return False  # a tolerated error
 
     def warm_up(self, request: SaveRequest, group: Group) -> None:
-        """Do what a first save would do besides copying. Collective."""
+        """Do what a first save would do except copying. Collective."""
         self.wait()
         requests = [request]
         if len(self._tiers):
             self._tiers.open(group)
             requests.append(in_native_format(request))
-        for one in requests:
-            self._running().warm_up(one, group, self._saving.options)
+        for request_in_format in requests:
+            self._started_saver().warm_up(request_in_format, group, self._root_saving.options)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local."""
@@ -97,89 +105,93 @@ class AsyncSaving:
             self.saver.wait_staged()
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed since one last asked, unless training outlives it."""
+        """Raise the error of a save that has failed since the last call, unless it is tolerated. Local."""
         if self.saver is not None:
-            with self._waiting():
+            with self._last_save():
                 self.saver.poll()
 
     def wait(self) -> None:
-        """Return when nothing is under way; errors as of `poll`. Local."""
+        """Return when no save is under way; raise errors as `poll` does. Local."""
         if self.saver is not None:
-            with self._waiting():
+            with self._last_save():
                 self.saver.wait()
 
     def close(self) -> None:
-        """Wait, and let go of the process; errors as of `poll`. The next save starts another one."""
+        """Wait, and end the writer process; raise errors as `poll` does. The next save starts another one."""
         saver, self.saver = self.saver, None
         if saver is not None:
-            with self._waiting():
+            with self._last_save():
                 saver.close()
 
     def may_save(self, group: Group, *, is_last: bool = False) -> bool:
-        """Wait for earlier saves as the options say; return whether the next one is to be made. Collective.
+        """Wait for earlier saves as the options say; return whether the next save is to be made. Collective.
 
-        The last one of a run is, whatever they say. Where one may be left out, ranks meet here; elsewhere the
-        save that is begun next asks for errors of earlier ones.
+        With is_last, the last save of a run, it always is. Ranks synchronise here only if saves may be
+        skipped; otherwise the next save looks for errors of earlier ones.
 
         Raises:
-            CheckpointError: an earlier one has failed, and training does not outlive it.
+            CheckpointError: an earlier save has failed, and the error is not tolerated.
         """
         self._rank = group.rank
-        if not self._running().skips:
-            self._running().turn(waits=is_last)
+        saver = self._started_saver()
+        if not saver.skips:
+            saver.turn(waits=is_last)
             return True
-        while True:
-            with self._waiting() as earlier:
-                return self._running().may_save(group, self._saving.options, waits=is_last)
-            assert earlier.has_failed
+        while True:  # each tolerated error of an earlier save ends the block
+            with self._last_save():
+                return saver.may_save(group, self._root_saving.options, waits=is_last)
 
     def _destination_in_root(
         self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
     ) -> Destination:
-        saving = self._saving
+        root_saving = self._root_saving
 
         def follow(damages: Sequence[Damage] | None) -> None:
-            saving.warn_of_newer(step, group)
+            root_saving.warn_of_newer(step, group)
             if self._store is not None:
-                _check_visible(saving, step)
-            saving.cleanup.committed(step, damages)
+                _check_visible(root_saving, step)
+            root_saving.cleanup.after_commit(step, damages)
 
         def failed(_: Exception) -> bool:
-            saving.clean_up(step, group)
+            root_saving.clean_up(step, group)
             return False
 
+        location = CheckpointLocation(
+            root=root_saving.directories.location,
+            name=step_name(step),
+            objects=self._objects,
+            store=self._store,
+        )
         return Destination(
             request=request,
-            place=CheckpointLocation(
-                root=saving.places.location, name=step_name(step), objects=self._objects, store=self._store
-            ),
+            place=location,
             label=f"step {step}",
             follow=follow,
             failed=failed,
-            planned=lambda: saving.note_metrics(step, metrics, group),
-            verify=saving.verify,
+            planned=lambda: root_saving.store_metrics(step, metrics, group),
+            verify=root_saving.verify,
         )
 
-    def _running(self) -> AsyncSaver:
+    def _started_saver(self) -> AsyncSaver:
         if self.saver is None:
             self.saver = AsyncSaver(self._options, hook=self._hook)
         return self.saver
 
-    def _waiting(self) -> SaveAttempt:
-        """Return a block in which the error of the save that was begun last may be raised."""
-        return self._failures.around(f"Saving step {self._step}", rank=self._rank)
+    def _last_save(self) -> SaveAttempt:
+        """Return a block in which the error of the last save may be raised."""
+        return self._root_saving.failures.attempt(f"Saving step {self._step}", rank=self._rank)
 
 
-def _check_visible(saving: RootSaving, step: int) -> None:
-    """Refuse a store whose copy in another process does not write what this process reads.
+def _check_visible(root_saving: RootSaving, step: int) -> None:
+    """Check that this process sees the step that the writer process committed.
 
     Raises:
-        StorageError: the step was committed there, and is not here.
+        StorageError: the writer's copy of the store does not write what this process reads.
     """
-    if not saving.places.committed([step_name(step)]):
-        where = saving.places.location
+    if not root_saving.directories.committed([step_name(step)]):
+        where = root_saving.directories.location
         raise StorageError(
-            f"{where}: the writer process has committed step {step} by its copy of this store, and this "
+            f"{where}: the writer process has committed step {step} with its copy of this store, and this "
             f"process does not see it. A store for asynchronous saves must reach the same files after it was "
             f"pickled; one that keeps files in the memory of a process does not.",
             path=where,

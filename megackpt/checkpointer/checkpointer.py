@@ -1,9 +1,8 @@
-"""Checkpointer: the steps of one training run under one directory or URL.
+"""`Checkpointer`: saves and loads the steps of one training run.
 
-Owns the object that a training script holds. A step counts if it was committed: nothing else is consulted, so
-a torn save can never be chosen. The modules beside it do the work: `saving` and `loading` one step, into the
-run and out of it; `schedule` when to save, `retention` what stays, `failures` what training outlives;
-`housekeeping` what follows a commit; `tiers` and `recovery` storage of the nodes; looking needs only a `run`.
+A step counts only if it was committed, so an incomplete save can never be loaded. This module joins the
+others of the package: `schedule` decides when and where to save, `saving`, `async_saving` and `tiers` save,
+`retention` removes steps, `loading` and `tier_recovery` load, and `run` needs no ranks.
 """
 
 from __future__ import annotations
@@ -139,45 +138,9 @@ class Checkpointer(Run):
         self._groups = groups_of(group)
         trusted = self._load_options.allow_unsafe_pickle
         super().__init__(root, objects=objects, allow_unsafe_pickle=trusted)
-        self._plans = PlanCache()
-        self._failures = SaveFailures(on_error)
-        root_saving = RootSaving(
-            places=self._places,
-            steps=self.steps,
-            cleanup=Cleanup(self._places, self.retention, allow_unsafe_pickle=trusted),
-            failures=self._failures,
-            options=self._save_options,
-            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
-        )
-        root_loading = RootLoading(
-            places=self._places,
-            steps=self.steps,
-            latest=self.latest,
-            options=self._load_options,
-            exchange_group=self._groups.exchange,
-        )
-        self._tier_set = TierSet(self.tiers)
-        self._loading: StepLoading = root_loading
-        if len(self._tier_set):
-            self._loading = TierLoading(tiers=self._tier_set, root=root_loading)
-        self._async_saving: AsyncSaving | None = None
-        self._into_root, self._into_tiers = root_saving, TierSaving(self._tier_set, self._save_options)
         is_path = isinstance(root, (str, os.PathLike))
-        if async_options is not None:
-            self._async_saving = AsyncSaving(
-                root_saving,
-                self._tier_set,
-                async_options,
-                objects=objects,
-                store=None if is_path else pickled_for_a_writer(root),
-                hook=self._writer_hook,
-            )
-        self._intervals = DestinationChoice(self.tiers)
-        # What follows must not fail: handlers of signals are set, and only `close` removes them.
-        self._signals = SignalWatch(self.schedule.signals)
-        self._trigger = SaveTrigger(self.schedule, self._signals)
         self._settings = RunSettings(
-            root=self._places.location if is_path else None,
+            root=self._directories.location if is_path else None,
             retention=self.retention,
             schedule=self.schedule,
             async_options=async_options,
@@ -188,6 +151,39 @@ class Checkpointer(Run):
             load_options=self._load_options,
         )
         self._is_compared = False
+        self._plans = PlanCache()
+        self._failures = SaveFailures(on_error)
+        self._root_saving = RootSaving(
+            directories=self._directories,
+            cleanup=Cleanup(self._directories, self.retention, allow_unsafe_pickle=trusted),
+            failures=self._failures,
+            options=self._save_options,
+            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
+        )
+        tier_set = TierSet(self.tiers)
+        self._tier_saving = TierSaving(tier_set, self._save_options)
+        self._destinations = DestinationChoice(self.tiers)
+        root_loading = RootLoading(
+            directories=self._directories,
+            options=self._load_options,
+            exchange_group=self._groups.exchange,
+        )
+        self._loading: StepLoading = root_loading
+        if len(tier_set):
+            self._loading = TierLoading(tiers=tier_set, root=root_loading)
+        self._async_saving: AsyncSaving | None = None
+        if async_options is not None:
+            self._async_saving = AsyncSaving(
+                self._root_saving,
+                tier_set,
+                async_options,
+                objects=objects,
+                store=None if is_path else pickled_for_a_writer(root),
+                hook=self._writer_hook,
+            )
+        # Nothing after this line may fail: handlers of signals are set, and only `close` removes them.
+        self._signals = SignalWatch(self.schedule.signals)
+        self._trigger = SaveTrigger(self.schedule, self._signals)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -198,21 +194,21 @@ class Checkpointer(Run):
         except CheckpointError as failure:
             if error is None:
                 raise
-            log.error("A save has failed, too: %s", failure)  # what ends the block is not to be hidden
+            log.error("A save has failed, too: %s", failure)  # raised here it would hide the first error
 
     def should_save(self, step: int) -> bool:
-        """Say whether the schedule asks for a save of this step; the same on all ranks.
+        """Return whether the schedule asks for a save of this step; the same on all ranks.
 
-        Collective: all ranks call it at every step, with the same step. Most calls send nothing: in the first
-        call of any kind ranks compare their options, and where time or signals count, they exchange 248 bytes
-        about once a second.
+        Collective: all ranks call it at every step, with the same step. Most calls send nothing. In the first
+        collective call ranks compare their arguments; if the schedule has seconds or signals, they exchange
+        248 bytes about once a second.
 
         Raises:
             DeclarationError: ranks ask about different steps, or have different options.
             RankFailedError: a rank did not answer before the deadline.
         """
         group = self._ranks(self._save_options.timeout_s)
-        return self._trigger.should_save(checked_step(step), lambda: group)
+        return self._trigger.should_save(checked_step(step), group)
 
     def maybe_save(
         self,
@@ -223,11 +219,20 @@ class Checkpointer(Run):
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
     ) -> bool:
-        """Save a step if it is due; make_state is called only then. Collective, as `should_save` and `save`.
+        """Save a step if it is due. Collective: all ranks call it at every step.
 
-        What a signal asks for goes to the root, whatever `Tiers.root_every` says.
+        Args:
+            step: its number.
+            make_state: returns what to save; called only if the step is due.
+            metrics: as for `save`.
+            content_metadata: as for `save`.
+            sharded_strategy: as for `save`.
 
-        Return whether it was due, and what `save` then returned.
+        Returns:
+            What `save` returned; False if the step is not due.
+
+        Raises:
+            CheckpointError: as `should_save` and `save`.
         """
         return self.should_save(step) and self.save(
             step,
@@ -244,13 +249,13 @@ class Checkpointer(Run):
 
     @property
     def exit_code(self) -> int | None:
-        """What to exit with if `exit_requested`: 128 and the signal's number, 143 for SIGTERM. Else None."""
+        """The exit code if `exit_requested`: 128 plus the signal's number, 143 for SIGTERM; else None."""
         signum = self._trigger.exit_signal
         return None if signum is None else _SIGNAL_EXIT + signum
 
     @property
     def failed_saves(self) -> int:
-        """How many saves have failed. Local; equal on all ranks once all have met the last error."""
+        """The number of failed saves. Local; equal on all ranks once all of them know of the last error."""
         return self._failures.count
 
     def save(
@@ -263,7 +268,7 @@ class Checkpointer(Run):
         sharded_strategy: SaveChoice = None,
         to_root: bool | None = None,
     ) -> bool:
-        """Save a step, then remove older steps that are not kept and what torn saves left. Collective.
+        """Save a step, then remove older steps that are not kept and what incomplete saves left. Collective.
 
         A step that a signal asked for goes to the root, whatever `Tiers.root_every` is. Where a step was
         skipped because an earlier save was under way, the next step goes.
@@ -289,30 +294,41 @@ class Checkpointer(Run):
         """
         step = checked_step(step)
         group = self._ranks(self._save_options.timeout_s)
-        going = self._intervals.of(step, to_root=to_root, is_signalled=self._trigger.is_signalled)
-        if len(self._tier_set) or self.tiers.root_every > 1 or to_root is not None:
-            self._check_way(step, to_root, going, group)
+        destinations = self._destinations.of(step, to_root=to_root, is_signalled=self._trigger.is_signalled)
+        if self.tiers.tiers or self.tiers.root_every > 1 or to_root is not None:
+            self._check_destinations(step, to_root, destinations, group)
         alike = {"step": step, "metrics given": metrics is not None}
         request = replace(self._request(state, content_metadata, sharded_strategy, group), alike=alike)
-        behind = self._async_saving if going else None
-        if behind is not None and not behind.may_save(group, is_last=self.exit_requested):
-            self._intervals.skipped(going)
+        async_saving = self._async_saving if destinations else None
+        if async_saving is not None and not async_saving.may_save(group, is_last=self.exit_requested):
+            self._destinations.skipped(destinations)
             return False
-        self._intervals.served(going)
+        self._destinations.saved(destinations)
         try:
-            if behind is not None:
-                return behind.save(step, going, request, metrics, group)
-            is_saved = bool(going.tiers) and self._into_tiers.save(step, going.tiers, request, group)
-            return self._into_root.save(step, request, metrics, group) if going.root else is_saved
+            if async_saving is not None:
+                return async_saving.save(step, destinations, request, metrics, group)
+            # Tiers come first: an error of the root must not keep the step out of them.
+            tiers = destinations.tiers
+            is_in_tier = bool(tiers) and self._tier_saving.save(step, tiers, request, group)
+            if not destinations.root:
+                return is_in_tier
+            return self._root_saving.save(step, request, metrics, group)
         finally:
             self._trigger.saved(step)
 
-    def _check_way(self, step: int, to_root: bool | None, going: Destinations, group: Group) -> None:
-        """Refuse ranks whose steps would go to different places, or nowhere. Collective."""
+    def _check_destinations(
+        self, step: int, to_root: bool | None, destinations: Destinations, group: Group
+    ) -> None:
+        """Raise an error if ranks would save the step to different destinations. Collective."""
         if to_root is not None:
             check_flag("to_root", to_root)
-        way = {"step": step, "to_root": to_root, "is for the root": going.root, "tiers": list(going.tiers)}
-        compare_settings(group, way, what="Ranks save differently", doing="choosing where a step goes")
+        values = {
+            "step": step,
+            "to_root": to_root,
+            "is for the root": destinations.root,
+            "tiers": list(destinations.tiers),
+        }
+        compare_settings(group, values, what="Ranks save differently", doing="choosing where a step goes")
 
     def warm_up(
         self,
@@ -321,10 +337,10 @@ class Checkpointer(Run):
         content_metadata: Any = None,
         sharded_strategy: SaveChoice = None,
     ) -> None:
-        """Prepare the first asynchronous save of a state, which then takes no longer than others. Collective.
+        """Prepare the first asynchronous save of a state, so that it takes no longer than others. Collective.
 
-        Plans for it, makes the memory for its copy and waits for the writer processes. Nothing is written;
-        without async_save nothing is done.
+        It is planned, the memory for its copy is made, and the writer processes are waited for. Nothing is
+        written. Without async_save nothing is done.
 
         Raises:
             CheckpointError: as `save` does before anything is written.
@@ -336,7 +352,8 @@ class Checkpointer(Run):
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local.
 
-        At once, unless `AsyncOptions.stage_in_background` is set: then call it before `optimizer.step()`.
+        It returns at once, unless `AsyncOptions.stage_in_background` is set: then call it before
+        `optimizer.step()`.
         """
         if self._async_saving is not None:
             self._async_saving.wait_staged()
@@ -345,8 +362,8 @@ class Checkpointer(Run):
         """Return whether an asynchronous save is under way on this rank. Local.
 
         Raises:
-            CheckpointError: one has failed; older steps are untouched. As for `save`, on_error says which
-                errors are raised.
+            CheckpointError: a save has failed; older steps are untouched. on_error decides which errors are
+                raised, as for `save`.
         """
         if self._async_saving is not None:
             self._async_saving.poll()
@@ -367,11 +384,11 @@ class Checkpointer(Run):
         return for_a_writer(request) if self.async_save else request
 
     def wait(self) -> None:
-        """Return when the saves that are under way, if any, are committed. Local.
+        """Return when no save is under way any more: all are committed, or have failed. Local.
 
         Raises:
-            CheckpointError: it failed; older steps are untouched. As for `save`, on_error says which errors
-                are raised.
+            CheckpointError: a save has failed; older steps are untouched. on_error decides which errors are
+                raised, as for `save`.
         """
         if self._async_saving is not None:
             self._async_saving.wait()
@@ -388,12 +405,20 @@ class Checkpointer(Run):
         *,
         strict: ReturnsState = StrictHandling.ASSUME_OK_UNEXPECTED,
     ) -> StateDict:
-        """Load a step: the newest committed one that rank 0 finds, for "latest" and None. Collective.
+        """Load a step. Collective.
 
-        With tiers, the newest that is whole over all nodes and the root; a damaged or incomplete one is
-        passed over with a warning, and `last_load` says what was used. Without, that needs
-        `LoadOptions(on_corrupt="fallback")`: all ranks go back together to an older step where one of them
-        cannot load the newest. A step that is asked for is loaded, or not.
+        "latest" and None mean the newest committed step that rank 0 finds. With tiers, it is the newest step
+        that is complete over all nodes and the root: a damaged or incomplete one is skipped with a warning.
+        Without tiers, a damaged step is skipped only with `LoadOptions(on_corrupt="fallback")`. A step that
+        is asked for by its number is never replaced by another. `last_load` tells what was used.
+
+        Args:
+            state: what to load, as for `megackpt.load`.
+            step: the number of a step, "latest" or None.
+            strict: as for `megackpt.load`.
+
+        Returns:
+            The loaded state dict, as `megackpt.load`.
 
         Raises:
             DeclarationError: step is neither a number nor "latest".
@@ -402,32 +427,34 @@ class Checkpointer(Run):
         """
         if isinstance(step, str) and step != "latest":
             raise DeclarationError(f"step is {step!r}; give the number of a step, or 'latest'.")
-        step = step if step is None or isinstance(step, str) else checked_step(step)
-        self.wait()  # a step that is under way is the newest, and its clean-up must not cross the load
-        asked = None if isinstance(step, str) else step
+        number = None if step is None or isinstance(step, str) else checked_step(step)
+        self.wait()  # a step that is being saved is the newest, and removals after it must not cross the load
         group = self._ranks(self._load_options.timeout_s)
-        loaded, used = self._loading.load(state, asked, strict, group)
-        self.last_load = used
-        self._trigger.loaded(used.step)
+        loaded, self.last_load = self._loading.load(state, number, strict, group)
+        self._trigger.loaded(self.last_load.step)
         return loaded
 
     def find_latest(self) -> int | None:
-        """Return the newest committed step as rank 0 sees it, so that all ranks choose the same. Collective.
+        """Return the step that `load` would take, the same on all ranks; None if there is none. Collective.
 
-        Waits for the save that is under way, if any. Warns of a newer step that is torn. With tiers, the
-        newest step of which every byte is somewhere.
+        Waits for saves that are under way. Without tiers it is the newest committed step that rank 0 finds,
+        and a newer incomplete step is a warning. With tiers it is the newest step of which every byte is
+        stored.
 
         Raises:
-            CheckpointError: the save under way failed.
+            CheckpointError: a save under way failed.
         """
         self.wait()
         return self._loading.find_latest(self._ranks(self._load_options.timeout_s))
 
     def close(self) -> None:
-        """Wait for the save that is under way, raise its error if it failed, and let go of everything.
+        """Wait for saves that are under way, end the writer process, and restore the handlers of signals.
 
-        Collective, if anything was saved asynchronously. In the main thread, if signals are watched: their
-        handlers of before are put back. The checkpointer can be used again, but watches no signals then.
+        Collective, if anything was saved asynchronously. If signals are watched, call it in the main thread.
+        The checkpointer can be used again, but then watches no signals.
+
+        Raises:
+            CheckpointError: a save under way failed.
         """
         try:
             if self._async_saving is not None:
@@ -436,7 +463,7 @@ class Checkpointer(Run):
             self._signals.close()
 
     def _ranks(self, timeout_s: float) -> Group:
-        """Return the group; at the first call compare what ranks were given. Collective."""
+        """Return the group; at the first call compare the arguments of all ranks. Collective."""
         group = self._groups.world or world_group(timeout_s=timeout_s)
         if not self._is_compared:
             self._settings.compare(group)

@@ -1,4 +1,4 @@
-"""One step out of the root: which one, the same on all ranks, and an older one where it is damaged."""
+"""Loading one step from the root: the same step on all ranks, and an older one if the newest is damaged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from megackpt.api import ReturnsState, load_with_report
+from megackpt.checkpointer.root_files import newest_step, scan
 from megackpt.comm import AnyGroup, Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
@@ -20,9 +21,6 @@ from megackpt.options import LoadOptions
 from megackpt.validation import LoadReport
 
 log = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +43,13 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastLoad:
-    """What a load of a Checkpointer has used.
+    """What the last load of a `Checkpointer` has used.
 
     Attributes:
         step: the step.
         where: the tier or root it came from.
         skipped: newer steps, or the same ones elsewhere, that were not used; newest first.
-        damaged: copies of files that were left out as they are damaged, with the node they are on.
+        damaged: copies of files that were not used because they are damaged, with the node they are on.
         report: the load report of this rank; None of a `Checkpointer` with tiers.
     """
 
@@ -62,70 +60,13 @@ class LastLoad:
     report: LoadReport | None = field(default=None, repr=False)
 
 
-def load_or_go_back(
-    step: int,
-    load: Callable[[int], T],
-    older: Callable[[int], int | None] | None,
-    *,
-    where: str,
-    rank: int,
-) -> tuple[T, LastLoad]:
-    """Load a step; where it is damaged, the one that older gives, and so on. Collective, as both functions.
-
-    older returns None where there is no more; it is None itself if nothing but the step may be loaded. where
-    is the root, rank this rank. Return what load returned, and which step that was.
-
-    Raises:
-        CheckpointError: that of the first step, if none could be loaded, or its error is none of damage.
-    """
-    passed: list[tuple[int, CheckpointError]] = []
-    while True:
-        try:
-            loaded = load(step)
-        except DAMAGE_ERRORS as error:
-            passed.append((step, error))
-        else:
-            over = (SkippedStep(step=number, where=where, why=str(error)) for number, error in passed)
-            return loaded, LastLoad(step=step, where=where, skipped=tuple(over))
-        before = older(step) if older is not None else None
-        if before is None and len(passed) == 1:
-            raise passed[0][1]
-        if before is None:
-            raise _all_failed(passed) from passed[0][1]
-        if rank == 0:
-            log.warning("Step %d cannot be loaded; going back to step %d. %s", step, before, passed[-1][1])
-        step = before
-
-
-def with_copies_of_step(options: LoadOptions, name: str) -> LoadOptions:
-    """Return the options for one step, whose copies lie under its name below the roots that are given.
-
-    Raises:
-        DeclarationError: a copy is no root but an open store.
-    """
-    if any(not isinstance(root, (str, os.PathLike)) for root in options.copies):
-        raise DeclarationError(
-            f"copies={options.copies!r}: a Checkpointer looks for a copy of each step, so give paths or URLs "
-            f"of roots."
-        )
-    copies: tuple[Any, ...] = tuple(f"{os.fspath(root)}/{name}" for root in options.copies)
-    return replace(options, copies=copies) if copies else options
-
-
-def _all_failed(passed: list[tuple[int, CheckpointError]]) -> CheckpointError:
-    first = passed[0][1]
-    steps = ", ".join(str(step) for step, _ in passed)
-    text = f"None of the steps {steps} can be loaded. Of the newest: {first}"
-    return type(first)(text, key=first.key, rank=first.rank, path=first.path)
-
-
 class StepLoading(Protocol):
-    """How steps come out of a run."""
+    """Loads steps of a run, from the root or from tiers and the root."""
 
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LastLoad]:
-        """Load a step, or the newest that can be, and say what was used. Collective.
+        """Load a step, or for None the newest that can be loaded; return also what was used. Collective.
 
         Raises:
             NotACheckpointError: there is no committed step, or not the one asked for.
@@ -133,53 +74,59 @@ class StepLoading(Protocol):
         """
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the step that a load of the newest takes, None if there is none. Collective."""
+        """Return the step that a load of the newest uses, None if there is none. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootLoading:
-    """How steps come out of a root. See `StepLoading`.
+    """Loads steps from a root. See `StepLoading`.
 
     Attributes:
-        places: where they lie.
-        steps: returns the committed ones.
-        latest: returns the newest committed one, and warns of a newer one that is torn.
+        directories: the step directories under the root.
         options: of the loads.
         exchange_group: of the loads.
     """
 
-    places: StepDirectories
-    steps: Callable[[], Sequence[int]]
-    latest: Callable[[], int | None]
+    directories: StepDirectories
     options: LoadOptions
     exchange_group: AnyGroup | None
 
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LastLoad]:
-        """Load a step; go back to older ones where options say so, and none was asked for."""
-        found = self.find_latest(group) if step is None else step
-        if found is None:
-            where = self.places.location
+        """Load a step; for None with on_corrupt="fallback", the newest that is not damaged."""
+        where = self.directories.location
+        current = self.find_latest(group) if step is None else step
+        if current is None:
             raise NotACheckpointError(
                 f"{where} has no committed step. Save one, or name the directory of a run.", path=where
             )
         goes_back = step is None and self.options.on_corrupt == "fallback"
-        (loaded, report), used = load_or_go_back(
-            found,
-            lambda step: self.load_step(state, step, strict, group),
-            (lambda step: self._find_older(step, group)) if goes_back else None,
-            where=self.places.location,
-            rank=group.rank,
-        )
-        return loaded, replace(used, report=report)
+        failures: list[tuple[int, CheckpointError]] = []
+        while current is not None:
+            # An error of a load is the same on all ranks, so all of them go back to the same step.
+            try:
+                loaded, report = self.load_step(state, current, strict, group)
+            except DAMAGE_ERRORS as error:
+                failures.append((current, error))
+            else:
+                skipped = tuple(SkippedStep(step=s, where=where, why=str(cause)) for s, cause in failures)
+                return loaded, LastLoad(step=current, where=where, skipped=skipped, report=report)
+            current = self._find_older(current, group) if goes_back else None
+            if current is not None and group.rank == 0:
+                damaged, cause = failures[-1]
+                log.warning("Step %d cannot be loaded; going back to step %d. %s", damaged, current, cause)
+        newest_error = failures[0][1]
+        if len(failures) == 1:
+            raise newest_error
+        raise _error_of_all(failures) from newest_error
 
     def load_step(
         self, state: ShardedStateDict, step: int, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LoadReport]:
-        """Load one step, with what copies there may be of it. Collective."""
+        """Load one step, or its undamaged copies. Collective."""
         name = step_name(step)
-        with contextlib.closing(self.places.open(name)) as store:
+        with contextlib.closing(self.directories.open(name)) as store:
             return load_with_report(
                 state,
                 store,
@@ -190,21 +137,48 @@ class RootLoading:
             )
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest committed step as rank 0 sees it."""
-        return _as_rank_0(group, self.latest, doing="looking for the newest checkpoint")
+        """Return the newest committed step as rank 0 sees it. Collective."""
+        return _answer_of_rank_0(
+            group, lambda: newest_step(self.directories), doing="looking for the newest checkpoint"
+        )
 
     def _find_older(self, step: int, group: Group) -> int | None:
         """Return the newest committed step before another, as rank 0 sees it. Collective."""
+        return _answer_of_rank_0(
+            group,
+            lambda: max((s for s in scan(self.directories).committed if s < step), default=None),
+            doing="looking for an older checkpoint",
+        )
 
-        def look() -> int | None:
-            return max((s for s in self.steps() if s < step), default=None)
 
-        return _as_rank_0(group, look, doing="looking for an older checkpoint")
+def with_copies_of_step(options: LoadOptions, name: str) -> LoadOptions:
+    """Return the options for loading one step: its copies lie below the given roots, under its name.
+
+    Raises:
+        DeclarationError: a copy is an open store instead of a root.
+    """
+    if any(not isinstance(root, (str, os.PathLike)) for root in options.copies):
+        raise DeclarationError(
+            f"copies={options.copies!r}: a Checkpointer looks for a copy of each step, so give paths or URLs "
+            f"of roots."
+        )
+    copies: tuple[Any, ...] = tuple(f"{os.fspath(root)}/{name}" for root in options.copies)
+    return replace(options, copies=copies) if copies else options
 
 
-def _as_rank_0(group: Group, look: Callable[[], int | None], *, doing: str) -> int | None:
-    def say() -> bytes:
+def _error_of_all(failures: Sequence[tuple[int, CheckpointError]]) -> CheckpointError:
+    """Return an error that names all steps, of the class and with the fields of the newest step's error."""
+    newest = failures[0][1]
+    steps = ", ".join(str(step) for step, _ in failures)
+    text = f"None of the steps {steps} can be loaded. Of the newest: {newest}"
+    return type(newest)(text, key=newest.key, rank=newest.rank, path=newest.path)
+
+
+def _answer_of_rank_0(group: Group, look: Callable[[], int | None], *, doing: str) -> int | None:
+    """Return on all ranks the step that rank 0 finds. Collective."""
+
+    def encoded() -> bytes:
         return json.dumps(look() if group.rank == 0 else None).encode()
 
-    found: int | None = json.loads(run_on_all_ranks(group, say, doing=doing)[0])
-    return found
+    step: int | None = json.loads(run_on_all_ranks(group, encoded, doing=doing)[0])
+    return step

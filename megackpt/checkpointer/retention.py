@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -16,10 +16,10 @@ from megackpt.checkpointer.options import Retention
 from megackpt.checkpointer.root_files import (
     TRACKER,
     StepList,
-    forget_metrics,
     is_pinned,
     read_metrics,
     read_pins,
+    remove_metrics,
     scan,
     steps_with_metrics,
     write_tracker,
@@ -34,10 +34,12 @@ from megackpt.options import VerifyOptions
 
 log = logging.getLogger(__name__)
 
+_TEMPORARY_FILE_PREFIXES = (".megackpt/", f".{TRACKER}.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionDecision:
-    """Which steps stay and which are removed.
+    """Which committed steps stay and which are removed.
 
     Attributes:
         kept: the reasons of each step that stays, by step, ascending.
@@ -56,7 +58,7 @@ def decide(
     good: Collection[int] = (),
     metrics: Mapping[int, Mapping[str, float]] | None = None,
 ) -> RetentionDecision:
-    """Decide which committed steps stay.
+    """Decide which committed steps stay. Pure.
 
     Besides those that `retention` asks for, the newest step stays, pinned steps, and the steps in `good`: the
     one that was committed just now, or the newest one that is known to be undamaged.
@@ -87,22 +89,19 @@ def decide(
 
 
 def stale_leftovers(incomplete: Iterable[int], *, upto: int, pinned: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the incomplete steps that can be removed once step upto is committed, ascending.
+    """Return the incomplete steps that can be removed once step upto is committed, ascending. Pure.
 
     Newer ones stay: another job may be saving them.
     """
     return tuple(sorted(step for step in incomplete if step <= upto and step not in pinned))
 
 
-_OUR_HALVES = (".megackpt/", f".{TRACKER}.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removals:
-    """What is to go from below a root.
+    """Steps to remove from a root.
 
     Attributes:
-        retention: about committed steps.
+        retention: the decision about committed steps.
         incomplete: incomplete steps to remove, ascending.
     """
 
@@ -110,152 +109,159 @@ class Removals:
     incomplete: tuple[int, ...]
 
     def without(self, steps: Collection[int]) -> Removals:
-        """Return what is left to go if these steps are let alone."""
+        """Return the removals that are left if these steps are not removed."""
         removed = tuple(step for step in self.retention.removed if step not in steps)
         incomplete = tuple(step for step in self.incomplete if step not in steps)
         return Removals(retention=replace(self.retention, removed=removed), incomplete=incomplete)
 
 
 class Cleanup:
-    """Keeps the root of a run in order. Local; see the module."""
+    """What is done below a root after commits and failed saves. Local; one process at a time."""
 
     def __init__(
         self,
-        places: StepDirectories,
+        directories: StepDirectories,
         retention: Retention,
         *,
         allow_unsafe_pickle: bool = False,
     ) -> None:
-        self._places = places
+        self._directories = directories
         self._retention = retention
-        self._trusted = allow_unsafe_pickle
+        self._allow_unsafe_pickle = allow_unsafe_pickle
         self._metrics: dict[int, dict[str, float]] = {}  # of steps that do not change any more
 
-    def committed(self, step: int, damages: Sequence[Damage] | None = None) -> None:
-        """Do what follows the commit of a step: note it, remove what is not kept.
+    def after_commit(self, step: int, damages: Sequence[Damage] | None = None) -> None:
+        """Write the tracker, and remove steps that are not kept.
 
-        What cannot be noted or removed now stays for the next time, with a warning: the step is saved.
-        damages are what ranks have found that have verified it together; None if nobody has.
+        What cannot be written or removed now is tried again after the next save, with a warning: the step is
+        saved.
+
+        Args:
+            step: the step that was committed.
+            damages: what ranks found when they verified the step; None if it was not verified.
 
         Raises:
-            IntegrityError: the step is damaged. It is gone then, if the store lets it go, and no other is.
+            IntegrityError: the step is damaged. It is removed, if the store permits, and no other step is.
         """
         self._metrics.pop(step, None)
         if damages:
-            self._refuse(step, damages)
-        with _warned("after the commit of step", step):
-            found = self._note_newest()
-            removals = self.plan(found, upto=step, good={step})
-            self.remove(removals, found, upto=step)
+            self._remove_damaged(step, damages)
+        with _storage_errors_logged(f"after the commit of step {step}"):
+            steps = self._update_tracker()
+            removals = self.plan(steps, upto=step, good={step})
+            self.remove(removals, steps, upto=step)
 
-    def failed(self, step: int) -> None:
-        """Do what follows a save that failed and has removed its files: let go of what is beside them."""
+    def after_failure(self, step: int) -> None:
+        """Remove what belongs to a step whose save failed and has removed its files."""
         with contextlib.suppress(OSError):
-            if not self._places.committed([step_name(step)]):
-                forget_metrics(self._places.root, step)
-            self._places.prune(step_name(step))
+            if not self._directories.committed([step_name(step)]):
+                remove_metrics(self._directories.root, step)
+            self._directories.prune(step_name(step))
 
-    def plan(self, found: StepList, *, upto: int, good: Iterable[int]) -> Removals:
-        """Decide what is to go. good are steps that stay; torn ones go up to this step."""
-        pinned = read_pins(self._places.root)
-        metrics = self._metrics_of(found.committed) if self._retention.keep_best is not None else {}
+    def plan(self, steps: StepList, *, upto: int, good: Iterable[int]) -> Removals:
+        """Decide what to remove: not the steps in good, and incomplete steps only up to `upto`."""
+        pinned = read_pins(self._directories.root)
+        metrics = self._metrics_of(steps.committed) if self._retention.keep_best is not None else {}
         return Removals(
             retention=decide(
-                self._retention, found.committed, pinned=pinned, good=frozenset(good), metrics=metrics
+                self._retention, steps.committed, pinned=pinned, good=frozenset(good), metrics=metrics
             ),
-            incomplete=stale_leftovers(found.incomplete, upto=upto, pinned=pinned),
+            incomplete=stale_leftovers(steps.incomplete, upto=upto, pinned=pinned),
         )
 
     def being_saved(self, removals: Removals, *, within_s: float) -> frozenset[int]:
-        """Return those that go into which a job may be saving right now: something was written there lately.
+        """Return the steps that a job may be saving now: something was written there in the last seconds.
 
-        Of a committed one, that there are files that its commit does not name counts as well. Where a store
-        does not tell when it was written to, none.
+        A committed step is among them only if it also has files that its commit does not name. Where a store
+        does not tell when it was written to, no step is.
         """
-        busy = {step for step in removals.incomplete if self._is_young(step, within_s)}
+        busy = {step for step in removals.incomplete if self._was_written(step, within_s)}
         for step in removals.retention.removed:
-            if self._is_young(step, within_s):
-                with contextlib.closing(self._places.open(step_name(step))) as store:
+            if self._was_written(step, within_s):
+                with contextlib.closing(self._directories.open(step_name(step))) as store:
                     busy |= {step} if holds_other_attempts(store) else set()
         return frozenset(busy)
 
-    def _is_young(self, step: int, within_s: float) -> bool:
-        idle_s = self._places.idle_s(step_name(step))
+    def _was_written(self, step: int, within_s: float) -> bool:
+        idle_s = self._directories.idle_s(step_name(step))
         return idle_s is not None and idle_s < within_s
 
-    def remove(self, removals: Removals, found: StepList, *, upto: int) -> tuple[int, ...]:
-        """Remove steps, unless they have been pinned meanwhile; return those that are gone.
+    def remove(self, removals: Removals, steps: StepList, *, upto: int) -> tuple[int, ...]:
+        """Remove steps, unless they were pinned meanwhile; return those that are gone.
 
-        found is what was there before. Metrics go with them, and those of steps before upto that do not
-        exist: of saves that wrote nothing else before they were cut short.
+        Their metrics are removed with them, and metrics before upto whose steps do not exist: saves that were
+        cut short before they wrote anything else left them.
+
+        Args:
+            removals: what to remove.
+            steps: the steps that existed before.
+            upto: see above.
         """
         chosen = (*removals.retention.removed, *removals.incomplete)
         gone = tuple(step for step in chosen if self._remove(step))
-        there = {*found.committed, *found.incomplete} - set(gone)
-        with _warned("removing metrics before step", upto):
-            for stray in steps_with_metrics(self._places.root):
-                if stray in gone or (stray < upto and stray not in there):
-                    forget_metrics(self._places.root, stray)
+        existing = {*steps.committed, *steps.incomplete} - set(gone)
+        with _storage_errors_logged(f"removing metrics before step {upto}"):
+            for step in steps_with_metrics(self._directories.root):
+                if step in gone or (step < upto and step not in existing):
+                    remove_metrics(self._directories.root, step)
         return gone
 
     def _remove(self, step: int) -> bool:
-        with _warned("removing step", step):
-            if is_pinned(self._places.root, step):
-                return False
-            self._places.remove(step_name(step))
-            self._metrics.pop(step, None)
-            log.info("removed %s/%s", self._places.location, step_name(step))
-            return True
-        return False
+        """Remove a step; return whether it is gone."""
+        is_gone = False
+        with _storage_errors_logged(f"removing step {step}"):
+            if not is_pinned(self._directories.root, step):
+                self._directories.remove(step_name(step))
+                is_gone = True
+                self._metrics.pop(step, None)
+                log.info("removed %s/%s", self._directories.location, step_name(step))
+        return is_gone
 
-    def newest_whole(self, committed: Iterable[int]) -> int | None:
-        """Return the newest step in which nothing is wrong that can be seen without reading its chunks."""
-        return next((step for step in sorted(committed, reverse=True) if self._is_whole(step)), None)
+    def newest_undamaged(self, committed: Iterable[int]) -> int | None:
+        """Return the newest step in which no damage is found without reading its chunks."""
+        return next((step for step in sorted(committed, reverse=True) if self._is_undamaged(step)), None)
 
-    def _is_whole(self, step: int) -> bool:
-        options = VerifyOptions(allow_unsafe_pickle=self._trusted)
-        with contextlib.closing(self._places.open(step_name(step))) as store:
+    def _is_undamaged(self, step: int) -> bool:
+        options = VerifyOptions(allow_unsafe_pickle=self._allow_unsafe_pickle)
+        with contextlib.closing(self._directories.open(step_name(step))) as store:
             return not verify_share(store, options, NoProgress()).damages
 
-    def _note_newest(self) -> StepList:
-        found = scan(self._places)
-        if halves := [name for name in self._places.halves() if name.startswith(_OUR_HALVES)]:
-            self._places.root.delete(halves)
-        write_tracker(self._places.root, max(found.committed, default=None))
-        return found
+    def _update_tracker(self) -> StepList:
+        """Write the newest step into the tracker; return the steps."""
+        steps = scan(self._directories)
+        # A crash between writing and renaming a file beside the steps leaves its temporary file.
+        leftovers = [name for name in self._directories.halves() if name.startswith(_TEMPORARY_FILE_PREFIXES)]
+        if leftovers:
+            self._directories.root.delete(leftovers)
+        write_tracker(self._directories.root, max(steps.committed, default=None))
+        return steps
 
     def _metrics_of(self, steps: Iterable[int]) -> Mapping[int, Mapping[str, float]]:
         for step in steps:
             if step not in self._metrics:
-                self._metrics[step] = read_metrics(self._places.root, step)
+                self._metrics[step] = read_metrics(self._directories.root, step)
         return self._metrics
 
-    def _refuse(self, step: int, damages: Sequence[Damage]) -> NoReturn:
-        where = f"{self._places.location}/{step_name(step)}"
-        with _warned("removing damaged step", step):
-            forget_metrics(self._places.root, step)
-            self._places.remove(step_name(step))
-            self._note_newest()
+    def _remove_damaged(self, step: int, damages: Sequence[Damage]) -> NoReturn:
+        where = f"{self._directories.location}/{step_name(step)}"
+        with _storage_errors_logged(f"removing damaged step {step}"):
+            remove_metrics(self._directories.root, step)
+            self._directories.remove(step_name(step))
+            self._update_tracker()
         raise IntegrityError(
             f"{where} is damaged right after it was saved, so it is removed again, and older steps stay:\n"
             f"{truncated_list([str(damage) for damage in damages])}\n"
-            f"What was written is not what is read: look at the disk or mount and at the memory of the "
-            f"machines that wrote, and at their logs.",
+            f"The bytes that were read are not those that were written: look at the disk or mount, at the "
+            f"memory of the machines that wrote, and at their logs.",
             key=damages[0].key,
             path=f"{where}/{damages[0].file}" if damages[0].file else where,
         )
 
 
-class _warned:  # named as `contextlib.suppress` is
-    """Within the block, what the store refuses becomes a warning."""
-
-    def __init__(self, doing: str, step: int) -> None:
-        self._said = f"{doing} {step}"
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> bool:
-        if isinstance(error, OSError):
-            log.warning("%s: %s It is tried again after the next save.", self._said, error)
-            return True
-        return False
+@contextlib.contextmanager
+def _storage_errors_logged(doing: str) -> Iterator[None]:
+    """Log an error of the store as a warning instead of raising it."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s It is tried again after the next save.", doing, error)

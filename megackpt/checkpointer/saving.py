@@ -1,18 +1,18 @@
-"""One step on its way into the root: planned and written by the ranks; and what becomes of its errors."""
+"""Saving one step into the root, and which errors of saves training tolerates."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Literal, SupportsFloat, get_args
 
 from megackpt.checkpointer.retention import Cleanup
-from megackpt.checkpointer.root_files import checked_metrics, forget_metrics, write_metrics
+from megackpt.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.saving.save import SaveRequest, plan_state
@@ -27,40 +27,37 @@ from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
 
-
 OnError = Literal["raise", "warn"]
 
 TOLERATED_ERRORS = (StorageError, IntegrityError, WriterFailedError)
-"""What the store did, and processes that are started again.
+"""Errors that on_error="warn" turns into warnings: those of the store, and of processes that are restarted.
 
-Not among them: mistakes of the caller, which the next save would meet again, an error that is none of ours,
-from a strategy say, in whichever process it was raised; and ranks that are lost, whose connections do not
-recover.
+Other errors are raised even so. A mistake of the caller, or an error in a user's strategy, would be repeated
+by every later save; and the connections of a lost rank do not recover.
 """
 
 
 class SaveFailures:
-    """A context manager around saving, to be entered again and again: counts, and raises or warns.
-
-    rank is that of this process; rank 0, and the rank that failed, say why.
+    """Counts failed saves, and logs or raises their errors.
 
     Attributes:
-        count: how many saves have failed.
+        count: the number of saves that have failed.
     """
 
     def __init__(self, on_error: OnError) -> None:
         if on_error not in get_args(OnError):
             raise DeclarationError(f"on_error={on_error!r} is not known. Give 'raise' or 'warn'.")
         self._on_error = on_error
-        self._last: weakref.ref[CheckpointError] | None = None  # not the error: its frames hold the state
+        # A weak reference, since the frames of an error hold the state that was saved.
+        self._last: weakref.ref[CheckpointError] | None = None
         self.count = 0
 
-    def around(self, what: str, *, rank: int) -> SaveAttempt:
-        """Return a block in which a save may fail; what says which."""
+    def attempt(self, what: str, *, rank: int) -> SaveAttempt:
+        """Return a block in which a save may fail; `what` names the save in the warning."""
         return SaveAttempt(self, what, rank)
 
-    def take(self, what: str, error: CheckpointError, *, rank: int) -> bool:
-        """Count an error, once where it passes through several blocks; say whether it is dealt with."""
+    def handle(self, what: str, error: CheckpointError, *, rank: int) -> bool:
+        """Count an error, once if it passes several blocks. Return whether it is only a warning."""
         if self._last is not None and self._last() is error:
             return False
         self._last = weakref.ref(error)
@@ -81,10 +78,10 @@ class SaveFailures:
 
 
 class SaveAttempt:
-    """A block in which a save may fail.
+    """A block in which a save may fail. A tolerated error ends the block and is not raised.
 
     Attributes:
-        has_failed: whether it has, and training goes on.
+        has_failed: whether a tolerated error ended the block.
     """
 
     def __init__(self, failures: SaveFailures, what: str, rank: int) -> None:
@@ -99,25 +96,23 @@ class SaveAttempt:
     ) -> bool:
         if not isinstance(error, TOLERATED_ERRORS):
             return False
-        self.has_failed = self._failures.take(self._what, error, rank=self._rank)
+        self.has_failed = self._failures.handle(self._what, error, rank=self._rank)
         return self.has_failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootSaving:
-    """How steps go into a root.
+    """Saves steps into a root.
 
     Attributes:
-        places: where they lie.
-        steps: returns the committed ones.
-        cleanup: does what follows a commit, or a failure.
-        failures: counts what fails, and says which errors training outlives.
+        directories: the step directories under the root.
+        cleanup: what is done after a commit or a failure.
+        failures: counts failed saves.
         options: of the saves.
-        verify: how every byte is read again after a commit; None if it is not.
+        verify: how every byte is read again after a commit; None: it is not.
     """
 
-    places: StepDirectories
-    steps: Callable[[], Iterable[int]]
+    directories: StepDirectories
     cleanup: Cleanup
     failures: SaveFailures
     options: SaveOptions
@@ -126,28 +121,28 @@ class RootSaving:
     def save(
         self, step: int, request: SaveRequest, metrics: Mapping[str, SupportsFloat] | None, group: Group
     ) -> bool:
-        """Save a step; return whether that has not failed. Collective.
+        """Save a step; return False if it failed with a tolerated error. Collective.
 
         Raises:
-            CheckpointError: the same on every rank, unless training outlives it.
+            CheckpointError: the same on every rank.
         """
         self.warn_of_newer(step, group)
-        with self.failures.around(f"Saving step {step}", rank=group.rank) as saving:
-            self.note_metrics(step, metrics, group)
-            store = self.places.open(step_name(step))
+        with self.failures.attempt(f"Saving step {step}", rank=group.rank) as attempt:
+            self.store_metrics(step, metrics, group)
+            store = self.directories.open(step_name(step))
             try:
                 planned, strategy = plan_state(request, store, group, self.options)
             except Exception:
                 store.close()
                 self.clean_up(step, group)
                 raise
-            self._finish(step, planned, store, strategy, group)
-        return not saving.has_failed
+            self._write(step, planned, store, strategy, group)
+        return not attempt.has_failed
 
-    def _finish(
+    def _write(
         self, step: int, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
     ) -> None:
-        """Write and commit a step, then do what follows. Collective over the group."""
+        """Write, commit and verify a step, then remove older ones. Collective."""
         damages: list[Damage] | None = None
         try:
             try:
@@ -156,28 +151,28 @@ class RootSaving:
                 self.clean_up(step, group)
                 raise
             if self.verify is not None:
-                look = partial(verify_share, store, self.verify)
-                damages = verify_on_all_ranks(group, look, timeout_s=self.options.timeout_s)
+                verify = partial(verify_share, store, self.verify)
+                damages = verify_on_all_ranks(group, verify, timeout_s=self.options.timeout_s)
         finally:
             store.close()
 
-        def follow() -> bytes:
+        def clean_up_after_commit() -> bytes:
             if group.rank == 0:
-                self.cleanup.committed(step, damages)
+                self.cleanup.after_commit(step, damages)
             return b""
 
-        run_on_all_ranks(group, follow, doing=work_after_commit(damages))
+        run_on_all_ranks(group, clean_up_after_commit, doing=work_after_commit(damages))
 
     def clean_up(self, step: int, group: Group) -> None:
-        """Let go of what is beside the files of a save that failed, on rank 0. Local."""
+        """Remove on rank 0 what belongs to a step whose save failed. Local."""
         if group.rank == 0:
-            self.cleanup.failed(step)
+            self.cleanup.after_failure(step)
 
     def warn_of_newer(self, step: int, group: Group) -> None:
-        """Say, on rank 0, that the step will not be the newest, if there is a newer one. Local."""
+        """Log a warning on rank 0 if a newer step exists. Local."""
         newest = step
-        with contextlib.suppress(OSError):  # the save will meet it, too, and tell all ranks
-            newest = max(self.steps(), default=step) if group.rank == 0 else step
+        with contextlib.suppress(OSError):  # the save meets the same error, and raises it on all ranks
+            newest = max(scan(self.directories).committed, default=step) if group.rank == 0 else step
         if newest > step:
             log.warning(
                 "Step %s is saved although step %s exists, which stays the one that is loaded and kept as "
@@ -186,19 +181,21 @@ class RootSaving:
                 newest,
             )
 
-    def note_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
+    def store_metrics(self, step: int, metrics: Mapping[str, SupportsFloat] | None, group: Group) -> None:
         """Store metrics before the commit, so that no committed step lacks its own. Collective."""
-        root = self.places.root
-        if metrics is None:  # whether those of an earlier save of this step are there: nobody is asked
+        root = self.directories.root
+        if metrics is None:
+            # Metrics of an earlier save of this step are removed without asking the other ranks, which needs
+            # no synchronisation; an error here is none of this save.
             with contextlib.suppress(OSError):
                 if group.rank == 0:
-                    forget_metrics(root, step)
+                    remove_metrics(root, step)
             return
 
-        def note() -> bytes:
-            found = checked_metrics(metrics)
+        def write() -> bytes:
+            numbers = checked_metrics(metrics)
             if group.rank == 0:
-                write_metrics(root, step, found)
+                write_metrics(root, step, numbers)
             return b""
 
-        run_on_all_ranks(group, note, doing="storing metrics")
+        run_on_all_ranks(group, write, doing="storing metrics")

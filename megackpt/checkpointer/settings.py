@@ -40,7 +40,7 @@ class RunSettings:
 
         Raises:
             DeclarationError: the same on every rank; it names the first argument that differs.
-            RankFailedError: a rank did not come, or is about to do something else.
+            RankFailedError: a rank did not come, or calls another collective function.
         """
         if group.size > 1:
             compare_settings(

@@ -1,7 +1,8 @@
-"""Recovery: the newest step that is whole, over all nodes, all tiers and the root.
+"""Finding and loading the newest complete step, over all nodes, all tiers and the root.
 
-Owns the choice, and falling back where a step turns out incomplete or damaged. Rank 0 decides from what all
-nodes tell, and tells all; every rank carries it out. A load takes each byte from a node that has it.
+Rank 0 decides from what all nodes report, and broadcasts each decision; every rank carries it out. Where a
+step turns out to be incomplete or damaged, the next candidate is tried. A load takes each byte from a node
+that has it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
-from megackpt.checkpointer.loading import LastLoad, SkippedStep, with_copies_of_step
+from megackpt.api import ReturnsState
+from megackpt.checkpointer.loading import LastLoad, RootLoading, SkippedStep, with_copies_of_step
+from megackpt.checkpointer.root_files import scan
 from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import LocalSteps, step_name
@@ -29,16 +31,10 @@ from megackpt.engine.tiers.recover import (
     share_step,
 )
 from megackpt.engine.tiers.transfer import from_rank
-from megackpt.errors import (
-    CheckpointError,
-    NotACheckpointError,
-    truncated_list,
-)
+from megackpt.errors import CheckpointError, NotACheckpointError, truncated_list
 from megackpt.mapping import ShardedStateDict, StateDict
-from megackpt.options import LoadOptions
 from megackpt.planning.redundancy import Nodes
 from megackpt.storage import Store
-from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
 
@@ -46,243 +42,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootAccess:
-    """The durable store, as recovery sees it.
+class TierDirectories:
+    """Where the tiers of a job are.
 
     Attributes:
-        location: its path or URL.
-        steps: returns its committed steps; called on rank 0.
-        load: loads one of them; collective.
+        nodes: those of the job.
+        tiers: this node's directory of each tier.
+        names: what each tier is called in messages.
     """
 
-    location: str
-    steps: Callable[[], Sequence[int]]
-    load: Callable[[ShardedStateDict, int], StateDict]
-
-
-class Recovery:
-    """One search for the newest step. Every method is collective; rank 0 decides."""
-
-    def __init__(
-        self, group: Group, nodes: Nodes, places: Sequence[LocalSteps], names: Sequence[str], root: RootAccess
-    ) -> None:
-        """Look at all of it. places are this node's directories of the tiers, names what they are called."""
-        self._group, self._nodes, self._places, self._names = group, nodes, places, names
-        self._root = root
-        self._passed: list[SkippedStep] = []
-        self._incomplete: list[StepCandidate] = []
-        self._errors: list[CheckpointError] = []
-        self._survey = self._look()
-
-    def find(self) -> int | None:
-        """Return the newest step of which every byte is somewhere; None if there is none.
-
-        Raises:
-            CheckpointError: a rank failed.
-        """
-        for candidate in self._queue(None):
-            if candidate.tier == ROOT or self._try(candidate, partial(self._place, candidate)) is not None:
-                return candidate.step
-        return None
-
-    def load(
-        self, state: ShardedStateDict, step: int | None, strict: StrictHandling | str, options: LoadOptions
-    ) -> tuple[StateDict, LastLoad]:
-        """Load the newest step, or the one asked for, from the first place where it is whole.
-
-        Raises:
-            NotACheckpointError: there is none.
-            CheckpointError: as `megackpt.load`; of damaged ones, that of the newest.
-        """
-        for candidate in self._queue(step):
-            loaded = self._try(candidate, partial(self._load, candidate, state, strict, options))
-            if loaded is not None:
-                return loaded, self._report(candidate, is_newest=step is None)
-        if self._errors:
-            raise self._errors[0]
-        what = "no committed step" if step is None else f"no committed step {step}"
-        said = truncated_list([str(passed) for passed in self._passed])
-        raise NotACheckpointError(
-            f"{self._root.location} and the tiers beside it have {what} that is whole. Save one, or name the "
-            f"directory of a run.{' Passed over:' + chr(10) + said if said else ''}",
-            path=self._root.location,
-        )
-
-    def _look(self) -> TierSurvey:
-        """Ask all nodes what they have; the answer is rank 0's."""
-        group = self._group
-
-        def tell() -> bytes:
-            if group.rank not in self._nodes.leaders():
-                return b""
-            return json.dumps([self._held_in(place) for place in self._places]).encode()
-
-        told = run_and_gather(group, tell, doing="looking for checkpoints on its node")
-        said = [json.loads(told[leader]) for leader in self._nodes.leaders()] if told else []
-        of_nodes = [[[NodeStep.from_json(h) for h in tier] for tier in node] for node in said]
-        held = [[{h.name: h for h in node[tier]} for node in of_nodes] for tier in range(len(self._places))]
-        return TierSurvey(held, self._root_steps() if group.rank == 0 else [])
-
-    def _held_in(self, place: LocalSteps) -> list[list[object]]:
-        try:
-            return [held.to_json() for held in list_node_steps(place)]
-        except OSError as error:  # other nodes may have what is needed
-            log.warning("%s cannot be looked at, so nothing is taken from it: %s", place.location, error)
-            return []
-
-    def _root_steps(self) -> Sequence[int]:
-        try:
-            return self._root.steps()
-        except OSError as error:  # the tiers may have what is needed
-            log.warning("%s cannot be looked at, so only the tiers are: %s", self._root.location, error)
-            return []
-
-    def _queue(self, step: int | None) -> list[StepCandidate]:
-        """Return the candidates, the same on every rank."""
-        found = [c for c in self._survey.candidates() if step in (None, c.step)]
-        said = json.dumps([[c.step, c.tier, c.commit] for c in found]).encode()
-        told = broadcast_from_rank_0(self._group, said, doing="choosing a checkpoint")
-        return [StepCandidate(step=s, tier=tier, commit=commit) for s, tier, commit in json.loads(told)]
-
-    def _try(self, candidate: StepCandidate, act: Callable[[], T | None]) -> T | None:
-        """Do something with a step; None if that cannot be. What is damaged on one node others may have."""
-        while True:
-            try:
-                return act()
-            except DAMAGE_ERRORS as error:
-                self._errors.append(error)
-                if candidate.tier == ROOT or not self._find_damage(candidate):
-                    self._pass_over(candidate, str(error))
-                    return None
-
-    def _place(self, candidate: StepCandidate) -> _StepPlacement | None:
-        """Find where the files of a step of a tier are, and give every node its index; None if some are lost.
-
-        Raises:
-            FormatError, IntegrityError: the index is damaged on the node that was asked.
-        """
-        group, survey, name = self._group, self._survey, step_name(candidate.step)
-        leaders = self._nodes.leaders()
-        donor = _agreed(group, survey.donor(candidate) if group.rank == 0 else None)
-        if donor is None:
-            self._pass_over(candidate, "no node has its index undamaged", is_incomplete=True)
-            return None
-
-        def describe() -> bytes:
-            with self._opened(candidate.tier, name) as store:
-                return describe_step(store).to_bytes()
-
-        doing = "looking into a checkpoint"
-        needs = StepFiles.from_bytes(from_rank(group, describe, source=leaders[donor], doing=doing))
-        told = None
-        if group.rank == 0:
-            told = [survey.holders(candidate, needs), list(survey.lacking(candidate, needs).items())]
-        holders, lacking = _agreed(group, told)
-        lost = sorted(file for file, nodes in holders.items() if not nodes)
-        if lost:
-            self._pass_over(
-                candidate,
-                f"{len(lost)} of its {len(holders)} data files are on no node any more, {lost[0]} first",
-                is_incomplete=True,
-            )
-            return None
-        members = self._nodes.members()
-        ranks = {file: [rank for node in nodes for rank in members[node]] for file, nodes in holders.items()}
-        return _StepPlacement(
-            needs=needs,
-            donor=leaders[donor],
-            holders={file: sorted(of_file) for file, of_file in ranks.items()},
-            lacking={leaders[node]: (tuple(names), commits) for node, (names, commits) in lacking},
-        )
-
-    def _load(
-        self,
-        candidate: StepCandidate,
-        state: ShardedStateDict,
-        strict: StrictHandling | str,
-        options: LoadOptions,
-    ) -> StateDict | None:
-        """Load a step; None if some of it is lost. In a tier, who can reach a byte reads and sends it."""
-        if candidate.tier == ROOT:
-            return self._root.load(state, candidate.step)
-        placed = self._place(candidate)
-        if placed is None:
-            return None
-        group, name = self._group, step_name(candidate.step)
-        takes, commits = placed.lacking.get(group.rank, ((), False))
-        with self._opened(candidate.tier, name) as store:
-            share_step(group, store, placed.needs, source=placed.donor, takes=takes, commits=commits)
-            by_exchange = replace(
-                with_copies_of_step(options, name), exchange="all_to_all", cpu_transfer=True
-            )
-            request = LoadRequest(
-                state=state,
-                open_store=lambda: contextlib.nullcontext(store),
-                options=by_exchange,
-                strict=strict,
-                file_readers=placed.holders,
-            )
-            return load_state(request, group).state
-
-    def _find_damage(self, candidate: StepCandidate) -> bool:
-        """Let every node check what it has of a step; say whether anything is damaged that was not known."""
-        group, leaders, name = self._group, self._nodes.leaders(), step_name(candidate.step)
-
-        def check() -> bytes:
-            if group.rank not in leaders:
-                return b"[]"
-            with self._opened(candidate.tier, name) as store:
-                return json.dumps(damaged_files(store)).encode()
-
-        told = run_and_gather(group, check, doing="checking its copies of a checkpoint")
-        is_news = False
-        for node, leader in enumerate(leaders if told else ()):
-            is_news |= self._survey.note_damage(candidate, node, json.loads(told[leader]))
-        return bool(_agreed(group, is_news))
-
-    @contextlib.contextmanager
-    def _opened(self, tier: int, name: str) -> Iterator[Store]:
-        with contextlib.closing(self._places[tier].open(name)) as store:
-            yield store
-
-    def _pass_over(self, candidate: StepCandidate, why: str, *, is_incomplete: bool = False) -> None:
-        passed = SkippedStep(step=candidate.step, where=self._place_name(candidate), why=why)
-        self._passed.append(passed)
-        if is_incomplete:
-            self._incomplete.append(candidate)
-        if self._group.rank == 0:
-            log.warning("Not loaded: %s", passed)
-
-    def _place_name(self, candidate: StepCandidate) -> str:
-        return self._root.location if candidate.tier == ROOT else self._names[candidate.tier]
-
-    def _report(self, candidate: StepCandidate, *, is_newest: bool) -> LastLoad:
-        """Say what was used; after a search for the newest step, remove what is of no use in the tiers."""
-        survey = self._survey
-        damaged = sorted(f"node {node}: {name}/{file}" for _, name, node, file in survey.damaged)
-        useless: list[tuple[int, str]] = []
-        if is_newest:
-            useless += [(tier, name) for tier in range(len(survey.held)) for name in survey.incomplete(tier)]
-            useless += [(c.tier, step_name(c.step)) for c in self._incomplete]
-        damaged, useless = _agreed(self._group, [damaged, useless])
-        where = self._place_name(candidate)
-        if self._group.rank == 0 and (self._passed or damaged):
-            log.warning("Step %s was loaded from %s.", candidate.step, where)
-            if damaged:
-                log.warning("Damaged copies were left out:\n%s", truncated_list(damaged))
-        run_on_all_ranks(
-            self._group, lambda: self._remove(useless), doing="removing torn steps from its node"
-        )
-        return LastLoad(step=candidate.step, where=where, skipped=tuple(self._passed), damaged=tuple(damaged))
-
-    def _remove(self, useless: Sequence[tuple[int, str]]) -> bytes:
-        if self._group.rank in self._nodes.leaders():
-            for tier, name in useless:
-                place = self._places[tier]
-                if name in place.names() and (place.committed([name]) or place.is_leftover(name)):
-                    with contextlib.suppress(OSError):
-                        place.remove(name)
-        return b""
+    nodes: Nodes
+    tiers: Sequence[LocalSteps]
+    names: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,18 +61,277 @@ class _StepPlacement:
     """Where the files of a step are.
 
     Attributes:
-        needs: what it consists of.
-        donor: a rank of a node that has index and common state.
-        holders: ranks that can read each file of chunks, ascending.
-        lacking: by leader of a node that lacks some, its small files, and whether it lacks the commit.
+        files: what it consists of.
+        source: a rank of a node that has index and common state.
+        readers: by file of chunks, the ranks that can read it, ascending.
+        missing: by leader of a node that lacks some, its small files, and whether it lacks the commit.
     """
 
-    needs: StepFiles
-    donor: int
-    holders: Mapping[str, Sequence[int]]
-    lacking: Mapping[int, tuple[tuple[str, ...], bool]]
+    files: StepFiles
+    source: int
+    readers: Mapping[str, Sequence[int]]
+    missing: Mapping[int, tuple[tuple[str, ...], bool]]
 
 
-def _agreed(group: Group, value: Any) -> Any:  # plain JSON values
-    """Return what rank 0 has as value. Collective."""
+class Recovery:
+    """One search for the newest complete step. Every method is collective; rank 0 decides."""
+
+    def __init__(
+        self, group: Group, directories: TierDirectories, root: RootLoading, survey: TierSurvey
+    ) -> None:
+        self._group, self._root, self._survey = group, root, survey
+        self._nodes, self._tiers, self._names = directories.nodes, directories.tiers, directories.names
+        self._skipped: list[SkippedStep] = []
+        self._incomplete: list[StepCandidate] = []
+        self._errors: list[CheckpointError] = []
+
+    @classmethod
+    def begin(cls, group: Group, directories: TierDirectories, root: RootLoading) -> Recovery:
+        """Return a recovery that knows what all nodes and the root have. Collective."""
+        return cls(group, directories, root, _survey(group, directories, root))
+
+    def find(self) -> int | None:
+        """Return the newest step of which a node or the root has every byte; None if there is none.
+
+        Raises:
+            CheckpointError: a rank failed.
+        """
+        for candidate in self._candidates(None):
+            if candidate.tier == ROOT or self._locate(candidate) is not None:
+                return candidate.step
+        return None
+
+    def load(
+        self, state: ShardedStateDict, step: int | None, strict: ReturnsState
+    ) -> tuple[StateDict, LastLoad]:
+        """Load the newest complete step, or the one asked for, from the first tier that has all of it.
+
+        Raises:
+            NotACheckpointError: there is none.
+            CheckpointError: as `megackpt.load`; if all are damaged, the error of the newest.
+        """
+        for candidate in self._candidates(step):
+            loaded = self._load(candidate, state, strict)
+            if loaded is not None:
+                return loaded, self._finish(candidate, is_newest=step is None)
+        if self._errors:
+            raise self._errors[0]
+        what = "no committed step" if step is None else f"no committed step {step}"
+        skipped = truncated_list([str(skipped) for skipped in self._skipped])
+        location = self._root.directories.location
+        raise NotACheckpointError(
+            f"{location} and its tiers have {what} that is complete. Save one, or name the directory of a "
+            f"run.{' Skipped:' + chr(10) + skipped if skipped else ''}",
+            path=location,
+        )
+
+    def _candidates(self, step: int | None) -> list[StepCandidate]:
+        """Return the candidates, best first, on every rank."""
+        rows = [[c.step, c.tier, c.commit] for c in self._survey.candidates() if step in (None, c.step)]
+        return [
+            StepCandidate(step=number, tier=tier, commit=commit)
+            for number, tier, commit in _from_rank_0(self._group, rows)
+        ]
+
+    def _load(
+        self, candidate: StepCandidate, state: ShardedStateDict, strict: ReturnsState
+    ) -> StateDict | None:
+        """Load a step; None if some of it is lost or damaged."""
+        if candidate.tier == ROOT:
+            return self._attempt(
+                candidate, lambda: self._root.load_step(state, candidate.step, strict, self._group)[0]
+            )
+        return self._attempt(candidate, lambda: self._load_from_tier(candidate, state, strict))
+
+    def _locate(self, candidate: StepCandidate) -> _StepPlacement | None:
+        """Find the files of a step of a tier; None if some are lost or damaged."""
+        return self._attempt(candidate, lambda: self._find_files(candidate))
+
+    def _attempt(self, candidate: StepCandidate, act: Callable[[], T | None]) -> T | None:
+        """Do something with a step; None if it is too damaged.
+
+        As long as damage is found that was not known, the attempt is repeated without the damaged copies.
+        """
+        while True:
+            try:
+                return act()
+            except DAMAGE_ERRORS as error:
+                self._errors.append(error)
+                if candidate.tier == ROOT or not self._find_damage(candidate):
+                    self._skip(candidate, str(error))
+                    return None
+
+    def _find_files(self, candidate: StepCandidate) -> _StepPlacement | None:
+        """Find the nodes that have the files of a step of a tier; None if some files are lost.
+
+        Raises:
+            FormatError, IntegrityError: the index is damaged on the node that was asked.
+        """
+        group, survey, name = self._group, self._survey, step_name(candidate.step)
+        leaders = self._nodes.leaders()
+        source_node = _from_rank_0(group, survey.source_node(candidate) if group.rank == 0 else None)
+        if source_node is None:
+            self._skip(candidate, "no node has its index undamaged", is_incomplete=True)
+            return None
+
+        def described() -> bytes:
+            with self._open(candidate.tier, name) as store:
+                return describe_step(store).to_bytes()
+
+        doing = "looking into a checkpoint"
+        source = leaders[source_node]
+        files = StepFiles.from_bytes(from_rank(group, described, source=source, doing=doing))
+        found: list[Any] | None = None
+        if group.rank == 0:
+            found = [
+                survey.nodes_with_data(candidate, files),
+                list(survey.missing_on_nodes(candidate, files).items()),
+            ]
+        nodes_of, missing = _from_rank_0(group, found)
+        lost = sorted(file for file, nodes in nodes_of.items() if not nodes)
+        if lost:
+            self._skip(
+                candidate,
+                f"{len(lost)} of its {len(nodes_of)} data files are on no node any more, {lost[0]} first",
+                is_incomplete=True,
+            )
+            return None
+        members = self._nodes.members()
+        return _StepPlacement(
+            files=files,
+            source=source,
+            readers={
+                file: sorted(rank for node in nodes for rank in members[node])
+                for file, nodes in nodes_of.items()
+            },
+            missing={leaders[node]: (tuple(names), commit) for node, (names, commit) in missing},
+        )
+
+    def _load_from_tier(
+        self, candidate: StepCandidate, state: ShardedStateDict, strict: ReturnsState
+    ) -> StateDict | None:
+        """Load a step of a tier: a rank that can reach a byte reads it and sends it to those that need it."""
+        placement = self._find_files(candidate)
+        if placement is None:
+            return None
+        group, name = self._group, step_name(candidate.step)
+        takes, commits = placement.missing.get(group.rank, ((), False))
+        options = replace(
+            with_copies_of_step(self._root.options, name), exchange="all_to_all", cpu_transfer=True
+        )
+        with self._open(candidate.tier, name) as store:
+            share_step(group, store, placement.files, source=placement.source, takes=takes, commits=commits)
+            request = LoadRequest(
+                state=state,
+                open_store=lambda: contextlib.nullcontext(store),
+                options=options,
+                strict=strict,
+                file_readers=placement.readers,
+            )
+            return load_state(request, group).state
+
+    def _find_damage(self, candidate: StepCandidate) -> bool:
+        """Let every node check its files of a step; return whether damage was found that was not known."""
+        group, leaders, name = self._group, self._nodes.leaders(), step_name(candidate.step)
+
+        def damage_on_node() -> bytes:
+            if group.rank not in leaders:
+                return b"[]"
+            with self._open(candidate.tier, name) as store:
+                return json.dumps(damaged_files(store)).encode()
+
+        reports = run_and_gather(group, damage_on_node, doing="checking its copies of a checkpoint")
+        is_new = False
+        for node, leader in enumerate(leaders if reports else ()):
+            is_new |= self._survey.note_damage(candidate, node, json.loads(reports[leader]))
+        return bool(_from_rank_0(group, is_new))
+
+    @contextlib.contextmanager
+    def _open(self, tier: int, name: str) -> Iterator[Store]:
+        with contextlib.closing(self._tiers[tier].open(name)) as store:
+            yield store
+
+    def _skip(self, candidate: StepCandidate, why: str, *, is_incomplete: bool = False) -> None:
+        skipped = SkippedStep(step=candidate.step, where=self._name_of(candidate), why=why)
+        self._skipped.append(skipped)
+        if is_incomplete:
+            self._incomplete.append(candidate)
+        if self._group.rank == 0:
+            log.warning("Not loaded: %s", skipped)
+
+    def _name_of(self, candidate: StepCandidate) -> str:
+        is_root = candidate.tier == ROOT
+        return self._root.directories.location if is_root else self._names[candidate.tier]
+
+    def _finish(self, candidate: StepCandidate, *, is_newest: bool) -> LastLoad:
+        """Return what was used; after a load of the newest step, remove steps that cannot be loaded."""
+        survey = self._survey
+        damaged = sorted(f"node {node}: {name}/{file}" for _, name, node, file in survey.damaged)
+        useless: list[tuple[int, str]] = []
+        if is_newest:
+            useless += [
+                (tier, name) for tier in range(len(survey.node_steps)) for name in survey.incomplete(tier)
+            ]
+            useless += [(c.tier, step_name(c.step)) for c in self._incomplete]
+        damaged, useless = _from_rank_0(self._group, [damaged, useless])
+        where = self._name_of(candidate)
+        if self._group.rank == 0 and (self._skipped or damaged):
+            log.warning("Step %s was loaded from %s.", candidate.step, where)
+            if damaged:
+                log.warning("Damaged copies were not used:\n%s", truncated_list(damaged))
+        run_on_all_ranks(
+            self._group, lambda: self._remove(useless), doing="removing incomplete steps from its node"
+        )
+        return LastLoad(
+            step=candidate.step, where=where, skipped=tuple(self._skipped), damaged=tuple(damaged)
+        )
+
+    def _remove(self, useless: Sequence[tuple[int, str]]) -> bytes:
+        """Remove steps of tiers from this node, as far as possible. Done by one rank of each node."""
+        if self._group.rank in self._nodes.leaders():
+            for tier, name in useless:
+                steps = self._tiers[tier]
+                if name in steps.names() and (steps.committed([name]) or steps.is_leftover(name)):
+                    with contextlib.suppress(OSError):
+                        steps.remove(name)
+        return b""
+
+
+def _survey(group: Group, directories: TierDirectories, root: RootLoading) -> TierSurvey:
+    """Ask all nodes what they have; return it on rank 0, and an empty survey elsewhere. Collective."""
+    leaders = directories.nodes.leaders()
+
+    def steps_on_node() -> bytes:
+        if group.rank not in leaders:
+            return b""
+        return json.dumps([_steps_in(tier) for tier in directories.tiers]).encode()
+
+    reports = run_and_gather(group, steps_on_node, doing="looking for checkpoints on its node")
+    by_node = [json.loads(reports[leader]) for leader in leaders] if reports else []
+    node_steps = [
+        [{row[0]: NodeStep.from_json(row) for row in tiers[number]} for tiers in by_node]
+        for number in range(len(directories.tiers))
+    ]
+    return TierSurvey(node_steps, _root_steps(root) if group.rank == 0 else [])
+
+
+def _steps_in(tier: LocalSteps) -> list[list[object]]:
+    try:
+        return [step.to_json() for step in list_node_steps(tier)]
+    except OSError as error:  # other nodes may have what is needed
+        log.warning("%s cannot be listed, so nothing is loaded from it: %s", tier.location, error)
+        return []
+
+
+def _root_steps(root: RootLoading) -> Sequence[int]:
+    try:
+        return scan(root.directories).committed
+    except OSError as error:  # the tiers may have what is needed
+        location = root.directories.location
+        log.warning("%s cannot be listed, so only the tiers are searched: %s", location, error)
+        return []
+
+
+def _from_rank_0(group: Group, value: Any) -> Any:  # plain JSON values
+    """Return rank 0's value on every rank. Collective."""
     return json.loads(broadcast_from_rank_0(group, json.dumps(value).encode(), doing="choosing a checkpoint"))

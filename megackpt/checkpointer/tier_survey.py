@@ -1,10 +1,8 @@
-"""What nodes and root have of a run's steps, and what follows from it: which step is loaded, from where.
-
-Pure. Looking at nodes, and carrying out what is decided here, is `recovery`'s.
-"""
+"""What nodes and root have of a run's steps, and which step can be loaded from where. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,91 +33,100 @@ class TierSurvey:
     """What nodes and root have; known to rank 0.
 
     Attributes:
-        held: by tier and node, the steps there by name.
-        in_root: committed steps of the root.
-        damaged: files that are not what was saved, as (tier, name of the step, node, file).
-        unfit: nodes whose index or commit of a step is damaged, as (tier, name of the step, node).
+        node_steps: by tier and node, the steps there by name.
+        root_steps: committed steps of the root.
+        damaged: damaged files, as (tier, name of the step, node, file).
+        damaged_indexes: nodes whose index or commit of a step is damaged, as (tier, name of the step, node).
     """
 
-    held: Sequence[Sequence[Mapping[str, NodeStep]]]
-    in_root: Sequence[int]
+    node_steps: Sequence[Sequence[Mapping[str, NodeStep]]]
+    root_steps: Sequence[int]
     damaged: set[tuple[int, str, int, str]] = field(default_factory=set)
-    unfit: set[tuple[int, str, int]] = field(default_factory=set)
+    damaged_indexes: set[tuple[int, str, int]] = field(default_factory=set)
 
     def candidates(self) -> list[StepCandidate]:
-        """Return committed steps: the newest first, of one step the tiers in their order, then the root.
+        """Return committed steps: the newest first; of one step the tiers in their order, then the root.
 
-        Where nodes have different commits of a step, the one that more of them have comes first.
+        Where nodes have different commits of a step, the one that more nodes have comes first.
         """
-        found: list[tuple[int, int, int, StepCandidate]] = []
-        for tier, nodes in enumerate(self.held):
-            counts: dict[tuple[str, str], int] = {}
-            for steps in nodes:
-                for name, held in steps.items():
-                    if held.commit:
-                        counts[name, held.commit] = counts.get((name, held.commit), 0) + 1
+        ranked: list[tuple[int, int, int, StepCandidate]] = []
+        for tier, nodes in enumerate(self.node_steps):
+            counts = Counter(
+                (name, step.commit) for steps in nodes for name, step in steps.items() if step.commit
+            )
             for (name, commit), count in counts.items():
-                step = _number(name)
-                found.append((-step, tier, -count, StepCandidate(step=step, tier=tier, commit=commit)))
-        last = len(self.held)
-        found += [(-step, last, 0, StepCandidate(step=step, tier=ROOT)) for step in self.in_root]
-        return [candidate for *_, candidate in sorted(found, key=lambda row: row[:3])]
+                step = _number_of(name)
+                ranked.append((-step, tier, -count, StepCandidate(step=step, tier=tier, commit=commit)))
+        after_tiers = len(self.node_steps)
+        ranked += [(-step, after_tiers, 0, StepCandidate(step=step, tier=ROOT)) for step in self.root_steps]
+        return [candidate for *_, candidate in sorted(ranked, key=lambda row: row[:3])]
 
-    def donor(self, candidate: StepCandidate) -> int | None:
+    def source_node(self, candidate: StepCandidate) -> int | None:
         """Return a node that has commit, index and common state of a step; None if there is none."""
         name = step_name(candidate.step)
-        for node, steps in enumerate(self.held[candidate.tier]):
-            held = steps.get(name)
-            is_fit = (candidate.tier, name, node) not in self.unfit
-            if held is not None and held.commit == candidate.commit and held.is_described and is_fit:
+        for node, steps in enumerate(self.node_steps[candidate.tier]):
+            step = steps.get(name)
+            is_damaged = (candidate.tier, name, node) in self.damaged_indexes
+            if step and step.commit == candidate.commit and step.is_described and not is_damaged:
                 return node
         return None
 
-    def holders(self, candidate: StepCandidate, needs: StepFiles) -> dict[str, list[int]]:
-        """Return the nodes that have each file of chunks, whole as far as is known."""
+    def nodes_with_data(self, candidate: StepCandidate, needed: StepFiles) -> dict[str, list[int]]:
+        """Return by file of chunks the nodes that have all of it, without known damage."""
         name = step_name(candidate.step)
-        files: dict[str, list[int]] = {file: [] for file in needs.data}
-        for node, steps in enumerate(self.held[candidate.tier]):
-            held = steps[name].files if name in steps else {}
-            for file in files.keys() & held.keys():
+        nodes_of: dict[str, list[int]] = {file: [] for file in needed.data}
+        for node, steps in enumerate(self.node_steps[candidate.tier]):
+            sizes = steps[name].files if name in steps else {}
+            for file in nodes_of.keys() & sizes.keys():
                 is_damaged = (candidate.tier, name, node, file) in self.damaged
-                if held[file] >= needs.data[file] and not is_damaged:
-                    files[file].append(node)
-        return files
+                if sizes[file] >= needed.data[file] and not is_damaged:
+                    nodes_of[file].append(node)
+        return nodes_of
 
-    def lacking(self, candidate: StepCandidate, needs: StepFiles) -> dict[int, tuple[list[str], bool]]:
-        """Return for each node that lacks some which small files, and whether the commit."""
+    def missing_on_nodes(
+        self, candidate: StepCandidate, needed: StepFiles
+    ) -> dict[int, tuple[list[str], bool]]:
+        """Return which small files each node lacks, and whether it lacks the commit.
+
+        Nodes that lack nothing are left out. A damaged file counts as missing.
+        """
         name = step_name(candidate.step)
-        found = {}
-        for node, steps in enumerate(self.held[candidate.tier]):
-            held = steps[name].files if name in steps else {}
-            lacks = [
+        missing = {}
+        for node, steps in enumerate(self.node_steps[candidate.tier]):
+            sizes = steps[name].files if name in steps else {}
+            files = [
                 file
-                for file, nbytes in needs.small.items()
-                if held.get(file) != nbytes or (candidate.tier, name, node, file) in self.damaged
+                for file, nbytes in needed.small.items()
+                if sizes.get(file) != nbytes or (candidate.tier, name, node, file) in self.damaged
             ]
             is_committed = name in steps and steps[name].commit == candidate.commit
-            if lacks or not is_committed:
-                found[node] = (lacks, not is_committed)
-        return found
+            if files or not is_committed:
+                missing[node] = (files, not is_committed)
+        return missing
 
     def note_damage(self, candidate: StepCandidate, node: int, files: Iterable[tuple[str, bool]]) -> bool:
-        """Take what a node has found damaged; say whether that is news."""
+        """Note damaged files of a node; return whether any was not known.
+
+        Args:
+            candidate: the step.
+            node: number of the node.
+            files: name of each damaged file, and whether it is a file of chunks.
+        """
         name, known = step_name(candidate.step), len(self.damaged)
         for file, is_data in files:
             self.damaged.add((candidate.tier, name, node, file))
             if not is_data:
-                self.unfit.add((candidate.tier, name, node))
+                self.damaged_indexes.add((candidate.tier, name, node))
         return len(self.damaged) > known
 
     def incomplete(self, tier: int) -> list[str]:
-        """Return steps that no node has committed: their saves did not finish."""
-        names = {name for steps in self.held[tier] for name in steps}
-        committed = {name for steps in self.held[tier] for name, held in steps.items() if held.commit}
+        """Return names of steps that no node has committed: their saves did not finish."""
+        names = {name for steps in self.node_steps[tier] for name in steps}
+        committed = {name for steps in self.node_steps[tier] for name, step in steps.items() if step.commit}
         return sorted(names - committed)
 
 
-def _number(name: str) -> int:
+def _number_of(name: str) -> int:
     step = step_of(name)
-    assert step is not None  # nothing else is surveyed
+    assert step is not None  # only directories of steps are surveyed
     return step

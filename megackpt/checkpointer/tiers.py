@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megackpt.api import ReturnsState
 from megackpt.checkpointer.loading import LastLoad, RootLoading
 from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
-from megackpt.checkpointer.tier_recovery import Recovery, RootAccess
+from megackpt.checkpointer.tier_recovery import Recovery, TierDirectories
 from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.steps import LocalSteps, step_of
@@ -25,18 +25,17 @@ from megackpt.formats.registry import save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import SaveOptions
 from megackpt.planning.redundancy import Nodes
-from megackpt.validation import StrictHandling
 
 log = logging.getLogger(__name__)
 
 
 class TierSet:
-    """The tiers of a run. All methods are collective."""
+    """The tiers of a run on the nodes of a job. All methods are collective."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers.tiers
         self._node = tiers.node
-        self._set_up: tuple[Nodes, tuple[LocalSteps, ...]] | None = None
+        self._directories: TierDirectories | None = None
 
     def __len__(self) -> int:
         return len(self._tiers)
@@ -44,44 +43,39 @@ class TierSet:
     def __getitem__(self, number: int) -> Tier:
         return self._tiers[number]
 
-    def recovery(self, group: Group, root: RootAccess) -> Recovery:
-        """Look at all tiers and the root. Collective."""
-        nodes, places = self.open(group)
-        return Recovery(group, nodes, places, [str(tier) for tier in self._tiers], root)
-
-    def open(self, group: Group) -> tuple[Nodes, tuple[LocalSteps, ...]]:
-        """Return the nodes of the job, and this node's directory of each tier. Collective at the first call.
+    def open(self, group: Group) -> TierDirectories:
+        """Return where the tiers are. Collective at the first call.
 
         Raises:
-            DeclarationError: nodes have one directory in common, or ranks of one node have not.
+            DeclarationError: nodes share a directory, or ranks of one node have different ones.
         """
-        if self._set_up is None:
-            rank, size = group.rank, group.size
-            label = _label(self._node, rank)
-            places = tuple(
-                LocalSteps.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers
-            )
+        if self._directories is None:
+            self._directories = self._find_directories(group)
+        return self._directories
 
-            def tell() -> bytes:
-                return json.dumps([label, [_identity(place) for place in places]]).encode()
+    def _find_directories(self, group: Group) -> TierDirectories:
+        label = _label(self._node, group.rank)
+        steps = tuple(LocalSteps.at(os.fspath(tier.path).replace("{node}", label)) for tier in self._tiers)
 
-            told = [json.loads(said) for said in run_on_all_ranks(group, tell, doing="opening its tiers")]
-            nodes = Nodes.of_labels([of_rank[0] for of_rank in told])
-            for number, tier in enumerate(self._tiers):
-                _check_directories(tier, [of_rank[1][number] for of_rank in told], told, nodes)
-                if rank == 0:
-                    _warn_of(tier, places[number], nodes, size)
-            self._set_up = nodes, places
-        return self._set_up
+        def described() -> bytes:
+            return json.dumps([label, [_identity(of_tier) for of_tier in steps]]).encode()
 
-    def place(self, number: int, step: int, group: Group) -> NodeLocation:
+        reports = [json.loads(r) for r in run_on_all_ranks(group, described, doing="opening its tiers")]
+        labels = [report[0] for report in reports]
+        nodes = Nodes.of_labels(labels)
+        for number, tier in enumerate(self._tiers):
+            _check_directories(tier, [report[1][number] for report in reports], labels, nodes)
+            if group.rank == 0:
+                _warn_of_tier(tier, steps[number], nodes, group.size)
+        return TierDirectories(nodes=nodes, tiers=steps, names=[str(tier) for tier in self._tiers])
+
+    def location(self, number: int, step: int, group: Group) -> NodeLocation:
         """Return where a step lies in a tier, as this rank sees it. Collective as `open` is."""
-        nodes, places = self.open(group)
-        tier = self._tiers[number]
+        directories, tier = self.open(group), self._tiers[number]
         return NodeLocation(
-            root=places[number].location,
+            root=directories.tiers[number].location,
             step=step,
-            nodes=nodes,
+            nodes=directories.nodes,
             replication_factor=tier.replication_factor,
             jump=tier.jump,
             keep_last=tier.keep_last,
@@ -89,7 +83,7 @@ class TierSet:
 
 
 def _label(node: str | int | None, rank: int) -> str:
-    """Return what a rank calls its node."""
+    """Return the name of this rank's node."""
     if node is not None:
         return str(node)
     per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -98,60 +92,69 @@ def _label(node: str | int | None, rank: int) -> str:
     return socket.gethostname()
 
 
-def _identity(place: LocalSteps) -> str:
-    """Return what tells a directory from others; empty where there is none: its use will say why."""
+def _identity(steps: LocalSteps) -> str:
+    """Return what distinguishes a directory from others; empty without one: the first save explains why."""
     try:
-        return place.identity()
+        return steps.identity()
     except OSError:
         return ""
 
 
-def _check_directories(
-    tier: Tier, identities: Sequence[str], told: Sequence[Sequence[str]], nodes: Nodes
-) -> None:
-    """Refuse a directory that is not one for each node; every rank comes to the same result."""
-    first: dict[str, int] = {}
+def _check_directories(tier: Tier, identities: Sequence[str], labels: Sequence[str], nodes: Nodes) -> None:
+    """Check that a tier has one directory for each node. Every rank comes to the same result.
+
+    Args:
+        tier: the tier.
+        identities: of each rank's directory.
+        labels: name of each rank's node.
+        nodes: those of the job.
+
+    Raises:
+        DeclarationError: nodes share a directory, or ranks of one node have different ones.
+    """
+    first_rank: dict[str, int] = {}
     of_node: dict[int, str] = {}
     for rank, (identity, node) in enumerate(zip(identities, nodes.of_rank, strict=True)):
         if not identity:
             continue
-        other = first.setdefault(identity, rank)
-        name = told[rank][0]
+        other = first_rank.setdefault(identity, rank)
         if nodes.of_rank[other] != node:
             raise DeclarationError(
                 f"{tier.path}: ranks {other} and {rank} are said to be on different nodes, "
-                f"{told[other][0]!r} and {name!r}, and write into the same directory: a copy there would be "
-                f"none. Put {{node}} into the path, or give ranks that share a node the same `Tiers.node`.",
+                f"{labels[other]!r} and {labels[rank]!r}, and write into the same directory, so a copy there "
+                f"protects nothing. Put {{node}} into the path, or give ranks that share a node the same "
+                f"`Tiers.node`.",
                 rank=rank,
                 path=str(tier.path),
             )
         if of_node.setdefault(node, identity) != identity:
             raise DeclarationError(
-                f"{tier.path}: rank {rank} is said to be on node {name!r}, and another rank there has "
-                f"another directory. Give ranks of different machines a different `Tiers.node` each.",
+                f"{tier.path}: rank {rank} is said to be on node {labels[rank]!r}, and another rank there "
+                f"has another directory. Give ranks of different machines a different `Tiers.node` each.",
                 rank=rank,
                 path=str(tier.path),
             )
 
 
-def _warn_of(tier: Tier, place: LocalSteps, nodes: Nodes, size: int) -> None:
+def _warn_of_tier(tier: Tier, steps: LocalSteps, nodes: Nodes, size: int) -> None:
+    """Log warnings about a tier that is weaker or slower than its options say."""
     if tier.replication_factor > nodes.count and size > 1:
         log.warning(
-            "%s: replication_factor is %s, and there are %s nodes: each has all, and more cannot be had.",
+            "%s: replication_factor is %s, but there are %s nodes. Each node has all bytes.",
             tier.path, tier.replication_factor, nodes.count,
         )  # fmt: skip
     with contextlib.suppress(OSError):
-        if isinstance(tier, MemoryTier) and not place.is_in_memory():
+        if isinstance(tier, MemoryTier) and not steps.is_in_memory():
             log.warning(
                 "%s is not in memory but on a disk, so saving there is slower than it could be. Give a "
                 "directory in /dev/shm or another tmpfs, or call it a LocalTier.",
-                place.location,
+                steps.location,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class TierSaving:
-    """Saves into tiers that return when the nodes have committed.
+    """Saves steps into tiers, and returns when the nodes have committed.
 
     Attributes:
         tiers: those of the run.
@@ -162,30 +165,32 @@ class TierSaving:
     options: SaveOptions
 
     def save(self, step: int, due: Iterable[int], request: SaveRequest, group: Group) -> bool:
-        """Save a step into the tiers that have these numbers; return whether one of them has it. Collective.
+        """Save a step into the tiers with these numbers; return whether one of them has it. Collective.
+
+        A tier that cannot store the step is a warning: its older steps stay.
 
         Raises:
-            CheckpointError: the state is at fault, or a rank was lost; the same on every rank.
+            CheckpointError: the state is invalid, or a rank was lost; the same on every rank.
         """
         native, is_saved = in_native_format(request), False
         for number in due:
-            place = self.tiers.place(number, step, group)
+            location = self.tiers.location(number, step, group)
             try:
-                self._save(place, native, group)
+                self._save(location, native, group)
                 is_saved = True
                 if group.rank == 0:
-                    warn_of_newer(place, self.tiers[number])
+                    warn_of_newer(location, self.tiers[number])
             except StorageError as error:
-                warn_of_refusal(place, self.tiers[number], error, rank=group.rank)
+                warn_of_failure(location, self.tiers[number], error, rank=group.rank)
         return is_saved
 
-    def _save(self, place: NodeLocation, request: SaveRequest, group: Group) -> None:
+    def _save(self, location: NodeLocation, request: SaveRequest, group: Group) -> None:
         planned, strategy = plan_state(request, None, group, self.options)
-        with contextlib.closing(place.open()) as store:
-            save_on_nodes(planned, store, strategy, group, place)
+        with contextlib.closing(location.open()) as store:
+            save_on_nodes(planned, store, strategy, group, location)
 
         def clean() -> Numbers:
-            clean_node(place, rank=group.rank)
+            clean_node(location, rank=group.rank)
             return Numbers(())
 
         run_and_compare(group, clean, equal=0, doing="removing old steps from its node")
@@ -194,67 +199,69 @@ class TierSaving:
 def destinations_in_tiers(
     tiers: TierSet, due: Iterable[int], step: int, request: SaveRequest, group: Group
 ) -> Iterator[Destination]:
-    """Yield where a step goes in the tiers that have these numbers. Collective at the first call in a run.
+    """Yield the destinations of a step in the tiers with these numbers, for an asynchronous save.
+
+    Collective at the first call in a run.
 
     Raises:
-        DeclarationError: as `TierSet.open`; or the group cannot send files.
+        DeclarationError: as `TierSet.open`.
     """
     native = in_native_format(request)
     for number in due:
-        yield _destination(tiers.place(number, step, group), tiers[number], native, group)
+        yield _destination(tiers.location(number, step, group), tiers[number], native, group)
 
 
-def _destination(place: NodeLocation, tier: Tier, request: SaveRequest, group: Group) -> Destination:
+def _destination(location: NodeLocation, tier: Tier, request: SaveRequest, group: Group) -> Destination:
     def follow(_: Sequence[Damage] | None) -> None:
-        warn_of_newer(place, tier)
+        warn_of_newer(location, tier)
 
     def failed(error: Exception) -> bool:
         if not isinstance(error, StorageError):
             return False
-        warn_of_refusal(place, tier, error, rank=group.rank)
+        warn_of_failure(location, tier, error, rank=group.rank)
         return True
 
     return Destination(
         request=request,
-        place=place,
-        label=f"step {place.step} in {tier}",
+        place=location,
+        label=f"step {location.step} in {tier}",
         follow=follow,
         failed=failed,
     )
 
 
 def in_native_format(request: SaveRequest) -> SaveRequest:
-    """Return the request for a tier: its format is the native one, whatever the root's is."""
+    """Return the request for a tier, whose format is the native one, whatever the root's is."""
     return replace(request, choose=lambda: save_strategy(None), not_imported=lambda: None)
 
 
-def warn_of_refusal(place: NodeLocation, tier: Tier, error: StorageError, *, rank: int) -> None:
-    """Say, on rank 0, that a tier does not have a step."""
+def warn_of_failure(location: NodeLocation, tier: Tier, error: StorageError, *, rank: int) -> None:
+    """Log a warning on rank 0 that a step could not be saved into a tier."""
     if rank == 0:
         log.warning(
-            "Step %s is not in %s, which goes on with older ones: %s", place.step, tier, error,
+            "Step %s is not in %s, which keeps its older steps: %s", location.step, tier, error,
         )  # fmt: skip
 
 
-def warn_of_newer(place: NodeLocation, tier: Tier) -> None:
-    """Say that a step will not be the newest of a tier, if this node has a newer one. Local."""
+def warn_of_newer(location: NodeLocation, tier: Tier) -> None:
+    """Log a warning if this node has a newer step in a tier. Local."""
     with contextlib.suppress(OSError):
-        names = LocalSteps.at(place.root).names()
-        newest = max((found for name in names if (found := step_of(name)) is not None), default=place.step)
-        if newest > place.step:
+        steps = (step_of(name) for name in LocalSteps.at(location.root).names())
+        newest = max((step for step in steps if step is not None), default=location.step)
+        if newest > location.step:
             log.warning(
                 "Step %s goes into %s although step %s is there, which stays the one that is loaded.",
-                place.step, tier, newest,
+                location.step, tier, newest,
             )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLoading:
-    """How steps come out of tiers, and of the root behind them. See `StepLoading`.
+    """Loads steps from tiers and the root. See `StepLoading`.
 
     Attributes:
         tiers: storage of the nodes.
-        root: how they come out of the root; its options hold for tiers, too.
+        root: loads from the root; its options are used for tiers, too.
     """
 
     tiers: TierSet
@@ -263,18 +270,12 @@ class TierLoading:
     def load(
         self, state: ShardedStateDict, step: int | None, strict: ReturnsState, group: Group
     ) -> tuple[StateDict, LastLoad]:
-        """Load a step from the first place where it is whole."""
-        return self._look(strict, group).load(state, step, strict, self.root.options)
+        """Load a step from the first tier that has all of it, or from the root."""
+        return self._begin_recovery(group).load(state, step, strict)
 
     def find_latest(self, group: Group) -> int | None:
-        """Return the newest step of which every byte is somewhere."""
-        return self._look(StrictHandling.ASSUME_OK_UNEXPECTED, group).find()
+        """Return the newest step of which a node or the root has every byte."""
+        return self._begin_recovery(group).find()
 
-    def _look(self, strict: ReturnsState, group: Group) -> Recovery:
-        """Look at all tiers and the root. Collective; strict is for loads from the root."""
-        root = RootAccess(
-            location=self.root.places.location,
-            steps=self.root.steps,
-            load=lambda state, step: self.root.load_step(state, step, strict, group)[0],
-        )
-        return self.tiers.recovery(group, root)
+    def _begin_recovery(self, group: Group) -> Recovery:
+        return Recovery.begin(group, self.tiers.open(group), self.root)

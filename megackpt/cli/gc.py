@@ -107,7 +107,7 @@ def command(
     if keep_best is not None:
         _check_metric(keep_best.metric, {s: read_metrics(places.root, s) for s in found.committed}, root)
     keeping = Cleanup(places, retention)
-    whole = keeping.newest_whole(found.committed)
+    whole = keeping.newest_undamaged(found.committed)
     newest = (
         max(found.committed[-1], *found.incomplete)
         if incomplete_newest and found.incomplete

@@ -111,7 +111,7 @@ def test_a_pin_that_comes_after_the_decision_is_still_heeded(tmp_path: Path) -> 
             write_pin(self.root, 2)  # by someone else, while step 1 is removed
             super().remove(name)
 
-    Cleanup(PinnedMeanwhile(tmp_path), Retention(keep_last=1)).committed(3)
+    Cleanup(PinnedMeanwhile(tmp_path), Retention(keep_last=1)).after_commit(3)
     assert checkpointer.steps() == (2, 3)
 
 

@@ -47,7 +47,7 @@ def test_rank_0s_clock_decides_for_all_and_ranks_meet_about_once_a_second() -> N
         saved = []
         for step in range(1, 10_001):
             now[0] += (0.01 if step <= 9_000 else 0.1) * (1 + group.rank)
-            if trigger.should_save(step, lambda: group):
+            if trigger.should_save(step, group):
                 saved.append(step)
                 trigger.saved(step)
         return saved
@@ -74,7 +74,7 @@ def test_a_signal_at_one_rank_is_a_save_at_the_same_step_on_all() -> None:
             now[0] += 0.25
             if (group.rank, step) in [(2, 20), (1, 70)]:
                 watch._note(signal.SIGUSR1 if step == 20 else signal.SIGTERM, None)
-            if trigger.should_save(step, lambda: group):
+            if trigger.should_save(step, group):
                 saved.append(step)
                 trigger.saved(step)
                 exits.append(trigger.exit_signal)
@@ -90,7 +90,7 @@ def test_a_signal_at_one_rank_is_a_save_at_the_same_step_on_all() -> None:
 
 def test_ranks_that_ask_differently_are_refused_together() -> None:
     def ask(group: Group, *, seconds: float, step: int) -> None:
-        SaveTrigger(SaveSchedule(seconds=seconds), no_signals()).should_save(step, lambda: group)
+        SaveTrigger(SaveSchedule(seconds=seconds), no_signals()).should_save(step, group)
 
     by_step = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0, step=5 + group.rank))
     by_option = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0 + group.rank, step=5))
@@ -148,11 +148,12 @@ def test_a_signal_asks_until_a_save_is_tried() -> None:
     with contextlib.closing(SignalWatch((signal.SIGUSR1,))) as watch:
         trigger = SaveTrigger(SaveSchedule(), watch)
         signal.raise_signal(signal.SIGUSR1)
-        assert [trigger.should_save(step, SingleProcess) for step in (1, 2)] == [True, True]  # 1 was skipped
+        group = SingleProcess()
+        assert [trigger.should_save(step, group) for step in (1, 2)] == [True, True]  # 1 was skipped
         assert trigger.is_signalled
         trigger.saved(2)
         assert not trigger.is_signalled
-        assert not trigger.should_save(3, SingleProcess)
+        assert not trigger.should_save(3, group)
 
 
 def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as_it_was() -> None:
@@ -172,7 +173,7 @@ def test_watches_that_are_closed_in_the_order_they_were_made_leave_the_signal_as
 
 def test_a_handler_that_came_later_stays() -> None:
     watch = SignalWatch((signal.SIGUSR2,))
-    before = watch._before[signal.SIGUSR2]
+    before = watch._earlier_handlers[signal.SIGUSR2]
     try:
         signal.signal(signal.SIGUSR2, later := lambda signum, frame: None)
         watch.close()

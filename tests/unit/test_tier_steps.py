@@ -201,11 +201,11 @@ def test_two_neighbours_lost_leave_the_root_and_that_is_said(
 
 def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(memory_path: Path) -> None:
     run = Run(memory_path)
-    with pytest.raises(NotACheckpointError, match="no committed step that is whole"):
+    with pytest.raises(NotACheckpointError, match="no committed step that is complete"):
         run.load()
     run.save(1)
     run.lose(0, 1)
-    with pytest.raises(NotACheckpointError, match=r"(?s)Passed over:.*step 1 in the memory tier"):
+    with pytest.raises(NotACheckpointError, match=r"(?s)Skipped:.*step 1 in the memory tier"):
         run.load()
     with pytest.raises(NotACheckpointError, match="no committed step 7"):
         run.load(step=7)
@@ -239,8 +239,8 @@ def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
     monkeypatch.setattr(LocalSteps, "names", names_or_refusal)
     with caplog.at_level(logging.WARNING):
         assert run.load().step == 1
-    assert f"{memory_path / 'root'} cannot be looked at, so only the tiers are" in caplog.text
-    assert f"{run.node(2)} cannot be looked at, so nothing is taken from it" in caplog.text
+    assert f"{memory_path / 'root'} cannot be listed, so only the tiers are searched" in caplog.text
+    assert f"{run.node(2)} cannot be listed, so nothing is loaded from it" in caplog.text
 
 
 def test_one_process_saves_asynchronously_into_its_tier_and_to_the_root(memory_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
     monkeypatch: pytest.MonkeyPatch, memory_path: Path
 ) -> None:
     def nodes_of(group: Any) -> tuple[int, ...]:
-        return TierSet(Tiers([LocalTier(f"{memory_path}/{{node}}")])).open(group)[0].of_rank
+        return TierSet(Tiers([LocalTier(f"{memory_path}/{{node}}")])).open(group).nodes.of_rank
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert SimulatedWorld(4).run(nodes_of) == [(0, 0, 1, 1)] * 4
