@@ -1,7 +1,7 @@
 """Distributed checkpointing of Megatron-style training: save at one parallel layout, load at any other.
 
-The public names, and nothing else; each is described where it is defined, and is imported when it is first
-used: the command line's help and the reader without torch need none of them.
+This package exports the public names. Each is imported from its module when it is first used, so that the
+help of the command line and the reader without torch start quickly.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         GeometryError,
         IntegrityError,
         MismatchError,
+        MissingExtraError,
         MissingKeyError,
         NotACheckpointError,
         OptimizerError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         StorageError,
         UnknownClassError,
         UnserializableError,
+        UnsupportedError,
         WriterFailedError,
     )
     from megackpt.formats.damage import Damage
@@ -114,6 +116,7 @@ __all__ = [
     "LocalTier",
     "MemoryTier",
     "MismatchError",
+    "MissingExtraError",
     "MissingKeyError",
     "NotACheckpointError",
     "OptimizerError",
@@ -140,6 +143,7 @@ __all__ = [
     "Tiers",
     "UnknownClassError",
     "UnserializableError",
+    "UnsupportedError",
     "ValueDifference",
     "VerifyReport",
     "WriterFailedError",
@@ -199,6 +203,7 @@ _NAMES_OF = {
         "GeometryError",
         "IntegrityError",
         "MismatchError",
+        "MissingExtraError",
         "MissingKeyError",
         "NotACheckpointError",
         "OptimizerError",
@@ -206,6 +211,7 @@ _NAMES_OF = {
         "StorageError",
         "UnknownClassError",
         "UnserializableError",
+        "UnsupportedError",
         "WriterFailedError",
     ),
     "megackpt.mapping": (
@@ -253,23 +259,23 @@ _NAMES_OF = {
     "megackpt.maintenance.repair_search": ("RepairedFile",),
     "megackpt.maintenance.verify": ("verify",),
 }
-"""Where each public name is defined: what type checkers see above."""
+"""The public names by the module that defines them. Type checkers read the imports above instead."""
 
-_HOMES = {name: module for module, names in _NAMES_OF.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module of the package, at its first use."""
-    if name in _HOMES:
-        found = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = found
-        return found
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
     module = f"{__name__}.{name}"
     if not name.startswith("_"):
         try:
             return import_module(module)
         except ModuleNotFoundError as error:
-            if error.name != module:  # a module of ours lacks one of another package
+            if error.name != module:  # the module exists, and lacks a package of others
                 raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
