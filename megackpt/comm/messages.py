@@ -74,6 +74,12 @@ def error_class(name: str) -> type[CheckpointError]:
     return kind if isinstance(kind, type) and issubclass(kind, CheckpointError) else RankFailedError
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; errors of C++ libraries have their stack in the others."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no reason given"
+
+
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, the first eight of them: `0, 2, 5`."""
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from megackpt.comm.collectives import run_on_all_ranks, scatter_from_rank_0
 from megackpt.comm.group import Group
-from megackpt.comm.links import is_loopback, listen
-from megackpt.comm.messages import decode_error, describe_ranks, encode_error
+from megackpt.comm.hosts import is_loopback, listen
+from megackpt.comm.messages import decode_error, describe_ranks, encode_error, first_line
 from megackpt.comm.store_client import StoreClient, StoreTimeoutError
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 
@@ -364,10 +364,9 @@ class StoreGroup(Group):
                 f"node is: look at its log. Raise timeout_s if it was only slow.",
                 rank=0,
             )
-        text = str(error).strip().splitlines()
         return WriterFailedError(
             f"The store through which writer processes meet is gone (seen by rank {self.rank}: "
-            f"{text[0] if text else 'no reason given'}). Rank 0 hosts it: that process has ended; look at "
+            f"{first_line(error)}). Rank 0 hosts it: that process has ended; look at "
             f"its log.",
             rank=0,
         )

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from megackpt import Checkpointer, CheckpointError, LocalTier
 from megackpt.comm import Group, PeerBuffer
-from megackpt.comm.linked_group import LinkedGroup
+from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.checkpoint.steps import LocalSteps
 from megackpt.storage import Store
@@ -60,7 +60,7 @@ class Nodes:
             raise Stopped(f"rank {rank}")
 
 
-class MortalLinkedGroup(MortalGroup, LinkedGroup):
+class MortalWriterGroup(MortalGroup, WriterGroup):
     """Writers that send each other files as long as they live."""
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
@@ -69,8 +69,7 @@ class MortalLinkedGroup(MortalGroup, LinkedGroup):
 
     def leave(self) -> None:
         super().leave()
-        if self._links is not None:  # it is dead: the system closes its connections
-            self._links.close()
+        self.close_transport()  # the system closes the connections of a dead process
 
 
 class NodeWriter(MortalWriter):
@@ -82,7 +81,7 @@ class NodeWriter(MortalWriter):
     def _group(self, job: Job) -> Group:
         group = super()._group(job)
         if isinstance(group, MortalGroup):
-            group.__class__ = MortalLinkedGroup
+            group.__class__ = MortalWriterGroup
         return group
 
 

@@ -13,8 +13,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
 from megackpt.comm import Group, Numbers, encode_error, run_and_compare
-from megackpt.comm.linked_group import LinkedGroup
 from megackpt.comm.messages import common_error
+from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.messages import Job
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import PlannedSave, write_out
@@ -104,7 +104,7 @@ def _save_on_nodes(
     try:
         save_on_nodes(planned, store, strategy, group, place)
     except Exception as error:
-        if isinstance(group, LinkedGroup):  # another may wait for what this one was to send it
+        if isinstance(group, WriterGroup):  # another may wait for what this one was to send it
             ours = isinstance(error, CheckpointError)
             group.abort(error if ours else failure_of(job, error, rank=group.rank))
         raise

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from megackpt.comm import Group, SingleProcess
-from megackpt.comm.linked_group import LinkedGroup
 from megackpt.comm.messages import decode_error, encode_error
 from megackpt.comm.store_group import StoreGroup, connect_store
+from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.heartbeat import Heartbeat
 from megackpt.engine.background.jobs import Hook, carry_out, failure_of, planned_by
 from megackpt.engine.background.messages import (
@@ -179,7 +179,7 @@ class Writer:
                 raise WriterFailedError(error.message, rank=error.rank) from error
         prefix, timeout_s, beat = meetings_of(job.attempt), to.timeout_s, self.beat
         if isinstance(job.place, NodeLocation):  # files go from node to node
-            return LinkedGroup(
+            return WriterGroup(
                 self._store,
                 address=to.address,
                 prefix=prefix,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from megackpt import WriterFailedError
-from megackpt.comm import run_on_all_ranks, store_group
-from megackpt.comm.linked_group import LinkedGroup
-from megackpt.comm.links import host_towards
+from megackpt.comm import run_on_all_ranks, store_group, writer_group
+from megackpt.comm.hosts import host_towards
 from megackpt.comm.store_group import StoreAddress, connect_store
+from megackpt.comm.transport import open_transport
+from megackpt.comm.writer_group import WriterGroup
 
 MIB = 1 << 20
 
@@ -31,13 +34,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def on_ranks(
-    server: Any, ranks: int, act: Callable[[LinkedGroup], Any], *, timeout_s: float = 20
+    server: Any, ranks: int, act: Callable[[WriterGroup], Any], *, timeout_s: float = 20
 ) -> list[Any]:
     """Run on every rank, each with a client of its own; return results or errors."""
     address = StoreAddress("localhost", server.port)
 
     def one(rank: int) -> Any:
-        group = LinkedGroup(
+        group = WriterGroup(
             connect_store(address, timeout_s=30),
             address=address,
             prefix="job",
@@ -64,7 +67,7 @@ def text(rank: int, other: int, nbytes: int) -> memoryview:
 def test_parcels_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any, nbytes: int) -> None:
     ranks = 3
 
-    def meet(group: LinkedGroup) -> None:
+    def meet(group: WriterGroup) -> None:
         others = [r for r in range(ranks) if r != group.rank]
         for _ in range(2):
             sends = [(r, text(group.rank, r, n)) for r in others for n in (nbytes, 0, 7)]
@@ -85,7 +88,7 @@ def test_parcels_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_what_one_has_all_have_whichever_it_is(server: Any, ranks: int) -> None:
-    def meet(group: LinkedGroup) -> None:
+    def meet(group: WriterGroup) -> None:
         for root in range(ranks):
             data = text(root, 0, 1000) if group.rank == root else memoryview(bytearray(1000))
             group.broadcast(data, root=root)
@@ -95,30 +98,53 @@ def test_what_one_has_all_have_whichever_it_is(server: Any, ranks: int) -> None:
 
 
 def test_a_stranger_who_connects_is_not_taken_for_a_rank(server: Any) -> None:
-    def meet(group: LinkedGroup) -> bytes:
-        if group.rank == 0:
-            address = group._opened().address
-            for said in (b"", bytes(5), bytes(16) + (1).to_bytes(4, "little") + b"bytes of others"):
-                with socket.create_connection(("localhost", address.port)) as stranger:
-                    stranger.sendall(said)
+    def connect_as_strangers(before: set[int]) -> list[socket.socket]:
+        strangers = []
+        for port in listening_ports() - before:
+            for greeting in (b"", b"abc", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
+                strangers.append(socket.create_connection(("localhost", port)))
+                strangers[-1].sendall(greeting)
+        return strangers
+
+    before = listening_ports()
+
+    def act(group: WriterGroup) -> bytes:
+        group.exchange([], [])  # begins to listen
+        run_on_all_ranks(group, lambda: b"", doing="listening")
+        strangers = connect_as_strangers(before) if group.rank == 0 else []
         run_on_all_ranks(group, lambda: b"", doing="beginning")
         data = memoryview(bytearray(b"bytes of rank 1" if group.rank else 15))
         group.exchange([(0, data)] if group.rank else [], [(1, data)] if group.rank == 0 else [])
-        return bytes(data)
+        strangers += connect_as_strangers(before) if group.rank == 0 else []
+        data2 = memoryview(bytearray(b"bytes of rank 1" if group.rank else 15))
+        group.exchange([(0, data2)] if group.rank else [], [(1, data2)] if group.rank == 0 else [])
+        for stranger in strangers:
+            stranger.close()
+        return bytes(data) + bytes(data2)
 
-    assert on_ranks(server, 2, meet) == [b"bytes of rank 1"] * 2
+    assert on_ranks(server, 2, act) == [b"bytes of rank 1" * 2] * 2
 
 
-def receive_from_next(group: LinkedGroup) -> None:
+def listening_ports() -> set[int]:
+    """Return the TCP ports on which this process listens."""
+    ports = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.add(listener.getsockname()[1])
+    return ports
+
+
+def receive_from_next(group: WriterGroup) -> None:
     """Each rank but the last waits for the next one."""
     run_on_all_ranks(group, lambda: b"", doing="beginning")
-    group.exchange([], [(group.rank + 1, memoryview(bytearray(4)))])
+    group.exchange([], [(group.rank + 1, memoryview(bytearray(2))) for _ in range(2)])
 
 
 def test_a_rank_that_is_late_is_named_also_by_those_who_wait_for_others(server: Any) -> None:
     is_over = threading.Event()
 
-    def meet(group: LinkedGroup) -> None:
+    def meet(group: WriterGroup) -> None:
         if group.rank == 3:
             run_on_all_ranks(group, lambda: b"", doing="beginning")
             is_over.wait(20)
@@ -139,7 +165,7 @@ def test_a_rank_that_is_late_is_named_also_by_those_who_wait_for_others(server: 
 
 @pytest.mark.parametrize("says_why", [False, True])
 def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: Any, says_why: bool) -> None:
-    def meet(group: LinkedGroup) -> None:
+    def meet(group: WriterGroup) -> None:
         if group.rank < 2:
             receive_from_next(group)
             return
@@ -158,19 +184,20 @@ def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: An
     assert said in str(first)
 
 
-def test_a_rank_whose_port_is_closed_is_named(server: Any) -> None:
-    def meet(group: LinkedGroup) -> None:
-        if group.rank:
-            group._opened()._listener.close()
-        run_on_all_ranks(group, lambda: b"", doing="beginning")
-        if group.rank == 0:
-            group.exchange([(1, memoryview(bytearray(4)))], [])
-        run_on_all_ranks(group, lambda: b"", doing="ending")
+def test_a_rank_that_cannot_listen_is_named_by_all(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_on_another_host(client: Any, *, prefix: str, rank: int, host: str) -> Any:
+        # 192.0.2.0/24 is for documentation: it is no address of this host.
+        return open_transport(client, prefix=prefix, rank=rank, host="192.0.2.1" if rank else host)
 
-    for error in on_ranks(server, 2, meet):
+    monkeypatch.setattr(writer_group, "open_transport", open_on_another_host)
+
+    def act(group: WriterGroup) -> None:
+        group.exchange([(1 - group.rank, memoryview(bytearray(4)))], [])
+
+    for error in on_ranks(server, 2, act):
         assert isinstance(error, WriterFailedError)
         assert error.rank == 1
-        assert "its port cannot be reached" in str(error)
+        assert "rank 1 cannot listen at localhost: Cannot resolve 192.0.2.1" in str(error)
 
 
 def test_a_host_is_called_what_others_call_it() -> None:

@@ -1,0 +1,201 @@
+"""The transport over point-to-point messages of gloo, the engine of torch.distributed for hosts.
+
+Each pair of ranks that sends each other something has a process group of its own, of two ranks. So an error
+of gloo tells which peer it is about, a deadline that passes closes no other connection, and a job of many
+ranks has as few connections as it needs. `start_messages` also serves process groups of more ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from megackpt.comm.group import PeerBuffer
+from megackpt.comm.store_client import StoreClient
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
+
+_c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds of torch have them
+
+_PAUSE_S = 0.002
+_NEAR_S = 0.05  # an error that comes so close to the deadline is that of the deadline
+
+_Buffers: TypeAlias = "list[memoryview]"
+_Reports: TypeAlias = "queue.SimpleQueue[tuple[int, Exception | None]]"
+_Request: TypeAlias = "tuple[_Buffers, _Buffers, float, _Reports]"
+
+
+def start_messages(
+    group: Any, peer: int, *, sends: Sequence[memoryview], receives: Sequence[memoryview]
+) -> list[Any]:
+    """Begin to send buffers to a peer of a gloo process group, and to receive from it; return the `Work`s.
+
+    A message has its number as its tag, so the i-th buffer sent fills the i-th buffer received.
+    """
+    works = [group.recv([tensor_over(data)], peer, number) for number, data in enumerate(receives)]
+    works += [group.send([tensor_over(data)], peer, number) for number, data in enumerate(sends)]
+    return works
+
+
+def by_peer(
+    sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]
+) -> dict[int, tuple[_Buffers, _Buffers]]:
+    """Return the buffers that are sent to each peer and received from it; empty ones are left out."""
+    peers: dict[int, tuple[_Buffers, _Buffers]] = {}
+    for direction, buffers in enumerate((sends, receives)):
+        for peer, data in buffers:
+            if data.nbytes:
+                peers.setdefault(peer, ([], []))[direction].append(data)
+    return peers
+
+
+def tensor_over(data: memoryview) -> torch.Tensor:
+    """Return a tensor of bytes that shares the memory of a buffer."""
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+class PairTransport(Transport):
+    """A transport with one gloo process group for each pair of ranks; arguments as of `open_transport`."""
+
+    def __init__(self, client: StoreClient, *, prefix: str, rank: int, host: str) -> None:
+        self._rank = rank
+        self._rendezvous = _Rendezvous(client, f"{prefix}/gloo")
+        self._device = _c10d.ProcessGroupGloo.create_device(hostname=host)
+        self._peers: dict[int, _PeerThread] = {}
+
+    def exchange(
+        self,
+        sends: Sequence[PeerBuffer],
+        receives: Sequence[PeerBuffer],
+        *,
+        timeout_s: float,
+        while_waiting: Callable[[], None],
+        look_every_s: float,
+    ) -> None:
+        """Move bytes between this rank and its peers; see `Transport.exchange`."""
+        deadline = time.monotonic() + timeout_s
+        reports: _Reports = queue.SimpleQueue()
+        under_way = by_peer(sends, receives)
+        for peer, (outgoing, incoming) in under_way.items():
+            if peer not in self._peers:
+                self._peers[peer] = _PeerThread(peer, self._connect)
+            self._peers[peer].move(outgoing, incoming, deadline, reports)
+        late = []
+        while under_way:
+            try:
+                peer, error = reports.get(timeout=look_every_s)
+            except queue.Empty:
+                while_waiting()
+                continue
+            del under_way[peer]
+            if error is not None and time.monotonic() < deadline - _NEAR_S:
+                raise LostPeerError(peer, error)
+            if error is not None:
+                late.append(peer)
+        if late:
+            raise LatePeersError(late)
+
+    def close(self) -> None:
+        """Close the connections, each as soon as no message waits for its deadline."""
+        for thread in self._peers.values():
+            thread.close()
+        self._peers = {}
+        self._rendezvous.clear()
+
+    def _connect(self, peer: int, deadline: float) -> tuple[Any, int]:
+        """Return a process group of this rank and a peer, and the number of the peer in it."""
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = _until(deadline)
+        low, high = sorted((self._rank, peer))
+        store = dist.PrefixStore(f"{low}-{high}", self._rendezvous)  # type: ignore[attr-defined]
+        group = _c10d.ProcessGroupGloo(store, int(self._rank == high), 2, options)
+        return group, int(peer == high)
+
+
+class _PeerThread:
+    """The thread that talks to one peer: calls of gloo block, and cannot be interrupted before a deadline."""
+
+    def __init__(self, peer: int, connect: Callable[[int, float], tuple[Any, int]]) -> None:
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        arguments = self._requests, peer, connect
+        threading.Thread(target=_serve, args=arguments, name=f"megackpt-peer-{peer}", daemon=True).start()
+
+    def move(self, sends: _Buffers, receives: _Buffers, deadline: float, reports: _Reports) -> None:
+        """Move the buffers in the thread, which reports the peer, and None or the error."""
+        self._requests.put((sends, receives, deadline, reports))
+
+    def close(self) -> None:
+        """Let the thread close the connection and end."""
+        self._requests.put(None)
+
+
+def _serve(
+    requests: queue.SimpleQueue[_Request | None],
+    peer: int,
+    connect: Callable[[int, float], tuple[Any, int]],
+) -> None:
+    connection: tuple[Any, int] | None = None
+    while (request := requests.get()) is not None:
+        sends, receives, deadline, reports = request
+        error: Exception | None = None
+        try:
+            if connection is None:
+                connection = connect(peer, deadline)
+            group, number = connection
+            for work in start_messages(group, number, sends=sends, receives=receives):
+                work.wait(_until(deadline))
+        except RuntimeError as failure:  # what gloo and the store raise
+            error = failure
+        reports.put((peer, error))
+        # The caller's memory is released before the thread waits for the next request.
+        del request, sends, receives, reports, error
+
+
+class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
+    """A view of a store in which gloo finds a peer, and that never waits inside of a call of the store.
+
+    A TCPStore that waits holds a lock, behind which every other call of this process waits as well: also the
+    call by which this rank learns that another one has given up.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str) -> None:
+        super().__init__()
+        self._client, self._prefix = client, prefix
+        self._own_keys: list[str] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        name = f"{self._prefix}/{key}"
+        self._own_keys.append(name)
+        self._client.set(name, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._client.get(f"{self._prefix}/{key}")
+
+    def check(self, keys: list[str]) -> bool:
+        return self._client.check([f"{self._prefix}/{key}" for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (timeout or timedelta(seconds=30)).total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the other rank did not connect")
+            time.sleep(_PAUSE_S)
+
+    def clear(self) -> None:
+        """Remove the keys of this rank, as far as the store answers."""
+        try:
+            for key in self._own_keys:
+                self._client.delete_key(key)
+        except RuntimeError:
+            return
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
