@@ -26,7 +26,7 @@ from megackpt import AsyncOptions, Checkpointer, CheckpointError, RankFailedErro
 from megackpt.api import save_request
 from megackpt.comm import Group
 from megackpt.comm.store_group import StoreGroup
-from megackpt.engine.background.messages import Job, Place
+from megackpt.engine.background.messages import CheckpointLocation, Job
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.background.writer_main import Writer
@@ -153,7 +153,7 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
                 request=save_request(
                     state(value, rank=group.rank, ranks=ranks), NATIVE, options=OPTIONS, group=group
                 ),
-                place=Place(root="/nowhere", name="step"),
+                place=CheckpointLocation(root="/nowhere", name="step"),
                 label="the step",
                 follow=lambda _: None,
                 failed=lambda _: False,
