@@ -15,7 +15,6 @@ import torch
 
 from megackpt.arguments import check_kind
 from megackpt.comm import AnyGroup, Group, SingleProcess, check_group, subgroup_label, world_group
-from megackpt.engine.checkpoint.common_reading import read_whole_common
 from megackpt.engine.checkpoint.manifest import is_committed, read_manifest, remove_arrays
 from megackpt.engine.checkpoint.opening import (
     check_arrays_complete,
@@ -332,6 +331,8 @@ def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: boo
 
     Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
     """
+    from megackpt.engine.checkpoint.common_reading import read_whole_common
+
     with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
         common: StateDict = read_whole_common(contents, store)[0]

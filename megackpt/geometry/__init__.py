@@ -2,7 +2,6 @@
 
 from megackpt.geometry.box import Box, BoxRanges, box_ranges, row_major_strides
 from megackpt.geometry.flat import Ints, Rectangles, rectangles_of, strides_of
-from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
 from megackpt.geometry.ranges import joined_ranges, split_range
 from megackpt.geometry.sort_keys import lexicographic_keys, position_bases
 from megackpt.geometry.view import Axis, View
@@ -12,14 +11,11 @@ __all__ = [
     "Box",
     "BoxRanges",
     "Ints",
-    "MeshBox",
-    "MeshCut",
     "Rectangles",
     "View",
     "box_ranges",
     "joined_ranges",
     "lexicographic_keys",
-    "mesh_boxes",
     "position_bases",
     "rectangles_of",
     "row_major_strides",

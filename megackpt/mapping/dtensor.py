@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.geometry import MeshCut, mesh_boxes
+from megackpt.geometry.mesh import MeshCut, mesh_boxes
 from megackpt.mapping.checks import declaration_error
 from megackpt.mapping.sharded_tensor import ShardedTensor, TorchShardedTensor
 

@@ -2,7 +2,6 @@
 
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage, coverage_faults
-from megackpt.validation.renaming import rename_keys
 from megackpt.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
 from megackpt.validation.report import (
     PARITY,
@@ -49,6 +48,5 @@ __all__ = [
     "coverage_faults",
     "find_divergences",
     "merge_recovered",
-    "rename_keys",
     "report_arrays",
 ]

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 import megackpt
-from megackpt.geometry import MeshBox, MeshCut, mesh_boxes
+from megackpt.geometry.mesh import MeshBox, MeshCut, mesh_boxes
 from megackpt.mapping.torch_sharded import adopt_torch_sharded_tensors
 from megackpt.mapping.tree import PathKeys
 

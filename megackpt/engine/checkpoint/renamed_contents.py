@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megackpt.formats.contents import Chunks, Contents, FileRanges, RawRanges
 from megackpt.metadata import ChunkTable
-from megackpt.validation import rename_keys
+from megackpt.validation.renaming import rename_keys
 
 
 def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Contents:

@@ -45,7 +45,6 @@ from megackpt.validation import (
     check_dtypes_and_shapes,
     check_resharding,
     check_unexpected_keys,
-    rename_keys,
     report_arrays,
 )
 
@@ -287,6 +286,7 @@ def _with_renamed_keys(stored: Contents, options: LoadOptions) -> tuple[Contents
     if not options.rename:
         return stored, stored.arrays
     from megackpt.engine.checkpoint.renamed_contents import with_renamed_keys
+    from megackpt.validation.renaming import rename_keys
 
     new_names = rename_keys(stored.arrays, options.rename)
     unrenamed = {key for key, new_name in new_names.items() if key == new_name}
