@@ -1,12 +1,15 @@
-"""Values that tests of the codec share, and the way there and back."""
+"""Values that tests of the codec share, and classes that note when their code runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
+import types
 import typing
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from megackpt.codec import pack, unpack
@@ -59,6 +62,38 @@ class Config:
 class Point(typing.NamedTuple):
     x: int
     y: torch.Tensor
+
+
+ran: list[str] = []
+"""What code of watched classes and modules has run; tests clear it."""
+
+
+class WatchingMeta:
+    """To be mixed into a metaclass: notes each attribute that is read from a class, and each call of it."""
+
+    def __getattribute__(cls, name: str) -> typing.Any:
+        ran.append(f"class.{name}")
+        return super().__getattribute__(name)
+
+    def __call__(cls, *args: typing.Any, **more: typing.Any) -> typing.Any:
+        ran.append("call")
+        return super().__call__(*args, **more)  # type: ignore[misc]
+
+
+class _WatchingModule(types.ModuleType):
+    def __getattribute__(self, name: str) -> typing.Any:
+        ran.append(f"module.{name}")
+        return super().__getattribute__(name)
+
+
+def import_watching_module(monkeypatch: pytest.MonkeyPatch, **classes: type) -> None:
+    """Put `watching_module` with these classes among the imported ones; it notes what is read from it."""
+    module = _WatchingModule("watching_module")
+    for name, cls in classes.items():
+        setattr(module, name, cls)
+    module.__getattr__ = lambda name: ran.append(f"getattr {name}")
+    monkeypatch.setitem(sys.modules, "watching_module", module)
+    ran.clear()
 
 
 def round_trip(value: object) -> object:

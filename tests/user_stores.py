@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megackpt.storage import LocalStore
+from megackpt.storage import LocalStore, Store
 
 
 class NamedStore(LocalStore):
@@ -24,7 +24,16 @@ class NamedStore(LocalStore):
 
 
 class KeepsNothing(LocalStore):
-    """A store whose copy in another process writes where nobody looks, as one in memory would."""
+    """A store whose copy in another process writes to another directory, as a store in memory would."""
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
         return LocalStore, (f"{self.location}-elsewhere",)
+
+
+class RequiredMethodsOnly:
+    """A store that does not derive from `Store` and has its abstract methods, and nothing else."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        files = LocalStore(directory)
+        for name in Store.__abstractmethods__:
+            setattr(self, name, getattr(files, name))

@@ -1,8 +1,8 @@
 # ruff: noqa: D102 - the name of a test is its claim
-"""What every store must do, as tests: subclass `StoreConformance` and give it a `store` fixture.
+"""Tests that every store must pass: subclass `StoreConformance` and give it a `store` fixture.
 
-The claims hold for all stores. What only one kind can promise (durability, symbolic links, direct
-I/O) is tested where that kind is.
+They test what holds for all stores. What only one kind promises (durability, symbolic links, direct I/O) has
+tests of its own.
 
     class TestMyStore(StoreConformance):
         @pytest.fixture
@@ -23,10 +23,9 @@ import numpy as np
 import pytest
 
 from megackpt.errors import CheckpointError, FormatError, StorageError
-from megackpt.storage import Store
+from megackpt.storage import MAX_BORROWED_BYTES, Store, as_store
 
-# Not a multiple of any page, block or buffer, and larger than the staging buffers of the test stores
-# together.
+# Not a multiple of any page, block or buffer, and larger than all staging buffers of a store under test.
 _LARGE = 3 * (1 << 20) + 12_345
 _BAD_NAMES = ["", "/a", "a//b", "a/", "./a", "a/.", "..", "../a", "a/../../b", "a\\b", "a\0b", "a\ud800b"]
 
@@ -51,30 +50,30 @@ def read_range(store: Store, name: str, start: int, stop: int) -> bytes:
 
 
 class StoreConformance:
-    """The tests. The fixture `store` gives a new, empty store; it is created and closed here.
+    """The tests. The fixture `store` returns a new, empty store; the suite creates and closes it.
 
     Errors are compared by type and fields: `path`, which is `store.location` and the name, and `errno` where
-    an operating system would have one. What they say is free.
+    an operating system would set one. Their texts are up to the store.
 
     Attributes:
         has_directories: whether a name cannot be both a file and a directory. In an object store it can.
-        checks_wording: whether errors are to be worded as those of megackpt's own stores are.
+        checks_wording: whether the texts of errors must be those of megackpt's own stores.
     """
 
     has_directories = True
     checks_wording = False
 
     @contextmanager
-    def refuses(
+    def raises(
         self,
-        kind: type[CheckpointError],
+        error: type[CheckpointError],
         path: str | None,
         wording: str,
         *,
         code: int | None = None,
     ) -> Iterator[None]:
-        """Expect an error of a kind with these fields; path None is not compared."""
-        with pytest.raises(kind) as caught:
+        """Expect an error of a class with these fields; a `path` of None is not compared."""
+        with pytest.raises(error) as caught:
             yield
         assert path is None or caught.value.path == path
         assert code is None or caught.value.errno == code  # type: ignore[attr-defined]
@@ -84,7 +83,7 @@ class StoreConformance:
     @pytest.fixture
     def store(self) -> Store:
         """Return the store under test."""
-        raise NotImplementedError("A subclass of StoreConformance gives the fixture `store`.")
+        raise NotImplementedError("A subclass of StoreConformance defines the fixture `store`.")
 
     @pytest.fixture(autouse=True)
     def _created(self, store: Store) -> Iterator[None]:
@@ -110,7 +109,7 @@ class StoreConformance:
         assert store.read("a", max_bytes=0) == b""
         assert store.size("b") == 0
 
-    def test_write_takes_the_place_of_an_older_file(self, store: Store) -> None:
+    def test_write_replaces_an_older_file(self, store: Store) -> None:
         store.write("a", b"a longer one")
         assert read_range(store, "a", 0, 12) == b"a longer one"
         store.write("a", b"short")
@@ -147,7 +146,7 @@ class StoreConformance:
             writer.write(memoryview(b""))
         assert store.read("a", max_bytes=len(expected)) == expected
 
-    def test_a_stream_takes_the_place_of_an_older_file(self, store: Store) -> None:
+    def test_a_stream_replaces_an_older_file(self, store: Store) -> None:
         write_stream(store, "a", some_bytes(10_000), part_bytes=10_000)
         assert read_range(store, "a", 0, 1) == some_bytes(10_000)[:1]
         write_stream(store, "a", b"xyz", part_bytes=2)
@@ -169,38 +168,38 @@ class StoreConformance:
         assert not store.exists("d/a")
 
     @pytest.mark.parametrize("nbytes", [10, _LARGE])
-    def test_an_incomplete_stream_is_refused_and_removed(self, store: Store, nbytes: int) -> None:
+    def test_an_incomplete_stream_is_an_error_and_is_removed(self, store: Store, nbytes: int) -> None:
         wording = rf"/a: closed after {nbytes - 1:,} of {nbytes:,} bytes.*Write all of it"
         path = f"{store.location}/a"
-        with self.refuses(StorageError, path, wording), store.open_writer("a", nbytes) as writer:
+        with self.raises(StorageError, path, wording), store.open_writer("a", nbytes) as writer:
             writer.write(memoryview(bytes(nbytes - 1)))
         assert store.names() == []
 
-    def test_a_stream_refuses_more_bytes_than_announced(self, store: Store) -> None:
+    def test_more_bytes_than_the_size_of_the_file_are_an_error(self, store: Store) -> None:
         wording = r"/a: 2 more bytes after 2 exceed the 3 .*Open the writer with the size of everything"
         path = f"{store.location}/a"
-        with self.refuses(StorageError, path, wording), store.open_writer("a", 3) as writer:
+        with self.raises(StorageError, path, wording), store.open_writer("a", 3) as writer:
             writer.write(memoryview(b"12"))
             writer.write(memoryview(b"34"))
         assert not store.exists("a")
 
-    def test_a_closed_writer_refuses_writes(self, store: Store) -> None:
+    def test_a_write_after_closing_is_an_error(self, store: Store) -> None:
         with store.open_writer("a", 1) as writer:
             writer.write(memoryview(b"1"))
         wording = r"/a: this writer is closed. Open a new one"
-        with self.refuses(StorageError, f"{store.location}/a", wording):
+        with self.raises(StorageError, f"{store.location}/a", wording):
             writer.write(memoryview(b""))
 
-    def test_read_refuses_a_file_larger_than_allowed(self, store: Store) -> None:
+    def test_read_of_a_file_larger_than_allowed_is_an_error(self, store: Store) -> None:
         store.write("index", b"123456")
         wording = r"/index: the file has 6 bytes, more than the 5 .*restore it"
-        with self.refuses(FormatError, f"{store.location}/index", wording):
+        with self.raises(FormatError, f"{store.location}/index", wording):
             store.read("index", max_bytes=5)
 
-    def test_read_into_refuses_a_range_beyond_the_end(self, store: Store) -> None:
+    def test_read_into_beyond_the_end_is_an_error(self, store: Store) -> None:
         store.write("d/a", b"123456")
         wording = r"d/a: the file ends at byte 6, but bytes \[4:7\) are needed.*restore it"
-        with self.refuses(FormatError, f"{store.location}/d/a", wording):
+        with self.raises(FormatError, f"{store.location}/d/a", wording):
             read_range(store, "d/a", 4, 7)
 
     def test_read_into_fills_arrays_in_place(self, store: Store) -> None:
@@ -219,7 +218,7 @@ class StoreConformance:
             lambda: read_range(store, "no/file", 0, 0),
         ):
             wording = r"no/file: cannot .*ENOENT.*does not exist: check"
-            with self.refuses(StorageError, f"{store.location}/no/file", wording, code=errno.ENOENT):
+            with self.raises(StorageError, f"{store.location}/no/file", wording, code=errno.ENOENT):
                 action()
 
     def test_exists_is_about_files_and_not_directories_of_others(self, store: Store) -> None:
@@ -243,7 +242,7 @@ class StoreConformance:
         store.delete(["d/a", "d/a", "d/b", "x/y/z"])
         store.sync()
         assert store.names() == []
-        with self.refuses(StorageError, f"{store.location}/d/a", "d/a: cannot", code=errno.ENOENT):
+        with self.raises(StorageError, f"{store.location}/d/a", "d/a: cannot", code=errno.ENOENT):
             read_range(store, "d/a", 0, 1)
 
     def test_a_name_cannot_be_a_file_and_a_directory(self, store: Store) -> None:
@@ -251,15 +250,59 @@ class StoreConformance:
             pytest.skip("names of this store are flat")
         store.write("a", b"")
         wording = r"/a/b: cannot create: .*ENOTDIR.*a file where a directory"
-        with self.refuses(StorageError, f"{store.location}/a/b", wording, code=errno.ENOTDIR):
+        with self.raises(StorageError, f"{store.location}/a/b", wording, code=errno.ENOTDIR):
             store.write("a/b", b"")
         store.write("d/a", b"")
         wording = r"/d: cannot create: .*EISDIR.*directory where a file"
-        with self.refuses(StorageError, f"{store.location}/d", wording, code=errno.EISDIR):
+        with self.raises(StorageError, f"{store.location}/d", wording, code=errno.EISDIR):
             store.write("d", b"")
 
+    # What few stores define themselves; `as_store` adds the defaults to a store without them.
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, 10), (5, 70_000), (1 << 20, 1 << 20)])
+    def test_a_borrowed_range_has_the_bytes_of_the_file(self, store: Store, offset: int, nbytes: int) -> None:
+        write_stream(store, "d/a", some_bytes(_LARGE), part_bytes=1 << 20)
+        with as_store(store).borrow("d/a", offset, nbytes) as data:
+            assert bytes(data) == some_bytes(_LARGE)[offset : offset + nbytes]
+
+    def test_borrowing_beyond_the_end_is_an_error(self, store: Store) -> None:
+        store.write("d/a", b"123456")
+        wording = r"d/a: the file ends at byte 6, but bytes \[4:7\) are needed"
+        with (
+            self.raises(FormatError, f"{store.location}/d/a", wording),
+            as_store(store).borrow("d/a", 4, 3),
+        ):
+            pass
+        for offset, nbytes in ((0, MAX_BORROWED_BYTES + 1), (-1, 2), (0, -1)):
+            with pytest.raises(ValueError), as_store(store).borrow("d/a", offset, nbytes):  # noqa: PT011
+                pass
+
+    def test_a_streaming_read_fills_the_buffer_from_front_to_back(self, store: Store) -> None:
+        data = some_bytes(_LARGE)
+        write_stream(store, "d/a", data, part_bytes=1 << 20)
+        out = bytearray(_LARGE - 7)
+        count = 0
+        for count in as_store(store).stream_into("d/a", 7, memoryview(out)):
+            assert out[:count] == data[7 : 7 + count]
+        assert count == len(out)
+
+    def test_a_moved_file_has_its_new_name_only(self, store: Store) -> None:
+        write_stream(store, "d/old", some_bytes(_LARGE), part_bytes=1 << 20)
+        store.write("e/new", b"an older file")
+        as_store(store).move("d/old", "e/new")
+        store.sync()
+        assert store.names() == ["e/new"]
+        assert store.read("e/new", max_bytes=_LARGE) == some_bytes(_LARGE)
+        assert read_range(store, "e/new", 3, 9) == some_bytes(_LARGE)[3:9]
+
+    def test_asking_what_is_cached_and_removing_directories_changes_no_file(self, store: Store) -> None:
+        store.write("d/a", b"1")
+        assert as_store(store).is_cached("d/a") in (True, False)
+        as_store(store).remove_empty_directories()
+        assert store.names() == ["d/a"]
+
     @pytest.mark.parametrize("name", _BAD_NAMES)
-    def test_a_name_that_could_lead_outside_is_refused(self, store: Store, name: str) -> None:
+    def test_a_name_that_could_lead_outside_is_an_error(self, store: Store, name: str) -> None:
         uses: list[Any] = [
             lambda: store.open_writer(name, 1),
             lambda: store.write(name, b""),
@@ -271,15 +314,15 @@ class StoreConformance:
             lambda: store.delete([name]),
         ]
         for use in uses:
-            with self.refuses(StorageError, None, r"the file name .* so it is not allowed.*relative"):
+            with self.raises(StorageError, None, r"the file name .* so it is not allowed.*relative"):
                 use()
 
-    def test_nonsense_numbers_are_refused(self, store: Store) -> None:
+    def test_negative_numbers_are_errors(self, store: Store) -> None:
         store.write("a", b"1")
-        negative = ("a: nbytes is -1; a file has at least 0", "a: offset_bytes is -1; it cannot be negative")
-        with pytest.raises(ValueError, match=negative[0] if self.checks_wording else None):
+        wordings = ("a: nbytes is -1; a file has at least 0", "a: offset_bytes is -1; it cannot be negative")
+        with pytest.raises(ValueError, match=wordings[0] if self.checks_wording else None):
             store.open_writer("a", -1)
-        with pytest.raises(ValueError, match=negative[1] if self.checks_wording else None):
+        with pytest.raises(ValueError, match=wordings[1] if self.checks_wording else None):
             store.read_into("a", -1, memoryview(bytearray(1)))
 
     def test_many_threads_may_write_and_read_at_once(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Members of enumerations come back as themselves where their class is imported, else as stand-ins."""
+"""Members of enumerations load as themselves where their class is imported, else as stand-ins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import enum
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megackpt.codec import EncodedValue, decode, encode, leaf_digests
 from megackpt.codec.stand_ins import ForeignMember, ForeignName, ForeignObject
 from megackpt.errors import FormatError, UnserializableError
 from megackpt.testing.identical import difference
-from tests.codec_values import Color, Level, round_trip
+from tests.codec_values import Color, Level, WatchingMeta, import_watching_module, ran, round_trip
 
 
 class Scope(str, enum.Enum):
@@ -56,7 +55,7 @@ MEMBERS = [
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=str)
-def test_a_member_comes_back_as_itself(member: enum.Enum) -> None:
+def test_a_member_loads_as_itself(member: enum.Enum) -> None:
     assert round_trip(member) is member
     assert round_trip({member: [member], "set": {member}}) == {member: [member], "set": {member}}
 
@@ -95,7 +94,7 @@ def _tree(**fields: Any) -> Any:
         _tree(**{"class": ""}),
     ],
 )
-def test_what_is_not_there_is_a_stand_in_that_is_written_back_as_it_was(tree: Any) -> None:
+def test_a_member_that_is_not_imported_is_a_stand_in_that_is_saved_unchanged(tree: Any) -> None:
     found = decode(EncodedValue(tree, ()))
     assert isinstance(found, ForeignMember)
     assert found == decode(EncodedValue(tree, ()))
@@ -124,25 +123,16 @@ def test_the_name_decides_where_the_value_has_changed() -> None:
         {"module": HERE, "class": "Scope", "name": "MLP", "value": None, "more": 1},
     ],
 )  # fmt: skip
-def test_a_malformed_member_is_refused(payload: Any) -> None:
+def test_a_malformed_member_is_an_error(payload: Any) -> None:
     with pytest.raises(FormatError, match="cannot be decoded"):
         decode(EncodedValue({"$enum": payload}, ()))
 
 
-ran: list[str] = []
+class _WatchingEnumMeta(WatchingMeta, enum.EnumMeta):
+    pass
 
 
-class _Watching(enum.EnumMeta):
-    def __getattribute__(cls, name: str) -> Any:
-        ran.append(f"class.{name}")
-        return super().__getattribute__(name)
-
-    def __call__(cls, *args: Any, **more: Any) -> Any:
-        ran.append("call")
-        return super().__call__(*args, **more)
-
-
-class Watched(enum.Flag, metaclass=_Watching):
+class Watched(enum.Flag, metaclass=_WatchingEnumMeta):
     ONE = 1
     TWO = 2
 
@@ -160,19 +150,9 @@ class Watched(enum.Flag, metaclass=_Watching):
         return 1
 
 
-class _Lazy(types.ModuleType):
-    def __getattribute__(self, name: str) -> Any:
-        ran.append(f"module.{name}")
-        return super().__getattribute__(name)
-
-
 def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _Lazy("watching_module")
-    module.Watched = Watched
-    module.__getattr__ = lambda name: ran.append(f"getattr {name}")
-    monkeypatch.setitem(sys.modules, "watching_module", module)
     monkeypatch.setitem(sys.modules, "no_module", Watched.ONE)  # type: ignore[arg-type]
-    ran.clear()
+    import_watching_module(monkeypatch, Watched=Watched)
     found = [
         decode(EncodedValue({"$enum": {"module": where, "class": name, "name": of, "value": 3}}, ()))
         for where in ("watching_module", "no_module")
@@ -190,10 +170,10 @@ def test_nothing_is_imported() -> None:
         "for name in ('ssl', '_ssl', 'encodings.idna'): sys.modules.pop(name, None)\n"
         f"print(decode(EncodedValue({tree!r}, ())), 'ssl' in sys.modules)"
     )
-    ran = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
-    assert ran.stdout.strip() == "<ssl.TLSVersion.TLSv1_2: 771> False"
+    assert finished.stdout.strip() == "<ssl.TLSVersion.TLSv1_2: 771> False"
 
 
 OBJECT = ForeignObject(
@@ -201,7 +181,7 @@ OBJECT = ForeignObject(
 )
 
 
-def test_a_stand_in_of_an_object_is_written_back_as_it_was() -> None:
+def test_a_stand_in_of_an_object_is_saved_unchanged() -> None:
     encoded = encode({"config": OBJECT})
     found = decode(encoded)["config"]
     assert (found.module, found.qualname, found.args) == ("lib.config", "Config", OBJECT.args)
@@ -227,7 +207,7 @@ def test_names_of_stand_ins_are_identifiers(name: Any) -> None:
         decode(EncodedValue({"$foreign": payload}, encode(OBJECT).tensors))
 
 
-def test_a_member_without_a_name_and_a_plain_value_is_refused() -> None:
+def test_a_member_without_a_name_and_a_plain_value_is_an_error() -> None:
     class Odd(enum.Enum):
         X = (1, 2)
 
@@ -236,7 +216,7 @@ def test_a_member_without_a_name_and_a_plain_value_is_refused() -> None:
         encode({"args": argparse.Namespace(x=Odd.X)})
 
 
-def test_megatrons_arguments_come_back_equal(tmp_path: Path) -> None:
+def test_megatrons_arguments_load_equal(tmp_path: Path) -> None:
     enums = pytest.importorskip("megatron.core.transformer.enums")
     args = argparse.Namespace(
         attention_backend=enums.AttnBackend.flash,

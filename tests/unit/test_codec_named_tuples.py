@@ -1,4 +1,4 @@
-"""Named tuples come back as themselves where their class is imported, else as stand-ins."""
+"""Named tuples load as themselves where their class is imported, else as stand-ins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.storage import open_store
 from megackpt.testing.identical import difference
 from tests.attacks.opcodes import named, pickled, zipped
-from tests.codec_values import Point, round_trip
+from tests.codec_values import Point, WatchingMeta, import_watching_module, ran, round_trip
 
 T = typing.TypeVar("T")
 
@@ -96,7 +96,6 @@ class OddFields(tuple):
 
 
 HERE = __name__
-ran: list[str] = []
 CALL = Call(Caller("loss", 3), 7)
 VALUES = [
     CALL, Caller("x"), Point(1, torch.arange(3.0)), Box([1, {"a": torch.ones(2)}]), Plain(1, (2, 3)), Empty(),
@@ -105,19 +104,19 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_named_tuple_comes_back_as_itself(value: Any) -> None:
+def test_a_named_tuple_loads_as_itself(value: Any) -> None:
     assert difference(round_trip({"v": [value]}), {"v": [value]}) is None
     assert difference(load_value(save_value([value], path="v"), where="w"), [value]) is None
 
 
-def test_named_tuples_are_keys_and_hold_other_things() -> None:
+def test_named_tuples_can_be_keys_and_contain_other_values() -> None:
     counts = {Caller("loss", 1): [CALL], (Caller("grad"), 1): {Caller("set")}}
     for found in (round_trip(counts), load_value(save_value(counts, path="v"), where="w")):
         assert difference(found, counts) is None
     assert round_trip(Box(Corner.LEFT)) == (Corner.LEFT,)
 
 
-def test_what_is_stored() -> None:
+def test_a_named_tuple_is_stored_by_module_class_and_fields() -> None:
     fields = [["message", "loss"], ["rank", 3]]
     assert encode(CALL.caller).tree == {"$namedtuple": {"module": HERE, "class": "Caller", "fields": fields}}
 
@@ -151,7 +150,7 @@ def _with_attribute() -> Any:
     return value
 
 
-REFUSED = [
+UNSUPPORTED = [
     (_local(), r"_local\.<locals>\.Hidden is a named tuple .*: its class cannot be found by this name"),
     (_with_attribute(), r"Loose is a named tuple .*: it has attributes besides its fields: more"),
     (Renamed(1), r"Other is a named tuple .* cannot be found"),
@@ -160,11 +159,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "why"), REFUSED, ids=lambda value: type(value).__name__)
-def test_what_would_not_come_back_is_refused_with_its_path(value: Any, why: str) -> None:
-    for refuse in (encode, leaf_digests):
+@pytest.mark.parametrize(("value", "why"), UNSUPPORTED, ids=lambda value: type(value).__name__)
+def test_a_named_tuple_that_would_load_as_another_value_is_an_error(value: Any, why: str) -> None:
+    for function in (encode, leaf_digests):
         with pytest.raises(UnserializableError, match=rf"^args\.x: .*{why}.*register_codec\("):
-            refuse({"args": types.SimpleNamespace(x=value)})
+            function({"args": types.SimpleNamespace(x=value)})
     with pytest.raises(UnserializableError, match=r"named tuple|cannot be pickled|refuse"):
         save_value(value, path="args")
 
@@ -196,7 +195,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("tree", ELSEWHERE, ids=str)
-def test_what_is_not_there_is_a_stand_in_that_is_written_back_as_it_was(tree: Any) -> None:
+def test_a_named_tuple_that_is_not_imported_is_a_stand_in_that_is_saved_unchanged(tree: Any) -> None:
     ran.clear()
     found, again = decode(EncodedValue(tree, ())), decode(EncodedValue(tree, ()))
     assert isinstance(found, ForeignNamedTuple)
@@ -229,22 +228,16 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("payload", MALFORMED, ids=str)
-def test_a_malformed_one_is_refused(payload: Any) -> None:
+def test_a_malformed_named_tuple_is_an_error(payload: Any) -> None:
     with pytest.raises(FormatError, match="cannot be decoded"):
         decode(EncodedValue({"$namedtuple": payload}, ()))
 
 
-class _Watching(type):
-    def __getattribute__(cls, name: str) -> Any:
-        ran.append(f"class.{name}")
-        return super().__getattribute__(name)
-
-    def __call__(cls, *args: Any, **more: Any) -> Any:
-        ran.append("call")
-        return super().__call__(*args, **more)
+class _WatchingType(WatchingMeta, type):
+    pass
 
 
-class Watched(Plain, metaclass=_Watching):
+class Watched(Plain, metaclass=_WatchingType):
     def __new__(cls, *values: int) -> Watched:
         ran.append("new")
         return super().__new__(cls, *values)
@@ -258,18 +251,8 @@ class Watched(Plain, metaclass=_Watching):
         return 2
 
 
-class _Lazy(types.ModuleType):
-    def __getattribute__(self, name: str) -> Any:
-        ran.append(f"module.{name}")
-        return super().__getattribute__(name)
-
-
 def test_no_code_of_a_class_or_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _Lazy("watching_module")
-    module.Watched = Watched
-    module.__getattr__ = lambda name: ran.append(f"getattr {name}")
-    monkeypatch.setitem(sys.modules, "watching_module", module)
-    ran.clear()
+    import_watching_module(monkeypatch, Watched=Watched)
     trees = [
         _tree(name, (("a", 1), ("b", 2)), module="watching_module")
         for name in ("Watched", "Missing", "Watched.x")

@@ -1,4 +1,4 @@
-"""LocalStore, MemoryStore and FaultyStore: the conformance suite, opening, and names that lead astray."""
+"""All stores but those of objects: the conformance suite, opening, and names that lead out of a directory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megackpt.errors import CheckpointError, StorageError
-from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, file_writer, open_store
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.errors import CheckpointError, DeclarationError, StorageError
+from megackpt.storage import FileOptions, LocalStore, MemoryStore, Store, as_store, file_writer, open_store
 from megackpt.testing.faulty_store import FaultyStore
 from megackpt.testing.store_suite import StoreConformance, read_range
+from tests.user_stores import RequiredMethodsOnly
 
 # Small buffers, so that streams of a few megabytes go around the pipeline many times.
 SMALL = FileOptions(direct_from_bytes=1, buffer_bytes=64 << 10, buffers=3, threads=2)
@@ -62,8 +66,8 @@ class Reworded:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return self._reworded(found) if callable(found) else found
+        attribute = getattr(self._inner, name)
+        return self._reworded(attribute) if callable(attribute) else attribute
 
     def __enter__(self) -> Reworded:
         self._reworded(self._inner.__enter__)()
@@ -75,21 +79,35 @@ class Reworded:
     def _reworded(self, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                found = method(*args, **kwargs)
+                result = method(*args, **kwargs)
             except CheckpointError as error:
                 error.args = ("nope",)
                 raise
             except ValueError:
                 raise ValueError("nope") from None
-            return Reworded(found) if method.__name__ == "open_writer" else found
+            return Reworded(result) if method.__name__ == "open_writer" else result
 
         return call
 
 
-class TestStoreWithWordsOfItsOwn(StoreConformance):
+class TestStoreWithOtherErrorTexts(StoreConformance):
     @pytest.fixture
     def store(self) -> Store:
         return Reworded(MemoryStore())  # type: ignore[return-value]
+
+
+class TestObjectWithTheRequiredMethodsOnly(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return RequiredMethodsOnly(tmp_path)  # type: ignore[return-value]
+
+
+class TestForwardingStore(StoreConformance):
+    checks_wording = True
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return as_store(RequiredMethodsOnly(tmp_path))
 
 
 class TestFaultyStoreWithoutFaults(StoreConformance):
@@ -98,6 +116,33 @@ class TestFaultyStoreWithoutFaults(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return FaultyStore(LocalStore(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["megackpt", "torch_dist", "zarr", ("zarr", 3)], ids=str)
+def test_every_format_needs_the_required_methods_only(tmp_path: Path, strategy: Any) -> None:
+    store = RequiredMethodsOnly(tmp_path)
+    for value in (1.0, 2.0):  # the second save replaces the first
+        declared = {"w": ShardedTensor.from_rank_offsets("w", torch.full((70_000,), value)), "step": 3}
+        megackpt.save(declared, store, strategy)  # type: ignore[arg-type]
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(70_000))}
+        loaded = megackpt.load(wanted, store)  # type: ignore[arg-type]
+        assert torch.equal(loaded["w"], torch.full((70_000,), value))
+        assert loaded["step"] == 3
+
+
+def test_checkpoints_of_a_run_need_the_required_methods_only(tmp_path: Path) -> None:
+    with megackpt.Checkpointer(RequiredMethodsOnly(tmp_path), keep_last=2) as checkpointer:  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"step": step})
+        assert checkpointer.load({})["step"] == 3
+    assert checkpointer.steps() == (2, 3)
+
+
+def test_a_store_is_used_as_it_is_and_anything_else_is_an_error(tmp_path: Path) -> None:
+    local = LocalStore(tmp_path)
+    assert as_store(local) is local
+    with pytest.raises(DeclarationError, match=r"3 is not a location of a checkpoint\. Give a path"):
+        as_store(3)
 
 
 @pytest.fixture
@@ -117,7 +162,7 @@ def test_open_store_serves_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["hdfs://host/ckpt", "file:///tmp/x"])
-def test_open_store_says_which_urls_it_cannot_serve(url: str) -> None:
+def test_open_store_names_the_urls_it_cannot_serve(url: str) -> None:
     scheme = url.split("://")[0]
     with pytest.raises(
         StorageError, match=rf"{url}: there is no store for {scheme}://.*Mount it as a directory"
@@ -125,7 +170,7 @@ def test_open_store_says_which_urls_it_cannot_serve(url: str) -> None:
         open_store(url)
 
 
-def test_open_store_refuses_an_empty_path() -> None:
+def test_an_empty_path_is_an_error() -> None:
     with pytest.raises(StorageError, match=r"empty path names no checkpoint directory. Give its path"):
         open_store("")
 
@@ -135,7 +180,7 @@ def test_create_makes_missing_parents(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "c").is_dir()
 
 
-def test_create_on_a_file_says_so(tmp_path: Path) -> None:
+def test_create_on_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
     with pytest.raises(
         StorageError, match=r"/f: cannot create the directory: .*ENOTDIR.*/f is a file where a directory"
@@ -147,7 +192,7 @@ def test_create_on_a_file_says_so(tmp_path: Path) -> None:
         LocalStore(tmp_path / "f" / "g").create()
 
 
-def test_a_store_that_was_never_created_is_empty_and_says_so_when_written_to(tmp_path: Path) -> None:
+def test_a_store_that_was_never_created_is_empty_and_cannot_be_written_to(tmp_path: Path) -> None:
     local = LocalStore(tmp_path / "none")
     assert local.names() == []
     assert not local.exists("a")
@@ -155,7 +200,7 @@ def test_a_store_that_was_never_created_is_empty_and_says_so_when_written_to(tmp
         local.write("a", b"")
 
 
-def test_a_store_keeps_its_place_when_the_process_moves(
+def test_a_store_keeps_its_directory_when_the_process_changes_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -166,7 +211,7 @@ def test_a_store_keeps_its_place_when_the_process_moves(
     assert (tmp_path / "ckpt" / "a").read_bytes() == b"1"
 
 
-# Nothing outside, nothing but regular files.
+# Nothing outside of the directory, and nothing but regular files.
 
 
 def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
