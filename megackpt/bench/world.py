@@ -26,10 +26,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from megackpt.bench.cases import CASES
 from megackpt.bench.measure import BenchRun
 from megackpt.bench.ours import other_formats
-from megackpt.bench.peers import check_peers, settle_threads
+from megackpt.bench.peers import check_peers
 from megackpt.bench.profile import profile
 from megackpt.bench.report import Report
 from megackpt.bench.settings import BenchSettings
+from megackpt.bench.thread_trials import settle_threads
 from megackpt.comm.child_processes import without_current_directory
 from megackpt.errors import DeclarationError, RankFailedError
 
