@@ -1,9 +1,8 @@
 """State of a training run that is not tensors: random streams, data position, schedule, users' objects."""
 
-from megackpt.training_state.data_position import DataPosition
+from megackpt.training_state.data_position import DataPosition, SampleOrder
 from megackpt.training_state.objects import CommonObject, RankObject, Stateful, loader_object
 from megackpt.training_state.rank_position import RankPosition
-from megackpt.training_state.resumable import Resumable
 from megackpt.training_state.rng import RngState
 from megackpt.training_state.rng_sources import (
     ACTIVATION_AXES,
@@ -20,11 +19,9 @@ from megackpt.training_state.rng_sources import (
     TorchRng,
     TrackedRng,
 )
-from megackpt.training_state.sample_order import SampleOrder
 from megackpt.training_state.schedule import PROGRESS, ScheduleState, WhenDifferent
-from megackpt.training_state.shard_reader import SequenceReader, ShardReader, ShuffleBuffer
-from megackpt.training_state.sharded_data import ShardedData
-from megackpt.training_state.training_state import TrainingState
+from megackpt.training_state.sharded_data import SequenceReader, ShardedData, ShardReader, ShuffleBuffer
+from megackpt.training_state.training_state import Resumable, TrainingState
 
 __all__ = [
     "ACTIVATION_AXES",

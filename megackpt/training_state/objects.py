@@ -1,7 +1,7 @@
 """Users' own objects: anything with `state_dict()` and `load_state_dict()`.
 
-Owns how such an object is declared: once for all ranks, or once for each rank along chosen axes. What its
-state means is its own affair, so it is never split or merged.
+An object is declared once for all ranks, or once for each rank along chosen axes. Its state is never split or
+merged, since only the object knows what it means.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedObject, ShardedStateDict
-from megackpt.training_state.rank_position import RankPosition, in_words
+from megackpt.training_state.rank_position import RankPosition, layout_text
 
 
 class Stateful(Protocol):
-    """What torch's modules, schedulers and data loaders have in common.
+    """The methods that torch's modules, schedulers and data loaders have in common.
 
     Source: `torch.distributed.checkpoint.stateful.Stateful`.
     """
@@ -23,7 +23,7 @@ class Stateful(Protocol):
         """Return plain values and tensors."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Go on from them."""
+        """Continue from such a state."""
 
 
 class CommonObject:
@@ -37,22 +37,23 @@ class CommonObject:
         return {"state": self.wrapped.state_dict()}
 
     def resume(self, loaded: Any, *, step: int) -> str:
-        """Hand the state to the object. Local."""
+        """Load the state into the object. Local."""
         self.wrapped.load_state_dict(loaded["state"])
         return ""
 
 
 class RankObject:
-    """An object of which ranks have states of their own, one for each index along some axes.
+    """An object with a different state on each rank, or for each index along some axes.
 
-    Ranks with the same indices hold the same state, of which one is stored.
+    Ranks with the same indices have the same state, which is stored once.
 
     Args:
         wrapped: this rank's object.
-        position: where the rank stands.
+        position: the position of the rank.
         axes: along which states differ; None for all.
-        elsewhere: at another number of ranks along these axes: `error`, or `keep` what the object holds.
-        why: why its state cannot be divided otherwise, for the error's text.
+        elsewhere: what to do at another number of ranks along these axes: `error`, or `keep` the present
+            state of the object.
+        why: why the state cannot be divided among other ranks, for the error's text.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class RankObject:
             self.wrapped.state_dict(),
             tuple(self._sizes.values()),
             tuple(self.position.index(axis) for axis in self.axes),
-            self.position.copy_but(self.axes),
+            self.position.replica_index(self.axes),
             elsewhere="keep",
         )
         return {"sizes": self._sizes, "state": state}
 
     def resume(self, loaded: Any, *, step: int) -> str:
-        """Hand this rank its own state. Local.
+        """Load this rank's state into the object. Local.
 
         Raises:
             MismatchError: the states are of another number of ranks, and `elsewhere` is "error".
@@ -98,10 +99,10 @@ class RankObject:
             self.wrapped.load_state_dict(loaded["state"])
             return ""
         name = type(self.wrapped).__name__
-        then, now = in_words(loaded["sizes"]), in_words(self._sizes)
+        then, now = layout_text(loaded["sizes"]), layout_text(self._sizes)
         different = f"of a {name} were saved at {then}, and this run is at {now}"
         if self.elsewhere == "keep":
-            return f"states {different}: each rank keeps what its own holds"
+            return f"states {different}: each rank keeps the state of its object"
         raise MismatchError(
             f"States {different}: {self.why}. Resume at the same number of ranks, or declare the object with "
             f'elsewhere="keep" and set it by other means.'
@@ -111,8 +112,9 @@ class RankObject:
 def loader_object(loader: Stateful, position: RankPosition) -> RankObject:
     """Return the declaration of a data loader that knows its own position, such as torchdata's.
 
-    `StatefulDataLoader` keeps the states of its workers and of the sampler of its rank in one value, which
-    nobody can divide: it resumes at the same number of data-parallel ranks and is refused at any other.
+    `StatefulDataLoader` keeps the states of its workers and of its rank's sampler in one value, which cannot
+    be
+    divided: it resumes at the same number of data-parallel ranks, and raises an error at any other.
 
     Source: `torchdata.stateful_dataloader.StatefulDataLoader`.
     """

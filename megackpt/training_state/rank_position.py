@@ -1,7 +1,6 @@
-"""RankPosition: where one rank stands in a parallel layout, whatever made the layout.
+"""The position of one rank in a parallel layout, as pure integers.
 
-Owns the arithmetic of places that state of single ranks is stored at; pure integers. Process groups are in
-`megackpt.parallel.groups`.
+It tells at which index of an array over ranks the state of one rank is stored.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from megackpt.parallel.layout import RANK_ORDER
 class RankPosition:
     """The sizes of all axes of a layout, and this rank's index along each.
 
-    Names of axes are free, but the same in all runs that share checkpoints; together they tell ranks apart.
+    Axes may have any names, but the same in all runs that share checkpoints. No two ranks have the same
+    coordinates.
 
-    >>> place = RankPosition(layout={"tp": 2, "dp": 4}, coordinates={"tp": 1, "dp": 3})
-    >>> place.shape, place.offset, place.copy_but(["dp"])
+    >>> position = RankPosition(layout={"tp": 2, "dp": 4}, coordinates={"tp": 1, "dp": 3})
+    >>> position.shape, position.offset, position.replica_index(["dp"])
     ((4, 2), (3, 1), 1)
 
     Attributes:
@@ -29,7 +29,7 @@ class RankPosition:
         coordinates: this rank's index along each, from 0.
 
     Raises:
-        DeclarationError: an axis without an index, or an index outside of its axis.
+        DeclarationError: an axis has no index, or an index is outside of its axis.
     """
 
     layout: Mapping[str, int]
@@ -44,61 +44,64 @@ class RankPosition:
         outside = [axis for axis, size in self.layout.items() if not 0 <= self.coordinates[axis] < size]
         if outside:
             raise DeclarationError(
-                f"RankPosition has coordinates {dict(self.coordinates)} in a layout of {dict(self.layout)}: "
-                f"outside along {', '.join(outside)}. Count ranks of an axis from 0."
+                f"RankPosition has coordinates {dict(self.coordinates)} in a layout of {dict(self.layout)}. "
+                f"They are outside along {', '.join(outside)}: count the ranks of an axis from 0."
             )
 
     @classmethod
     def of(cls, groups: ParallelGroups) -> RankPosition:
         """Return the position of the rank that has these groups, along tp, cp, dp and pp."""
-        where = groups.layout.coordinates(groups.rank)
+        coordinates = groups.layout.coordinates(groups.rank)
         return cls(
             layout={axis: groups.layout.size(axis) for axis in RANK_ORDER},
-            coordinates={axis: getattr(where, axis) for axis in RANK_ORDER},
+            coordinates={axis: getattr(coordinates, axis) for axis in RANK_ORDER},
         )
 
     @classmethod
-    def alone(cls) -> RankPosition:
-        """Return the position of the only rank."""
+    def single_process(cls) -> RankPosition:
+        """Return the position of the only rank of a run."""
         return cls(layout={"dp": 1}, coordinates={"dp": 0})
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes, by name: the order of `shape` and `offset`."""
+        """All axes, sorted by name; the order of `shape` and `offset`."""
         return tuple(sorted(self.layout))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of an array with an element for each rank."""
+        """The shape of an array with one element for each rank."""
         return tuple(self.layout[axis] for axis in self.axes)
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Place of this rank in such an array."""
+        """The index of this rank in such an array."""
         return tuple(self.coordinates[axis] for axis in self.axes)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis; 1 along one that there is not."""
+        """Return the number of ranks along an axis; 1 for an axis that the layout does not have."""
         return self.layout.get(axis, 1)
 
     def index(self, axis: str) -> int:
-        """Return this rank's index along an axis; 0 along one that there is not."""
+        """Return this rank's index along an axis; 0 for an axis that the layout does not have."""
         return self.coordinates.get(axis, 0)
 
-    def copy_but(self, axes: Iterable[str]) -> int:
-        """Number this rank among those with the same indices along `axes`; 0 where all others are 0."""
-        number, apart = 0, set(axes)
-        for other in self.axes:
-            if other not in apart:
-                number = number * self.layout[other] + self.coordinates[other]
+    def replica_index(self, axes: Iterable[str]) -> int:
+        """Return this rank's number among the ranks with the same indices along `axes`.
+
+        It is 0 on the rank whose indices along all other axes are 0.
+        """
+        number, fixed = 0, set(axes)
+        for axis in self.axes:
+            if axis not in fixed:
+                number = number * self.layout[axis] + self.coordinates[axis]
         return number
 
-    def along(self, axes: Iterable[str]) -> tuple[tuple[str, int], ...]:
-        """Return this rank's index along those of `axes` that there are, in the order given."""
+    def indices_along(self, axes: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        """Return this rank's index along each of `axes` that the layout has, in the order given."""
         return tuple((axis, self.coordinates[axis]) for axis in axes if axis in self.coordinates)
 
 
-def in_words(layout: Mapping[str, int]) -> str:
+def layout_text(layout: Mapping[str, int]) -> str:
     """Return a layout in words.
 
     >>> in_words({"tp": 2, "dp": 4})

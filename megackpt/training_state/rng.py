@@ -1,7 +1,7 @@
-"""RngState: the random streams of all ranks, as an array of objects by coordinates.
+"""The random streams of all ranks, stored as an array of objects by coordinates.
 
-Owns whose state is given back to whom: at the layout it was saved at, each rank's own, bit for bit; at any
-other, nobody's. What a generator's state is stands in `rng_sources`.
+At the layout of the save each rank gets its own state back, bit for bit; at any other layout no state is
+given back.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedObject, ShardedStateDict
 from megackpt.parallel import ParallelRng
-from megackpt.training_state.rank_position import RankPosition, in_words
+from megackpt.training_state.rank_position import RankPosition, layout_text
 from megackpt.training_state.rng_sources import RngSource, Seeds, StatesTracker, sources_of_process
 
 
 class RngState:
-    """What this rank draws random numbers from.
+    """The random number generators of this rank.
 
-    The streams of 256 ranks cannot become those of 128. So at another layout there is no state to give back:
-    `elsewhere="error"` refuses, `"reseed"` begins new streams that are a function of seed, step and the new
-    coordinates, whatever layout came before. No rank ever gets the state of another.
+    The streams of 256 ranks cannot become those of 128. So at another layout there is no state to give back.
+    `elsewhere="error"` raises an error; `"reseed"` begins new streams, which are a function of seed, step and
+    the new coordinates, whatever the layout before was. No rank ever gets the state of another.
 
     Args:
-        position: where this rank stands.
+        position: the position of this rank.
         seed: base seed of the job, equal on all ranks.
         sources: the generators by name; names are equal on all ranks.
         elsewhere: what to do at another layout, or with other sources.
@@ -58,14 +58,14 @@ class RngState:
         generators: Mapping[str, np.random.Generator] | None = None,
         elsewhere: Literal["error", "reseed"] = "error",
     ) -> RngState:
-        """Return that of everything in this process: python, numpy, torch on the CPU and all CUDA devices.
+        """Return the state of all generators of this process: python, numpy, torch on CPU and CUDA devices.
 
         Args:
             position: as for the class.
             seed: as for the class.
-            parallel: our streams, if the model has any.
-            tracker: Megatron's, as `get_cuda_rng_tracker()` returns it, if it is used.
-            generators: numpy's generators of the program's own, by name.
+            parallel: the streams of `megackpt.parallel`, if the model has any.
+            tracker: Megatron's tracker, as `get_cuda_rng_tracker()` returns it, if it is used.
+            generators: the program's own numpy generators, by name.
             elsewhere: as for the class.
         """
         sources = sources_of_process(parallel=parallel, tracker=tracker, generators=generators or {})
@@ -86,9 +86,10 @@ class RngState:
         }
 
     def resume(self, loaded: Any, *, step: int) -> str:
-        """Give this rank its own state back, or do what `elsewhere` says. Local.
+        """Restore this rank's state, or do what `elsewhere` says. Local.
 
-        Returns a note if streams are fresh.
+        Returns:
+            A sentence if the streams are fresh, else "".
 
         Raises:
             MismatchError: the layout or the sources differ, and `elsewhere` is "error".
@@ -100,8 +101,8 @@ class RngState:
             return ""
         if self.elsewhere == "error":
             raise MismatchError(
-                f"The random states were saved {different}: no rank's state is this one's. Resume as it was "
-                f'saved, or make fresh streams with RngState(..., elsewhere="reseed").',
+                f"The random states were saved {different}, so none of them belongs to this rank. Resume as "
+                f'it was saved, or make fresh streams with RngState(..., elsewhere="reseed").',
                 key="rng",
             )
         seeds = Seeds(base=self.seed, step=step, position=self.position)
@@ -110,10 +111,10 @@ class RngState:
         return f"random streams are fresh: they were saved {different}"
 
     def _difference(self, loaded: Any) -> str:
-        """Say what differs between what was saved and what is here, "" if nothing does."""
+        """Return in words what differs between the save and this run; "" if nothing does."""
         layout = dict(self.position.layout)
         if loaded["layout"] != layout:
-            return f"at {in_words(loaded['layout'])}, and this run is at {in_words(layout)}"
+            return f"at {layout_text(loaded['layout'])}, and this run is at {layout_text(layout)}"
         if loaded["sources"] != sorted(self.sources):
             return f"from {', '.join(loaded['sources'])}, and this run has {', '.join(sorted(self.sources))}"
         return ""

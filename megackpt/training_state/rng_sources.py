@@ -1,7 +1,6 @@
-"""Generators of random numbers, each with a way to take its state, give it back, and seed it anew.
+"""Random number generators, each with methods to capture, restore and reseed its state.
 
-Owns what the state of each kind of generator is, as plain values (nothing is pickled), and which generators a
-process has. Whose state it is, and when it may be given back, is decided in `rng`.
+States are plain values; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,18 +18,23 @@ from megackpt.parallel import ParallelRng, stable_seed
 from megackpt.training_state.rank_position import RankPosition
 
 DATA_AXES = ("dp",)
-"""Along which python's and numpy's generators are seeded apart: ranks that read the same samples change them
-alike, so those that differ in any other index have to agree."""
+"""Axes along which python's and numpy's generators are seeded differently.
+
+Ranks that differ along other axes read the same samples and have to augment them in the same way.
+"""
 
 ACTIVATION_AXES = ("pp", "dp", "cp")
-"""Along which torch's are: activations that all ranks of tp hold have to be dropped alike."""
+"""Axes along which torch's generators are seeded differently.
+
+All ranks of tp have the same activations and have to drop the same ones.
+"""
 
 TRACKED_AXES: Mapping[str, tuple[str, ...]] = {
     "data-parallel-rng": ("pp",),
     "model-parallel-rng": ("pp", "tp"),
     "expert-parallel-rng": ("pp", "tp", "ep", "etp"),
 }
-"""Likewise for the named states of Megatron's tracker.
+"""Axes along which the named states of Megatron's tracker are seeded differently.
 
 Source: Megatron-Core `tensor_parallel.random.model_parallel_cuda_manual_seed`.
 """
@@ -45,26 +49,26 @@ class Seeds:
     position: RankPosition
 
     def of(self, name: str, axes: tuple[str, ...]) -> int:
-        """Return the 63-bit seed of what is called `name` and differs along `axes` only."""
-        where = [part for pair in self.position.along(axes) for part in pair]
-        return stable_seed(self.base, self.step, name, *where)
+        """Return the 63-bit seed of the generator `name`, which differs along `axes` only."""
+        coordinates = [value for pair in self.position.indices_along(axes) for value in pair]
+        return stable_seed(self.base, self.step, name, *coordinates)
 
 
 class RngSource(Protocol):
-    """One generator, or several that belong together; on this rank."""
+    """One generator of this rank, or several that belong together."""
 
     def capture(self) -> Any:
-        """Return the state as values that the codec knows; later draws do not change it."""
+        """Return the state as values that the codec knows. Later draws do not change them."""
 
     def restore(self, state: Any) -> None:
-        """Go on from a state that `capture` returned.
+        """Continue from a state that `capture` returned.
 
         Raises:
-            MismatchError: it belongs to generators of another kind, or another number of them.
+            MismatchError: the state is of another kind or another number of generators.
         """
 
     def reseed(self, seeds: Seeds) -> None:
-        """Begin anew."""
+        """Begin a new stream."""
 
 
 class PythonRng:
@@ -88,7 +92,7 @@ class NumpyRng:
     """The generator behind the functions of `numpy.random`."""
 
     def capture(self) -> Any:
-        """Return what numpy calls its legacy state."""
+        """Return numpy's legacy state."""
         return dict(np.random.get_state(legacy=False))
 
     def restore(self, state: Any) -> None:
@@ -102,12 +106,12 @@ class NumpyRng:
 
 @dataclass(frozen=True, slots=True)
 class NumpyGenerator:
-    """A `numpy.random.Generator`, which stays the same object.
+    """A `numpy.random.Generator`. Its state changes; the object stays the same.
 
     Attributes:
         generator: the generator.
-        name: makes its fresh seeds differ from those of others.
-        axes: along which it differs.
+        name: makes its fresh seeds differ from those of other generators.
+        axes: along which its fresh seeds differ.
     """
 
     generator: np.random.Generator
@@ -123,15 +127,15 @@ class NumpyGenerator:
         ours = type(self.generator.bit_generator).__name__
         if state["bit_generator"] != ours:
             raise MismatchError(
-                f"The state of {self.name!r} is that of a {state['bit_generator']}, and the generator here "
-                f"is a {ours}. Make it from the bit generator that it was saved with."
+                f"The state of {self.name!r} was saved from a {state['bit_generator']}, and the generator "
+                f"here is a {ours}. Make it from the bit generator that it was saved with."
             )
         self.generator.bit_generator.state = state
 
     def reseed(self, seeds: Seeds) -> None:
-        """Take over the state of a new bit generator of the same kind."""
-        kind: Any = type(self.generator.bit_generator)
-        self.generator.bit_generator.state = kind(seeds.of(self.name, self.axes)).state
+        """Copy the state of a new bit generator of the same class."""
+        bit_generator_class: Any = type(self.generator.bit_generator)
+        self.generator.bit_generator.state = bit_generator_class(seeds.of(self.name, self.axes)).state
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,8 @@ class TorchRng:
 
     Attributes:
         generator: the generator; None for the default one.
-        name: makes its fresh seeds differ from those of others.
-        axes: along which it differs.
+        name: makes its fresh seeds differ from those of other generators.
+        axes: along which its fresh seeds differ.
     """
 
     generator: torch.Generator | None = None
@@ -157,8 +161,8 @@ class TorchRng:
         generator = self.generator or torch.default_generator
         if state.numel() != generator.get_state().numel():
             raise MismatchError(
-                f"The state of {self.name!r} has {state.numel()} bytes, and that of the generator here, on "
-                f"{generator.device}, another number. Make it on the kind of device that it was saved on."
+                f"The state of {self.name!r} has {state.numel()} bytes, which does not fit the generator "
+                f"here, on {generator.device}. Make it on the kind of device that it was saved on."
             )
         generator.set_state(state)
 
@@ -187,7 +191,7 @@ class CudaRng:
             torch.cuda.set_rng_state_all(state)
 
     def reseed(self, seeds: Seeds) -> None:
-        """Seed all devices alike, as `torch.manual_seed` does."""
+        """Seed all devices equally, as `torch.manual_seed` does."""
         if torch.cuda.is_available():
             torch.cuda.manual_seed_all(seeds.of("cuda", ACTIVATION_AXES))
 
@@ -208,7 +212,8 @@ class TrackedRng:
 
     Attributes:
         tracker: the tracker.
-        axes: along which each of its states differs; a name that is added with `tracker.add` needs an entry.
+        axes: by name of each state, the axes along which its fresh seeds differ. A name that is added with
+            `tracker.add` needs an entry.
     """
 
     tracker: StatesTracker
@@ -216,14 +221,13 @@ class TrackedRng:
 
     def capture(self) -> Any:
         """Return copies of the states by name."""
-        found = self.tracker.get_states()
         return {
             name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
-            for name, state in found.items()
+            for name, state in self.tracker.get_states().items()
         }
 
     def restore(self, state: Any) -> None:
-        """Set the states; a state that is a generator here stays that generator."""
+        """Set the states. Where the tracker has a generator, the object stays and its state changes."""
         ours = self.tracker.get_states()
         if ours and ours.keys() != state.keys():
             raise MismatchError(
@@ -238,9 +242,9 @@ class TrackedRng:
         for name, state in self.tracker.get_states().items():
             if name not in self.axes:
                 raise DeclarationError(
-                    f"The tracker has a random state {name!r} of which nobody said along which axes it "
-                    f'differs. Give TrackedRng(tracker, axes={{**TRACKED_AXES, {name!r}: ("pp", "tp")}}), or '
-                    f"what is true of it."
+                    f"The tracker has a random state {name!r}, and it is not known along which axes it "
+                    f'differs. Give TrackedRng(tracker, axes={{**TRACKED_AXES, {name!r}: ("pp", "tp")}}), '
+                    f"with the axes of this state."
                 )
             generator = torch.Generator(device=_device_of(state))
             fresh[name] = generator.manual_seed(seeds.of(name, self.axes[name])).get_state()
@@ -280,7 +284,7 @@ def sources_of_process(
     tracker: StatesTracker | None,
     generators: Mapping[str, np.random.Generator],
 ) -> dict[str, RngSource]:
-    """Return every generator of this process by name, and those that the program has of its own."""
+    """Return every generator of this process by name, including the given ones."""
     sources: dict[str, RngSource] = {
         "python": PythonRng(),
         "numpy": NumpyRng(),
@@ -297,8 +301,9 @@ def sources_of_process(
 
 
 def _device_of(state: Any) -> torch.device:
-    """Return the device of the generators whose state this is: that of a CPU generator is much longer."""
+    """Return the device of the generator whose state this is."""
     if isinstance(state, torch.Generator):
         return state.device
+    # The states of CPU and CUDA generators have different lengths.
     is_cpu = state.numel() == torch.default_generator.get_state().numel()
     return torch.device("cpu" if is_cpu else "cuda")

@@ -1,7 +1,6 @@
-"""ScheduleState: a learning-rate schedule that goes on, and what to do where it was configured otherwise.
+"""A learning-rate schedule that continues after a load, also if it is configured differently now.
 
-Owns the comparison of what is stored with what is given, field by field. What the fields mean is the
-schedule's own affair.
+The stored configuration is compared with the given one, field by field.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PROGRESS = frozenset(
         *("num_steps", "num_iters"),
     }
 )
-"""Fields that say how far a schedule has come, and are no choice of the user's.
+"""Fields that count the progress of a schedule, and are not configured by the user.
 
 Source: `torch.optim.lr_scheduler` of torch 2.13; `num_steps`: Megatron-Core `OptimizerParamScheduler`.
 """
@@ -33,21 +32,19 @@ Source: `torch.optim.lr_scheduler` of torch 2.13; `num_steps`: Megatron-Core `Op
 class ScheduleState:
     """A schedule as common state: a torch scheduler, Megatron's, or a mapping of numbers that describe one.
 
-    Fields of its state dict say how far it has come, or how it is configured. Progress is always that of the
-    checkpoint. Where the configuration differs from the given one, `when_different` decides:
+    Some fields of its state dict count its progress, the others are its configuration. Progress is always
+    taken from the checkpoint. Where the configuration differs from the given one, `when_different` decides:
 
-    * `error`: refuse, and name each field with both values;
-    * `checkpoint`: go on as stored (Megatron's `--use-checkpoint-opt_param-scheduler`);
-    * `given`: go on as given (`--override-opt_param-scheduler`). A torch scheduler that computes a rate from
-      the one before (most do) goes on from the stored rate.
+    * `error`: raise an error that names each field with both values;
+    * `checkpoint`: continue as stored (Megatron's `--use-checkpoint-opt_param-scheduler`);
+    * `given`: continue as given (`--override-opt_param-scheduler`). A torch scheduler that computes a rate
+      from the one before (most do) continues from the stored rate.
 
     Args:
-        schedule: its `load_state_dict` is called; nothing is done to a mapping, see `values`.
+        schedule: an object whose `load_state_dict` is called, or a mapping, which is not changed: see
+        `values`.
         when_different: what to do.
         progress: names of fields that count progress.
-
-    Attributes:
-        values: the state dict: of a mapping, what holds after `resume`.
     """
 
     def __init__(
@@ -62,15 +59,15 @@ class ScheduleState:
                 f"when_different={when_different!r} is not known. Give 'error', 'checkpoint' or 'given'."
             )
         self._schedule = schedule
-        self._held = dict(schedule) if isinstance(schedule, Mapping) else None
+        self._values = dict(schedule) if isinstance(schedule, Mapping) else None
         self.when_different = when_different
         self._progress = frozenset(progress)
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the fields as they are now."""
-        if self._held is not None:
-            return dict(self._held)
+        """The present fields. Of a mapping, after `resume`, those to continue with."""
+        if self._values is not None:
+            return dict(self._values)
         assert not isinstance(self._schedule, Mapping)
         return dict(self._schedule.state_dict())
 
@@ -79,10 +76,13 @@ class ScheduleState:
         return {"fields": self.values}
 
     def resume(self, loaded: Any, *, step: int) -> str:
-        """Go on where the schedule was; returns a note where it goes on otherwise than was given. Local.
+        """Continue where the schedule was. Local.
+
+        Returns:
+            A sentence if stored and given configuration differ, else "".
 
         Raises:
-            MismatchError: it was configured otherwise, and `when_different` is "error".
+            MismatchError: they differ, and `when_different` is "error".
         """
         stored, given = loaded["fields"], self.values
         differing = list(self._differing(stored, given))
@@ -93,8 +93,8 @@ class ScheduleState:
                 f'stored, "given" as given.'
             )
         chosen = self._overridden(stored, given) if self.when_different == "given" else stored
-        if self._held is not None:
-            self._held = dict(chosen)
+        if self._values is not None:
+            self._values = dict(chosen)
         else:
             assert not isinstance(self._schedule, Mapping)
             self._schedule.load_state_dict(chosen)
@@ -104,29 +104,29 @@ class ScheduleState:
         return f"{whose} schedule is followed ({'; '.join(differing)})"
 
     def _differing(self, stored: Any, given: Any, path: str = "") -> Iterator[str]:
-        """Say of each configured field that differs what is stored and what is given."""
-        for name, ours, theirs in _pairs(stored, given):
+        """Yield each configured field that differs, with the stored and the given value."""
+        for name, stored_value, given_value in _pairs(stored, given):
             if name in self._progress:
                 continue
             inner = f"{path}.{name}" if path else name
-            if _is_nested(ours) and _is_nested(theirs):
-                yield from self._differing(ours, theirs, inner)
-            elif not _are_equal(ours, theirs):
-                yield f"{inner}: {ours!r} stored, {theirs!r} given"
+            if _is_nested(stored_value) and _is_nested(given_value):
+                yield from self._differing(stored_value, given_value, inner)
+            elif not _are_equal(stored_value, given_value):
+                yield f"{inner}: {stored_value!r} stored, {given_value!r} given"
 
     def _overridden(self, stored: Any, given: Any) -> Any:
-        """Return what is given, with the progress that is stored."""
+        """Return the given fields, with the stored progress."""
         if not _is_nested(stored) or not _is_nested(given):
             return given
         if isinstance(given, list):
             if not isinstance(stored, list) or len(stored) != len(given):
                 return given
             return [self._overridden(a, b) for a, b in zip(stored, given, strict=True)]
-        found = dict(given)
+        fields = dict(given)
         for name in given.keys() & stored.keys():
             is_progress = name in self._progress
-            found[name] = stored[name] if is_progress else self._overridden(stored[name], given[name])
-        return found
+            fields[name] = stored[name] if is_progress else self._overridden(stored[name], given[name])
+        return fields
 
 
 class _Absent:
@@ -138,17 +138,17 @@ _ABSENT = _Absent()
 
 
 def _is_nested(value: Any) -> bool:
-    """Say whether fields are looked at one by one: in dicts, and in lists of them, as in chained ones."""
+    """Return whether fields are compared one by one: of dicts, and of lists of dicts (chained schedulers)."""
     return isinstance(value, dict) or (
         isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
     )
 
 
 def _pairs(stored: Any, given: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Return the fields that either has, by name or position, with both values."""
-    ours, theirs = _named(stored), _named(given)
-    for name in [*theirs, *(name for name in ours if name not in theirs)]:
-        yield name, ours.get(name, _ABSENT), theirs.get(name, _ABSENT)
+    """Yield the fields that either has, by name or position, with both values."""
+    stored_fields, given_fields = _named(stored), _named(given)
+    for name in dict.fromkeys([*given_fields, *stored_fields]):
+        yield name, stored_fields.get(name, _ABSENT), given_fields.get(name, _ABSENT)
 
 
 def _named(value: Any) -> dict[str, Any]:

@@ -1,35 +1,130 @@
-"""ShardedData: data that is cut into shards, each read by one data-parallel rank as a whole.
+"""Data that is cut into shards, each read as a whole by one data-parallel rank.
 
-Owns who reads which shard, in which order a rank takes from its shards, and that their states find their new
-readers: the states are an array over shards, not over ranks, so that any number of ranks can ask for theirs.
+The states of the readers are stored as an array over shards, not over ranks, so that any number of ranks can
+ask for theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from megackpt.errors import DeclarationError, MismatchError, truncated_list
 from megackpt.mapping import ShardedObject, ShardedStateDict
+from megackpt.parallel import stable_seed
 from megackpt.training_state.rank_position import RankPosition
-from megackpt.training_state.shard_reader import ShardReader
+
+
+class ShardReader(Protocol):
+    """Reads the samples of one shard once, in any order. A sample may be any object."""
+
+    def __next__(self) -> Any:
+        """Return the next sample; raise StopIteration after the last."""
+
+    def state_dict(self) -> Any:
+        """Return plain values and tensors from which another reader can continue."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from the state of a reader of the same shard."""
+
+
+class SequenceReader:
+    """Reads a sequence from its beginning to its end."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = samples
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._samples):
+            raise StopIteration
+        self._next += 1
+        return self._samples[self._next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return length and position."""
+        return {"length": len(self._samples), "next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position.
+
+        Raises:
+            MismatchError: the shard has another length now.
+        """
+        if state["length"] != len(self._samples):
+            raise MismatchError(
+                f"A shard had {state['length']} samples when its position was saved, and has "
+                f"{len(self._samples)} now. Resume with the shards that it was saved with."
+            )
+        self._next = state["next"]
+
+
+class ShuffleBuffer:
+    """Reads another reader's samples in a shuffled order, through a buffer.
+
+    The buffer is part of the state, so its samples have to be plain values or tensors. Which sample is drawn
+    is a function of seed and count, so there is no random state to save.
+
+    Args:
+        reader: the reader of the samples.
+        size: the number of samples in the buffer.
+        seed: of the shuffling; give each shard and epoch a different one.
+    """
+
+    def __init__(self, reader: ShardReader, *, size: int, seed: int) -> None:
+        if size < 1:
+            raise DeclarationError(f"A shuffle buffer of {size} samples is too small. Give at least 1.")
+        self._reader = reader
+        self._size = size
+        self._seed = seed
+        self._drawn = 0
+        self._buffer: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while len(self._buffer) < self._size:
+            try:
+                self._buffer.append(next(self._reader))
+            except StopIteration:
+                break
+        if not self._buffer:
+            raise StopIteration
+        index = stable_seed(self._seed, self._drawn) % len(self._buffer)
+        self._drawn += 1
+        self._buffer[index], self._buffer[-1] = self._buffer[-1], self._buffer[index]
+        return self._buffer.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffer, the count and the other reader's state."""
+        return {"buffer": list(self._buffer), "drawn": self._drawn, "reader": self._reader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with them."""
+        self._buffer = list(state["buffer"])
+        self._drawn = state["drawn"]
+        self._reader.load_state_dict(state["reader"])
 
 
 class ShardedData:
     """An endless iterator over this rank's shards: shard `i` is read by data-parallel rank `i % dp`.
 
-    A rank takes the next sample from the shard that is furthest behind, by epoch, then by samples, then by
-    name; so its order is a function of the shards' states, and a resume at the same dp goes on bit for bit.
-    At another dp the shards change their readers with all that belongs to them: every sample of a shard is
-    visited once per epoch of that shard, in the shard's order; batches are composed otherwise.
+    A rank takes the next sample from its shard that has been read least, by epoch, then by samples, then by
+    name. So its order is a function of the shards' states, and a resume at the same dp continues bit for bit.
+    At another dp each shard continues with its new reader: every sample of a shard is visited once in each
+    epoch of that shard, in the shard's order, but batches are composed differently.
 
-    Ranks that differ in other axes than dp, and read the same samples, hold the same states; that of the rank
-    whose other indices are all 0 is stored, so that rank has to be one that reads.
+    Ranks that differ only in other axes than dp have the same states. The state of the rank whose other
+    indices are all 0 is stored, so that rank has to read.
 
     Args:
-        shards: names of all shards, equal on all ranks; their order has no meaning.
+        shards: names of all shards, equal on all ranks, in any order.
         open_shard: returns a reader at the beginning of a shard, given its name and the epoch, from 0.
-        position: where this rank stands; the axis of data parallelism is called dp.
+        position: the position of this rank; the axis of data parallelism is called dp.
 
     Raises:
         DeclarationError: a name occurs twice, or there are fewer shards than data-parallel ranks.
@@ -44,14 +139,14 @@ class ShardedData:
         dp = position.size("dp")
         if len(self.shards) < dp:
             raise DeclarationError(
-                f"{dp} data-parallel ranks share {len(self.shards)} shards: some would have none, as a shard "
-                f"is read by one rank as a whole. Use at most {len(self.shards)} data-parallel ranks, or cut "
-                f"the data into more shards."
+                f"{dp} data-parallel ranks share {len(self.shards)} shards. A shard is read by one rank as a "
+                f"whole, so some ranks would have none. Use at most {len(self.shards)} data-parallel ranks, "
+                f"or cut the data into more shards."
             )
         self.position = position
         self._open = open_shard
-        self._mine = {
-            number: _Progress(name, open_shard)
+        self._progress = {
+            number: _ShardProgress(name, open_shard)
             for number, name in enumerate(self.shards)
             if number % dp == position.index("dp")
         }
@@ -59,18 +154,18 @@ class ShardedData:
     @property
     def my_shards(self) -> tuple[str, ...]:
         """The shards that this rank reads."""
-        return tuple(progress.name for progress in self._mine.values())
+        return tuple(progress.name for progress in self._progress.values())
 
     def __iter__(self) -> ShardedData:
         return self
 
     def __next__(self) -> Any:
         while True:
-            behind = min(self._mine.values(), key=lambda progress: (progress.epoch, progress.drawn))
+            shard = min(self._progress.values(), key=lambda progress: (progress.epoch, progress.drawn))
             try:
-                return behind.draw()
-            except StopIteration:  # that one is at its end: another may be behind it now
-                behind.begin_next_epoch()
+                return shard.draw()
+            except StopIteration:  # the end of its epoch: another shard may have been read less now
+                shard.begin_next_epoch()
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Declare `prefix + "shards"`, an object for each shard of this rank. Local."""
@@ -80,18 +175,18 @@ class ShardedData:
                 progress.state_dict(),
                 (len(self.shards),),
                 (number,),
-                self.position.copy_but(["dp"]),
+                self.position.replica_index(["dp"]),
                 elsewhere="keep",
             )
-            for number, progress in self._mine.items()
+            for number, progress in self._progress.items()
         }
         return {"names": list(self.shards), "states": states}
 
     def resume(self, loaded: Any, *, step: int) -> str:
-        """Go on in each of this rank's shards where it was left, by whichever rank. Local.
+        """Continue in each of this rank's shards, whichever rank read it before. Local.
 
         Raises:
-            MismatchError: the data has other shards now; names them.
+            MismatchError: the data has other shards now; the text names them.
         """
         stored = loaded["names"]
         gone, new = sorted(set(stored) - set(self.shards)), sorted(set(self.shards) - set(stored))
@@ -102,13 +197,13 @@ class ShardedData:
                 f"{len(stored) - len(gone)} now, and {len(new)} others:\n{truncated_list(differing)}\n"
                 f"Resume with the same shards: how far the others were read is not known."
             )
-        for number, progress in self._mine.items():
+        for number, progress in self._progress.items():
             progress.load_state_dict(loaded["states"][str(number)])
         return ""
 
 
-class _Progress:
-    """How far one shard was read: epoch, samples drawn in it, and the reader's own state."""
+class _ShardProgress:
+    """The progress of one shard: epoch, samples drawn in it, and its reader."""
 
     def __init__(self, name: str, open_shard: Callable[[str, int], ShardReader]) -> None:
         self.name = name
@@ -118,7 +213,7 @@ class _Progress:
         self._reader = open_shard(name, 0)
 
     def draw(self) -> Any:
-        """Return the next sample; StopIteration behind the last of the epoch."""
+        """Return the next sample; raise StopIteration after the last of the epoch."""
         sample = next(self._reader)
         self.drawn += 1
         return sample

@@ -1,18 +1,45 @@
-"""TrainingState: the parts of a run that are no tensors, declared and resumed together.
+"""`TrainingState`: the parts of a run that are not tensors, saved and resumed together.
 
-Owns that a part that cannot be resumed on one rank is refused on all. What the parts are is their own affair.
+A part that cannot be resumed on one rank raises the same error on all ranks.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from megackpt.comm import Group, run_on_all_ranks, world_group
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedStateDict
-from megackpt.training_state.resumable import Resumable
+
+
+class Resumable(Protocol):
+    """A part of a run that is neither model nor optimizer, such as a position or a schedule.
+
+    A class of a user may be one.
+    """
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        """Declare what to save, and what to ask for in a load. Local.
+
+        State that differs from rank to rank is in entities, whose keys begin with the prefix. Everything else
+        is common state, equal on all ranks.
+        """
+
+    def resume(self, loaded: Any, *, step: int) -> str:
+        """Continue from a loaded state. Local; the decision is the same on all ranks.
+
+        Args:
+            loaded: what a load returned for `sharded_state_dict`.
+            step: the step that was loaded.
+
+        Returns:
+            A sentence on what does not go on as it was; "" if everything does.
+
+        Raises:
+            MismatchError: the state cannot be continued here; the text has the reason.
+        """
 
 
 class TrainingState:
@@ -21,8 +48,8 @@ class TrainingState:
     Keys in the checkpoint begin with the names, as in `rng.rng`.
 
     Args:
-        parts: names and parts; equal names on all ranks.
-        group: who resumes together; None for all ranks.
+        parts: the parts by name; names are equal on all ranks.
+        group: the ranks that resume together; None for all ranks.
         timeout_s: how long a rank waits for the others in `resume`.
 
     >>> state = TrainingState({"schedule": ScheduleState({"peak": 1e-3})})    # doctest: +SKIP
@@ -36,23 +63,32 @@ class TrainingState:
     ) -> None:
         dotted = [name for name in parts if not name or "." in name]
         if dotted:
-            raise DeclarationError(f"Parts are named {dotted}: give names without dots, as they begin keys.")
+            raise DeclarationError(
+                f"Parts are named {dotted}: give names without dots, since keys begin with them."
+            )
         self.parts = dict(parts)
         self._group = group
         self._timeout_s = timeout_s
 
     def sharded_state_dict(self) -> ShardedStateDict:
-        """Declare all parts, by name: to be saved, and to be asked for in a load. Local."""
+        """Declare all parts, by name, to save them or to ask for them in a load. Local."""
         return {name: part.sharded_state_dict(f"{name}.") for name, part in self.parts.items()}
 
     def resume(self, loaded: Mapping[str, Any], *, step: int) -> list[str]:
-        """Continue every part from a loaded state dict; return what does not go on as it was. Collective.
+        """Continue every part from a loaded state dict. Collective.
 
-        Parts are resumed in their order; after an error, those before it have been. step is the one loaded.
+        Parts are resumed in their order; after an error, those before it have been resumed.
+
+        Args:
+            loaded: the state dict that a load returned.
+            step: the step that was loaded.
+
+        Returns:
+            A sentence on each part that does not go on as it was.
 
         Raises:
-            MismatchError: a part cannot be continued, or the checkpoint has none of that name; on all ranks,
-                naming the first that failed.
+            MismatchError: a part cannot be continued, or the checkpoint has no part of that name; the same on
+                all ranks, for the first part that failed.
         """
 
         def resume_here() -> bytes:
@@ -68,7 +104,7 @@ class TrainingState:
     def _resume_part(self, name: str, part: Resumable, loaded: Mapping[str, Any], step: int) -> str:
         if name not in loaded:
             raise MismatchError(
-                f"The checkpoint has no {name!r}, of which this run is made. Resume without that part, or "
+                f"The checkpoint has no {name!r}, which is a part of this run. Resume without that part, or "
                 f"from a checkpoint that has it.",
                 key=name,
             )

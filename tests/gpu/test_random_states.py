@@ -32,7 +32,7 @@ def draws(tracker: Any) -> list[Any]:
 
 def test_streams_of_all_devices_and_of_the_tracker_go_on(tmp_path: Path) -> None:
     tracker = tracker_of("model-parallel-rng")
-    rng = RngState.of_process(RankPosition.alone(), seed=1, tracker=tracker)
+    rng = RngState.of_process(RankPosition.single_process(), seed=1, tracker=tracker)
     draws(tracker)
     save(rng.sharded_state_dict(), tmp_path / "c")
     expected = draws(tracker)
@@ -44,7 +44,7 @@ def test_streams_of_all_devices_and_of_the_tracker_go_on(tmp_path: Path) -> None
 def test_fresh_states_of_the_tracker_are_those_of_cuda_generators() -> None:
     tracker = tracker_of("model-parallel-rng")
     before = tracker.get_states()["model-parallel-rng"]
-    TrackedRng(tracker).reseed(Seeds(base=1, step=3, position=RankPosition.alone()))
+    TrackedRng(tracker).reseed(Seeds(base=1, step=3, position=RankPosition.single_process()))
     fresh = tracker.get_states()["model-parallel-rng"]
     assert fresh.shape == before.shape
     assert not torch.equal(fresh, before)

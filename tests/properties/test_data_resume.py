@@ -169,7 +169,7 @@ def test_a_rank_visits_all_samples_of_its_shards_before_any_of_the_next_epoch() 
 
 def test_other_shards_are_refused_by_name(tmp_path: Path) -> None:
     def data(**lengths: int) -> ShardedData:
-        return ShardedData(list(lengths), open_shard(lengths, 0), RankPosition.alone())
+        return ShardedData(list(lengths), open_shard(lengths, 0), RankPosition.single_process())
 
     save(data(a=2, b=3).sharded_state_dict(), tmp_path / "c")
     for other in (data(a=2, c=3), data(a=2, b=3, c=3)):
@@ -186,8 +186,8 @@ def test_shards_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(DeclarationError, match=r"4 data-parallel ranks share 3 shards.*Use at most 3"):
         ShardedData(["a", "b", "c"], open_shard({"a": 1}, 0), place)
     with pytest.raises(DeclarationError, match="named twice"):
-        ShardedData(["a", "a"], open_shard({"a": 1}, 0), RankPosition.alone())
+        ShardedData(["a", "a"], open_shard({"a": 1}, 0), RankPosition.single_process())
     with pytest.raises(DeclarationError, match="Shard 'a' has no samples"):
-        next(ShardedData(["a"], open_shard({"a": 0}, 0), RankPosition.alone()))
+        next(ShardedData(["a"], open_shard({"a": 0}, 0), RankPosition.single_process()))
     with pytest.raises(DeclarationError, match="buffer of 0 samples"):
         ShuffleBuffer(SequenceReader([]), size=0, seed=1)

@@ -67,7 +67,7 @@ def draws_of_process(generator: np.random.Generator, tracker: Any) -> list[Any]:
 def test_all_generators_of_a_process_go_on_bit_for_bit(tmp_path: Path) -> None:
     generator, tracker = np.random.default_rng(3), tracker_of("model-parallel-rng")
     rng = RngState.of_process(
-        RankPosition.alone(), seed=1, tracker=tracker, generators={"augment": generator}
+        RankPosition.single_process(), seed=1, tracker=tracker, generators={"augment": generator}
     )
     random.seed(5)
     random.gauss(0, 1)  # the spare normal number is part of the state
@@ -79,7 +79,7 @@ def test_all_generators_of_a_process_go_on_bit_for_bit(tmp_path: Path) -> None:
     random.seed(6)
     torch.manual_seed(6)
     resumed = RngState.of_process(
-        RankPosition.alone(), seed=2, tracker=tracker_then, generators={"augment": others}
+        RankPosition.single_process(), seed=2, tracker=tracker_then, generators={"augment": others}
     )
     assert resumed.resume(load(resumed.sharded_state_dict(), tmp_path / "c"), step=10) == ""
     assert draws_of_process(others, tracker_then) == expected
@@ -187,8 +187,8 @@ def test_a_tracker_s_states_begin_anew_along_the_axes_that_megatron_gives_them()
         "dp": set(),
         "ep": {"expert-parallel-rng"},
     }
-    with pytest.raises(DeclarationError, match=r"random state 'mine' of which nobody said along which axes"):
-        TrackedRng(tracker_of("mine")).reseed(Seeds(base=1, step=3, position=RankPosition.alone()))
+    with pytest.raises(DeclarationError, match=r"random state 'mine', and it is not known along which axes"):
+        TrackedRng(tracker_of("mine")).reseed(Seeds(base=1, step=3, position=RankPosition.single_process()))
 
 
 def test_a_tracker_s_generators_stay_the_same_objects() -> None:
@@ -210,13 +210,13 @@ def test_a_tracker_s_generators_stay_the_same_objects() -> None:
     source.restore(state)
     assert tracker.states["model-parallel-rng"] is held
     assert torch.equal(torch.rand(3, generator=held), expected)
-    source.reseed(Seeds(base=1, step=3, position=RankPosition.alone()))
+    source.reseed(Seeds(base=1, step=3, position=RankPosition.single_process()))
     assert tracker.states["model-parallel-rng"] is held
 
 
 def test_generators_of_another_kind_or_name_are_refused() -> None:
     state = NumpyGenerator(np.random.Generator(np.random.MT19937(1)), "augment").capture()
-    with pytest.raises(MismatchError, match=r"'augment' is that of a MT19937.*here is a PCG64"):
+    with pytest.raises(MismatchError, match=r"'augment' was saved from a MT19937.*here is a PCG64"):
         NumpyGenerator(np.random.default_rng(1), "augment").restore(state)
     with pytest.raises(MismatchError, match=r"'mine' has 16 bytes.*on cpu, another"):
         TorchRng(torch.Generator(), "mine").restore(torch.zeros(16, dtype=torch.uint8))
@@ -227,7 +227,7 @@ def test_generators_of_another_kind_or_name_are_refused() -> None:
 @pytest.mark.parametrize("elsewhere", ["keep", ""])
 def test_an_unknown_policy_is_refused(elsewhere: Any) -> None:
     with pytest.raises(DeclarationError, match="Give 'error' or 'reseed'"):
-        RngState(RankPosition.alone(), seed=1, sources={}, elsewhere=elsewhere)
+        RngState(RankPosition.single_process(), seed=1, sources={}, elsewhere=elsewhere)
 
 
 @pytest.mark.parametrize("coordinates", [{"dp": 2}, {"tp": 0}, {"dp": -1}])

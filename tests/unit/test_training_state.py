@@ -118,7 +118,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_names_it() -> None:
 
 
 def test_a_part_that_the_checkpoint_lacks_is_named() -> None:
-    with pytest.raises(MismatchError, match=r"The checkpoint has no 'data', of which this run is made"):
+    with pytest.raises(MismatchError, match=r"The checkpoint has no 'data', which is a part of this run"):
         TrainingState({"data": DataPosition({})}).resume({"schedule": {}}, step=1)
 
 
