@@ -1,7 +1,6 @@
-"""What is wrong with a stored checkpoint, one thing at a time.
+"""One fault of a stored checkpoint: in which file, in which of its bytes, and of which chunk they are.
 
-Owns how a fault is named: which file, which bytes of it, and of which chunk they are. Finding faults is up to
-formats, for their own files, and to `megackpt.engine.verification.verify`.
+Formats find the faults of their own files, `megackpt.engine.verification.verify` those of chunks.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Damage:
     Attributes:
         what: what is wrong, in words.
         file: name of the file in the checkpoint; empty if no single file is at fault.
-        key: array or object that is concerned, if it is one.
-        box: of which chunk, as `ChunkTable.describe` writes it.
-        start: first byte of the file that is concerned, if it is not all of it.
+        key: the array or object, if it is a single one.
+        box: the chunk, as `ChunkTable.describe` writes it.
+        start: first wrong byte of the file, if it is not the whole file.
         stop: one past the last.
     """
 
@@ -33,10 +32,10 @@ class Damage:
     stop: int | None = None
 
     def __str__(self) -> str:
-        bytes_of = f"bytes {self.start}:{self.stop} of " if self.start is not None else ""
+        byte_range = f"bytes {self.start}:{self.stop} of " if self.start is not None else ""
         chunk = " ".join(filter(None, (repr(self.key) if self.key is not None else "", self.box)))
-        place = ", ".join(filter(None, (f"{bytes_of}{self.file}" if self.file else "", chunk)))
-        return f"{place}: {self.what}" if place else self.what
+        location = ", ".join(filter(None, (f"{byte_range}{self.file}" if self.file else "", chunk)))
+        return f"{location}: {self.what}" if location else self.what
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are known."""
@@ -44,7 +43,7 @@ class Damage:
 
 
 def damage_of(error: CheckpointError, *, location: str, file: str = "") -> Damage:
-    """Return what an error says; location is the store's, and file what it is about if it does not say."""
+    """Return an error as damage; location is the store's, and file the one at fault if the error has none."""
     path = error.path or ""
-    inside = path.removeprefix(f"{location}/") if path.startswith(f"{location}/") else ""
-    return Damage(what=" ".join(str(error).split()), file=inside or file, key=error.key)
+    relative = path.removeprefix(f"{location}/") if path.startswith(f"{location}/") else ""
+    return Damage(what=" ".join(str(error).split()), file=relative or file, key=error.key)

@@ -1,7 +1,4 @@
-"""Chunks that lie raw in files.
-
-Owns reading a range of one, and checking it where digests were stored.
-"""
+"""Chunks that are stored uncompressed in files, read by range and checked where digests were stored."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from megackpt.geometry import Ints
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks
 from megackpt.storage import Store, digest_list
 
-_LOOKED_AT = 16  # files, to tell whether all are in memory
+_SAMPLED_FILES = 16  # whose state tells whether all are in memory
 
 
 class FileChunks(Chunks):
@@ -39,7 +36,7 @@ class FileChunks(Chunks):
         return position
 
     def describe(self, row: int) -> str:
-        """Name the file and the byte range."""
+        """Return the file and the byte range of a chunk."""
         start = int(self.stored.offset_bytes[row])
         return f"bytes {start}:{start + int(self.table.nbytes[row])} of {self._path(row)}"
 
@@ -61,59 +58,60 @@ class FileChunks(Chunks):
 
     def is_cached(self) -> bool:
         """Return whether no read waits, as far as the store knows. Asks about some files only."""
-        used = np.unique(self.stored.file)[:_LOOKED_AT].tolist()
+        used = np.unique(self.stored.file)[:_SAMPLED_FILES].tolist()
         try:
             return all(self._store.is_cached(self.stored.files[number]) for number in used)
-        except CheckpointError:  # whoever reads the file will say what is wrong with it
+        except CheckpointError:  # the read of the file reports the error
             return False
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
-        """Read, and compare with the digests of the blocks that out covers."""
+        """Read a range of a chunk; with verify, digest its blocks while the rest is being read."""
         name = self.stored.files[int(self.stored.file[row])]
         offset = int(self.stored.offset_bytes[row]) + start
         if not verify or self.stored.digests is None or not out.nbytes:
             self._store.read_into(name, offset, out)
             return
-        data, found, done = out.cast("B"), list[int](), 0
+        data, digests, digested = out.cast("B"), list[int](), 0
         for filled in self._store.stream_into(name, offset, data):
-            if filled < len(data):
+            if filled < len(data):  # a block that is not complete waits for more
                 filled -= filled % DIGEST_BLOCK_BYTES
-            found += digest_list(data[done:filled], DIGEST_BLOCK_BYTES)
-            done = filled
-        self._compare(Part(row, start, start + len(data)), found)
+            digests += digest_list(data[digested:filled], DIGEST_BLOCK_BYTES)
+            digested = filled
+        self._compare(Part(row, start, start + len(data)), digests)
 
     @contextlib.contextmanager
     def _borrow(self, parts: Sequence[Part], verify: bool) -> Iterator[list[memoryview]]:
-        """Read from the first part to the last one at once, and check each."""
+        """Read from the first part to the last one in one request, and check each."""
         offset = self.stored.offset_bytes[[part.row for part in parts]].tolist()
         begins = [at + part.start for at, part in zip(offset, parts, strict=True)]
         first = min(begins)
         last = max(b + p.stop - p.start for b, p in zip(begins, parts, strict=True))
         name = self.stored.files[int(self.stored.file[parts[0].row])]
         with self._store.borrow(name, first, last - first) as data:
-            lent = [
+            views = [
                 data[b - first : b - first + p.stop - p.start] for b, p in zip(begins, parts, strict=True)
             ]
             if verify and self.stored.digests is not None:
-                self._verify(parts, lent)
-            yield lent
+                for part, view in zip(parts, views, strict=True):
+                    self._compare(part, digest_list(view, DIGEST_BLOCK_BYTES))
+            yield views
 
-    def _verify(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
-        """Compare what was read of each part with the digests of its blocks."""
-        for part, view in zip(parts, data, strict=True):
-            self._compare(part, digest_list(view, DIGEST_BLOCK_BYTES))
+    def _compare(self, part: Part, actual: Sequence[int]) -> None:
+        """Compare the digests of all blocks of a part with those that were stored.
 
-    def _compare(self, part: Part, found: Sequence[int]) -> None:
-        """Compare the digests found of all blocks of a part with those that were stored."""
+        Raises:
+            IntegrityError: they differ, or there are more or fewer.
+        """
         stored = self.stored
         assert stored.digests is not None
         block, blocks = part.start // DIGEST_BLOCK_BYTES, -(-part.stop // DIGEST_BLOCK_BYTES)
         first = int(stored.digest_start[part.row])
-        said = stored.digests[first + block : first + blocks].tolist()
-        if found != said:  # nor are fewer of them enough
-            raise self._differs(part.row, block + [a != b for a, b in zip_longest(found, said)].index(True))
+        expected = stored.digests[first + block : first + blocks].tolist()
+        if actual != expected:
+            first_wrong = [a != b for a, b in zip_longest(actual, expected)].index(True)
+            raise self._changed_block(part.row, block + first_wrong)
 
-    def _differs(self, row: int, block: int) -> IntegrityError:
+    def _changed_block(self, row: int, block: int) -> IntegrityError:
         """Return the error for a block that has another digest."""
         stored = self.stored
         key = stored.table.arrays[int(stored.table.array[row])].key

@@ -1,7 +1,7 @@
-"""What a pickle, and the zip file around it, may claim and do, checked before anything is made of them.
+"""Limits of what a pickle, and the zip file around it, may claim and do, checked before either is loaded.
 
-Owns bounds of memory, depth and repetition; an unpickler believes every length, and Python's own hashes and
-comparisons follow nested tuples without a bound. Which classes a pickle may name is `safe_pickle`'s.
+They bound memory, depth and repetition: an unpickler trusts every length, and Python's own hashes and
+comparisons follow nested tuples without a bound. Which classes a pickle may name is decided in `safe_pickle`.
 """
 
 from __future__ import annotations
@@ -14,47 +14,45 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
 from megackpt.codec.hashes import NumberHashes
 
-_MOST_DEPTH = 500  # values of real checkpoints are nested a few dozen deep
-_MOST_WEIGHT = 1 << 24  # values in one value, each as often as it stands there, beyond a few for each byte
+_MAX_DEPTH = 500  # values of real checkpoints are nested a few dozen levels deep
+_MAX_WEIGHT = 1 << 24  # values in one value, counted as often as they occur, besides a few per byte
 _ZIP = b"PK\3\4"
 
-# Opcodes by what they do to the stack, as far as it matters how deep a value is.
+# Opcodes by their effect on the stack, as far as the depth of values depends on it.
 _MARK = ord("(")
 _TUPLES = {ord(")"): 0, 0x85: 1, 0x86: 2, 0x87: 3}
 _TO_MARK = frozenset(b"tldeuoi\x90\x91")
-_ON_TOP = frozenset(b"eu\x90")  # put what lies above the mark into what lies below
+_APPENDS = frozenset(b"eu\x90")  # put the values above the mark into the one below
 _PUTS = frozenset(b"pqr")
 _GETS = frozenset(b"ghj")
-_POPS_TWO = frozenset(b"Rb\x81a")  # the second of them stays, with the first in it
+_POPS_TWO = frozenset(b"Rb\x81a")  # the lower one stays, and contains the upper one
 _POP, _POP_MARK, _DUP, _SETITEM, _REDUCE, _BUILD, _GLOBAL = b"012sRbc"
 _MEMOIZE, _NEWOBJ, _NEWOBJ_EX, _STACK_GLOBAL = 0x94, 0x81, 0x92, 0x93
 
 
 def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str, str]]:
-    """Return modules and names in a pickle; refuse one that would change what it has not made.
+    """Return the modules and names in a pickle, after checking that it is harmless to load.
 
-    Refused is also one that claims too much.
+    A pickle is rejected if it would change objects that it has not made: BUILD, which sets attributes, is
+    allowed on an instance that the pickle itself has made, never on what it refers to by name (a class, a
+    function, a member of an enumeration). calls_make_new says whether the result of a call counts as such an
+    instance.
 
-    BUILD, which sets attributes, is allowed on an instance that the pickle itself has made, never on what it
-    has got by a name: a class, a function, a member of an enumeration. calls_make_new says whether the result
-    of a call counts as such an instance.
-
-    Too much is memory beyond its own size, or stack or time beyond all measure.
-
-    Numbers of the memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and
-    lengths are believed before the bytes are there. Tuples in tuples, 100,000 deep or each twice in the next,
-    end the process when they are hashed, or never.
+    It is also rejected if it needs memory beyond its own size, or unbounded stack or time. Numbers of the
+    memo are sequential in an honest pickle, but a forged one makes a table of 64 GiB, and an unpickler trusts
+    lengths before the bytes are there. Tuples in tuples, 100,000 levels deep or each twice in the next, end
+    the process when they are hashed, or never.
 
     Raises:
-        pickle.UnpicklingError: it is such a pickle, or not a whole one.
+        pickle.UnpicklingError: the pickle is not harmless, or incomplete.
 
     Source: the opcodes of Python's pickletools.
     """
     position, end = 0, len(data)
     named: set[tuple[str, str]] = set()
     numbers = NumberHashes()
-    values = _Values(most=4 * end + _MOST_WEIGHT, calls_make_new=calls_make_new)
-    # Most opcodes push something plain; to call a function for each would double the time.
+    values = _StackModel(most=4 * end + _MAX_WEIGHT, calls_make_new=calls_make_new)
+    # Most opcodes push a plain value; a function call for each would double the time.
     arguments, plain, stack = _ARGUMENTS, _PUSH_PLAIN, values.stack
     while position < end:
         code = data[position]
@@ -99,7 +97,7 @@ _PUSH_PLAIN = frozenset(
     if not o.stack_before and len(o.stack_after) == 1 and o.code not in "()ghjc"
 )
 _INTEGERS = frozenset(b"IL\x8a\x8b")
-_MOST_DIGITS = 4300  # as Python itself
+_MAX_DIGITS = 4300  # the limit of Python itself
 _COUNT_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
@@ -109,17 +107,17 @@ _COUNT_BYTES = {
 
 
 def _integer(code: int, argument: bytes) -> int:
-    """Return an integer as it stands behind an opcode."""
+    """Return the integer in the argument of an opcode."""
     if code in b"IL":
         digits = argument.strip().rstrip(b"L").lstrip(b"+-")
-        if not digits.isdigit() or len(digits) > _MOST_DIGITS:
+        if not digits.isdigit() or len(digits) > _MAX_DIGITS:
             raise pickle.UnpicklingError("an integer of a pickle is malformed, or too long")
         return int(digits)
     return int.from_bytes(argument[_COUNT_BYTES[_ARGUMENTS[code]] :], "little", signed=True)
 
 
 def _name(argument: bytes) -> tuple[str, str]:
-    """Return module and name of a GLOBAL, as Python 3 calls them."""
+    """Return module and name of a GLOBAL, in the names of Python 3."""
     module, name = argument.decode("utf-8", "replace").split("\n")[:2]
     if (module, name) in NAME_MAPPING:
         return NAME_MAPPING[module, name]
@@ -136,15 +134,15 @@ def _number(code: int, argument: bytes) -> int:
     return int.from_bytes(argument, "little")
 
 
-class _Values:
-    """How deep and heavy the values on an unpickler's stack would be, and whether the pickle has made them.
+class _StackModel:
+    """Follows an unpickler's stack: how deep and heavy its values are, and whether the pickle has made them.
 
-    A container that grows after the memo took it counts there as it was: it cannot be hashed, so only
-    the values that are made whole at once matter.
+    A container that grows after it was put into the memo counts there as it was then. That is enough, as such
+    a container cannot be hashed: only values that are complete when they are made matter.
     """
 
     def __init__(self, *, most: int, calls_make_new: bool) -> None:
-        self.number = 0  # the argument of the opcode, of those that read or write the memo
+        self.number = 0  # the argument of an opcode that reads or writes the memo
         self._most = most
         self._making = {_NEWOBJ, _NEWOBJ_EX, *([_REDUCE] if calls_make_new else [])}
         self.stack: list[_Value] = []
@@ -152,7 +150,7 @@ class _Values:
         self._memo: dict[int, _Value] = {}
 
     def take(self, code: int) -> None:
-        """Do what an opcode does."""
+        """Apply the effect of an opcode."""
         stack = self.stack
         if code in _PUTS:
             self._memo[self.number] = stack[-1] if stack else _PLAIN
@@ -160,17 +158,17 @@ class _Values:
             stack.append(self._memo.get(self.number, _PLAIN))
         elif code == _MARK:
             self._marks.append(len(stack))
-            if len(self._marks) > _MOST_DEPTH:
-                raise pickle.UnpicklingError(f"values are nested more than {_MOST_DEPTH} deep")
+            if len(self._marks) > _MAX_DEPTH:
+                raise pickle.UnpicklingError(f"values are nested more than {_MAX_DEPTH} deep")
         elif code in _TUPLES:
             count = _TUPLES[code]
             self._push(stack[len(stack) - count :] if count else [], count)
         elif code in _TO_MARK:
-            at = self._marks.pop() if self._marks else 0
-            held, is_new = stack[at:], False
-            if code in _ON_TOP and at:
-                held, at, is_new = stack[at - 1 :], at - 1, stack[at - 1][2]
-            self._push(held, len(stack) - at, is_new)
+            mark = self._marks.pop() if self._marks else 0
+            inner, is_new = stack[mark:], False
+            if code in _APPENDS and mark:
+                inner, mark, is_new = stack[mark - 1 :], mark - 1, stack[mark - 1][2]
+            self._push(inner, len(stack) - mark, is_new)
         elif code == _GLOBAL:
             stack.append(_PLAIN)
         elif code == _MEMOIZE:
@@ -182,7 +180,7 @@ class _Values:
         elif code == _STACK_GLOBAL:
             self._push([], 2)
         elif code == _POP:
-            # Directly behind a mark, it takes that away.
+            # If nothing was pushed since the last mark, POP removes the mark.
             if self._marks and self._marks[-1] == len(stack):
                 self._marks.pop()
             else:
@@ -193,10 +191,10 @@ class _Values:
             stack.append(stack[-1] if stack else _PLAIN)
 
     def _is_new(self, code: int, count: int) -> bool:
-        """Say whether the pickle has made what an opcode leaves of the last so many values.
+        """Return whether the pickle has made the value that an opcode leaves of the last `count` values.
 
         Raises:
-            pickle.UnpicklingError: it would set attributes of something else.
+            pickle.UnpicklingError: the opcode would set attributes of a value that the pickle has not made.
         """
         if code in _CALLS:
             return code in self._making
@@ -206,13 +204,13 @@ class _Values:
         return target[2]
 
     def _push(self, parts: list[_Value], count: int, is_new: bool = False) -> None:
-        """Put a value on the stack that is made of the parts, in place of the last so many."""
+        """Replace the last `count` values of the stack by one that contains the parts."""
         depth = weight = 1
-        for inner, heavy, _ in parts:
-            depth = max(depth, inner + 1)
-            weight += heavy
-        if depth > _MOST_DEPTH:
-            raise pickle.UnpicklingError(f"values are nested more than {_MOST_DEPTH} deep")
+        for part_depth, part_weight, _ in parts:
+            depth = max(depth, part_depth + 1)
+            weight += part_weight
+        if depth > _MAX_DEPTH:
+            raise pickle.UnpicklingError(f"values are nested more than {_MAX_DEPTH} deep")
         if weight > self._most:
             raise pickle.UnpicklingError("values are repeated in each other without measure")
         if count:
@@ -226,14 +224,13 @@ _CALLS = frozenset((_REDUCE, _NEWOBJ, _NEWOBJ_EX))
 
 
 def check_archive(data: bytes | memoryview) -> set[tuple[str, str]]:
-    """Return modules and names in what torch.save has written; refuse what it never writes.
+    """Return the modules and names in a file of torch.save, after checking the zip records.
 
-    That is records that are compressed, repeated, or nested beyond measure.
-
-    What is no zip file, but a pickle of old versions of torch, is checked by its opcodes alone.
+    torch.save never writes records that are compressed or listed twice, or share bytes, so these are errors.
+    A file that is not a zip file, as old versions of torch wrote, is left to torch's own unpickler.
 
     Raises:
-        pickle.UnpicklingError: it is such a file.
+        pickle.UnpicklingError: the file has such records, or a pickle that `check_opcodes` rejects.
     """
     if bytes(data[:4]) != _ZIP:
         return set()

@@ -1,7 +1,7 @@
-"""Which strategy serves which format.
+"""Which strategy writes or reads which format.
 
-Owns the choice from a name, a `(backend, version)` pair, a manifest or the look of a directory. Formats are
-imported when they are asked for; those of other packages are found through the entry-point group
+A format is chosen by name, by a `(backend, version)` pair, by a manifest, or by the names of files in a
+directory. It is imported when it is needed. Formats of other packages are found through the entry-point group
 `megackpt.strategies`, each of whose entry points names a `Format`.
 """
 
@@ -41,12 +41,12 @@ _BUILT_IN: dict[Name, tuple[str, FileNames]] = {
 
 
 def save_strategy(choice: SaveChoice) -> SaveStrategy:
-    """Return the strategy for a strategy, a `(backend, version)` pair, a backend name or None (native).
+    """Return the strategy that a user has chosen: by name, by a `(backend, version)` pair, or itself.
 
-    A name stands for its newest version.
+    None stands for the native format, and a name without a version for its newest version.
 
     Raises:
-        DeclarationError: no such backend or version, or it is only read; or it is no strategy.
+        DeclarationError: there is no such format, or it can only be read; or the object is not a strategy.
     """
     if choice is None:
         choice = DEFAULT_BACKEND
@@ -63,16 +63,16 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
         save = _format(name).save
         if save is not None:
             return save()
-    said = " (it is only read)" if known else ""
-    raise DeclarationError(f"No strategy saves format {choice!r}{said}. Known are {_list(_names())}.")
+    hint = " (it is only read)" if known else ""
+    raise DeclarationError(f"No strategy saves format {choice!r}{hint}. Known are {_list(_names())}.")
 
 
 def not_imported(choice: SaveChoice) -> Name | None:
     """Return the name of the format that `save_strategy` has yet to import; None if it is imported.
 
-    An import can take seconds, where a format needs large packages. Nothing is imported here. The default
-    format counts as imported: it needs no package of its own. A choice that `save_strategy` raises an error
-    for also returns None.
+    An import can take seconds if a format needs large packages. Nothing is imported here. The native format
+    counts as imported, as it needs no package of its own. For a choice that `save_strategy` rejects, None is
+    returned as well.
     """
     if not isinstance(choice, (str, tuple)):
         return None
@@ -88,43 +88,43 @@ def not_imported(choice: SaveChoice) -> Name | None:
 
 
 def check_known(choice: str | Name) -> None:
-    """Refuse a name that stands for no format; nothing is imported.
+    """Check that a name stands for a format; nothing is imported.
 
     Raises:
-        DeclarationError: no such backend or version.
+        DeclarationError: there is no such backend or version.
     """
     if not any(choice in (name, name[0]) for name in _names()):
         raise DeclarationError(f"No strategy saves format {choice!r}. Known are {_list(_names())}.")
 
 
 def check_format(choice: SaveStrategy | LoadStrategy | Name | str, manifest: Json, *, where: str) -> None:
-    """Check that a checkpoint is in the format that was asked for.
+    """Check that a checkpoint is in the format that the user asks for.
 
     Raises:
-        DeclarationError: no such backend or version, or it is no strategy.
+        DeclarationError: there is no such format, or the object is not a strategy.
         MismatchError: the manifest names another format.
     """
     if isinstance(choice, (str, tuple)):
         check_known(choice)
-        wanted = choice
+        requested = choice
     elif isinstance(choice, SaveStrategy | LoadStrategy):
-        wanted = (choice.backend, choice.version)
+        requested = (choice.backend, choice.version)
     else:
         raise DeclarationError(
             f"sharded_strategy is {choice!r}; give the name of a format, a pair as ('zarr', 3), a strategy "
             f"of megackpt.formats, or None to take the format that the checkpoint is in."
         )
     stored = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
-    if wanted not in (stored, stored[0]):
+    if requested not in (stored, stored[0]):
         raise MismatchError(
             f"{where}: the checkpoint is in format {stored[0]!r} version {stored[1]!r}, but sharded_strategy "
-            f"asks for {wanted!r}. Leave sharded_strategy out, and the format is detected.",
+            f"asks for {requested!r}. Leave sharded_strategy out, and the format is detected.",
             path=where,
         )
 
 
 def save_strategies() -> Iterator[SaveStrategy]:
-    """Return a strategy of every format that can be saved with what is installed."""
+    """Yield a strategy of every format that can be saved with the packages that are installed."""
     for name in _names():
         try:
             save = _format(name).save
@@ -135,26 +135,26 @@ def save_strategies() -> Iterator[SaveStrategy]:
 
 
 def load_strategy(manifest: Json, *, where: str) -> LoadStrategy:
-    """Return the strategy that reads the format a manifest names.
+    """Return the strategy that reads the format of a manifest.
 
     Raises:
-        FormatError: the format or its version is not known, or only written.
+        FormatError: the format or its version is not known, or can only be written.
     """
-    found = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
+    stored = (manifest.get("sharded_backend"), manifest.get("sharded_backend_version"))
     for name in _names():
-        if name == found:
+        if name == stored:
             load = _format(name).load
             if load is not None:
                 return load()
-    known = [name[1] for name in _names() if name[0] == found[0]]
-    is_older = isinstance(found[1], int) and known and found[1] < min(known)
+    known = [name[1] for name in _names() if name[0] == stored[0]]
+    is_older = isinstance(stored[1], int) and known and stored[1] < min(known)
     advice = (
         "it is too old: convert it with `megackpt convert` of a version that reads it"
         if is_older
         else "a newer megackpt, or a package that adds the format, may know it"
     )
     raise FormatError(
-        f"{where}: format {found[0]!r} version {found[1]!r} cannot be read here. Known are "
+        f"{where}: format {stored[0]!r} version {stored[1]!r} cannot be read here. Known are "
         f"{_list(_names())}; {advice}.",
         path=where,
     )
@@ -163,7 +163,7 @@ def load_strategy(manifest: Json, *, where: str) -> LoadStrategy:
 def detect(store: Store) -> Json | None:
     """Return a manifest for a checkpoint without metadata.json, as other libraries write them.
 
-    None if no format recognises its own.
+    None if no format recognises the files.
     """
     listed = store.names()
     for name in _names():
@@ -174,9 +174,9 @@ def detect(store: Store) -> Json | None:
             load = _format(name).load
         except ImportError:
             continue
-        found = load().detect(store) if load is not None else None
-        if found is not None:
-            return found
+        manifest = load().detect(store) if load is not None else None
+        if manifest is not None:
+            return manifest
     return None
 
 
@@ -218,15 +218,15 @@ def _names() -> Iterable[Name]:
 @cache
 def _format(name: Name) -> Format:
     if name in _BUILT_IN:
-        found: Format = importlib.import_module(_BUILT_IN[name][0]).FORMAT
-        return found
+        built_in: Format = importlib.import_module(_BUILT_IN[name][0]).FORMAT
+        return built_in
     return _third_parties()[name]
 
 
 @cache
 def _third_parties() -> dict[Name, Format]:
-    """Formats of other installed packages. One that cannot be imported is left out, with a warning."""
-    found: dict[Name, Format] = {}
+    """Return the formats of other packages. One that cannot be imported is left out, with a warning."""
+    formats: dict[Name, Format] = {}
     for point in entry_points(group=ENTRY_POINTS):
         try:
             added = point.load()
@@ -240,8 +240,8 @@ def _third_parties() -> dict[Name, Format]:
                 f"megackpt.formats.strategy.Format.",
             )
             continue
-        found[added.backend, added.version] = added
-    return found
+        formats[added.backend, added.version] = added
+    return formats
 
 
 def _list(names: Iterable[Name]) -> str:

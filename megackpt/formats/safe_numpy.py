@@ -1,8 +1,8 @@
 """Values of numpy in a pickle, made without numpy's own unpickling.
 
-Owns which arrays, scalars and dtypes a pickle may hold: numbers, strings of fixed size and times. numpy's own
-constructors believe a pickle: a forged one makes arrays of pointers, or of memory that is not the array's.
-`safe_pickle` names the classes here to the unpickler in place of numpy's.
+A pickle may contain arrays, scalars and dtypes of numbers, strings of fixed size and times. numpy's own
+constructors trust a pickle: a forged one makes arrays of pointers, or of memory that is not the array's.
+`safe_pickle` gives the unpickler the classes of this module in place of numpy's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from megackpt.codec.members import named_tuple_for
 from megackpt.codec.stand_ins import ForeignName, ForeignObject, keeps_unknown_values
-from megackpt.formats.unknown_classes import Members, Unknown, UnknownMembers
+from megackpt.formats.unknown_classes import EnumMembers, UnknownMembers, UnknownObject
 
 _CODE = re.compile(r"[biufcSUMm]\d{0,9}")
 _MAX_NBYTES = 2**63 - 1
@@ -30,42 +30,42 @@ _real_reconstruct: Any = np.zeros(1).__reduce__()[0]
 _real_scalar: Any = np.float64(0).__reduce__()[0]
 
 
-class RefusedValueError(ValueError):
-    """A pickle holds a value of numpy that is not plain data, or is forged."""
+class UnsupportedValueError(ValueError):
+    """A pickle contains a value of numpy that is not plain data, or is forged."""
 
 
-class _Here(threading.local):
-    """Whether this thread loads, and whether what it has loaded holds what `plain_values` must replace."""
+class _ThreadState(threading.local):
+    """Whether this thread loads, and whether it has loaded values that `plain_values` must replace."""
 
     is_loading = False
     has_stand_ins = False
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 class StandInDtype:
-    """Called by a pickle in place of numpy.dtype; value is the dtype."""
+    """What a pickle calls in place of numpy.dtype; value is the dtype."""
 
     def __new__(cls, *args: Any) -> Any:
-        """Make one, or numpy's own where another user of torch's unpickler, who has allowed it, calls."""
-        return object.__new__(cls) if _here.is_loading else np.dtype(*args)
+        """Return a stand-in; or numpy's own dtype, if another user of torch's unpickler calls."""
+        return object.__new__(cls) if _thread.is_loading else np.dtype(*args)
 
     def __init__(self, code: Any, align: Any = False, copy: Any = False) -> None:
         if type(code) is not str or not _CODE.fullmatch(code):
-            raise RefusedValueError(
+            raise UnsupportedValueError(
                 f"a numpy array or dtype of type {str(code)[:40]!r}, and only numbers, strings of fixed "
                 f"size and times are taken (no objects, no structures)"
             )
         self.value = _dtype(code)
         self._is_built = False
-        _here.has_stand_ins = True
+        _thread.has_stand_ins = True
 
     def __setstate__(self, state: Any) -> None:
-        """Take the byte order, and the unit of a time; anything else must be what it is already."""
+        """Take the byte order, and the unit of a time; all else must equal what the stand-in has already."""
         fits = type(state) is tuple and len(state) in (8, 9) and not self._is_built
         if not fits or type(state[0]) is not int or state[0] not in (3, 4):
-            raise RefusedValueError("a dtype of numpy with a malformed state")
+            raise UnsupportedValueError("a dtype of numpy with a malformed state")
         _, order, *structure, nbytes, alignment, flags = state[:8]
         value = self.value
         is_text = value.kind in "SU"
@@ -79,23 +79,23 @@ class StandInDtype:
             and flags in (0, value.flags)
         )
         if not fits:
-            raise RefusedValueError(f"a dtype {value.str!r} of numpy whose state belongs to another")
+            raise UnsupportedValueError(f"a dtype {value.str!r} of numpy whose state belongs to another")
         if value.kind in "mM":
             value = _dtype(f"{value.kind}8{_unit(state[8] if len(state) == 9 else None)}")
         elif len(state) == 9 and state[8]:
-            raise RefusedValueError("a dtype of numpy with metadata")
+            raise UnsupportedValueError("a dtype of numpy with metadata")
         self.value = value.newbyteorder(order) if order in "<>" else value
         self._is_built = True
 
 
 class StandInArray(np.ndarray[Any, Any]):
-    """Called by a pickle in place of numpy.ndarray: empty at first, and filled once."""
+    """What a pickle calls in place of numpy.ndarray: empty at first, and filled once."""
 
     def __new__(cls, *args: Any) -> Any:
-        """Make an empty one, or numpy's own where another user of torch's unpickler calls."""
-        if not _here.is_loading:
+        """Return an empty stand-in; or numpy's own array, if another user of torch's unpickler calls."""
+        if not _thread.is_loading:
             return np.ndarray(*args)
-        _here.has_stand_ins = True
+        _thread.has_stand_ins = True
         return super().__new__(cls, (0,), np.int8)
 
     def __reduce__(self) -> Any:
@@ -104,9 +104,9 @@ class StandInArray(np.ndarray[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         """Take shape, dtype, order and bytes, which must fit each other."""
-        # Filled twice, it would free memory that a tensor may share by then.
+        # A second call would free memory that a tensor may share by then.
         if type(state) is not tuple or len(state) != 5 or vars(self).get("is_filled"):
-            raise RefusedValueError("an array of numpy with a malformed state")
+            raise UnsupportedValueError("an array of numpy with a malformed state")
         _, shape, dtype, is_fortran, raw = state
         fits = (
             type(shape) is tuple
@@ -116,11 +116,11 @@ class StandInArray(np.ndarray[Any, Any]):
             and type(raw) is bytes
         )
         if not fits:
-            raise RefusedValueError("an array of numpy with a malformed state")
+            raise UnsupportedValueError("an array of numpy with a malformed state")
         value = dtype.value
         extent = math.prod(n for n in shape if n) * value.itemsize
         if not 0 < extent <= _MAX_NBYTES or len(raw) != math.prod(shape) * value.itemsize:
-            raise RefusedValueError(
+            raise UnsupportedValueError(
                 f"an array of numpy of shape {shape} and dtype {value.str} that has {len(raw)} bytes"
             )
         state = (1, shape, value, bool(is_fortran), raw)
@@ -129,28 +129,28 @@ class StandInArray(np.ndarray[Any, Any]):
 
 
 def reconstruct(subtype: Any, shape: Any, code: Any) -> Any:
-    """Stand for numpy's function of this kind: make an array that is filled later."""
-    if not _here.is_loading:
+    """Replace numpy's `_reconstruct`: return an array that is filled later."""
+    if not _thread.is_loading:
         return _real_reconstruct(np.ndarray if subtype is StandInArray else subtype, shape, code)
     if subtype is not StandInArray:
-        raise RefusedValueError(f"an array of numpy of class {subtype!r:.80}")
+        raise UnsupportedValueError(f"an array of numpy of class {subtype!r:.80}")
     return StandInArray()
 
 
 def scalar(dtype: Any, raw: Any = None) -> Any:
-    """Stand for numpy's function of this name: return a scalar."""
-    if not _here.is_loading:
+    """Replace numpy's function of this name: return a scalar."""
+    if not _thread.is_loading:
         return _real_scalar(dtype, raw)
     fits = type(dtype) is StandInDtype and (type(raw) is bytes or (raw is None and not dtype.value.itemsize))
     if not fits or len(raw or b"") != dtype.value.itemsize:
-        raise RefusedValueError("a scalar of numpy whose bytes do not fit its dtype")
+        raise UnsupportedValueError("a scalar of numpy whose bytes do not fit its dtype")
     if not raw:
         return dtype.value.type()
     return np.frombuffer(raw, dtype.value)[0]
 
 
 def no_bytes() -> bytes:
-    """Stand for the class of bytes, which makes empty ones of nothing, and is asked for nothing else."""
+    """Replace the class bytes, which pickles call for empty bytes only."""
     return b""
 
 
@@ -160,33 +160,34 @@ STAND_INS: dict[str, Any] = {
     **{f"numpy.{core}.multiarray._reconstruct": reconstruct for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": scalar for core in ("core", "_core")},
 }
-"""What a pickle gets for a name of numpy's."""
+"""The substitutes for names of numpy in a pickle."""
 
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Let `STAND_INS`, in this thread, stand for numpy's own; elsewhere they are numpy's own."""
-    before = _here.is_loading, _here.has_stand_ins
-    _here.is_loading, _here.has_stand_ins = True, False
+    """Make `STAND_INS` return stand-ins in this thread; in other threads they return numpy's own objects."""
+    before = _thread.is_loading, _thread.has_stand_ins
+    _thread.is_loading, _thread.has_stand_ins = True, False
     try:
         yield
     finally:
-        _here.is_loading, _here.has_stand_ins = before
+        _thread.is_loading, _thread.has_stand_ins = before
 
 
 def plain_values(value: Any, *, has_unknown: bool) -> Any:
-    """Return what was loaded with numpy's own arrays and dtypes in it, and unknown classes by name.
+    """Return a loaded value with numpy's own arrays and dtypes in it, and stand-ins for unknown classes.
 
-    Inside of `stand_ins`. has_unknown says whether there may be any.
+    Called inside `stand_ins`. has_unknown says whether there may be unknown classes.
     """
-    return _Replacing().replaced(value) if _here.has_stand_ins or has_unknown else value
+    return _StandInReplacer().replaced(value) if _thread.has_stand_ins or has_unknown else value
 
 
-class _Replacing:
-    """Replaces stand-ins in a value; one of several places stays one. Containers are changed in place."""
+class _StandInReplacer:
+    """Replaces stand-ins in a value, the same one everywhere. Containers are changed in place."""
 
     def __init__(self) -> None:
-        self._done: dict[int, tuple[Any, Any]] = {}  # the first keeps what has the id alive
+        # By id: the value, kept alive so that no other value gets its id, and its replacement.
+        self._done: dict[int, tuple[Any, Any]] = {}
 
     def replaced(self, value: Any) -> Any:
         if id(value) not in self._done:
@@ -200,11 +201,11 @@ class _Replacing:
             return value.value
         if kind is StandInArray:
             return np.array(value, order="K")
-        if isinstance(value, Unknown):
+        if isinstance(value, UnknownObject):
             return self._foreign(value)
-        if isinstance(value, type) and issubclass(value, Unknown):
+        if isinstance(value, type) and issubclass(value, UnknownObject):
             return value.of
-        if kind is Members:
+        if kind is EnumMembers:
             return (
                 value.cls if value.is_allowed else ForeignName(value.cls.__module__, value.cls.__qualname__)
             )
@@ -226,19 +227,19 @@ class _Replacing:
             self._replace_items(vars(value))
         return value
 
-    def _foreign(self, value: Unknown) -> ForeignObject | tuple[Any, ...]:
+    def _foreign(self, value: UnknownObject) -> ForeignObject | tuple[Any, ...]:
         parts = vars(value)
-        made = ForeignObject(value.of.module, value.of.qualname, (), parts["is_called"])
-        self._done[id(value)] = value, made  # it may be in itself
-        made.args = self.replaced(parts["args"])
-        made.state = self.replaced(parts["state"])
-        made.items = self.replaced(parts["items"])
-        named = named_tuple_for(made) if value.is_named_tuple else None
-        if value.is_named_tuple and named is None and not keeps_unknown_values():
-            raise RefusedValueError(
-                f"a named tuple {made.module}.{made.qualname} that does not fit its class"
+        foreign = ForeignObject(value.of.module, value.of.qualname, (), parts["is_called"])
+        self._done[id(value)] = value, foreign  # it may contain itself
+        foreign.args = self.replaced(parts["args"])
+        foreign.state = self.replaced(parts["state"])
+        foreign.items = self.replaced(parts["items"])
+        named_tuple = named_tuple_for(foreign) if value.is_named_tuple else None
+        if value.is_named_tuple and named_tuple is None and not keeps_unknown_values():
+            raise UnsupportedValueError(
+                f"a named tuple {foreign.module}.{foreign.qualname} that does not fit its class"
             )
-        return made if named is None else named
+        return foreign if named_tuple is None else named_tuple
 
     def _replace_items(self, table: dict[Any, Any]) -> None:
         pairs = [(self.replaced(key), self.replaced(item)) for key, item in table.items()]
@@ -258,20 +259,20 @@ def _dtype(code: str) -> np.dtype[Any]:
     try:
         value = np.dtype(code)
     except TypeError as error:
-        raise RefusedValueError(f"a dtype {code!r} of numpy that this version of it lacks") from error
+        raise UnsupportedValueError(f"a dtype {code!r} of numpy that this version of it lacks") from error
     return value
 
 
 def _unit(metadata: Any) -> str:
-    """Return the unit of a time as it stands in the name of a dtype.
+    """Return the unit of a time as it is written in the name of a dtype.
 
     Source: numpy's pickles of datetime64: (dict of metadata, (unit, count, 1, 1)).
     """
     fits = type(metadata) is tuple and len(metadata) == 2 and not metadata[0] and type(metadata[1]) is tuple
-    said: tuple[Any, ...] = metadata[1] if fits else ()
-    if len(said) != 4 or type(said[0]) is not bytes or any(type(n) is not int for n in said[1:]):
-        raise RefusedValueError("a time of numpy without a unit")
-    unit, count = said[0].decode("ascii", "replace"), said[1]
-    if unit not in _UNITS or not 0 < count < 2**31 or said[2:] != (1, 1):
-        raise RefusedValueError("a time of numpy with a malformed unit")
+    fields: tuple[Any, ...] = metadata[1] if fits else ()
+    if len(fields) != 4 or type(fields[0]) is not bytes or any(type(n) is not int for n in fields[1:]):
+        raise UnsupportedValueError("a time of numpy without a unit")
+    unit, count = fields[0].decode("ascii", "replace"), fields[1]
+    if unit not in _UNITS or not 0 < count < 2**31 or fields[2:] != (1, 1):
+        raise UnsupportedValueError("a time of numpy with a malformed unit")
     return "" if unit == "generic" else f"[{count}{unit}]"

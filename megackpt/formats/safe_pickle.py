@@ -1,8 +1,7 @@
-"""What torch.save writes, read without letting it run anything.
+"""Reading what torch.save has written without letting it run any code.
 
-Owns which classes such a pickle may name: those of torch.load(weights_only=True), those that the user has
-allowed there, and a few harmless ones more that common checkpoints hold. Formats that hold no pickles do not
-need it.
+A pickle may name the classes of torch.load(weights_only=True), those that the user has allowed there, and a
+few more harmless ones that common checkpoints contain. Formats without pickles do not need this module.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from megackpt.codec.stand_ins import (
 )
 from megackpt.errors import CheckpointError, FormatError, UnknownClassError, UnserializableError
 from megackpt.formats.pickle_limits import check_archive
-from megackpt.formats.safe_numpy import STAND_INS, RefusedValueError, no_bytes, plain_values, stand_ins
+from megackpt.formats.safe_numpy import STAND_INS, UnsupportedValueError, no_bytes, plain_values, stand_ins
 from megackpt.formats.unknown_classes import (
-    MOST_UNKNOWN,
-    CarryingUnpickler,
-    Members,
-    RefusedClassError,
-    Unknown,
+    MAX_UNKNOWN,
+    EnumMembers,
+    ForbiddenClassError,
+    StandInUnpickler,
+    UnknownObject,
     member_by_getattr,
     stand_in_of,
 )
@@ -53,14 +52,14 @@ ADVICE = (
     "Nothing was run. If you trust whoever wrote the file, load with allow_unsafe_pickle=True, which lets "
     "it run any code."
 )
-"""What the text of a refusal ends in."""
+"""The end of the error text for a pickle that is not loaded."""
 
-# What makes dtypes and arrays; numpy.dtypes has a class for each dtype.
-_DISPLACED = (*STAND_INS, "numpy.dtypes.")
+# Prefixes of the names of numpy that make dtypes and arrays; numpy.dtypes has a class for each dtype.
+_REPLACED = (*STAND_INS, "numpy.dtypes.")
 
 
-class Inert:
-    """Stands for an instance of a class that is not loaded: holds its attributes and does nothing."""
+class InertObject:
+    """An instance of a class that is not loaded: it has the attributes and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -71,16 +70,16 @@ class Inert:
 
 
 @cache
-def inert(module: str, name: str) -> type[Inert]:
+def inert_class(module: str, name: str) -> type[InertObject]:
     """Return a class of this name whose instances do nothing."""
-    return type(name, (Inert,), {"__module__": module})
+    return type(name, (InertObject,), {"__module__": module})
 
 
 def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = False) -> Any:
-    """Return what `torch.save` has made these bytes of, tensors in host memory.
+    """Return the value that `torch.save` wrote as these bytes, with tensors in host memory.
 
     Raises:
-        UnknownClassError: they name a class that is not known to be harmless.
+        UnknownClassError: the bytes name a class that is not known to be harmless.
         FormatError: they are damaged.
     """
     try:
@@ -89,13 +88,13 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
         return _load_safely(data)
     except CheckpointError:
         raise
-    except (RefusedValueError, RefusedClassError) as error:
-        raise FormatError(f"{where}: it holds {error}, so it is refused. {ADVICE}", path=where) from error
+    except (UnsupportedValueError, ForbiddenClassError) as error:
+        raise FormatError(f"{where}: it holds {error}, so it is not loaded. {ADVICE}", path=where) from error
     except Exception as error:
-        refused = _refused_by_torch(data, error)
-        if refused and not allow_unsafe:
+        forbidden = _forbidden_names(data, error)
+        if forbidden and not allow_unsafe:
             raise UnknownClassError(
-                f"{where}: it names {refused}, which is not known to be harmless, so it is refused. "
+                f"{where}: it names {forbidden}, which is not known to be harmless, so it is not loaded. "
                 f"{ADVICE} torch.serialization.add_safe_globals() allows single classes.",
                 path=where,
             ) from error
@@ -106,13 +105,13 @@ def load_value(data: bytes | memoryview, *, where: str, allow_unsafe: bool = Fal
 
 
 def save_value(value: Any, *, path: str) -> bytes:
-    """Return what `torch.save` makes of a value, after proving that `load_value` reads it.
+    """Return the bytes of `torch.save` for a value, after checking that `load_value` can read them.
 
     Raises:
-        UnserializableError: it does not, or the value cannot be pickled.
+        UnserializableError: it cannot, or the value cannot be pickled.
     """
     try:
-        data, holds_foreign = _pickled(value)
+        data, has_stand_ins = _pickle(value)
     except Exception as error:
         raise UnserializableError(
             f"{path}: a {type(value).__name__} cannot be pickled ({type(error).__name__}: {error}). This "
@@ -120,16 +119,16 @@ def save_value(value: Any, *, path: str) -> bytes:
             path=path,
         ) from error
     try:
-        with keep_unknown_values() if holds_foreign else nullcontext():
+        with keep_unknown_values() if has_stand_ins else nullcontext():
             _load_safely(data)
-    except (RefusedValueError, RefusedClassError) as error:
+    except (UnsupportedValueError, ForbiddenClassError) as error:
         raise UnserializableError(
             f"{path}: the value holds {error}. Save plain arrays, or lists, in its place.", path=path
         ) from error
     except Exception as error:
-        refused = _refused_by_torch(data, error) or str(error)[:300]
+        forbidden = _forbidden_names(data, error) or str(error)[:300]
         raise UnserializableError(
-            f"{path}: the value holds {refused}, which torch.load(weights_only=True) would refuse. Save "
+            f"{path}: the value holds {forbidden}, which torch.load(weights_only=True) does not load. Save "
             f"plain values (numbers, strings, lists, dicts, tensors, numpy arrays) in its place, or allow "
             f"the class with torch.serialization.add_safe_globals() here and where it is loaded.",
             path=path,
@@ -138,14 +137,14 @@ def save_value(value: Any, *, path: str) -> bytes:
 
 
 def save_known_value(value: Any) -> bytes:
-    """Return what `torch.save` makes of a value of which `save_value` has proved that it can be read."""
-    return _pickled(value)[0]
+    """Return the bytes of `torch.save` for a value that `save_value` has checked before."""
+    return _pickle(value)[0]
 
 
-def _pickled(value: Any) -> tuple[bytes, bool]:
-    """Return the pickle of a value, and whether stand-ins are in the value.
+def _pickle(value: Any) -> tuple[bytes, bool]:
+    """Return the pickle of a value, and whether the value contains stand-ins.
 
-    These come from a conversion, and are written as what they stand for.
+    These come from a conversion, and are written as the objects that they stand for.
     """
     out = io.BytesIO()
     try:
@@ -167,26 +166,26 @@ def warn_of_unsafe_pickle(where: str) -> None:
 
 
 def _load_safely(data: bytes | memoryview) -> Any:
-    named = check_archive(data)
-    with _harmless_classes(named) as found, stand_ins():
-        # An unknown class may be a subclass of dict, and torch's own unpickler refuses to fill those.
-        unpickler: Any = _CARRYING if _has_unknown(found) else None
+    names = check_archive(data)
+    with _harmless_classes(names) as substitutes, stand_ins():
+        # An unknown class may be a subclass of dict, which torch's own unpickler does not fill.
+        unpickler: Any = _STAND_IN_PICKLE if _has_unknown(substitutes) else None
         value = torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=unpickler is None, pickle_module=unpickler
         )
-        return plain_values(value, has_unknown=bool(found))
+        return plain_values(value, has_unknown=bool(substitutes))
 
 
-_Pickler: Any = pickle._Pickler  # of Python itself: that in C looks up each name that it writes
+_Pickler: Any = pickle._Pickler  # in Python: the one in C imports each name that it writes
 
 
 class _ForeignPickler(_Pickler):  # type: ignore[misc]
-    """Pickles stand-ins as what they stand for, of which only the names need be known."""
+    """Pickles stand-ins as the objects that they stand for, whose classes need not be installed."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def save_foreign_object(self, value: ForeignObject) -> None:
-        """Write how the object is made."""
+        """Write the opcodes that make the object."""
         self._write_name(value.module, value.qualname)
         self.save(tuple(value.args))
         self.write(pickle.REDUCE if value.is_called else pickle.NEWOBJ)
@@ -197,7 +196,7 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
             self.write(pickle.BUILD)
 
     def save_foreign_named_tuple(self, value: ForeignNamedTuple) -> None:
-        """Write how the named tuple is made."""
+        """Write the opcodes that make the named tuple."""
         self._write_name(value.module, value.qualname)
         self.save(value.values)
         self.write(pickle.NEWOBJ)
@@ -229,16 +228,16 @@ class _ForeignPickler(_Pickler):  # type: ignore[misc]
 
 
 _FOREIGN = types.SimpleNamespace(__name__=__name__, Pickler=_ForeignPickler)
-_CARRYING = types.SimpleNamespace(__name__=__name__, Unpickler=CarryingUnpickler)
+_STAND_IN_PICKLE = types.SimpleNamespace(__name__=__name__, Unpickler=StandInUnpickler)
 
 
-def _has_unknown(found: Iterable[Any]) -> bool:
-    return any(isinstance(one, type) and issubclass(one, Unknown) for one in found)
+def _has_unknown(substitutes: Iterable[Any]) -> bool:
+    return any(isinstance(item, type) and issubclass(item, UnknownObject) for item in substitutes)
 
 
 @cache
 def _harmless() -> tuple[Any, ...]:
-    """Classes, and functions by the names that pickles give them, that hold data and do nothing else."""
+    """Return classes, and functions by their names in pickles, that hold data and do nothing else."""
     path = type(pathlib.Path())
     paths = [(path, f"{module}.{path.__name__}") for module in ("pathlib", "pathlib._local")]
     plain: list[Any] = [argparse.Namespace, types.SimpleNamespace, io.BytesIO]
@@ -249,108 +248,110 @@ def _harmless() -> tuple[Any, ...]:
 
 _lock = threading.Lock()
 _users = 0
-_added: list[Any] = []
-_displaced: list[Any] = []
-_of_pickles: Counter[Any] = Counter()  # what stands for names of the pickles that are being read, as often
+_added: list[Any] = []  # put on torch's list
+_removed: list[Any] = []  # taken off it, to be put back
+_in_use: Counter[Any] = Counter()  # substitutes in the pickles that are being read, and by how many of them
 
 
 @contextmanager
-def _harmless_classes(named: Iterable[tuple[str, str]] = ()) -> Iterator[list[Any]]:
-    """Let torch know the harmless classes for a while, in all threads: its list is global.
+def _harmless_classes(names: Iterable[tuple[str, str]] = ()) -> Iterator[list[Any]]:
+    """Allow torch to load the harmless classes for a while, in all threads: its list of classes is global.
 
-    Yields what stands for those of the names that torch does not know and that are not refused. What was on
-    the list before stays on it; torch.serialization.safe_globals would take it off. Only what is of numpy and
-    allowed by the user gives way to stand-ins meanwhile, under names that no pickle can hold: other threads
-    must still be able to fill their instances. Enumerations give way to what serves other threads as well.
+    Yields the substitutes for those of the names that torch does not know. Classes that the user has allowed
+    stay on the list, where torch.serialization.safe_globals would take them off. There are two exceptions.
+    Classes of numpy are replaced by stand-ins, and are listed under names that no pickle can contain, as
+    other threads must still be able to fill their instances. Enumerations are replaced by substitutes that
+    serve other threads as well.
     """
     global _users
     with _lock:
         if _users == 0:
             _enter()
         _users += 1
-    found: list[tuple[Any, str]] = []
+    substitutes: list[tuple[Any, str]] = []
     try:
         with _lock:
-            found, members = _found(named)
-            torch.serialization.add_safe_globals([one for one in found if one not in _of_pickles])
-            _of_pickles.update(found)
-        yield [*members, *(one for one, _ in found)]
+            substitutes, members = _find_substitutes(names)
+            torch.serialization.add_safe_globals([item for item in substitutes if item not in _in_use])
+            _in_use.update(substitutes)
+        yield [*members, *(substitute for substitute, _ in substitutes)]
     finally:
         with _lock:
-            _of_pickles.subtract(found)
-            over = [one for one in found if not _of_pickles[one]]
-            _remove(over)
-            for one in over:
-                del _of_pickles[one]
+            _in_use.subtract(substitutes)
+            unused = [item for item in substitutes if not _in_use[item]]
+            _remove(unused)
+            for item in unused:
+                del _in_use[item]
             _users -= 1
             if _users == 0:
                 _remove(_added)
-                torch.serialization.add_safe_globals(_displaced)
+                torch.serialization.add_safe_globals(_removed)
 
 
 def _enter() -> None:
+    """Change torch's list; the first of all users does this."""
     known = set(torch.serialization.get_safe_globals())
-    of_numpy = [c for c in known if _name_of(c).startswith(_DISPLACED)]
+    of_numpy = [c for c in known if _name_of(c).startswith(_REPLACED)]
     enums = [c for c in known if _is_enum(_object_of(c))]
-    _displaced[:] = [*of_numpy, *enums]
+    _removed[:] = [*of_numpy, *enums]
     hidden = [(_object_of(c), f"\n{_name_of(c)}") for c in of_numpy]
-    members = [(Members(_object_of(c), is_allowed=True), _name_of(c)) for c in enums]
-    named = [(stand_in, name) for name, stand_in in STAND_INS.items()]
-    harmless = (*_harmless(), *members, *named, *hidden)
+    members = [(EnumMembers(_object_of(c), is_allowed=True), _name_of(c)) for c in enums]
+    of_names = [(stand_in, name) for name, stand_in in STAND_INS.items()]
+    harmless = (*_harmless(), *members, *of_names, *hidden)
     _added[:] = [c for c in harmless if c not in known]
-    _remove(_displaced)
+    _remove(_removed)
     torch.serialization.add_safe_globals(_added)
 
 
-def _found(named: Iterable[tuple[str, str]]) -> tuple[list[tuple[Any, str]], list[Members]]:
-    """Return what stands for names that torch does not know, and enumerations that it does know.
+def _find_substitutes(names: Iterable[tuple[str, str]]) -> tuple[list[tuple[Any, str]], list[EnumMembers]]:
+    """Return substitutes for names that torch does not know, and those of enumerations that it does know.
 
     Raises:
-        RefusedClassError: unknown classes are carried along, and there are too many.
+        ForbiddenClassError: unknown values are kept, and there are too many classes of them.
     """
     known = torch._weights_only_unpickler._get_allowed_globals()
     users = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
-    found: list[tuple[Any, str]] = []
-    members: list[Members] = []
-    for module, name in named:
+    substitutes: list[tuple[Any, str]] = []
+    members: list[EnumMembers] = []
+    for module, name in names:
         full = f"{module}.{name}"
-        if full in known or (full in users and (users[full], full) not in _of_pickles):
-            members += [users[full]] if isinstance(users.get(full), Members) else []
+        if full in known or (full in users and (users[full], full) not in _in_use):
+            members += [users[full]] if isinstance(users.get(full), EnumMembers) else []
             continue
         stand_in = stand_in_of(module, name)
         if stand_in is not None:
-            found.append((stand_in, full))
-    if sum(_has_unknown([one]) for one, _ in found) > MOST_UNKNOWN:
-        raise RefusedClassError(f"more than {MOST_UNKNOWN} unknown classes")
-    return found, members
+            substitutes.append((stand_in, full))
+    if sum(_has_unknown([substitute]) for substitute, _ in substitutes) > MAX_UNKNOWN:
+        raise ForbiddenClassError(f"more than {MAX_UNKNOWN} unknown classes")
+    return substitutes, members
 
 
 def _remove(allowed: list[Any]) -> None:
     torch._weights_only_unpickler._remove_safe_globals(allowed)
 
 
-def _is_enum(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, enum.Enum)
+def _is_enum(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, enum.Enum)
 
 
 def _object_of(allowed: Any) -> Any:
-    """Return a class or function of torch's list."""
+    """Return the class or function of an item of torch's list."""
     return allowed[0] if isinstance(allowed, tuple) else allowed
 
 
 def _name_of(allowed: Any) -> str:
-    """Return the name by which a pickle gets a class or function of torch's list."""
+    """Return the name in pickles of an item of torch's list."""
     return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
 
 
-def _refused_by_torch(data: bytes | memoryview, error: Exception) -> str:
-    """Name the classes that kept torch from loading; "" if it was something else."""
+def _forbidden_names(data: bytes | memoryview, error: Exception) -> str:
+    """Return the names of classes that torch does not load; "" if the error has another reason."""
     if not isinstance(error, pickle.UnpicklingError):
         return ""
     try:
         with _harmless_classes():
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception:  # noqa: BLE001 - the message of the first error has the name, too
+    except Exception:  # noqa: BLE001 - the message of the first error has the name as well
         unsafe = []
-    named = re.findall(r"(?:GLOBAL|class|function|type) [`'\"]?([A-Za-z_][\w.]*\.[\w.]+)", str(error))
-    return ", ".join(sorted(unsafe)) or ", ".join(dict.fromkeys(name.rstrip(".") for name in named))
+    in_message = re.findall(r"(?:GLOBAL|class|function|type) [`'\"]?([A-Za-z_][\w.]*\.[\w.]+)", str(error))
+    return ", ".join(sorted(unsafe)) or ", ".join(dict.fromkeys(name.rstrip(".") for name in in_message))

@@ -1,8 +1,8 @@
-"""Classes that a pickle names and that torch does not know: what stands for them while it is read.
+"""Substitutes for classes that a pickle names and torch does not know.
 
-Gives members of enumerations and named tuples whose classes are imported, and, for conversions and
-comparisons only, objects that do nothing but say how the pickle makes them. Nothing is imported and no code
-of such a class runs.
+Members of enumerations, and named tuples whose classes are imported, are returned as themselves. For
+conversions and comparisons only, other objects become stand-ins that do nothing but say how the pickle makes
+them. Nothing is imported, and no code of such a class runs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megackpt.codec.imported_classes import (
 )
 from megackpt.codec.stand_ins import ForeignMember, ForeignName, keeps_unknown_values
 
-MOST_UNKNOWN = 200
-"""How many unknown names a pickle may have that is carried along: each takes a class of this process."""
+MAX_UNKNOWN = 200
+"""Limit of unknown names in a pickle whose unknown values are kept: each takes a class of this process."""
 
 
-class RefusedClassError(ValueError):
-    """A pickle would make something of a class that it may only have where values are carried along."""
+class ForbiddenClassError(ValueError):
+    """A pickle names a class that is allowed only where unknown values are kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
-    """Stands for an enumeration: gives its members.
+class EnumMembers:
+    """Substitute for an enumeration, which returns its members.
 
-    Were it the class itself, a pickle could set attributes of it, or of its members, for the whole process.
+    With the class itself, a pickle could set attributes of it, or of its members, for the whole process.
 
     Attributes:
         cls: the enumeration.
-        is_allowed: whether the class may look for a member by code of its own.
+        is_allowed: whether the class may use code of its own to look for a member.
     """
 
     cls: type[enum.Enum]
@@ -56,13 +56,15 @@ class Members:
             return self.cls(value)
         module, name = self.cls.__module__, self.cls.__qualname__
         if not keeps_unknown_values():
-            raise RefusedClassError(f"{value!r:.80} as a value of {module}.{name}, which has no such member")
+            raise ForbiddenClassError(
+                f"{value!r:.80} as a value of {module}.{name}, which has no such member"
+            )
         return ForeignMember(module, name, None, _plain(value))
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownMembers:
-    """Stands for an enumeration that is not imported: gives stand-ins of its members."""
+    """Substitute for an enumeration that is not imported; it returns stand-ins of its members."""
 
     of: ForeignName
 
@@ -75,38 +77,38 @@ def _plain(value: Any) -> str | int | float | bool | None:
     if value is None or type(value) in (str, int, float, bool):
         plain: str | int | float | bool | None = value
         return plain
-    raise RefusedClassError(f"a {type(value).__name__} as the value of a member")
+    raise ForbiddenClassError(f"a {type(value).__name__} as the value of a member")
 
 
 def member_by_getattr(members: Any, name: Any) -> Any:
-    """Stand for `getattr`, by which Python 3.11.0 to 3.11.3 pickle members; it finds nothing else."""
-    if type(members) is not Members or type(name) is not str:
-        raise RefusedClassError("a call of getattr for something that is no member of an enumeration")
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle members; it returns nothing else."""
+    if type(members) is not EnumMembers or type(name) is not str:
+        raise ForbiddenClassError("a call of getattr for something that is no member of an enumeration")
     member = member_named(members.cls, name)
     if member is None:
-        raise RefusedClassError(
+        raise ForbiddenClassError(
             f"{name!r:.80} as a member of {members.cls.__qualname__}, which has none such"
         )
     return member
 
 
-class Unknown:
-    """An instance of an unknown class, or what an unknown function returns: it says how it is made."""
+class UnknownObject:
+    """Stand-in for an instance of an unknown class, or the result of an unknown function: how it is made."""
 
     of: ForeignName
     """The class or function."""
     is_harmless: bool
-    """Whether it may be made everywhere."""
+    """Whether it may be made in every load."""
     is_named_tuple: bool = False
-    """Whether the class is an imported one of named tuples: then a load makes a named tuple of it."""
+    """Whether the class is an imported named tuple: a load then returns a named tuple."""
 
-    def __new__(cls, *args: Any) -> Unknown:
-        """Make one, where values are carried along."""
+    def __new__(cls, *args: Any) -> UnknownObject:
+        """Make a stand-in, where unknown values are kept."""
         if not cls.is_harmless and not keeps_unknown_values():
-            raise RefusedClassError(f"an object of {cls.of.module}.{cls.of.qualname}")
-        made = object.__new__(cls)
-        vars(made).update(args=args, is_called=False, state=None, items=[])
-        return made
+            raise ForbiddenClassError(f"an object of {cls.of.module}.{cls.of.qualname}")
+        stand_in = object.__new__(cls)
+        vars(stand_in).update(args=args, is_called=False, state=None, items=[])
+        return stand_in
 
     def __init__(self, *_: Any) -> None:
         vars(self)["is_called"] = True
@@ -130,10 +132,10 @@ _CLASSES = {"megatron.core.optimizer.optimizer_config": ("OptimizerConfig",)}
 
 
 def stand_in_of(module: str, name: str) -> Any:
-    """Return what stands for a name in a pickle that torch does not know; None if it is to be refused."""
-    found = imported_enum(module, name)
-    if found is not None:
-        return Members(found, is_allowed=False)
+    """Return the substitute for a name that torch does not know; None if it must not be loaded."""
+    enumeration = imported_enum(module, name)
+    if enumeration is not None:
+        return EnumMembers(enumeration, is_allowed=False)
     if module == "signal" and member_named(signal.Signals, name) is not None:
         return member_named(signal.Signals, name)  # as Python 3.10 pickles it
     if name in _ENUMERATIONS.get(module, ()):
@@ -148,16 +150,16 @@ def stand_in_of(module: str, name: str) -> Any:
     return None
 
 
-@lru_cache(maxsize=4 * MOST_UNKNOWN)
-def _unknown_class(module: str, name: str, is_harmless: bool, is_named_tuple: bool) -> type[Unknown]:
-    """Return the same class for a name each time: torch compares them, and several threads may load."""
-    about = {"is_harmless": is_harmless, "is_named_tuple": is_named_tuple}
-    return type("Unknown", (Unknown,), {"of": ForeignName(module, name), **about})
+@lru_cache(maxsize=4 * MAX_UNKNOWN)
+def _unknown_class(module: str, name: str, is_harmless: bool, is_named_tuple: bool) -> type[UnknownObject]:
+    """Return a class for a name, always the same: torch compares them, and several threads may load."""
+    attributes = {"is_harmless": is_harmless, "is_named_tuple": is_named_tuple}
+    return type("Unknown", (UnknownObject,), {"of": ForeignName(module, name), **attributes})
 
 
-class CarryingUnpickler(weights_only.Unpickler):
+class StandInUnpickler(weights_only.Unpickler):
     """The unpickler of torch.load(weights_only=True), which also sets items of unknown subclasses of dict."""
 
     def _check_set_item_target(self, opcode: str) -> None:
-        if not isinstance(self.stack[-1], Unknown):
+        if not isinstance(self.stack[-1], UnknownObject):
             super()._check_set_item_target(opcode)

@@ -1,8 +1,8 @@
-"""`.metadata`, unpickled without letting it run anything.
+"""Unpickling `.metadata` without letting it run any code.
 
-Owns which classes it may name: plain data of torch.distributed.checkpoint, and of Megatron-Core, which need
-not be installed: its classes are replaced by inert ones. The other pickles of a checkpoint are those of
-torch.save; see `formats.safe_pickle`.
+It may name plain data classes of torch.distributed.checkpoint, and of Megatron-Core, which need not be
+installed: its classes are replaced by inert ones. The other pickles of a checkpoint are those of torch.save,
+which `formats.safe_pickle` reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.distributed.checkpoint.planner as dcp_planner
 
 from megackpt.errors import FormatError
 from megackpt.formats.pickle_limits import check_opcodes
-from megackpt.formats.safe_pickle import ADVICE, inert
-from megackpt.formats.unknown_classes import Members
+from megackpt.formats.safe_pickle import ADVICE, inert_class
+from megackpt.formats.unknown_classes import EnumMembers
 
 _OF_TORCH: dict[Any, tuple[str, ...]] = {
     dcp_metadata: (
@@ -32,7 +32,7 @@ _OF_TORCH: dict[Any, tuple[str, ...]] = {
     ),
     dcp_filesystem: ("_StorageInfo", "_StoragePrefix"),
     dcp_planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-    # Where the tensor properties stood until torch 2.1.
+    # The module of the tensor properties until torch 2.1.
     sharded_tensor_metadata: ("TensorProperties", "MEM_FORMAT_ENCODING"),
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ _OF_MEGATRON = {
     "megatron.core.dist_checkpointing.strategies.resharding": ("TensorReformulationMetadata",),
 }
 
-# None of these does anything but hold what it is given, nor takes more memory than the pickle.
+# These only hold their arguments, and take no more memory than the pickle.
 _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
@@ -70,15 +70,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._allow_unsafe = allow_unsafe
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the format, or an inert one; refuse any other."""
+        """Return a class of the format, or an inert one; any other is an error."""
         for known, names in _OF_TORCH.items():
             if module == known.__name__ and name in names and hasattr(known, name):
-                found = getattr(known, name)
-                # A member by its value, and nothing else: as the class, it could be given other attributes.
-                is_enum = isinstance(found, type) and issubclass(found, enum.Enum)
-                return Members(found, is_allowed=True) if is_enum else found
+                value = getattr(known, name)
+                # Of an enumeration only its members: a pickle could set attributes of the class.
+                is_enum = isinstance(value, type) and issubclass(value, enum.Enum)
+                return EnumMembers(value, is_allowed=True) if is_enum else value
         if name in _OF_MEGATRON.get(module, ()):
-            return inert(module, name)
+            return inert_class(module, name)
         plain = _PLAIN.get((module.removesuffix("._local"), name))
         if plain is not None:
             return plain
@@ -90,21 +90,21 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(data: bytes, *, where: str, allow_unsafe: bool = False) -> Any:
-    """Unpickle a `.metadata`. What its attributes are is not checked.
+    """Unpickle a `.metadata`. Its attributes are not checked.
 
     Raises:
-        FormatError: it names a class that has no place in one, or is no pickle.
+        FormatError: it names a class that is not part of the format, or it is not a pickle.
     """
     try:
         check_opcodes(data, calls_make_new=allow_unsafe)
         return _MetadataUnpickler(data, allow_unsafe=allow_unsafe).load()
     except _ForbiddenClassError as error:
         raise FormatError(
-            f"{where}: it names {error}, which is no part of the format, so it is refused. {ADVICE}",
+            f"{where}: it names {error}, which is no part of the format, so it is not loaded. {ADVICE}",
             path=where,
         ) from error
     except Exception as error:
-        # A damaged pickle can make anything fail, in whatever class it happens to build.
+        # A damaged pickle can raise any error, in whatever class it happens to build.
         raise FormatError(
             f"{where}: cannot be unpickled ({type(error).__name__}: {error}). The file is damaged.",
             path=where,
