@@ -102,10 +102,12 @@ def convert(
 
     Raises:
         NotACheckpointError: nothing was committed at the source.
-        DeclarationError: there is a checkpoint at the target already, or an argument is invalid.
+        DeclarationError: there is a checkpoint at the target already, the format is unknown or only read, or
+            an argument is invalid.
         IntegrityError: the source is damaged, or the new checkpoint differs from it.
         UnserializableError: the new format cannot hold an object or the common state.
-        UnsupportedError, MissingExtraError: the format cannot be written here, or has no digests of arrays.
+        UnsupportedError, MissingExtraError: the format has no digests of arrays, or needs an extra that is
+            not installed.
         CheckpointError: each of these, and every other error; the same on all ranks.
 
     >>> convert("run/iter_0000100", "for_analysis", "zarr").is_verified  # doctest: +SKIP
@@ -273,8 +275,9 @@ class _CopiedParts(ChunkParts):
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Yield the parts of a row."""
         for part in self._copied.read(row, self._buffers, self._buffer_bytes):
-            yield part
+            # Before the part is written: a format may not ask for another part after the last one.
             self._progress.advance(len(part))
+            yield part
 
 
 def _check_arrays(source: Contents, written: Contents, where: str) -> None:

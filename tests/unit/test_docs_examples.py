@@ -7,6 +7,7 @@ the text of the error that it raises.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import itertools
@@ -24,6 +25,11 @@ from megackpt.metadata import DTYPES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+PUBLIC_PARTS = {
+    "", "compat", "geometry", "integrations", "optim", "parallel", "storage", "testing", "training_state"
+}  # fmt: skip
+"""Parts of megackpt that users import from; most names are in the package itself."""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -110,6 +116,23 @@ def test_the_readme_has_the_two_commands_of_a_newcomer_as_they_are_run() -> None
         "pip install -e '.[examples]' && python examples/elastic_resume.py\n",
         "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n",
     ]
+
+
+def imported_parts(code: str) -> set[str]:
+    """Return the parts of megackpt that a block of code imports from; "" for the package itself."""
+    nodes = list(ast.walk(ast.parse(code)))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {f"{name}.".split(".")[1] for name in modules if name.split(".")[0] == "megackpt"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_import_public_parts_only(path: Path) -> None:
+    text = path.read_text()
+    found = {part for example in examples_of(text) for part in imported_parts(example.code)}
+    allowed = PUBLIC_PARTS | ({"formats"} if path.name == "contributing.md" else set())
+    assert found - allowed == set()
+    assert not re.search(r"\bmegackpt\.(engine|maintenance)\b", text)
 
 
 def test_the_table_of_imports_is_that_of_the_layering_test() -> None:
