@@ -1,8 +1,7 @@
-"""The chunk table: which chunks of which global arrays there are, in columns.
+"""The chunk table: chunks of global arrays in columns, as declarations, plans and the index share them.
 
-Owns the plain data that declarations, plans and the index share. One row is one chunk; dims are padded with
-trailing extents of 1 to those of the widest array (row-major order does not change by that), so that every
-column is one numpy array. No torch, no I/O.
+One row is one chunk. Rows are padded with trailing extents of 1 to the number of dims of the widest array, so
+that every column is one numpy array; trailing 1s do not change the row-major order. No torch, no I/O.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from megackpt.metadata.dtypes import DTYPES, OBJECT
 Rows = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 
 MAX_NUMEL = 2**60
-"""More elements than this in one array are a damaged file; positions in an array then fit into 64 bits."""
+"""An array of more elements is taken for a damaged file. Positions in smaller ones fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """A global array (or array of objects): what all its chunks have in common.
+    """A global array or array of objects, without its chunks.
 
     Attributes:
-        key: its unique name.
+        key: unique name.
         dtype: a name of `DTYPES`, or `OBJECT`.
         global_shape: in elements (in objects for `OBJECT`).
     """
@@ -48,13 +47,13 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes; 0 for objects, whose sizes stand with their chunks."""
+        """Size in bytes; 0 for objects, whose sizes are those of their chunks."""
         return 0 if self.dtype == OBJECT else self.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTable:
-    """Chunks of global arrays; row i is the flat range of a box, `nbytes[i]` bytes in row-major order.
+    """Chunks of global arrays. Row i is a flat range of a box: `nbytes[i]` bytes in row-major order.
 
     Attributes:
         arrays: the arrays, sorted by key.
@@ -83,19 +82,19 @@ class ChunkTable:
         return int(self.start.shape[1])
 
     def take(self, rows: Rows) -> ChunkTable:
-        """Return the chosen rows (indices or a mask), all arrays kept."""
+        """Return the chosen rows, given as indices or as a mask; the list of arrays stays."""
         columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "arrays"}
         return replace(self, **columns)
 
     def start_keys(self) -> Ints:
-        """Numbers that sort the rows as `(array, start)` does, equal where these are, `[n]`.
+        """Return integers that sort and compare the rows as `(array, start)` does, `[n]`.
 
-        One integer a row is sorted and compared many times faster than `1 + dims` columns.
+        One column is sorted many times faster than `1 + dims` columns.
         """
         return lexicographic_keys(self.array, self.start, self.padded_global_shape() + 1)
 
     def shape_keys(self) -> Ints:
-        """Numbers that sort the rows as `(array, shape)` does, equal where these are, `[n]`."""
+        """Return integers that sort and compare the rows as `(array, shape)` does, `[n]`."""
         return lexicographic_keys(self.array, self.shape, self.padded_global_shape() + 1)
 
     def padded_to(self, dims: int) -> ChunkTable:
@@ -103,14 +102,14 @@ class ChunkTable:
         return replace(self, start=widen(self.start, dims, fill=0), shape=widen(self.shape, dims, fill=1))
 
     def describe(self, row: int) -> str:
-        """One chunk as a person writes it: `[0:4, 2:6]`, with `flat a:b` where it is a range of the box."""
+        """Return one chunk as text: `[0:4, 2:6]`, followed by `flat a:b` if it is a flat range of the box."""
         spec = self.arrays[int(self.array[row])]
         dims = len(spec.global_shape)
         start, shape = self.start[row, :dims].tolist(), self.shape[row, :dims].tolist()
         return region_text(start, shape, int(self.flat_start[row]), int(self.flat_stop[row]))
 
     def padded_global_shape(self) -> Ints:
-        """Global shapes of `arrays`, `[len(arrays), dims]`, padded like the rows."""
+        """Return the global shapes of `arrays`, padded like the rows, `[len(arrays), dims]`."""
         return pad_shapes([a.global_shape for a in self.arrays], self.dims, fill=1)
 
     def to_columns(self) -> dict[str, Column]:
@@ -132,12 +131,15 @@ class ChunkTable:
     def from_columns(
         cls, columns: Mapping[str, Column], *, where: str, known: KnownArrays | None = None
     ) -> ChunkTable:
-        """Decode and check; every later step may rely on an existing table being well-formed.
+        """Decode and check a table. Later steps may rely on every table being well-formed.
 
-        known remembers lists of arrays between calls: tables that list equal ones then share one tuple.
+        Args:
+            columns: as `to_columns` returns them.
+            where: the file or message, for errors.
+            known: lists of arrays decoded by earlier calls; tables with equal lists then share one tuple.
 
         Raises:
-            FormatError: a column is missing, has the wrong size, or a chunk does not lie in its array.
+            FormatError: a column is missing or has the wrong size, or a chunk does not lie in its array.
         """
         rows = len(column(columns, "array", where=where))
         per_row = {
@@ -149,7 +151,7 @@ class ChunkTable:
 
     @classmethod
     def of_rows(cls, decoded: DecodedArrays, per_row: Mapping[str, Ints], *, where: str) -> ChunkTable:
-        """Return the table of these rows of these arrays, checked; per_row has a column for each attribute.
+        """Return the checked table of these arrays; per_row has a column for each other attribute.
 
         Raises:
             FormatError: a chunk does not lie in its array.
@@ -159,10 +161,14 @@ class ChunkTable:
         return table
 
     def check(self, decoded: DecodedArrays, where: str) -> None:
-        """Check that every chunk lies in its array, of which decoded holds what is known.
+        """Check that every chunk lies in its array.
+
+        Args:
+            decoded: the arrays of this table, with their shapes and element sizes as columns.
+            where: the file or message, for errors.
 
         Raises:
-            FormatError: one does not; where names the table.
+            FormatError: a chunk does not lie in its array.
         """
         fit = self.start.ndim == 2 and self.start.shape == self.shape.shape == (
             len(self),
@@ -170,10 +176,12 @@ class ChunkTable:
         )
         if not fit or self.dims < 1 or np.any(self.array < 0) or np.any(self.array >= len(self.arrays)):
             raise FormatError(f"{where}: rows and arrays do not fit. The file is damaged.", path=where)
+        # Written without start + shape, which could overflow in a forged file.
         outside = (self.start < 0) | (self.shape < 0) | (self.shape > decoded.whole[self.array] - self.start)
         bad = outside.any(axis=1)
         numel = self.shape.prod(axis=1)
         bad |= (self.flat_start < 0) | (self.flat_stop < self.flat_start) | (self.flat_stop > numel)
+        # Objects have an itemsize of 0 here, and any length.
         itemsize = decoded.itemsize[self.array]
         bad |= (itemsize > 0) & (self.nbytes != (self.flat_stop - self.flat_start) * itemsize)
         if np.any(bad):
@@ -186,12 +194,12 @@ class ChunkTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedArrays:
-    """A list of arrays as decoded from columns.
+    """A list of arrays, and the same as columns.
 
     Attributes:
         arrays: sorted by key.
-        whole: global shapes, `[len(arrays), dims]`, padded.
-        itemsize: bytes per element, 0 for objects, `[len(arrays)]`.
+        whole: global shapes, padded, `[len(arrays), dims]`.
+        itemsize: bytes per element; 0 for objects, `[len(arrays)]`.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -200,7 +208,7 @@ class DecodedArrays:
 
 
 KnownArrays = dict[tuple[bytes, ...], DecodedArrays]
-"""Lists of arrays decoded so far, by the bytes of the columns that hold them."""
+"""Lists of arrays decoded so far, by the bytes of the columns from which they were decoded."""
 
 _ROW_DIMS = {"array": 1, "start": 2, "shape": 2, "flat_start": 1, "flat_stop": 1, "nbytes": 1}
 
@@ -208,9 +216,9 @@ _ARRAY_COLUMNS = ("key.utf8", "key.ends", "dtype.utf8", "dtype.ends", "ndim", "g
 
 
 def _decode_arrays(columns: Mapping[str, Column], where: str, known: KnownArrays) -> DecodedArrays:
-    parts = [column(columns, name, where=where) for name in _ARRAY_COLUMNS]
-    # The extents of global_shape are part of the identity: its bytes alone do not tell [2, 3] from [3, 2].
-    identity = (repr(parts[-1].shape).encode(), *(part.tobytes() for part in parts))
+    encoded = [column(columns, name, where=where) for name in _ARRAY_COLUMNS]
+    # The shape of the column global_shape belongs to the identity: its bytes are equal for [2, 3] and [3, 2].
+    identity = (repr(encoded[-1].shape).encode(), *(c.tobytes() for c in encoded))
     if identity not in known:
         known[identity] = decode_arrays(columns, where=where)
     return known[identity]
@@ -220,8 +228,8 @@ def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays
     """Decode and check a list of arrays.
 
     Raises:
-        FormatError: a column is missing or has the wrong size, keys are not sorted, or no array can have
-            such a dtype or shape.
+        FormatError: a column is missing or has the wrong size, keys are not sorted, or a dtype or shape is
+            not valid.
     """
     keys = unpack_strings(columns, "key", where=where)
     dtypes = unpack_strings(columns, "dtype", where=where)
@@ -238,7 +246,7 @@ def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays
     unknown = sorted(set(dtypes) - set(DTYPES) - {OBJECT})
     if unknown:
         raise FormatError(f"{where}: unknown dtypes {unknown}. Update megackpt.", path=where)
-    # Products as floats do not overflow, and this bound is one that need not be exact.
+    # Products of floats do not overflow, and the bound need not be exact. Padding has to be 1.
     impossible = ((whole < 0) | (whole > MAX_NUMEL)).any(axis=1) | (
         whole.prod(axis=1, dtype=float) > MAX_NUMEL
     )
@@ -252,12 +260,12 @@ def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays
 
 
 def itemsizes(arrays: Sequence[ArraySpec]) -> Ints:
-    """Bytes per element of each array; 0 for objects."""
+    """Return the bytes per element of each array; 0 for objects, `[len(arrays)]`."""
     return np.array([DTYPES[a.dtype].itemsize if a.dtype != OBJECT else 0 for a in arrays], np.int64)
 
 
 def pad_shapes(shapes: Sequence[Sequence[int]], dims: int, *, fill: int) -> Ints:
-    """Stack shapes of different lengths into `[len(shapes), dims]`, filled up behind."""
+    """Stack shapes of different lengths into `[len(shapes), dims]`; fill is put after the last extent."""
     padded = np.full((len(shapes), dims), fill, np.int64)
     ndim = np.fromiter(map(len, shapes), np.int64, len(shapes))
     padded[np.arange(dims) < ndim[:, None]] = np.fromiter(chain.from_iterable(shapes), np.int64)
@@ -265,7 +273,7 @@ def pad_shapes(shapes: Sequence[Sequence[int]], dims: int, *, fill: int) -> Ints
 
 
 def region_text(start: Sequence[int], shape: Sequence[int], flat_start: int, flat_stop: int) -> str:
-    """Write one chunk as `ChunkTable.describe` does, given its numbers without padding.
+    """Return the text of `ChunkTable.describe` for numbers without padding.
 
     >>> region_text([0, 2], [4, 3], 0, 12), region_text([0, 2], [4, 3], 1, 5)
     ('[0:4, 2:5]', '[0:4, 2:5] flat 1:5')

@@ -1,7 +1,7 @@
-"""Tables of columns as bytes, pickle-free.
+"""Tables of columns as bytes, without pickle: the encoding of messages between ranks and of index files.
 
-Owns the one encoding used both between ranks and for index files: a safetensors blob of numpy arrays, lists
-of strings as UTF-8 with their ends. Whole numbers are stored in 32 bits where all of a column fits.
+A table is a safetensors blob of numpy arrays. A list of strings is two columns: the UTF-8 text of all
+strings, and where each one ends. A column of int64 is stored in 32 bits if all of its values fit.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def unpack_columns(data: bytes, *, where: str) -> dict[str, Column]:
 def pack_strings(name: str, values: Sequence[str]) -> dict[str, Column]:
     """Return the two columns that hold a list of strings."""
     text = "".join(values)
-    # As long in bytes as in characters; else each is looked at.
+    # ASCII text has as many bytes as characters, which spares encoding each string.
     counts = map(len, values) if text.isascii() else (len(v.encode()) for v in values)
     ends = np.cumsum(np.fromiter(counts, np.int64, len(values)))
     return {f"{name}.utf8": np.frombuffer(text.encode(), np.uint8), f"{name}.ends": ends}
 
 
 def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> list[str]:
-    """Return the list of strings held by two columns.
+    """Return the list of strings that two columns hold.
 
     Raises:
         FormatError: the columns are missing or do not fit each other, or the bytes are not UTF-8.
@@ -65,12 +65,12 @@ def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> l
         raise FormatError(
             f"{where}: the ends of {name!r} do not fit its text. The file is damaged.", path=where
         )
-    places = list(pairwise([0, *ends.tolist()]))
+    bounds = list(pairwise([0, *ends.tolist()]))
     try:
-        if blob.isascii():  # so a position in the bytes is one in the text
+        if blob.isascii():  # an index into the bytes is an index into the text
             joined = blob.decode()
-            return [joined[a:b] for a, b in places]
-        return [blob[a:b].decode() for a, b in places]
+            return [joined[a:b] for a, b in bounds]
+        return [blob[a:b].decode() for a, b in bounds]
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: {name!r} is not UTF-8. The file is damaged.", path=where) from error
 
@@ -79,43 +79,44 @@ def column(columns: Mapping[str, Column], name: str, *, where: str, length: int 
     """Return one column.
 
     Raises:
-        FormatError: it is missing, or has another length than it must have.
+        FormatError: it is missing or has another length.
     """
     if name not in columns:
         raise FormatError(f"{where}: column {name!r} is missing. The file is damaged.", path=where)
-    found = columns[name]
-    if not found.ndim or found.dtype.kind not in "biu":
+    values = columns[name]
+    if not values.ndim or values.dtype.kind not in "biu":
         raise FormatError(
             f"{where}: column {name!r} holds no rows of integers. The file is damaged.", path=where
         )
-    if length is not None and len(found) != length:
+    if length is not None and len(values) != length:
         raise FormatError(
-            f"{where}: column {name!r} has {len(found)} rows instead of {length}. The file is damaged.",
+            f"{where}: column {name!r} has {len(values)} rows instead of {length}. The file is damaged.",
             path=where,
         )
-    return found
+    return values
 
 
 def integers(
     columns: Mapping[str, Column], name: str, *, where: str, length: int | None = None, dims: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Return one column of so many dims as int64.
+    """Return one column of `dims` dims as int64.
 
     Raises:
-        FormatError: it is missing, has another length or number of dims, or does not hold such numbers.
+        FormatError: it is missing, has another length or number of dims, or its dtype does not fit into
+            int64.
     """
-    found = column(columns, name, where=where, length=length)
-    if found.ndim != dims or found.dtype.kind == "b" or found.dtype == np.uint64:
+    values = column(columns, name, where=where, length=length)
+    if values.ndim != dims or values.dtype.kind == "b" or values.dtype == np.uint64:
         raise FormatError(
-            f"{where}: column {name!r} is {found.dtype} in {found.ndim} dims instead of integers in {dims}. "
-            f"The file is damaged.",
+            f"{where}: column {name!r} is {values.dtype} in {values.ndim} dims instead of integers in "
+            f"{dims}. The file is damaged.",
             path=where,
         )
-    return found.astype(np.int64, copy=False)
+    return values.astype(np.int64, copy=False)
 
 
 def narrow_dtype(values: Column) -> np.dtype[Any]:
-    """Return the dtype that a column is stored in: uint32 for int64 whose values all fit, else its own."""
+    """Return the dtype in which a column is stored: uint32 for int64 whose values all fit, else its own."""
     if values.dtype != np.int64:
         return values.dtype
     fits = not values.size or (int(values.min()) >= 0 and int(values.max()) < 2**32)

@@ -1,7 +1,6 @@
-"""What ranks declare: their chunks, and which copy each is.
+"""What ranks declare: their chunks, and which replica each chunk is.
 
-Owns the table that is exchanged before planning. Making it from entities is `mapping.describe`'s work;
-merging those of all ranks is here.
+`mapping.describe` makes the table from the entities of one rank. The tables of all ranks are merged here.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from megackpt.metadata.columns import Column, column
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeclaredChunks:
-    """Chunks held by ranks.
+    """Chunks declared by ranks.
 
     Attributes:
         table: the chunks.
         main: whether the row is the main replica, `[n]`.
         resizable: whether the global shape may differ from the stored one (`allow_shape_mismatch`), `[n]`.
-        rank: who holds the row, `[n]`.
-        entity: position in that rank's own list of entities, `[n]`.
+        rank: the rank that declares the row, `[n]`.
+        entity: index of the row's entity among those of the rank, `[n]`.
     """
 
     table: ChunkTable
@@ -46,7 +45,7 @@ class DeclaredChunks:
         )
 
     def to_columns(self) -> dict[str, Column]:
-        """Encode one rank's declarations for the exchange; the rank is known from who sent them."""
+        """Encode one rank's declarations to be sent to other ranks, which know the rank of the sender."""
         return {
             **self.table.to_columns(),
             "main": self.main,
@@ -58,7 +57,7 @@ class DeclaredChunks:
     def from_columns(
         cls, columns: Mapping[str, Column], *, rank: int, known: KnownArrays | None = None
     ) -> DeclaredChunks:
-        """Decode what `rank` sent; for known see `ChunkTable.from_columns`."""
+        """Decode what `rank` sent; known is as in `ChunkTable.from_columns`."""
         where = f"declarations of rank {rank}"
         table = ChunkTable.from_columns(columns, where=where, known=known)
         return cls(
@@ -73,26 +72,27 @@ class DeclaredChunks:
 def decode_declarations(per_rank: Sequence[Mapping[str, Column]]) -> list[DeclaredChunks]:
     """Decode what each rank sent, in the order of ranks.
 
-    Data- and tensor-parallel peers list the same arrays; each such list is decoded, checked and kept once.
+    Data- and tensor-parallel peers list the same arrays. Each different list is decoded and checked once.
     """
     known: KnownArrays = {}
     return [DeclaredChunks.from_columns(c, rank=rank, known=known) for rank, c in enumerate(per_rank)]
 
 
 def merge_declarations(per_rank: Sequence[DeclaredChunks]) -> DeclaredChunks:
-    """Put the declarations of all ranks into one table with one list of arrays; rows stay in their order.
+    """Merge the declarations of all ranks into one table with one list of arrays; rows keep their order.
 
-    dtype and global shape are all that ranks have to agree on. A key may be missing on some ranks (that is
-    pipeline parallelism), and ranks may cut an array differently: where main replicas are concerned, coverage
-    proves what matters of that, and other replicas are not stored.
+    Ranks have to give equal dtypes and global shapes, and nothing else. A key may be missing on some ranks,
+    as with pipeline parallelism, and ranks may cut an array differently: `check_coverage` proves that the
+    main replicas fit together, and other replicas are not stored.
 
     Raises:
-        MismatchError: ranks give different dtypes or global shapes for a key; all such keys are listed,
-            with ranks.
+        MismatchError: ranks give different dtypes or global shapes for a key. All such keys are listed, with
+            ranks.
     """
     arrays, numbering = _merge_arrays(per_rank)
     dims = max((d.table.dims for d in per_rank), default=1)
     tables = [d.table for d in per_rank]
+    # Translate the index into each rank's own list of arrays to the index into the merged list.
     array = [ids[t.array] for ids, t in zip(numbering, tables, strict=True)]
     table = ChunkTable(
         arrays,
@@ -113,8 +113,10 @@ def merge_declarations(per_rank: Sequence[DeclaredChunks]) -> DeclaredChunks:
 
 
 def _merge_arrays(per_rank: Sequence[DeclaredChunks]) -> tuple[tuple[ArraySpec, ...], list[Ints]]:
-    """Return the sorted union of arrays and, for each rank, the number there of each of its own."""
-    distinct = {id(d.table.arrays): d.table.arrays for d in per_rank}  # peers share the list they decoded
+    """Return the sorted union of arrays and, for each rank, the index in it of each of its own arrays."""
+    # Peers share one decoded tuple (see `decode_declarations`), so identity finds the different lists
+    # quickly.
+    distinct = {id(d.table.arrays): d.table.arrays for d in per_rank}
     specs: dict[str, ArraySpec] = {}
     conflicts: set[str] = set()
     for arrays in distinct.values():
@@ -140,10 +142,10 @@ def _versions(keys: set[str], per_rank: Sequence[DeclaredChunks]) -> dict[str, d
 
 
 def conflict_error(versions: Mapping[str, Mapping[ArraySpec, Sequence[int]]]) -> MismatchError:
-    """Return the error for keys that ranks declare differently: by key, which ranks say what."""
+    """Return the error for keys that ranks declare differently: by key, which ranks give which spec."""
     lines = []
-    for key, said in sorted(versions.items()):
-        by_first = sorted(said.items(), key=lambda item: item[1][0])
+    for key, ranks_of_spec in sorted(versions.items()):
+        by_first = sorted(ranks_of_spec.items(), key=lambda item: item[1][0])
         texts = [f"{s.dtype} {s.global_shape} on ranks {rank_list(ranks)}" for s, ranks in by_first]
         lines.append(f"{key!r}: {'; '.join(texts)}")
     return MismatchError(

@@ -1,7 +1,6 @@
-"""The dtypes a checkpoint can hold, by name.
+"""The dtypes that a checkpoint can hold: their names, element sizes and names in safetensors.
 
-Owns sizes and the name under which safetensors knows each. A dtype that stock safetensors lacks is stored
-as raw bytes (`U8`); its true name stands in the index.
+A dtype that stock safetensors lacks is stored as raw bytes (`U8`). Its true name is in the index.
 """
 
 from __future__ import annotations
@@ -41,4 +40,4 @@ DTYPES: dict[str, DtypeInfo] = {
 """Every dtype by its torch name without the `torch.` prefix."""
 
 OBJECT = "object"
-"""The dtype name of an array of encoded Python objects; an element is a blob of its own length."""
+"""The dtype name of an array of encoded Python objects. Each element has a length of its own."""

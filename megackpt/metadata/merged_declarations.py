@@ -1,13 +1,15 @@
-"""What all ranks declare, as the rank that plans a save learns it: equal lists once.
+"""What all ranks declare, as the rank that plans a save receives it: equal lists of rows only once.
 
-Owns the lists of rows that ranks send, packed so that those of many thousand ranks are put together in
-arrays, and the table made of them.
+Each rank packs its rows into two byte strings, so that rank 0 can merge those of many thousand ranks with a
+few array operations. The rows of main replicas differ between ranks. The other rows are equal on
+data-parallel ranks, and only one rank of those sends them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +21,13 @@ from megackpt.metadata.declarations import DeclaredChunks, conflict_error
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedDeclarations:
-    """Chunks held by ranks; a list of rows that several ranks have alike stands here once.
+    """Chunks and the ranks that declare them, their owners; a list of rows of several ranks is here once.
 
     Attributes:
-        declared: the rows; `rank` is that of the one holder, or `ranks + i` for a row that all of
-            `owner_groups[i]` hold.
-        owner_groups: ranks that have a list alike, ascending; a rank has at most one such list.
-        slots_before: how many entities each rank has before those of its shared list, `[ranks]`.
+        declared: the rows; `rank` is the only owner, or `ranks + i` for a row that all of `owner_groups[i]`
+            declare.
+        owner_groups: the ranks that have an equal list, ascending; a rank has at most one such list.
+        entities_before: how many entities each rank has before those of its shared list, `[ranks]`.
     """
 
     declared: DeclaredChunks
@@ -34,12 +36,12 @@ class MergedDeclarations:
 
     @classmethod
     def of_single_owners(cls, declared: DeclaredChunks, *, ranks: int) -> MergedDeclarations:
-        """Take rows each of which has its one holder."""
+        """Return declarations in which every row has one owner."""
         return cls(declared, (), np.zeros(ranks, np.int64))
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.entities_before)
 
     def take(self, rows: Rows) -> MergedDeclarations:
@@ -47,10 +49,11 @@ class MergedDeclarations:
         return replace(self, declared=self.declared.take(rows))
 
     def owners(self) -> tuple[Ints, Ints]:
-        """Return pairs of a row and a rank that holds it: rows, ascending, and ranks, ascending in each."""
+        """Return all pairs of a row and a rank that declares it, sorted by row and rank: rows and ranks."""
         rows = np.arange(len(self.declared))
         if not self.owner_groups:
             return rows, self.declared.rank
+        # `member` lists the owners by the value of `rank`: first the single ranks, then the groups.
         sizes = np.concatenate([np.ones(self.ranks, np.int64), [len(s) for s in self.owner_groups]])
         member = np.concatenate([np.arange(self.ranks), *self.owner_groups])
         first = np.cumsum(sizes) - sizes
@@ -58,20 +61,20 @@ class MergedDeclarations:
         return np.repeat(rows, count), member[joined_ranges(first[self.declared.rank], count)]
 
     def entities_of(self, rows: Ints, ranks: Ints) -> Ints:
-        """Return the entity that each of these rows has on one of its holders."""
-        shared = self.declared.rank[rows] >= self.ranks
-        return self.declared.entity[rows] + np.where(shared, self.entities_before[ranks], 0)
+        """Return the index of each of these rows among the entities of one of its owners."""
+        is_shared = self.declared.rank[rows] >= self.ranks
+        return self.declared.entity[rows] + np.where(is_shared, self.entities_before[ranks], 0)
 
     def with_main_rows(self, rows: Ints, ranks: Ints) -> MergedDeclarations:
-        """Return these rows once more behind the others: one holder of each is its main replica."""
-        every = np.concatenate([np.arange(len(self.declared)), rows])
-        more, count = self.declared.take(every), len(self.declared)  # copies of the columns
+        """Append these rows once more as main replicas, row i of `ranks[i]`, which is one of its owners."""
+        appended = np.concatenate([np.arange(len(self.declared)), rows])
+        more, count = self.declared.take(appended), len(self.declared)  # copies of the columns
         more.entity[count:] = self.entities_of(rows, ranks)
         more.main[count:], more.rank[count:] = True, ranks
         return replace(self, declared=more)
 
     def expanded(self) -> DeclaredChunks:
-        """Return a row for each holder of each row, in the order of ranks: long, to describe faults."""
+        """Return one row for each owner of each row, in the order of ranks: long, to describe faults."""
         rows, rank = self.owners()
         order = np.argsort(rank, kind="stable")
         rows, rank = rows[order], rank[order]
@@ -80,12 +83,12 @@ class MergedDeclarations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedDeclarations:
-    """What one rank declares, in two lists.
+    """What one rank declares, as two packed lists of rows.
 
     Attributes:
         entities: the entity of each row of the first list, then of the second, `[n]`.
-        main_rows: the rows of which it is the main replica, packed.
-        replica_rows: other rows, packed: equal on ranks that hold the same.
+        main_rows: the rows of main replicas.
+        replica_rows: the other rows; equal on ranks that declare the same replicas.
     """
 
     entities: Ints
@@ -94,103 +97,156 @@ class PackedDeclarations:
 
 
 REPLICATED_VALUE, ON_SOME_RANKS = 1, 2
-"""Marks of rows: the array is a replicated value, whose main replica is to be chosen; it lies on a mesh that
-is not all ranks, beside which others may hold copies."""
+"""Marks of rows, to be combined. The array is a replicated value, whose main replica the planner chooses. The
+array lies on a mesh of only some ranks, so other ranks may declare copies of it as main replicas."""
 
 
 def pack_declarations(
     declared: DeclaredChunks, *, replicated: Set[str], part_of_ranks: Set[str]
 ) -> PackedDeclarations:
-    """Pack the declarations of one rank; the sets name arrays whose rows get a mark."""
+    """Pack the declarations of one rank.
+
+    Args:
+        declared: the rows of one rank.
+        replicated: keys of arrays whose rows get the mark REPLICATED_VALUE.
+        part_of_ranks: keys of arrays whose rows get the mark ON_SOME_RANKS.
+    """
     keys = [a.key for a in declared.table.arrays]
     marks = np.array(
         [REPLICATED_VALUE * (k in replicated) | ON_SOME_RANKS * (k in part_of_ranks) for k in keys]
     )
     marks = marks.astype(np.int64)[declared.table.array]
-    alone = declared.main & (marks & REPLICATED_VALUE == 0)
-    entities = np.concatenate((np.flatnonzero(alone), np.flatnonzero(~alone)))
-    first, second = entities[: alone.sum()], entities[alone.sum() :]
+    # The main replica of a replicated value is not known yet, so its rows travel with the replicas.
+    is_main = declared.main & (marks & REPLICATED_VALUE == 0)
+    main, replica = np.flatnonzero(is_main), np.flatnonzero(~is_main)
     return PackedDeclarations(
-        declared.entity[entities],
-        _packed(declared.table.take(first), marks[first]),
-        _packed(declared.table.take(second), marks[second]),
+        declared.entity[np.concatenate((main, replica))],
+        _packed(declared.table.take(main), marks[main]),
+        _packed(declared.table.take(replica), marks[replica]),
     )
 
 
 def _packed(table: ChunkTable, marks: Ints) -> bytes:
+    """Return a head (rows, dims, lengths of the specs), the matrix of rows, and the specs of used arrays."""
     used, number = np.unique(table.array, return_inverse=True)
-    entries = [_entry(table.arrays[i]) for i in used.tolist()]
+    specs = [_packed_spec(table.arrays[i]) for i in used.tolist()]
     matrix = np.column_stack(
         (number, table.flat_start, table.flat_stop, table.nbytes, marks, table.start, table.shape)
     )
-    head = np.array([len(table), table.dims, len(entries), *(len(e) for e in entries)], np.int64)
-    return head.tobytes() + matrix.astype(np.int64).tobytes() + b"".join(entries)
+    head = np.array([len(table), table.dims, len(specs), *(len(s) for s in specs)], np.int64)
+    return head.tobytes() + matrix.astype(np.int64).tobytes() + b"".join(specs)
 
 
-def _entry(spec: ArraySpec) -> bytes:
+def _packed_spec(spec: ArraySpec) -> bytes:
     return f"{spec.dtype} {','.join(map(str, spec.global_shape))} {spec.key}".encode()
 
 
-def _spec(entry: bytes) -> ArraySpec:
-    dtype, shape, key = entry.decode().split(" ", 2)
+def _unpacked_spec(packed: bytes) -> ArraySpec:
+    dtype, shape, key = packed.decode().split(" ", 2)
     return ArraySpec(key, dtype, tuple(int(n) for n in shape.split(",") if n))
 
 
-def merge_packed_declarations(
-    alone: Sequence[bytes], shared: Sequence[bytes], owner_groups: Sequence[Ints]
-) -> tuple[MergedDeclarations, Ints]:
-    """Put the lists of ranks into one table with one list of arrays; return the marks of its rows, too.
+class _UnpackedRows(NamedTuple):
+    """The lists that `_packed` wrote, joined; the specs of arrays are numbered over all lists.
 
-    alone has the first list of each rank; shared has the different second ones, and owner_groups the ranks
-    that have each. `entity` counts the rows of the two lists of a rank, one after the other.
+    Attributes:
+        specs: the different specs, in the order in which they were found.
+        array: for each list, the index into specs of each of its rows.
+        matrix: the other columns of all rows, `[n, 5 + 2 * dims]`; see `_packed`.
+        counts: number of rows of each list.
+        dims: number of dims of the widest list.
+    """
+
+    specs: list[ArraySpec]
+    array: list[Ints]
+    matrix: Ints
+    counts: Ints
+    dims: int
+
+
+def _unpack(lists: Sequence[bytes]) -> _UnpackedRows:
+    heads = [np.frombuffer(packed, np.int64, 3) for packed in lists]
+    widest = max((int(head[1]) for head in heads), default=1)
+    number_of_spec: dict[bytes, int] = {}
+    known: dict[bytes, list[int]] = {}  # ranks of a pipeline stage have equal lists of specs
+    array, matrices = [], []
+    for packed, head in zip(lists, heads, strict=True):
+        rows, dims, specs = head.tolist()
+        width, at = 5 + 2 * dims, 8 * (3 + specs)
+        matrix = np.frombuffer(packed, np.int64, rows * width, at).reshape(rows, width)
+        packed_specs = packed[24:at] + packed[at + matrix.nbytes :]
+        numbers = known.get(packed_specs)
+        if numbers is None:
+            numbers = known[packed_specs] = _spec_numbers(packed_specs, specs, number_of_spec)
+        array.append(np.array(numbers, np.int64)[matrix[:, 0]])
+        matrices.append(matrix if dims == widest else _widened(matrix, dims, widest))
+    return _UnpackedRows(
+        specs=[_unpacked_spec(packed) for packed in number_of_spec],
+        array=array,
+        matrix=np.concatenate([np.zeros((0, 5 + 2 * widest), np.int64), *matrices]),
+        counts=np.array([head[0] for head in heads], np.int64),
+        dims=widest,
+    )
+
+
+def _spec_numbers(packed_specs: bytes, count: int, number_of_spec: dict[bytes, int]) -> list[int]:
+    """Return the number of each of `count` specs; one that no list had before is added with the next number.
+
+    packed_specs is the lengths of the specs, then the specs.
+    """
+    numbers, at = [], 8 * count
+    for length in np.frombuffer(packed_specs, np.int64, count).tolist():
+        numbers.append(number_of_spec.setdefault(packed_specs[at : at + length], len(number_of_spec)))
+        at += length
+    return numbers
+
+
+def merge_packed_declarations(
+    main_rows: Sequence[bytes], replica_rows: Sequence[bytes], owner_groups: Sequence[Ints]
+) -> tuple[MergedDeclarations, Ints]:
+    """Merge the packed declarations of all ranks into one table with one list of arrays.
+
+    Args:
+        main_rows: those of each rank.
+        replica_rows: the different ones, each once.
+        owner_groups: for each of these, the ranks that have it, ascending.
+
+    Returns:
+        The merged declarations, whose `entity` counts the rows of the two lists of a rank one after the
+        other, and the marks of the rows, `[n]`.
 
     Raises:
-        MismatchError: ranks give different dtypes or global shapes for a key; all such keys are listed,
-            with ranks.
+        MismatchError: ranks give different dtypes or global shapes for a key. All such keys are listed, with
+            ranks.
         FormatError: a chunk does not lie in its array.
     """
-    messages = [*alone, *shared]
-    heads = [np.frombuffer(m, np.int64, 3) for m in messages]
-    counts = np.array([h[0] for h in heads], np.int64)
-    dims = max((int(h[1]) for h in heads), default=1)
-    numbering: dict[bytes, int] = {}
-    known: dict[bytes, list[int]] = {}  # ranks of a pipeline stage have equal lists of arrays
-    ids, matrices = [], []
-    for message, head in zip(messages, heads, strict=True):
-        rows, own_dims, arrays = head.tolist()
-        width, at = 5 + 2 * own_dims, 8 * (3 + arrays)
-        matrix = np.frombuffer(message, np.int64, rows * width, at).reshape(rows, width)
-        end = at + matrix.nbytes
-        told = message[24:at] + message[end:]
-        mine = known.get(told)
-        if mine is None:
-            mine = known[told] = []
-            for length in np.frombuffer(message, np.int64, arrays, 24).tolist():
-                mine.append(numbering.setdefault(message[end : end + length], len(numbering)))
-                end += length
-        ids.append(np.array(mine, np.int64)[matrix[:, 0]])
-        matrices.append(matrix if own_dims == dims else _widened(matrix, own_dims, dims))
-    specs = [_spec(entry) for entry in numbering]
-    order = sorted(range(len(specs)), key=lambda i: specs[i].key)
+    packed = _unpack([*main_rows, *replica_rows])
+    specs, matrix, dims = packed.specs, packed.matrix, packed.dims
     if len({s.key for s in specs}) < len(specs):
-        holders = [np.array([rank], np.int64) for rank in range(len(alone))]
-        raise _conflict(specs, ids, [*holders, *owner_groups])
-    place = np.empty(len(specs), np.int64)
-    place[order] = np.arange(len(specs))
-    joined = np.concatenate([np.zeros((0, 5 + 2 * dims), np.int64), *matrices])
-    array = place[np.concatenate([np.zeros(0, np.int64), *ids])]
-    arrays_sorted = tuple(specs[i] for i in order)
+        single_owners = [np.array([rank], np.int64) for rank in range(len(main_rows))]
+        raise _conflict(specs, packed.array, [*single_owners, *owner_groups])
+    # Arrays are sorted by key, so their numbers change from the order of discovery to that of keys.
+    order = sorted(range(len(specs)), key=lambda i: specs[i].key)
+    sorted_number = np.empty(len(specs), np.int64)
+    sorted_number[order] = np.arange(len(specs))
     table = ChunkTable(
-        arrays_sorted, array, joined[:, 5 : 5 + dims], joined[:, 5 + dims :], *joined[:, 1:4].T
+        tuple(specs[i] for i in order),
+        sorted_number[np.concatenate([np.zeros(0, np.int64), *packed.array])],
+        matrix[:, 5 : 5 + dims],
+        matrix[:, 5 + dims :],
+        *matrix[:, 1:4].T,
     )
-    holder = np.repeat(np.arange(len(messages)), counts)
-    entity = joined_ranges(0, counts)
-    _check_inside(table, holder, ranks=len(alone), owner_groups=owner_groups)
-    declared = DeclaredChunks(table, holder < len(alone), np.zeros(len(table), np.bool_), holder, entity)
-    return MergedDeclarations(declared, tuple(owner_groups), counts[: len(alone)]), joined[:, 4]
+    # List i belongs to rank i as long as it is one of main rows; after these, to owner group i - ranks.
+    owner = np.repeat(np.arange(len(packed.counts)), packed.counts)
+    _check_inside(table, owner, ranks=len(main_rows), owner_groups=owner_groups)
+    is_main, no = owner < len(main_rows), np.zeros(len(table), np.bool_)
+    declared = DeclaredChunks(table, is_main, no, owner, joined_ranges(0, packed.counts))
+    merged = MergedDeclarations(declared, tuple(owner_groups), packed.counts[: len(main_rows)])
+    return merged, matrix[:, 4]
 
 
 def _widened(matrix: Ints, own_dims: int, dims: int) -> Ints:
+    """Pad the starts of packed rows with 0 and their extents with 1, up to `dims` dims."""
     wide = np.ones((len(matrix), 5 + 2 * dims), np.int64)
     wide[:, : 5 + own_dims] = matrix[:, : 5 + own_dims]
     wide[:, 5 + own_dims : 5 + dims] = 0
@@ -198,25 +254,27 @@ def _widened(matrix: Ints, own_dims: int, dims: int) -> Ints:
     return wide
 
 
-def _check_inside(table: ChunkTable, holder: Ints, *, ranks: int, owner_groups: Sequence[Ints]) -> None:
+def _check_inside(table: ChunkTable, owner: Ints, *, ranks: int, owner_groups: Sequence[Ints]) -> None:
     decoded = DecodedArrays(table.arrays, table.padded_global_shape(), itemsizes(table.arrays))
     try:
         table.check(decoded, "declarations")
     except FormatError:
-        for at in np.unique(holder).tolist():  # slow, to name the rank
+        for at in np.unique(owner).tolist():  # slow, to name the rank
             rank = at if at < ranks else int(owner_groups[at - ranks][0])
-            table.take(holder == at).check(decoded, f"declarations of rank {rank}")
+            table.take(owner == at).check(decoded, f"declarations of rank {rank}")
         raise
 
 
-def _conflict(specs: Sequence[ArraySpec], ids: Sequence[Ints], holders: Sequence[Ints]) -> Exception:
-    """Say which ranks give which dtype and shape to the keys that have several."""
-    seen: dict[str, int] = {}
+def _conflict(specs: Sequence[ArraySpec], arrays: Sequence[Ints], owners: Sequence[Ints]) -> Exception:
+    """Return the error that lists which ranks give which dtype and shape to the keys that have several."""
+    specs_of_key: dict[str, int] = {}
     for spec in specs:
-        seen[spec.key] = seen.get(spec.key, 0) + 1
+        specs_of_key[spec.key] = specs_of_key.get(spec.key, 0) + 1
     versions: dict[str, dict[ArraySpec, set[int]]] = {}
-    for used, ranks in zip(ids, holders, strict=True):
+    for used, ranks in zip(arrays, owners, strict=True):
         for i in np.unique(used).tolist():
-            if seen[specs[i].key] > 1:
+            if specs_of_key[specs[i].key] > 1:
                 versions.setdefault(specs[i].key, {}).setdefault(specs[i], set()).update(ranks.tolist())
-    return conflict_error({key: {s: sorted(r) for s, r in said.items()} for key, said in versions.items()})
+    return conflict_error(
+        {key: {spec: sorted(ranks) for spec, ranks in by_spec.items()} for key, by_spec in versions.items()}
+    )

@@ -1,6 +1,6 @@
-"""What a checkpoint holds: the chunk table with the place and the digests of every chunk.
+"""What a checkpoint holds: the chunk table with the file, offset and digests of every chunk.
 
-Owns the plain data of an index; how it lies on disk is the format's affair.
+This is the decoded index. Its encoding on disk belongs to the formats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoredChunks:
         digests: xxh3-64 of each block of `DIGEST_BLOCK_BYTES` of each chunk, the last block shorter; None
             where none were stored.
         files: names in the checkpoint.
-        array_digests: CRC-64/NVME of the elements of arrays, by key, for those of which one is stored.
+        array_digests: CRC-64/NVME of the elements of arrays, by key, where stored.
     """
 
     table: ChunkTable
@@ -49,7 +49,7 @@ class StoredChunks:
         return len(self.table)
 
     def take(self, rows: Rows) -> StoredChunks:
-        """Return the chosen rows; all else is shared."""
+        """Return the chosen rows; digests and files are shared with this table."""
         return replace(
             self,
             table=self.table.take(rows),
@@ -60,6 +60,6 @@ class StoredChunks:
 
 
 def block_counts(nbytes: Ints) -> Ints:
-    """Number of digest blocks of chunks of these lengths."""
+    """Return the number of digest blocks of chunks of these lengths in bytes, `[n]`."""
     counts: Ints = -(-nbytes >> _DIGEST_BLOCK_BITS)  # rounded up; a shift is much faster than a division
     return counts

@@ -1,4 +1,4 @@
-"""Plans: declarations in, who writes or reads what out. Pure, over columns."""
+"""Plans: which rank writes or reads which bytes, computed from declarations. Pure, over columns."""
 
 from megackpt.planning.copies import CompactCopies, Copies, StridedCopy
 from megackpt.planning.load_plan import plan_load

@@ -1,8 +1,8 @@
-"""Who writes a chunk that several ranks hold.
+"""Which rank writes a chunk that several ranks declare, and which rank reads a part that several ranks need.
 
-Owns the balancing. Deterministic: every rank computes the same answer from the same declarations. The rule is
-greedy, one chunk after the other; where many chunks have one set of holders and few different sizes, as those
-of data-parallel replicas do, its outcome is computed for all chunks of a size at once.
+Pure and deterministic: every rank computes the same answer from the same input. The rule is greedy, one chunk
+after the other. Where many chunks have the same owners and few different sizes, as those of data-parallel
+replicas, its result is computed for all chunks of a size at once.
 """
 
 from __future__ import annotations
@@ -16,46 +16,54 @@ import numpy.typing as npt
 from megackpt.geometry import Ints, joined_ranges
 
 FEW = 16
-"""So many equal chunks are given out one by one faster than together."""
+"""Up to so many chunks of one size are assigned one by one, which is faster than all at once."""
 
 
 def assign_writers(
-    nbytes: Ints, holder_start: Ints, holders: Ints, *, ranks: int, set_of: Ints | None = None
+    nbytes: Ints, owner_start: Ints, owners: Ints, *, ranks: int, set_of: Ints | None = None
 ) -> Ints:
-    """Choose one holder for each chunk, keeping bytes per rank even; returns positions in `holders`, `[n]`.
+    """Choose one owner for each chunk, keeping bytes per rank even; returns indices into `owners`, `[n]`.
 
-    Chunk i is held by set i of ranks, or by set `set_of[i]`, as several chunks may be. Set s is
-    `holders[holder_start[s] : holder_start[s + 1]]`, ranks in ascending order. Chunks with the fewest holders
-    are given out first, since the others can still go where there is room; among equals the largest first,
-    each to the holder with the fewest bytes so far, ties to the lowest rank.
+    Chunks with the fewest owners are assigned first, since the others can still go to ranks with fewer bytes.
+    Among chunks with equally many owners the largest is first. Each goes to the owner with the fewest bytes
+    so far, ties to the lowest rank.
+
+    Args:
+        nbytes: length of each chunk, `[n]`.
+        owner_start: where each set of owners begins in owners, and the end of the last, `[sets + 1]`.
+        owners: ranks, ascending in each set.
+        ranks: number of ranks.
+        set_of: the set of each chunk, `[n]`; None if chunk i has set i.
 
     >>> two = assign_writers(np.array([8, 8]), np.array([0, 2, 4]), np.array([0, 1, 0, 1]), ranks=2)
-    >>> two.tolist()  # chunk 0 goes to its first holder (rank 0), chunk 1 to its second (rank 1)
+    >>> two.tolist()  # chunk 0 goes to its first owner (rank 0), chunk 1 to its second (rank 1)
     [0, 3]
     """
     sets = np.arange(len(nbytes)) if set_of is None else set_of
-    choice: Ints = holder_start[sets]
-    counts = np.diff(holder_start)[sets]
+    choice: Ints = owner_start[sets]
+    counts = np.diff(owner_start)[sets]
+    # A single owner is no choice; its bytes count for the choices that follow.
     load = np.zeros(ranks, np.int64)
-    alone = counts == 1
-    np.add.at(load, holders[choice[alone]], nbytes[alone])
-    for count in np.unique(counts[~alone]).tolist():
+    is_single = counts == 1
+    np.add.at(load, owners[choice[is_single]], nbytes[is_single])
+    for count in np.unique(counts[~is_single]).tolist():
         chunks = np.flatnonzero(counts == count)
         used, own = np.unique(sets[chunks], return_inverse=True)
-        held_by = holders[holder_start[used, None] + np.arange(count)]  # [sets, count]
-        groups = _independent_groups(held_by, ranks)
-        for (_, is_one_set), members in zip(groups, _members(groups, own), strict=True):
+        rank_sets = owners[owner_start[used, None] + np.arange(count)]  # [sets, count]
+        # Groups have no rank in common, so the order between groups does not change the result.
+        groups = _independent_groups(rank_sets, ranks)
+        for (_, is_one_set), members in zip(groups, _chunks_of_groups(groups, own), strict=True):
             order = members[np.argsort(-nbytes[chunks[members]], kind="stable")]
             sizes = nbytes[chunks[order]]
             if is_one_set:
-                place = _spread_over_one_set(sizes, held_by[own[order[0]]], load)
+                chosen = _spread_over_one_set(sizes, rank_sets[own[order[0]]], load)
             else:
-                place = _spread_over_many_sets(sizes, held_by[own[order]], load)
-            choice[chunks[order]] += place
+                chosen = _spread_over_many_sets(sizes, rank_sets[own[order]], load)
+            choice[chunks[order]] += chosen
     return choice
 
 
-def _members(groups: list[tuple[Ints, bool]], set_of: Ints) -> list[Ints]:
+def _chunks_of_groups(groups: list[tuple[Ints, bool]], set_of: Ints) -> list[Ints]:
     """Return the chunks of each group of sets, ascending."""
     lengths = [len(group) for group, _ in groups]
     number = np.empty(sum(lengths), np.int64)
@@ -66,18 +74,18 @@ def _members(groups: list[tuple[Ints, bool]], set_of: Ints) -> list[Ints]:
     )
 
 
-def _independent_groups(held_by: Ints, ranks: int) -> list[tuple[Ints, bool]]:
-    """Split sets, rows of `[n, holders]`, into groups without a common holder.
+def _independent_groups(rank_sets: Ints, ranks: int) -> list[tuple[Ints, bool]]:
+    """Split sets of ranks, rows of `[n, count]`, into groups without a common rank.
 
-    A group is either all rows of one set of holders (True), or all those whose sets overlap others (False).
+    A group is either all rows of one set (True), or all rows whose sets overlap others (False).
     """
-    order = np.argsort(_mixed(held_by), kind="stable")
+    # After sorting by hash, equal sets are neighbours. If different sets share a hash, a set may fall into
+    # several groups; these overlap then, which is slower but right.
+    order = np.argsort(_hashes(rank_sets), kind="stable")
     begins = np.ones(len(order), np.bool_)
-    # Equal sets have equal mixed values and so stand together; where different sets share a value they are
-    # told apart here, and at worst one set falls into several groups, which then overlap.
-    begins[1:] = (held_by[order[1:]] != held_by[order[:-1]]).any(axis=1)
+    begins[1:] = (rank_sets[order[1:]] != rank_sets[order[:-1]]).any(axis=1)
     first = np.flatnonzero(begins)
-    sets = held_by[order[first]]
+    sets = rank_sets[order[first]]
     overlaps = (np.bincount(sets.ravel(), minlength=ranks)[sets] > 1).any(axis=1)
     members = np.split(order, first[1:])
     groups = [(members[i], True) for i in np.flatnonzero(~overlaps).tolist()]
@@ -86,73 +94,77 @@ def _independent_groups(held_by: Ints, ranks: int) -> list[tuple[Ints, bool]]:
     return groups
 
 
-def _mixed(held_by: Ints) -> npt.NDArray[np.uint64]:
-    """One number for each row that is the same for equal rows and seldom for others."""
-    mixed = np.zeros(len(held_by), np.uint64)
-    for column in held_by.T:
+def _hashes(rank_sets: Ints) -> npt.NDArray[np.uint64]:
+    """Return one hash for each row, `[n]`."""
+    mixed = np.zeros(len(rank_sets), np.uint64)
+    for column in rank_sets.T:
         mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return mixed
 
 
-def _spread_over_one_set(sizes: Ints, holders: Ints, load: Ints) -> Ints:
-    """Give chunks, largest first, to one set of holders; returns places in `holders` and adds to `load`."""
-    place = np.empty(len(sizes), np.int64)
+def _spread_over_one_set(sizes: Ints, owners: Ints, load: Ints) -> Ints:
+    """Assign chunks, largest first, to one set of owners; returns indices in `owners` and adds to `load`."""
+    chosen = np.empty(len(sizes), np.int64)
     starts = np.flatnonzero(np.diff(sizes, prepend=-1))
     stops = np.append(starts[1:], len(sizes))
-    queue: list[tuple[int, int]] = []  # (bytes so far, place): kept while chunks are given out one by one
+    # (bytes so far, index) of every owner. The queue is kept while chunks are assigned one by one, and
+    # written back to `load` before chunks are assigned all at once.
+    queue: list[tuple[int, int]] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         size = int(sizes[start])
         if stop - start > FEW:
-            _empty(queue, holders, load)
-            place[start:stop] = _next_places(load[holders], size, stop - start)
-            load[holders] += size * np.bincount(place[start:stop], minlength=len(holders))
+            _write_back(queue, owners, load)
+            chosen[start:stop] = _next_owners(load[owners], size, stop - start)
+            load[owners] += size * np.bincount(chosen[start:stop], minlength=len(owners))
             continue
         if not queue:
-            queue = [(total, at) for at, total in enumerate(load[holders].tolist())]
+            queue = [(total, at) for at, total in enumerate(load[owners].tolist())]
             heapq.heapify(queue)
         for chunk in range(start, stop):
             total, at = queue[0]
-            place[chunk] = at
+            chosen[chunk] = at
             heapq.heapreplace(queue, (total + size, at))
-    _empty(queue, holders, load)
-    return place
+    _write_back(queue, owners, load)
+    return chosen
 
 
-def _empty(queue: list[tuple[int, int]], holders: Ints, load: Ints) -> None:
+def _write_back(queue: list[tuple[int, int]], owners: Ints, load: Ints) -> None:
     for total, at in queue:
-        load[holders[at]] = total
+        load[owners[at]] = total
     queue.clear()
 
 
-def _next_places(load: Ints, size: int, count: int) -> Ints:
-    """Who gets each of `count` chunks of one size: always who has least so far, ties to the first.
+def _next_owners(load: Ints, size: int, count: int) -> Ints:
+    """Return the owner of each of `count` chunks of one size: the one with the least load, ties to the first.
 
-    A holder that gets a chunk has `load`, `load + size`, `load + 2 size`, ... before its first, second, third
-    one. So the greedy rule visits these numbers of all holders in ascending order.
+    Before its first, second, third chunk an owner has `load`, `load + size`, `load + 2 size`, ... So the
+    greedy rule visits these numbers of all owners in ascending order.
     """
     if size == 0:
         return np.full(count, int(load.argmin()), np.int64)
     by_load = np.sort(load)
-    # Water over steps: the level to which the a lowest holders fill up, for the largest a that lie under it.
+    # All owners are filled up to one level. If only the a lowest take part, the level is their bytes plus
+    # those of the chunks, divided by a; the right a is the largest whose members lie below its level.
     levels = -(-(np.cumsum(by_load) + count * size) // np.arange(1, len(load) + 1))
     level = int(levels[np.flatnonzero(levels > by_load)[-1]])
-    turns = np.where(load <= level, (level - load) // size + 1, 0)  # at least `count` in all
-    place = np.repeat(np.arange(len(load)), turns)
+    # Every number up to the level is listed: at least `count`, of which the smallest are taken.
+    turns = np.where(load <= level, (level - load) // size + 1, 0)
+    owner = np.repeat(np.arange(len(load)), turns)
     nth = joined_ranges(0, turns)
-    return place[np.lexsort((place, load[place] + nth * size))[:count]]
+    return owner[np.lexsort((owner, load[owner] + nth * size))[:count]]
 
 
-def _spread_over_many_sets(sizes: Ints, held_by: Ints, load: Ints) -> Ints:
-    """Give chunks, largest first, each to one of its own holders; returns places and adds to `load`."""
+def _spread_over_many_sets(sizes: Ints, rank_sets: Ints, load: Ints) -> Ints:
+    """Assign chunks, largest first, each to one rank of its own set; returns indices and adds to `load`."""
     totals: list[int] = load.tolist()
-    place = np.empty(len(sizes), np.int64)
-    for chunk, (size, mine) in enumerate(zip(sizes.tolist(), held_by.tolist(), strict=True)):
-        rank = min(mine, key=totals.__getitem__)  # of equals the first, so the lowest rank
-        place[chunk] = mine.index(rank)
+    chosen = np.empty(len(sizes), np.int64)
+    for chunk, (size, ranks) in enumerate(zip(sizes.tolist(), rank_sets.tolist(), strict=True)):
+        rank = min(ranks, key=totals.__getitem__)  # of equals the first, so the lowest rank
+        chosen[chunk] = ranks.index(rank)
         totals[rank] += size
     load[:] = totals
-    return place
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,23 +185,33 @@ class Readers:
 def assign_readers(
     nbytes: Ints, first: Ints, needing: Ints, chunk: Ints, *, readers: Readers | None, ranks: int
 ) -> Ints:
-    """Choose the rank that reads each part, keeping bytes per rank even, `[u]`.
+    """Choose the rank that reads each part of a chunk, keeping bytes per rank even, `[p]`.
 
-    Part i, a part of stored chunk `chunk[i]`, is needed by the ranks `needing[first[i] : first[i + 1]]`. One
-    of these reads it, which saves sending it there; where none of them can, another one that can.
+    A rank that needs the part reads it, which spares sending it there. If none of these can, another one that
+    can does.
+
+    Args:
+        nbytes: length of each part, `[p]`.
+        first: where the ranks that need each part begin in needing, `[p + 1]`.
+        needing: ranks, ascending for each part.
+        chunk: the stored chunk of each part, `[p]`.
+        readers: which ranks can read which chunks; None if all can read all.
+        ranks: number of ranks.
     """
     if readers is None:
         return needing[assign_writers(nbytes, first, needing, ranks=ranks)]
+    # Of the ranks that need a part, find those that can read it, by numbers that stand for (set, rank).
     set_of = readers.of[chunk]
     part = np.repeat(np.arange(len(chunk)), np.diff(first))
     sets = np.repeat(np.arange(len(readers.first) - 1), np.diff(readers.first))
-    can = np.isin(set_of[part] * ranks + needing, sets * ranks + readers.ranks)
-    near = np.bincount(part[can], minlength=len(chunk))
-    far = np.flatnonzero(near == 0)
-    begin, counts = readers.first[set_of[far]], np.diff(readers.first)[set_of[far]]
-    ends = np.cumsum(counts)
-    from_sets = np.repeat(begin - ends + counts, counts) + np.arange(int(counts.sum()))
-    parts = np.concatenate([part[can], np.repeat(far, counts)])
-    candidates = np.concatenate([needing[can], readers.ranks[from_sets]])[np.argsort(parts, kind="stable")]
+    can_read = np.isin(set_of[part] * ranks + needing, sets * ranks + readers.ranks)
+    # Parts without such a rank have all ranks of their set as candidates instead.
+    needing_readers = np.bincount(part[can_read], minlength=len(chunk))
+    far = np.flatnonzero(needing_readers == 0)
+    counts = np.diff(readers.first)[set_of[far]]
+    from_sets = joined_ranges(readers.first[set_of[far]], counts)
+    parts = np.concatenate([part[can_read], np.repeat(far, counts)])
+    candidates = np.concatenate([needing[can_read], readers.ranks[from_sets]])
+    candidates = candidates[np.argsort(parts, kind="stable")]
     start = np.append(0, np.cumsum(np.bincount(parts, minlength=len(chunk))))
     return candidates[assign_writers(nbytes, start, candidates, ranks=ranks)]

@@ -1,8 +1,4 @@
-"""Requests of several ranks as one: equal ones, as data-parallel replicas have, are planned once.
-
-Pure. Owns who asks for the same, one table of what is asked for, and giving what was planned for a group of
-ranks back to each of them.
-"""
+"""Equal requests, such as those of data-parallel replicas, so that they are planned only once. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +14,19 @@ from megackpt.planning.copies import Copies
 
 
 def equal_requests(requested: Sequence[DeclaredChunks]) -> list[list[int]]:
-    """Return ranks by what they ask for: replicas, as those of data-parallel ranks, are planned once."""
+    """Group ranks by their requests: the ranks of a group request the same chunks of the same arrays."""
     groups: dict[tuple[object, ...], list[int]] = {}
     digests: dict[int, bytes] = {}
     for rank, declared in enumerate(requested):
         arrays = declared.table.arrays
-        if id(arrays) not in digests:  # ranks often share them
+        if id(arrays) not in digests:  # ranks with equal lists of arrays share one tuple
             digests[id(arrays)] = hashlib.blake2b(repr(arrays).encode()).digest()
         groups.setdefault((digests[id(arrays)], _digest_of_rows(declared)), []).append(rank)
     return list(groups.values())
 
 
 def _digest_of_rows(declared: DeclaredChunks) -> bytes:
-    """Return a digest of all that a plan takes from a declaration, besides its arrays."""
+    """Return a digest of everything that a plan uses of a request, besides its arrays."""
     table = declared.table
     digest = hashlib.blake2b()
     digest.update(repr(table.start.shape).encode())
@@ -49,7 +45,13 @@ def _digest_of_rows(declared: DeclaredChunks) -> bytes:
 
 
 def for_each_rank(copies: Copies, group: Ints, groups: list[list[int]]) -> tuple[Copies, Ints]:
-    """Give the copies of a group to each of its ranks; returns them and their ranks, by part and rank."""
+    """Repeat the copies of a group for each of its ranks; returns copies and ranks, sorted by part and rank.
+
+    Args:
+        copies: what was planned for the groups; `stored` is the part of a chunk.
+        group: the group of each copy.
+        groups: the ranks of each group.
+    """
     counts = np.array([len(ranks) for ranks in groups], np.int64)
     first = np.cumsum(counts) - counts
     row = np.repeat(np.arange(len(copies)), counts[group])
@@ -61,7 +63,10 @@ def for_each_rank(copies: Copies, group: Ints, groups: list[list[int]]) -> tuple
 
 
 def merge_requests(requested: Sequence[DeclaredChunks], stored: ChunkTable) -> DeclaredChunks:
-    """Put requests into one table; that a rank asks for another dtype or global shape was settled before."""
+    """Merge requests into one table, with the dtypes and global shapes of the stored arrays.
+
+    Whether they may differ was decided before, by `check_dtypes_and_shapes`.
+    """
     specs = {spec.key: spec for spec in stored.arrays}
 
     def as_stored(declared: DeclaredChunks, rank: int) -> DeclaredChunks:

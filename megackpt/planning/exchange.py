@@ -1,14 +1,12 @@
-"""The exchange plan: who reads which bytes of a checkpoint, who needs what of them, and when it is sent.
+"""Planning an exchange: which rank reads which part of a chunk, and in which round it is sent to whom.
 
-Pure: the requests of a group's ranks in, the same plan on each of them out. Direct loading needs none. Stored
-chunks are cut into parts; a part is read once, by one rank, and delivered to every rank that asked for
-elements of it. ChunkParts are exchanged in rounds, in each of which no rank holds more than a bounded number
-of bytes.
+Pure: every rank of a group makes the same plan from the requests of all. A direct load has no such plan.
+Stored chunks are cut into parts. A part is read once, by one rank, and delivered to every rank that requested
+elements of it. Parts are exchanged in rounds, in each of which a rank buffers a bounded number of bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,204 +20,114 @@ from megackpt.planning.assignment import Readers, assign_readers
 from megackpt.planning.completeness import exceed_arrays
 from megackpt.planning.copies import Copies
 from megackpt.planning.equal_requests import equal_requests, for_each_rank, merge_requests
+from megackpt.planning.exchange_plan import ChunkParts, Deliveries, ExchangePlan, aligned
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.overlaps import overlapping_chunks
-from megackpt.planning.rounds import PartLoads, assign_rounds
+from megackpt.planning.rounds import BufferSizes, assign_rounds
 
 PART_BYTES = 4 * 1024 * 1024
-"""Upper bound of a part, unless a single block of the format is larger."""
+"""The longest part, unless a block of the format is longer."""
 
 PARTS_PER_RANK = 20
-"""So many parts, or more, that one of them is at most 5 % of what a rank reads; as blocks allow."""
+"""The least number of parts per rank, if blocks are short enough: one part is 5 % of what a rank reads."""
 
 SMALL_BYTES = 64 * 1024
-"""Lower bound of a part where the format could read less, and of what is sent on its own: what is shorter
-goes into one batch with all else that is."""
-
-ALIGNMENT = 64
-"""Everything in a buffer begins at a multiple of this, so that it can be seen as elements of any dtype."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkParts:
-    """Parts of stored chunks, each of which is read once; one row a part.
-
-    Attributes:
-        chunk: row of the stored chunk, `[u]`.
-        start: first byte in the chunk, a multiple of the block, `[u]`.
-        stop: one past the last; such a multiple too, or the chunk's end, `[u]`.
-        width: bytes per element, 1 for objects, `[u]`.
-        reader: the rank of the group that reads it, `[u]`.
-        round: when it is exchanged, `[u]`, ascending.
-        offset: where it lies in the reader's buffer of that round, in bytes, `[u]`.
-    """
-
-    chunk: Ints
-    start: Ints
-    stop: Ints
-    width: Ints
-    reader: Ints
-    round: Ints
-    offset: Ints
-
-    def __len__(self) -> int:
-        return len(self.chunk)
-
-    @property
-    def nbytes(self) -> Ints:
-        """Length of each, `[u]`."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Deliveries:
-    """What one rank gets of one part; one row for each such pair, sorted by part and rank.
-
-    Attributes:
-        part: `[p]`.
-        rank: the rank of the group that needs it, `[p]`.
-        start: where what it needs begins in the part, in bytes, `[p]`.
-        nbytes: how much is sent, `[p]`.
-        is_dense: whether that is one range of the part; else the elements of the copies, one after the other,
-            `[p]`.
-        is_batched: whether it travels with others in one batch from the reader to the rank, `[p]`.
-        offset: where in this batch, in bytes; 0 for others, `[p]`.
-        first: its first copy; the last one is before the first of the next row, `[p + 1]`.
-    """
-
-    part: Ints
-    rank: Ints
-    start: Ints
-    nbytes: Ints
-    is_dense: npt.NDArray[np.bool_]
-    is_batched: npt.NDArray[np.bool_]
-    offset: Ints
-    first: Ints
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExchangePlan:
-    """Who reads what of a checkpoint, and who needs what of it.
-
-    Attributes:
-        mode: how it is sent.
-        size: number of ranks in the group.
-        parts: what is read.
-        deliveries: who needs what of it.
-        copies: where elements of a part go, sorted as `deliveries`: `stored` is the part, sources are counted
-            from its first element, `entity` is the requester's.
-        rounds: number of rounds.
-    """
-
-    mode: Exchange
-    size: int
-    parts: ChunkParts
-    deliveries: Deliveries
-    copies: Copies
-    rounds: int
-
-    def fingerprint(self) -> bytes:
-        """Return a few bytes that are equal on ranks with equal plans."""
-        digest = hashlib.blake2b(digest_size=8)
-        for column in (
-            self.parts.chunk,
-            self.parts.start,
-            self.parts.stop,
-            self.parts.reader,
-            self.parts.round,
-        ):
-            digest.update(np.ascontiguousarray(column).tobytes())
-        return digest.digest()
-
-    def read_nbytes(self) -> Ints:
-        """Bytes that each rank reads, `[size]`."""
-        return np.bincount(self.parts.reader, self.parts.nbytes, minlength=self.size).astype(np.int64)
+"""The shortest part, even if the format can read less. A delivery that is shorter is sent in a batch with all
+other short ones between the same two ranks."""
 
 
 def plan_exchange(
     requested: Sequence[DeclaredChunks],
     stored: ChunkTable,
     *,
-    place: Ints,
+    position: Ints,
     block_bytes: int,
     mode: Exchange,
     buffer_bytes: int,
     where: str,
     readers: Readers | None = None,
 ) -> ExchangePlan:
-    """Plan the load of a group.
+    """Plan the load of a group of ranks.
 
-    requested holds the declarations of each rank of the group, all of whose keys are among the stored arrays;
-    stored and place are those of `Chunks`. buffer_bytes bounds what a rank holds for reading, sending and
-    receiving together; where a block is larger, what one block needs. readers says who can read what; None
-    where every rank can read all.
+    Args:
+        requested: the request of each rank, all of whose keys are among the stored arrays.
+        stored: the stored chunks.
+        position: one number for each stored chunk, in whose order reading is cheap.
+        block_bytes: parts begin and end at multiples of this in their chunk.
+        mode: how parts are sent.
+        buffer_bytes: what a rank may buffer for reading, sending and receiving; a longer block needs more.
+        where: the checkpoint, for errors.
+        readers: which ranks can read which chunks; None if every rank can read all.
 
     Raises:
         FormatError: the checkpoint lacks elements of an array that may not be resized.
     """
     size = len(requested)
+    # Plan once for each group of ranks with equal requests.
     groups = equal_requests(requested)
     merged = merge_requests([requested[ranks[0]] for ranks in groups], stored)
     width = np.maximum(itemsizes(stored.arrays), 1)[stored.array] if len(stored) else stored.array
     dims = max(merged.table.dims, stored.dims)
-    found = np.unique(overlapping_chunks(merged.table.padded_to(dims), stored.padded_to(dims))[1])
+    chunks = np.unique(overlapping_chunks(merged.table.padded_to(dims), stored.padded_to(dims))[1])
+    # For now `entity` is the row of the merged requests, which tells the group and the entity.
     numbered = replace(merged, entity=np.arange(len(merged), dtype=np.int64))
-    if exceed_arrays(stored.take(found)):  # chunks overlap: cut only those that something is copied from
-        found = np.unique(plan_load(numbered, stored, where=where).stored)
-    bounds = _bounds(merged, stored.nbytes[found], mode, buffer_bytes, size)
-    table, chunk, start = _cut(stored, found, width, bounds.part_bytes, block_bytes)
+    if exceed_arrays(stored.take(chunks)):  # chunks overlap: read only those that something is copied from
+        chunks = np.unique(plan_load(numbered, stored, where=where).stored)
+    bounds = _bounds(merged, stored.nbytes[chunks], mode, buffer_bytes, size)
+    # Parts are chunks as well, so a load is planned from them as from stored chunks.
+    table, chunk, start = _cut(stored, chunks, width, bounds.part_bytes, block_bytes)
     copies = plan_load(numbered, table, where=where)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)
     copies = _objects_as_bytes(copies, is_object[table.array], table.nbytes)
     group = merged.rank[copies.entity]
     copies = replace(copies, entity=merged.entity[copies.entity])
     copies, rank = for_each_rank(copies, group, groups)
-    return _plan(stored, chunk, start, width, copies, rank, place, block_bytes, mode, size, bounds, readers)
+    return _plan(
+        stored, chunk, start, width, copies, rank, position, block_bytes, mode, size, bounds, readers
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Bytes that a part may have, and that a rank may give and take in one round."""
+    """The most bytes of one part, and the most bytes that a rank sends and receives in one round."""
 
     part_bytes: int
-    give: int
-    take: int
+    sent: int
+    received: int
 
 
 def _bounds(merged: DeclaredChunks, nbytes: Ints, mode: Exchange, buffer_bytes: int, size: int) -> _Bounds:
-    """Share the buffers: while a round is sent and another received, the next one is read.
+    """Divide the buffers between sending and receiving; nbytes are the lengths of the chunks to be read.
 
-    So a rank holds twice what it gives in a round and once what it takes. nbytes are those of the chunks in
-    question.
+    While one round is sent and received, the next one is read. So a rank buffers twice what it sends in a
+    round, and once what it receives.
     """
-    give, take = buffer_bytes // 4, buffer_bytes // 2
-    if mode == "gather_object":
-        give = take = 2**62
-    elif mode == "two_stage":  # who gives, and only the first rank does, takes nothing
+    sent, received = buffer_bytes // 4, buffer_bytes // 2
+    if mode == "gather_object":  # all in one round
+        sent = received = 2**62
+    elif mode == "two_stage":  # only the first rank reads and sends, and it receives nothing
         largest = max(1, min(int(nbytes.max(initial=1)), int(merged.table.nbytes.max(initial=1))))
-        give = take = min(buffer_bytes // 2, largest)
-    elif mode == "gather_rounds":  # shorter ones are padded to the longest
-        give = min(give, take // size)
-    part_bytes = min(PART_BYTES, give, take // max(1, size - 1))
+        sent = received = min(buffer_bytes // 2, largest)
+    elif mode == "gather_rounds":  # every rank receives from all, padded to the longest
+        sent = min(sent, received // size)
+    part_bytes = min(PART_BYTES, sent, received // max(1, size - 1))
     if mode == "two_stage":
-        part_bytes = min(PART_BYTES, give)
-    else:  # small enough to be given out evenly
+        part_bytes = min(PART_BYTES, sent)
+    else:  # short enough to balance the readers
         part_bytes = min(part_bytes, int(nbytes.sum()) // (PARTS_PER_RANK * size))
-    return _Bounds(max(part_bytes, SMALL_BYTES), give, take)
+    return _Bounds(max(part_bytes, SMALL_BYTES), sent, received)
 
 
 def _cut(
     stored: ChunkTable, rows: Ints, width: Ints, part_bytes: int, block_bytes: int
 ) -> tuple[ChunkTable, Ints, Ints]:
-    """Cut chunks into parts of whole blocks and elements; returns them, their chunks and first bytes.
+    """Cut chunks into parts of whole blocks and elements; returns the parts, their chunks and first bytes.
 
-    A part is a flat range of its chunk's box, so it is a chunk like any other. Objects stay whole.
+    A part is a flat range of its chunk's box, so it has the form of a chunk. Objects stay whole.
     """
     rows = rows[stored.nbytes[rows] > 0]
     nbytes, wide = stored.nbytes[rows], width[rows]
+    # The shortest stretch of whole blocks and whole elements; a part has a multiple of it.
     block = np.lcm(min(block_bytes, 2**40), wide)
     step = np.maximum(block, part_bytes // block * block)
     is_object = np.array([a.dtype == OBJECT for a in stored.arrays], np.bool_)[stored.array[rows]]
@@ -236,7 +144,7 @@ def _cut(
 
 
 def _objects_as_bytes(copies: Copies, is_object: npt.NDArray[np.bool_], nbytes: Ints) -> Copies:
-    """Let an object's copies move the bytes of its part, which are its one element."""
+    """Let the copies of an object move the bytes of its part; as an array it has one element."""
     rows = np.flatnonzero(is_object[copies.stored])
     if not rows.size:
         return copies
@@ -261,17 +169,19 @@ def _plan(
     width: Ints,
     copies: Copies,
     rank: Ints,
-    place: Ints,
+    position: Ints,
     block_bytes: int,
     mode: Exchange,
     size: int,
     bounds: _Bounds,
     readers: Readers | None,
 ) -> ExchangePlan:
-    """Narrow parts to what is needed of them, choose readers and rounds, and put all in their order.
+    """Narrow parts to what is needed of them, assign readers and rounds, and sort everything by round.
 
     copies and rank are sorted by part and rank.
     """
+    # Parts that nothing is copied from drop out, and the others lose the blocks at both ends that nobody
+    # needs.
     needed, copies = _renumbered(copies)
     chunk, start = chunk[needed], start[needed]
     wide = width[chunk]
@@ -282,34 +192,37 @@ def _plan(
     block = np.lcm(min(block_bytes, 2**40), wide)
     begin = (start + lowest) // block * block
     end = np.minimum(-(-(start + highest) // block) * block, stored.nbytes[chunk])
+    # Sources count from the part's first element, which may have moved.
     shift = ((begin - start) // wide)[copies.stored]
     copies = replace(copies, source_first=copies.source_first - shift)
 
+    # One delivery for each pair of a part and a rank: its copies are neighbours.
     pair_first = np.flatnonzero((np.diff(copies.stored, prepend=-1) != 0) | (np.diff(rank, prepend=-1) != 0))
     part, to = copies.stored[pair_first], rank[pair_first]
-    holder_start = np.append(np.searchsorted(part, np.arange(len(chunk))), len(part))
+    rank_start = np.append(np.searchsorted(part, np.arange(len(chunk))), len(part))
     if mode == "two_stage":
         reader = np.zeros(len(chunk), np.int64)
     else:
-        reader = assign_readers(end - begin, holder_start, to, chunk, readers=readers, ranks=size)
+        reader = assign_readers(end - begin, rank_start, to, chunk, readers=readers, ranks=size)
     deliveries = _deliveries(copies, pair_first, to, wide, low - shift, high - shift)
     parts = ChunkParts(chunk, begin, end, wide, reader, np.zeros_like(chunk), np.zeros_like(chunk))
     rounds = assign_rounds(
-        _loads(parts, deliveries, holder_start, mode, size), order=np.lexsort((begin, place[chunk])),
-        give=bounds.give, take=bounds.take,
+        _buffer_sizes(parts, deliveries, rank_start, mode, size),
+        order=np.lexsort((begin, position[chunk])), most_sent=bounds.sent, most_received=bounds.received,
     )  # fmt: skip
-    order = np.lexsort((begin, place[chunk], reader, rounds))
+    # Each reader reads the parts of a round in the order in which reading is cheap.
+    order = np.lexsort((begin, position[chunk], reader, rounds))
     return _ordered(replace(parts, round=rounds), deliveries, copies, order, mode, size)
 
 
 def _renumbered(copies: Copies) -> tuple[Ints, Copies]:
-    """Number only the parts that something is copied from."""
+    """Return the parts that something is copied from, and the copies with their numbers among these."""
     needed, number = np.unique(copies.stored, return_inverse=True)
     return needed, replace(copies, stored=number.reshape(-1).astype(np.int64))
 
 
 def _spans(copies: Copies) -> tuple[Ints, Ints]:
-    """First element and one past the last that each copy touches in its part."""
+    """Return the first element and one past the last that each copy reads in its part."""
     return copies.source_first, copies.source_first + ((copies.shape - 1) * copies.source_stride).sum(
         axis=1
     ) + 1
@@ -321,7 +234,7 @@ def _reduced(function: np.ufunc, values: Ints, first: Ints) -> Ints:
 
 
 def _deliveries(copies: Copies, first: Ints, rank: Ints, wide: Ints, low: Ints, high: Ints) -> Deliveries:
-    """Say what each rank gets of each part: a range of it if most of that is needed, else packed elements."""
+    """Return what each rank receives of each part: one range if all of it is needed, else packed elements."""
     part = copies.stored[first]
     lowest, highest = _reduced(np.minimum, low, first), _reduced(np.maximum, high, first)
     numel = _reduced(np.add, copies.shape.prod(axis=1), first)
@@ -339,65 +252,65 @@ def _deliveries(copies: Copies, first: Ints, rank: Ints, wide: Ints, low: Ints, 
     )
 
 
-def _loads(
-    parts: ChunkParts, deliveries: Deliveries, holder_start: Ints, mode: Exchange, size: int
-) -> PartLoads:
-    """What parts put on ranks: for the reader what it reads and packs, for the others what they take."""
+def _buffer_sizes(
+    parts: ChunkParts, deliveries: Deliveries, rank_start: Ints, mode: Exchange, size: int
+) -> BufferSizes:
+    """Return what ranks buffer for parts: readers what they read and pack, the others what they receive."""
     read = aligned(parts.nbytes)
-    if mode != "all_to_all":  # everyone takes everything, so one taker stands for all
-        anyone = np.zeros_like(parts.chunk)
-        return PartLoads(parts.reader, read, np.arange(len(parts) + 1), anyone, read, size)
+    if mode != "all_to_all":  # every rank receives everything, so one receiver stands for all
+        any_rank = np.zeros_like(parts.chunk)
+        return BufferSizes(parts.reader, read, np.arange(len(parts) + 1), any_rank, read, size)
     is_sent = deliveries.rank != parts.reader[deliveries.part]
     sent = np.where(is_sent, aligned(deliveries.nbytes), 0)
     packed = np.bincount(deliveries.part, sent * deliveries.is_batched, minlength=len(parts)).astype(np.int64)
-    return PartLoads(parts.reader, read + packed, holder_start, deliveries.rank, sent, size)
+    return BufferSizes(parts.reader, read + packed, rank_start, deliveries.rank, sent, size)
 
 
 def _ordered(
     parts: ChunkParts, deliveries: Deliveries, copies: Copies, order: Ints, mode: Exchange, size: int
 ) -> ExchangePlan:
-    """Put parts into their order, give everything its place in the buffers, and sort the rest accordingly."""
+    """Sort parts, then deliveries by part and rank, then copies by delivery; compute offsets in buffers."""
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
+    # After this, the parts of one reader and round are neighbours: they lie in one buffer.
     parts = ChunkParts(*(getattr(parts, name)[order] for name in ChunkParts.__slots__))
-    parts = replace(parts, offset=_places(aligned(parts.nbytes), parts.round, parts.reader))
+    parts = replace(parts, offset=_offsets(aligned(parts.nbytes), parts.round, parts.reader))
     part = number[deliveries.part]
     rows = np.lexsort((deliveries.rank, part))
+    # The copies of a delivery stay together.
     counts = np.diff(deliveries.first)[rows]
-    begin = np.cumsum(counts) - counts
-    within = np.arange(len(copies)) - np.repeat(begin, counts)
-    copies = copies.take(np.repeat(deliveries.first[rows], counts) + within)
+    copies = copies.take(joined_ranges(deliveries.first[rows], counts))
     part, rank = part[rows], deliveries.rank[rows]
     is_batched, nbytes = deliveries.is_batched[rows], deliveries.nbytes[rows]
+    # A batch holds the short deliveries of one round from one reader to one rank.
     offset = np.zeros(len(rows), np.int64)
-    small = np.flatnonzero(is_batched)
-    by_batch = small[np.lexsort((rank[small], parts.reader[part[small]], parts.round[part[small]]))]
+    short = np.flatnonzero(is_batched)
+    by_batch = short[np.lexsort((rank[short], parts.reader[part[short]], parts.round[part[short]]))]
     of = part[by_batch]
-    offset[by_batch] = _places(aligned(nbytes[by_batch]), parts.round[of], parts.reader[of], rank[by_batch])
+    offset[by_batch] = _offsets(aligned(nbytes[by_batch]), parts.round[of], parts.reader[of], rank[by_batch])
     return ExchangePlan(
         mode=mode,
         size=size,
         parts=parts,
         deliveries=Deliveries(
             part, rank, deliveries.start[rows], nbytes, deliveries.is_dense[rows], is_batched, offset,
-            np.append(begin, len(copies)),
+            np.append(0, np.cumsum(counts)),
         ),
         copies=replace(copies, stored=np.repeat(part, counts)),
         rounds=int(parts.round.max(initial=-1)) + 1,
     )  # fmt: skip
 
 
-def _places(nbytes: Ints, *groups: Ints) -> Ints:
-    """Offsets of rows that lie one after the other in each buffer; rows of one buffer are neighbours."""
+def _offsets(nbytes: Ints, *buffers: Ints) -> Ints:
+    """Return the offsets of rows that lie one after the other in each buffer.
+
+    The columns `buffers` name the buffer of each row; the rows of a buffer are neighbours.
+    """
     ends = np.cumsum(nbytes)
-    begins_anew = np.zeros(len(nbytes), np.bool_)
-    for column in groups:
-        begins_anew |= np.diff(column, prepend=-1) != 0
-    base = np.maximum.accumulate(np.where(begins_anew, ends - nbytes, 0)) if len(nbytes) else ends
-    places: Ints = ends - nbytes - base
-    return places
-
-
-def aligned(nbytes: Ints) -> Ints:
-    """Lengths up to where the next thing in a buffer may begin."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    begins_buffer = np.zeros(len(nbytes), np.bool_)
+    for column in buffers:
+        begins_buffer |= np.diff(column, prepend=-1) != 0
+    # Sums over all buffers, minus what they were where the row's buffer began.
+    base = np.maximum.accumulate(np.where(begins_buffer, ends - nbytes, 0)) if len(nbytes) else ends
+    offsets: Ints = ends - nbytes - base
+    return offsets

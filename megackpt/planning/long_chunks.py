@@ -1,6 +1,6 @@
-"""Long chunks cut into shorter ones, each of which is one range of the long one's bytes.
+"""Long chunks split into shorter ones, each of them a contiguous range of the long one's bytes. Pure.
 
-Pure. Where the chunks of an array form a grid, the shorter ones do, too.
+If the chunks of an array form a grid, the shorter ones do so as well.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from megackpt.metadata.chunk_table import Rows
 def split_long_chunks(
     table: ChunkTable, *, most: int, only: Rows | None = None
 ) -> tuple[ChunkTable, Ints, Ints]:
-    """Cut chunks of more than `most` bytes along their outermost dims; objects stay whole.
+    """Split chunks of more than `most` bytes along their outermost dims; objects stay whole.
 
-    Where only, a mask `[n]`, is given, other rows stay whole, too. Returns the new chunks, not sorted; the
-    row each comes from, `[n]`; where it begins in the bytes of that, `[n]`. A whole box is cut into boxes,
-    and a flat range of one into flat ranges of the same box.
+    A whole box is split into boxes, and a flat range of a box into flat ranges of the same box.
+
+    Args:
+        table: the chunks.
+        most: bytes; a row along the last dim is never split further, so one of more bytes stays.
+        only: mask of the chunks that may be split, `[n]`; None for all.
+
+    Returns:
+        The new chunks, not sorted; the row that each comes from, `[n]`; and where it begins in the bytes of
+        that row, `[n]`.
     """
     is_object = np.array([a.dtype == OBJECT for a in table.arrays], np.bool_)
     long = table.nbytes > most
@@ -32,13 +39,15 @@ def split_long_chunks(
     long &= ~is_object[table.array] if len(table) else long
     if not long.any():
         return table, np.arange(len(table)), np.zeros(len(table), np.int64)
+    # Chunks of one array and shape are split in the same way, so they are handled together.
     rows = np.flatnonzero(long)
     widths = itemsizes(table.arrays)
     grids = {int(array): _grid_steps(table, int(array)) for array in np.unique(table.array[rows])}
-    _, alike = np.unique(table.take(rows).shape_keys(), return_inverse=True)
-    by_kind = np.split(rows[np.argsort(alike, kind="stable")], np.cumsum(np.bincount(alike))[:-1])
-    cut = _joined([_cut_alike(table, of_kind, most, widths, grids) for of_kind in by_kind])
+    _, kind = np.unique(table.take(rows).shape_keys(), return_inverse=True)
+    by_kind = np.split(rows[np.argsort(kind, kind="stable")], np.cumsum(np.bincount(kind))[:-1])
+    cut = _joined([_split_kind(table, of_kind, most, widths, grids) for of_kind in by_kind])
     width = widths[table.array[cut.of]]
+    # The result is the chunks that stay, then those that were split.
     kept = np.flatnonzero(~long)
     of = np.concatenate([kept, cut.of])
     changed = {"start": cut.start, "shape": cut.shape, "flat_start": cut.low, "flat_stop": cut.high}
@@ -50,7 +59,7 @@ def split_long_chunks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """Parts of rows: of which row, start, shape, flat range, and the first element in the row's chunk."""
+    """New chunks: the row that each is cut from, start, shape, flat range and first element in the row."""
 
     of: Ints
     start: Ints
@@ -65,7 +74,10 @@ def _joined(cuts: Sequence[_Cut]) -> _Cut:
 
 
 def _grid_steps(table: ChunkTable, array: int) -> list[int]:
-    """Return the coarsest steps along each dim that meet all ends of an array's chunks; 0: there are none."""
+    """Return the step of the grid on which all ends of an array's chunks lie, for each dim; 0 for no ends.
+
+    An end at the edge of the array does not count.
+    """
     rows = table.array == array
     extents = np.array(table.arrays[array].global_shape, np.int64)
     dims = len(extents)
@@ -73,26 +85,28 @@ def _grid_steps(table: ChunkTable, array: int) -> list[int]:
     return [int(np.gcd.reduce(ends[(ends[:, d] < extents[d]), d], initial=0)) for d in range(dims)]
 
 
-def _cut_alike(
+def _split_kind(
     table: ChunkTable, rows: Ints, most: int, widths: Ints, grids: Mapping[int, Sequence[int]]
 ) -> _Cut:
-    """Cut rows of one array and shape, each of more than `most` bytes."""
+    """Split rows of one array and shape, each of more than `most` bytes."""
     array, shape = int(table.array[rows[0]]), table.shape[rows[0]].tolist()
     most = max(most // int(widths[array]), 1)  # elements, more than a row of the last dim
+    # Split the outermost dim of which one index fits; the dims before it are split into single indices.
     inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     dim = next(d for d, numel in enumerate(inner) if numel <= most)
     grid = grids[array]
     step = _step(shape[dim], most // inner[dim], grid[dim] if dim < len(grid) else 0)
     is_box = (table.flat_start[rows] == 0) & (table.flat_stop[rows] == math.prod(shape))
-    boxes = _cut_boxes(table, rows[is_box], shape, dim, step)
-    flat = _cut_flat(table, rows[~is_box], step * inner[dim])
+    boxes = _split_boxes(table, rows[is_box], shape, dim, step)
+    flat = _split_ranges(table, rows[~is_box], step * inner[dim])
     return _joined([boxes, flat])
 
 
-def _cut_boxes(table: ChunkTable, rows: Ints, shape: Sequence[int], dim: int, step: int) -> _Cut:
-    """Cut whole boxes of one shape at multiples of step in one dim, and at each index of those before it."""
+def _split_boxes(table: ChunkTable, rows: Ints, shape: Sequence[int], dim: int, step: int) -> _Cut:
+    """Split whole boxes of one shape at multiples of step in one dim, and at each index of outer dims."""
     at = [range(n) for n in shape[:dim]] + [range(0, shape[dim], step)]
     index = np.stack(np.meshgrid(*at, indexing="ij"), axis=-1).reshape(-1, dim + 1).astype(np.int64)
+    # One row for each new chunk of a box: `begin` is its start relative to the box.
     begin = np.zeros((len(index), len(shape)), np.int64)
     begin[:, : dim + 1] = index
     extents = np.tile(np.array(shape, np.int64), (len(index), 1))
@@ -110,8 +124,8 @@ def _cut_boxes(table: ChunkTable, rows: Ints, shape: Sequence[int], dim: int, st
     )
 
 
-def _cut_flat(table: ChunkTable, rows: Ints, numel: int) -> _Cut:
-    """Cut flat ranges at multiples of numel elements of their boxes."""
+def _split_ranges(table: ChunkTable, rows: Ints, numel: int) -> _Cut:
+    """Split flat ranges at multiples of numel elements of their boxes."""
     low, high = table.flat_start[rows], table.flat_stop[rows]
     counts = -(-high // numel) - low // numel
     of = np.repeat(np.arange(len(rows)), counts)
@@ -121,11 +135,11 @@ def _cut_flat(table: ChunkTable, rows: Ints, numel: int) -> _Cut:
 
 
 def _step(extent: int, want: int, grid: int) -> int:
-    """Return the extent of parts, at most `want`: such that all ends stay multiples of one number, if any do.
+    """Return the extent of the new chunks, at most `want`, such that ends on a grid stay on one.
 
-    A grid whose step has no fitting divisor is given up.
+    A grid whose step has no divisor near `want` is given up.
     """
-    if grid == 0:
+    if grid == 0:  # equal extents, as far as possible
         return -(-extent // -(-extent // want))
     if grid <= want:
         return want // grid * grid

@@ -1,7 +1,7 @@
-"""The read plan: copies grouped into reads of bounded size.
+"""The read plan: copies grouped into reads of bounded length. Pure.
 
-Pure. Where digests cover fixed blocks of a chunk, a read is a whole number of blocks: every byte that is
-copied is checked. Copies that reach far are cut first, at block ends where both sides are contiguous.
+If digests cover blocks of a chunk, a read is a whole number of blocks, so that every byte that is copied can
+be checked. Copies from a long stretch of a chunk are cut first; contiguous ones at the ends of blocks.
 """
 
 from __future__ import annotations
@@ -17,58 +17,61 @@ from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, itemsizes
 from megackpt.planning.copies import CompactCopies, Copies, StridedCopy
 
 READ_BYTES = 15 * DIGEST_BLOCK_BYTES
-"""Upper bound of one read. A whole number of blocks that fits into the buffers of a store."""
+"""The longest read. A whole number of blocks that fits into the buffers of a store."""
 
 MAX_BLOCK_BYTES = 1024 * 1024
-"""The longest blocks that a format may ask to be read whole."""
+"""The longest blocks that a format may have."""
 
 NEAR_BYTES = 64 * 1024
-"""Reads in one file this near to each other are one request: to ask again costs more than so many bytes."""
+"""Reads in one file that are this near to each other become one request: a request costs more than so many
+bytes."""
 
 FAR_BYTES = 2 * DIGEST_BLOCK_BYTES
-"""Rows of a block this far apart in a file are read one by one; nearer ones with what lies between."""
+"""The rows of a copy that are this far apart in a file are read one by one; nearer ones together."""
 
 GRAIN_BYTES = 64 * 1024
-"""Where a format can read any byte: gaps that are shorter are read with what lies around them."""
+"""If a format can read any byte, shorter gaps are read together with the bytes around them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """Ranges of stored chunks, sorted by place, and what is copied out of each; one row a read.
+    """Byte ranges of stored chunks, sorted by position, and what is copied out of each; one row a read.
 
     Attributes:
         stored: row of the chunk, `[n]`.
         start: first byte in the chunk, a multiple of the block, `[n]`.
-        stop: one past the last; such a multiple too, or the chunk's end, `[n]`.
-        first: its first block; the last one is before the first of the next read, `[n + 1]`.
-        blocks: what is copied, sources counted from the chunk's first element.
+        stop: one past the last byte: also such a multiple, or the end of the chunk, `[n]`.
+        first: the first copy of each read, and the number of all copies, `[n + 1]`.
+        all_copies: the copies, whose sources count from the first element of the chunk.
     """
 
     stored: Ints
     start: Ints
     stop: Ints
     first: Ints
-    blocks: CompactCopies
+    all_copies: CompactCopies
 
     def __len__(self) -> int:
         return len(self.stored)
 
     def copies(self, rows: Sequence[int]) -> list[list[StridedCopy]]:
-        """Return what is copied out of each of some reads, which are sorted and near each other."""
+        """Return the copies of each of some reads, which are sorted and near each other."""
         if not rows:
             return []
         first = self.first[rows[0] : rows[-1] + 2].tolist()
-        blocks = self.blocks.copies(first[0], first[-1])
+        copies = self.all_copies.copies(first[0], first[-1])
         ends = [at - first[0] for at in first]
-        return [blocks[ends[i] : ends[i + 1]] for i in (row - rows[0] for row in rows)]
+        return [copies[ends[i] : ends[i + 1]] for i in (row - rows[0] for row in rows)]
 
 
-def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: int) -> Reads:
-    """Group copies into reads, sorted by place.
+def plan_reads(copies: Copies, table: ChunkTable, *, position: Ints, block_bytes: int) -> Reads:
+    """Group copies into reads of at most READ_BYTES, sorted by position.
 
-    table holds the stored chunks and place one number for each, in whose order they are best read. A read
-    begins and ends at multiples of block_bytes in its chunk, or at the chunk's end; it has at most
-    READ_BYTES.
+    Args:
+        copies: what a load plan copies.
+        table: the stored chunks.
+        position: one number for each stored chunk, in whose order reading is cheap, `[n]`.
+        block_bytes: a read begins and ends at multiples of this in its chunk, or at the end of the chunk.
 
     Raises:
         ValueError: block_bytes is above MAX_BLOCK_BYTES.
@@ -79,24 +82,26 @@ def plan_reads(copies: Copies, table: ChunkTable, *, place: Ints, block_bytes: i
             f"of whole blocks fits into a buffer."
         )
     itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
-    blocks = _cut(CompactCopies.of(copies), itemsize, block_bytes)
-    blocks = blocks.take(np.lexsort((blocks.source, place[blocks.stored])))
-    stored, width = blocks.stored, itemsize[blocks.stored]
-    start = blocks.source * width // block_bytes * block_bytes
-    stop = -(-(blocks.source + blocks.source_lengths()) * width // block_bytes) * block_bytes
+    compact = _cut(CompactCopies.of(copies), itemsize, block_bytes)
+    # After this, copies that read the same blocks are neighbours.
+    compact = compact.take(np.lexsort((compact.source, position[compact.stored])))
+    # Each copy alone would read its bytes, rounded to whole blocks.
+    stored, width = compact.stored, itemsize[compact.stored]
+    start = compact.source * width // block_bytes * block_bytes
+    stop = -(-(compact.source + compact.source_lengths()) * width // block_bytes) * block_bytes
     stop = np.minimum(stop, table.nbytes[stored])
-    first, stops = _overlapping(stored, start, stop)
-    return Reads(stored[first], start[first], stops, np.append(first, len(blocks)), blocks)
+    first, stops = _join_overlapping(stored, start, stop)
+    return Reads(stored[first], start[first], stops, np.append(first, len(compact)), compact)
 
 
-def _overlapping(stored: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Join ranges that overlap in one chunk, as far as a read may reach; sorted by chunk and start.
+def _join_overlapping(stored: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Join ranges that overlap in one chunk, up to READ_BYTES; they are sorted by chunk and start.
 
     Returns the first row of each group, and where each group ends.
     """
     first: list[int] = []
     stops: list[int] = []
-    chunk = begin = -1
+    chunk = begin = -1  # of the last group
     for row, (of, low, high) in enumerate(zip(stored.tolist(), start.tolist(), stop.tolist(), strict=True)):
         if of == chunk and low < stops[-1] and high - begin <= READ_BYTES:
             stops[-1] = max(stops[-1], high)
@@ -108,10 +113,14 @@ def _overlapping(stored: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def group_reads(reads: Reads, rows: Ints, file: Ints, offset_bytes: Ints, *, most: int) -> list[Ints]:
-    """Group reads that lie near each other in one file; a group spans at most `most` bytes.
+    """Group reads that are near each other in one file, up to `most` bytes from first to last.
 
-    rows are those of the reads in question, sorted by place. file and offset_bytes say where each chunk lies,
-    `[n]`.
+    Args:
+        reads: all reads.
+        rows: the rows of those to be grouped, sorted by position.
+        file: index of the file of each stored chunk, `[n]`.
+        offset_bytes: where each stored chunk begins in its file, `[n]`.
+        most: bytes.
     """
     if not len(rows):
         return []
@@ -120,10 +129,10 @@ def group_reads(reads: Reads, rows: Ints, file: Ints, offset_bytes: Ints, *, mos
     stops = begins + reads.stop[rows] - reads.start[rows]
     heads: list[int] = []
     number = first = end = -1  # the file of the last group, and where in it the group begins and ends
-    places = zip(file[of].tolist(), begins.tolist(), stops.tolist(), strict=True)
-    for i, (name, begin, stop) in enumerate(places):
+    ranges = zip(file[of].tolist(), begins.tolist(), stops.tolist(), strict=True)
+    for i, (name, begin, stop) in enumerate(ranges):
         is_near = name == number and begin - end <= NEAR_BYTES
-        # Of one chunk, reads may overlap and so go back; a group never begins after its first read.
+        # Reads of one chunk may overlap, so one may begin before the last; never before its group.
         if is_near and begin >= first and max(stop, end) - first <= most:
             end = max(stop, end)
         else:
@@ -132,59 +141,63 @@ def group_reads(reads: Reads, rows: Ints, file: Ints, offset_bytes: Ints, *, mos
     return np.split(rows, heads[1:])
 
 
-def _cut(blocks: CompactCopies, itemsize: Ints, block_bytes: int) -> CompactCopies:
-    """Cut blocks until what each spans in the file fits into one read and has no far gaps."""
-    # Both ends are rounded to whole blocks, so a span may grow by nearly two blocks before it is read.
+def _cut(copies: CompactCopies, itemsize: Ints, block_bytes: int) -> CompactCopies:
+    """Cut copies along dim 0 until each reads at most READ_BYTES and has no far gaps."""
+    # Both ends are rounded to whole blocks, so a read may be nearly two blocks longer than its copies.
     room = READ_BYTES - 2 * block_bytes
     done: list[CompactCopies] = []
     while True:
-        width = itemsize[blocks.stored]
-        pitch = blocks.source_stride[:, 0] * width
-        is_far = (blocks.ndim > 1) & (pitch - blocks.source_row_lengths() * width >= FAR_BYTES)
+        width = itemsize[copies.stored]
+        pitch = copies.source_stride[:, 0] * width
+        # Rows with far gaps between them are read one by one; otherwise as many as fit.
+        is_far = (copies.ndim > 1) & (pitch - copies.source_row_lengths() * width >= FAR_BYTES)
         rows = np.where(is_far, 1, np.maximum(room // np.maximum(pitch, 1), 1))
-        is_contiguous = blocks.are_contiguous()
-        # A run ends at the end of a block, so that no block is read twice.
+        # A contiguous copy is cut at the end of a block, so that no block is read twice.
+        is_contiguous = copies.are_contiguous()
         per_block = np.maximum(block_bytes // width, 1)
         rows = np.where(is_contiguous, np.maximum(rows // per_block, 1) * per_block, rows)
-        before = np.where(is_contiguous, blocks.source % per_block, 0)
-        is_long = ((blocks.source_lengths() * width > room) | is_far) & (before + blocks.shape[:, 0] > rows)
-        done.append(blocks.take(~is_long))
+        before = np.where(is_contiguous, copies.source % per_block, 0)
+        is_long = ((copies.source_lengths() * width > room) | is_far) & (before + copies.shape[:, 0] > rows)
+        done.append(copies.take(~is_long))
         if not is_long.any():
             return CompactCopies.concatenate(done)
-        blocks = _rows_of(blocks.take(is_long), rows[is_long], before[is_long])
+        # A copy that is cut to single rows loses dim 0, so the loop goes on with its next dim.
+        copies = _cut_rows(copies.take(is_long), rows[is_long], before[is_long])
 
 
-def _rows_of(blocks: CompactCopies, rows: Ints, before: Ints) -> CompactCopies:
-    """Cut blocks along their first dim, each into parts of so many rows.
-
-    The first part is shorter by `before`.
-    """
-    extent = blocks.shape[:, 0]
+def _cut_rows(copies: CompactCopies, rows: Ints, before: Ints) -> CompactCopies:
+    """Cut copies along dim 0 into copies of `rows` rows each; the first one has `before` rows fewer."""
+    extent = copies.shape[:, 0]
     counts = -(-(extent + before) // rows)
-    of = np.repeat(np.arange(len(blocks)), counts)
+    of = np.repeat(np.arange(len(copies)), counts)
     edge = joined_ranges(0, counts) * rows[of] - before[of]
     at = np.maximum(edge, 0)
-    taken = np.minimum(edge + rows[of], extent[of]) - at
-    parts = blocks.take(of)
-    parts.shape[:, 0] = taken
-    parts = replace(
-        parts,
-        source=parts.source + at * parts.source_stride[:, 0],
-        target=parts.target + at * parts.target_stride[:, 0],
+    extents = np.minimum(edge + rows[of], extent[of]) - at
+    cut = copies.take(of)
+    cut.shape[:, 0] = extents
+    cut = replace(
+        cut,
+        source=cut.source + at * cut.source_stride[:, 0],
+        target=cut.target + at * cut.target_stride[:, 0],
     )
-    for column, fill in ((parts.shape, 1), (parts.source_stride, 0), (parts.target_stride, 0)):
-        column[taken == 1] = np.pad(column[taken == 1, 1:], ((0, 0), (0, 1)), constant_values=fill)
-    return replace(parts, ndim=parts.ndim - (taken == 1))
+    # Dims of extent 1 are left out, so the columns of the other dims move to the front.
+    for column, fill in ((cut.shape, 1), (cut.source_stride, 0), (cut.target_stride, 0)):
+        column[extents == 1] = np.pad(column[extents == 1, 1:], ((0, 0), (0, 1)), constant_values=fill)
+    return replace(cut, ndim=cut.ndim - (extents == 1))
 
 
 def needed_ranges(
     copies: Sequence[StridedCopy], *, width: int, nbytes: int, block_bytes: int
 ) -> list[tuple[int, int]]:
-    """Return the ranges of a part of a chunk that hold everything the copies take, in bytes, ascending.
+    """Return the byte ranges of a part of a chunk that the copies need, ascending and disjoint.
 
-    The part has nbytes and begins at a multiple of block_bytes in the chunk, its end too or at that of the
-    chunk; so do the ranges. Sources are counted from its first element. What nobody takes is left out where
-    it fills whole blocks; no byte is in two ranges.
+    Blocks that no copy needs are left out.
+
+    Args:
+        copies: their sources count from the first element of the part.
+        width: bytes per element.
+        nbytes: length of the part, which begins at a multiple of block_bytes in its chunk.
+        block_bytes: ranges begin and end at multiples of this, or at the end of the part.
     """
     grain = block_bytes if block_bytes > 1 else GRAIN_BYTES
     is_needed = np.zeros(-(-nbytes // grain), np.bool_)
@@ -202,10 +215,12 @@ def _mark(
     width: int,
     grain: int,
 ) -> None:
+    # Rows with gaps of whole blocks between them are marked one by one; otherwise everything up to the last
+    # row.
     inner = sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True)) * width + width
     if len(shape) > 1 and stride[0] * width - inner >= grain:
         for row in range(shape[0]):
             _mark(is_needed, start + row * stride[0] * width, shape[1:], stride[1:], width, grain)
         return
-    span = inner + ((shape[0] - 1) * stride[0] * width if shape else 0)
-    is_needed[start // grain : -(-(start + span) // grain)] = True
+    length = inner + ((shape[0] - 1) * stride[0] * width if shape else 0)
+    is_needed[start // grain : -(-(start + length) // grain)] = True

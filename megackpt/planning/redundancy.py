@@ -20,7 +20,7 @@ class Nodes:
 
     @classmethod
     def of_labels(cls, labels: Sequence[str]) -> Nodes:
-        """Return the nodes of ranks that say where they are: equal labels, one node.
+        """Return the nodes of ranks from one label for each rank; ranks with equal labels share a node.
 
         >>> Nodes.of_labels(["b", "b", "a", "a"]).of_rank
         (0, 0, 1, 1)
@@ -30,39 +30,40 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return max(self.of_rank) + 1
 
     def members(self) -> list[tuple[int, ...]]:
         """Return the ranks of each node, ascending."""
-        found: list[list[int]] = [[] for _ in range(self.count)]
+        ranks_of_node: list[list[int]] = [[] for _ in range(self.count)]
         for rank, node in enumerate(self.of_rank):
-            found[node].append(rank)
-        return [tuple(ranks) for ranks in found]
+            ranks_of_node[node].append(rank)
+        return [tuple(ranks) for ranks in ranks_of_node]
 
     def leaders(self) -> tuple[int, ...]:
         """Return the lowest rank of each node."""
         return tuple(ranks[0] for ranks in self.members())
 
     def keepers(self, *, copies: int, jump: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each rank the ranks that keep a copy for it: one on each of `copies - 1` other nodes.
+        """Return the ranks that keep copies of each rank's files: one on each of `copies - 1` other nodes.
 
-        The next copy is `jump` nodes further, or where that has one already, on the next node that has none.
-        With fewer nodes than copies, every node has one.
+        The next copy is `jump` nodes further, or on the next node without a copy. If there are fewer nodes
+        than copies, every node has one.
 
         >>> Nodes((0, 0, 1, 1, 2, 2)).keepers(copies=2, jump=1)
         ((2,), (3,), (4,), (5,), (0,), (1,))
         """
         members = self.members()
-        found: list[tuple[int, ...]] = [()] * len(self.of_rank)
+        keepers: list[tuple[int, ...]] = [()] * len(self.of_rank)
         for node, ranks in enumerate(members):
-            others = [members[n] for n in _steps_from(node, self.count, copies=copies, jump=jump)]
+            others = [members[n] for n in _nodes_with_copies(node, self.count, copies=copies, jump=jump)]
+            # Ranks of one node choose different ranks of the other node, as far as it has them.
             for local, rank in enumerate(ranks):
-                found[rank] = tuple(other[local % len(other)] for other in others)
-        return tuple(found)
+                keepers[rank] = tuple(other[local % len(other)] for other in others)
+        return tuple(keepers)
 
 
-def _steps_from(node: int, count: int, *, copies: int, jump: int) -> list[int]:
+def _nodes_with_copies(node: int, count: int, *, copies: int, jump: int) -> list[int]:
     taken = [node]
     while len(taken) < min(copies, count):
         other = (taken[-1] + jump) % count
@@ -73,10 +74,14 @@ def _steps_from(node: int, count: int, *, copies: int, jump: int) -> list[int]:
 
 
 def parity_groups(files: Ints, *, most: int) -> list[Ints]:
-    """Put files, `[f]` ranks that wrote one each, ascending, into as few groups of at most `most` as can be.
+    """Divide files into the fewest groups of at most `most` files that share parity.
 
-    Groups differ by at most one file. Ranks of a group lie as far apart as they can: those of one machine,
-    which have neighbouring numbers, are then in different groups, and are lost one from each.
+    Groups differ by at most one file. The ranks of a group are as far apart as possible: ranks of one machine
+    have neighbouring numbers, so a lost machine costs each group as few files as possible.
+
+    Args:
+        files: the ranks that wrote one file each, ascending, `[f]`.
+        most: files in a group.
 
     >>> import numpy as np
     >>> [group.tolist() for group in parity_groups(np.array([0, 1, 2, 4, 5]), most=2)]
@@ -87,5 +92,5 @@ def parity_groups(files: Ints, *, most: int) -> list[Ints]:
 
 
 def parity_writer(group: Ints, number: int) -> int:
-    """Return the rank that writes the parity of a group, the number-th: one of those that wrote its files."""
+    """Return the rank that writes parity file `number` of a group: a rank that wrote one of its files."""
     return int(group[number % len(group)])

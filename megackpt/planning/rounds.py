@@ -1,6 +1,6 @@
-"""Rounds of an exchange: which parts go together, so that no rank holds too much at a time.
+"""Rounds of an exchange: which parts of chunks are sent in one round, so that no rank buffers too much.
 
-Pure and greedy: in each round readers take turns, and each puts in its next parts while they fit.
+Pure and greedy: in each round readers take turns, and each adds its next parts as long as they fit.
 """
 
 from __future__ import annotations
@@ -13,53 +13,56 @@ from megackpt.geometry import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PartLoads:
-    """Bytes that parts put on ranks.
+class BufferSizes:
+    """Bytes that ranks buffer for each of p parts.
 
     Attributes:
-        reader: who reads each part, `[u]`.
-        given: what the reader holds for it, `[u]`.
-        first: where its row of takers begins, `[u + 1]`.
-        taker: ranks that take something of it, `[t]`.
-        taken: how much each of these holds for it, `[t]`.
-        size: number of ranks.
+        reader: the rank that reads each part, `[p]`.
+        reader_nbytes: what it buffers for the part, `[p]`.
+        first: where the receivers of each part begin, `[p + 1]`.
+        receiver: ranks that receive something of a part, `[r]`.
+        receiver_nbytes: what each of these buffers for the part, `[r]`.
+        ranks: number of ranks.
     """
 
     reader: Ints
-    given: Ints
+    reader_nbytes: Ints
     first: Ints
-    taker: Ints
-    taken: Ints
-    size: int
+    receiver: Ints
+    receiver_nbytes: Ints
+    ranks: int
 
 
-def assign_rounds(loads: PartLoads, *, order: Ints, give: int, take: int) -> Ints:
-    """Return the round of each part, `[u]`; a reader's parts are exchanged in the given order.
+def assign_rounds(sizes: BufferSizes, *, order: Ints, most_sent: int, most_received: int) -> Ints:
+    """Return the round of each part, `[p]`; the parts of a reader are exchanged in the given order.
 
-    In a round no reader gives more than `give` bytes and no rank takes more than `take`, except that a single
-    part may exceed either.
+    In one round no reader buffers more than `most_sent` bytes, and no rank receives more than
+    `most_received`. A single part may exceed either.
     """
-    rounds = np.zeros(len(loads.reader), np.int64)
-    queues: list[list[int]] = [[] for _ in range(loads.size)]
+    rounds = np.zeros(len(sizes.reader), np.int64)
+    # The next part of a reader is the last of its queue.
+    queues: list[list[int]] = [[] for _ in range(sizes.ranks)]
     for part in order[::-1].tolist():
-        queues[int(loads.reader[part])].append(part)
-    given, first = loads.given.tolist(), loads.first.tolist()
+        queues[int(sizes.reader[part])].append(part)
+    reader_nbytes, first = sizes.reader_nbytes.tolist(), sizes.first.tolist()
     number = 0
     while any(queues):
-        taken = np.zeros(loads.size, np.int64)
-        for turn in range(loads.size):  # another rank begins each round, so that none always comes last
-            queue = queues[(number + turn) % loads.size]
-            held = 0
+        received = np.zeros(sizes.ranks, np.int64)
+        for turn in range(sizes.ranks):  # another rank begins each round, so that none is always last
+            queue = queues[(number + turn) % sizes.ranks]
+            sent = 0
             while queue:
                 part = queue[-1]
                 rows = slice(first[part], first[part + 1])
-                takers = loads.taker[rows]
-                before = taken[takers]
-                after = before + loads.taken[rows]
-                if (held and held + given[part] > give) or bool(((after > take) & (before > 0)).any()):
+                receivers = sizes.receiver[rows]
+                before = received[receivers]
+                after = before + sizes.receiver_nbytes[rows]
+                too_much_sent = sent and sent + reader_nbytes[part] > most_sent
+                # A rank that has received nothing yet may take one part of any size.
+                if too_much_sent or bool(((after > most_received) & (before > 0)).any()):
                     break
-                taken[takers] = after
-                held += given[part]
+                received[receivers] = after
+                sent += reader_nbytes[part]
                 rounds[part] = number
                 queue.pop()
         number += 1

@@ -1,6 +1,6 @@
-"""The save plan: which rank writes which chunk, in which file, at which place.
+"""The save plan: which rank writes which chunk, and at which offset of its file.
 
-Pure: the merged declarations of all ranks in, the same plan on every rank out.
+Pure and deterministic: equal declarations give equal plans. Rank 0 plans, and sends each rank its rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megackpt.planning.long_chunks import split_long_chunks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Every chunk to be written once, in index order.
+    """Chunks to be written, each once, in index order.
 
     Attributes:
         table: the chunks, sorted by array, start and flat range; empty ones are left out.
         writer: the rank that writes each, `[n]`.
-        entity: position of the chunk in that rank's own entities, `[n]`.
-        offset_bytes: where it begins in the data of the writer's file, `[n]`.
+        entity: index of the chunk's entity on that rank, `[n]`.
+        offset_bytes: offset of the chunk in the data of the writer's file, `[n]`.
     """
 
     table: ChunkTable
@@ -34,13 +34,13 @@ class SavePlan:
     offset_bytes: Ints
 
     def rows_of(self, rank: int) -> Ints:
-        """Rows that a rank writes, in the order they have in its file."""
+        """Return the rows that a rank writes, in the order of its file."""
         rows = np.flatnonzero(self.writer == rank)
         return rows[np.argsort(self.offset_bytes[rows], kind="stable")]
 
 
 PART_BYTES = 8 * 1024 * 1024
-"""Parts of a chunk that several ranks write are not made smaller for the sake of balance."""
+"""A chunk that several ranks can write is not split into shorter chunks than this to balance the ranks."""
 
 
 def plan_save(
@@ -51,117 +51,129 @@ def plan_save(
     labels: Ints | None = None,
     part_bytes: int | None = PART_BYTES,
 ) -> SavePlan:
-    """Decide who writes what of rows in the order of ranks, each of one holder; see `plan_merged_save`."""
-    held = MergedDeclarations.of_single_owners(declared, ranks=ranks)
-    return plan_merged_save(held, spread=spread, labels=labels, part_bytes=part_bytes)
+    """Plan a save from declarations with one owner each, in the order of ranks; see `plan_merged_save`."""
+    merged = MergedDeclarations.of_single_owners(declared, ranks=ranks)
+    return plan_merged_save(merged, spread=spread, labels=labels, part_bytes=part_bytes)
 
 
 def plan_merged_save(
-    held: MergedDeclarations,
+    merged: MergedDeclarations,
     *,
     spread: Spread = "world",
     labels: Ints | None = None,
     part_bytes: int | None = PART_BYTES,
 ) -> SavePlan:
-    """Decide who writes what, and where.
+    """Choose for each chunk the rank that writes it, and its offset in the file of that rank.
 
-    Chunks that several ranks hold are spread over them by bytes; with spread "group" over those of them whose
-    label, a number for each rank, is that of the main replica. Long ones are cut along their outermost dims,
-    into parts of at most part_bytes or 1/32 of what a rank writes, whichever is more; None leaves them whole.
-    Objects are written by their main replica, as copies of an object need not encode to equal bytes. In a
-    file, wider dtypes come first, so that every chunk is aligned to its own element size.
+    Chunks of arrays with several owners are spread over them by bytes. Objects are written by their main
+    replica, as copies of an object need not encode to equal bytes. In a file wider dtypes come first, so that
+    every chunk is aligned to its element size.
+
+    Args:
+        merged: the declarations of all ranks.
+        spread: over all owners of a chunk ("world"), over the owners with the label of its main replica
+            ("group"), or not at all ("none": the main replica writes).
+        labels: a number for each rank, for "group", `[ranks]`.
+        part_bytes: chunks with several owners are split along their outermost dims into at most so many
+            bytes, or 1/32 of what a rank writes if that is more; None leaves them whole.
     """
-    declared = held.declared
-    is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
+    # Leave out empty chunks, and replicas that must not write.
+    declared = merged.declared
     candidates = declared.table.nbytes > 0
-    if len(is_object):
-        may_spread = ~is_object[declared.table.array] & (spread != "none")
-        candidates &= declared.main | may_spread
-    held = _with_mains(held if candidates.all() else held.take(candidates))
-    table = held.declared.table
+    if len(declared.table.arrays):
+        is_object = np.array([a.dtype == OBJECT for a in declared.table.arrays], np.bool_)
+        candidates &= declared.main | (~is_object[declared.table.array] & (spread != "none"))
+    merged = _saved_chunks(merged if candidates.all() else merged.take(candidates))
+    # Rows are in index order now, so the rows of one chunk are neighbours; each chunk is known by its first
+    # row.
+    table = merged.declared.table
     first = first_of_equal_chunks(table)
     chunk_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(table))))
-    row, rank = held.owners()
+    # One pair (row, rank) for each owner of each row: the candidates, sorted by chunk and rank.
+    row, rank = merged.owners()
     if spread == "group" and labels is not None:
-        kept = _beside_a_main_replica(held, chunk_of[row], row, rank, labels)
+        kept = _has_label_of_main(merged, chunk_of[row], row, rank, labels)
         row, rank = row[kept], rank[kept]
-    row, rank = _by_chunk_and_rank(chunk_of[row], row, rank, held.ranks)
-    holders = np.bincount(chunk_of[row], minlength=len(first))
-    starts = np.append(0, np.cumsum(holders))
+    row, rank = _by_chunk_and_rank(chunk_of[row], row, rank, merged.ranks)
+    owners = np.bincount(chunk_of[row], minlength=len(first))
+    starts = np.append(0, np.cumsum(owners))
+    # Chunks that several ranks can write are split, so that no single chunk unbalances the ranks.
     parts, of = table.take(first), np.arange(len(first))
     if part_bytes is not None:
-        share = int(parts.nbytes.sum()) // held.ranks
-        parts, of, _ = split_long_chunks(parts, most=max(part_bytes, share // 32), only=holders > 1)
+        share = int(parts.nbytes.sum()) // merged.ranks
+        parts, of, _ = split_long_chunks(parts, most=max(part_bytes, share // 32), only=owners > 1)
         order = _index_order(parts)
         parts, of = parts.take(order), of[order]
-    choice = assign_writers(parts.nbytes, starts, rank, ranks=held.ranks, set_of=of)
+    choice = assign_writers(parts.nbytes, starts, rank, ranks=merged.ranks, set_of=of)
     writer = rank[choice]
-    return SavePlan(parts, writer, held.entities_of(row[choice], writer), place_in_files(parts, writer))
+    return SavePlan(parts, writer, merged.entities_of(row[choice], writer), offsets_in_files(parts, writer))
 
 
-def _with_mains(held: MergedDeclarations) -> MergedDeclarations:
-    """Sort rows into index order, and leave out the chunks of which nobody has the main replica."""
-    held = held.take(_index_order(held.declared.table))
-    first = first_of_equal_chunks(held.declared.table)
+def _saved_chunks(merged: MergedDeclarations) -> MergedDeclarations:
+    """Sort rows into index order, and leave out chunks that have no main replica."""
+    merged = merged.take(_index_order(merged.declared.table))
+    first = first_of_equal_chunks(merged.declared.table)
     if not len(first):
-        return held
-    has_main = np.logical_or.reduceat(held.declared.main, first)
+        return merged
+    has_main = np.logical_or.reduceat(merged.declared.main, first)
     if has_main.all():
-        return held
-    return held.take(np.repeat(has_main, np.diff(np.append(first, len(held.declared)))))
+        return merged
+    return merged.take(np.repeat(has_main, np.diff(np.append(first, len(merged.declared)))))
 
 
 def _by_chunk_and_rank(chunk: Ints, row: Ints, rank: Ints, ranks: int) -> tuple[Ints, Ints]:
-    place = chunk * ranks + rank
-    if np.all(place[1:] >= place[:-1]):
+    key = chunk * ranks + rank
+    if np.all(key[1:] >= key[:-1]):
         return row, rank
-    order = np.argsort(place, kind="stable")
+    order = np.argsort(key, kind="stable")
     return row[order], rank[order]
 
 
-def _beside_a_main_replica(
-    held: MergedDeclarations, chunk: Ints, row: Ints, rank: Ints, labels: Ints
-) -> Rows:
-    """Choose the holders that have the label of a rank with the chunk's main replica."""
+def _has_label_of_main(merged: MergedDeclarations, chunk: Ints, row: Ints, rank: Ints, labels: Ints) -> Rows:
+    """Return which pairs (row, rank) have the label of a rank with the chunk's main replica."""
     _, label = np.unique(labels, return_inverse=True)
-    place = chunk * len(labels) + label.reshape(-1)[rank]
-    return np.isin(place, place[held.declared.main[row]])
+    key = chunk * len(labels) + label.reshape(-1)[rank]  # one number for each chunk and label
+    return np.isin(key, key[merged.declared.main[row]])
 
 
 def plan_main_replicas(declared: DeclaredChunks) -> SavePlan:
-    """Let every rank write its own main replicas: its part of the plan follows from its own declarations.
+    """Let every rank write its own main replicas, so that it can plan from its own declarations alone.
 
-    For ranks that do not exchange them before they write. Nothing is spread, and a chunk with two main
-    replicas is written twice.
+    For ranks that do not exchange declarations before they write. Nothing is spread, and a chunk with two
+    main replicas is written twice.
     """
     mains = declared.take(declared.main & (declared.table.nbytes > 0))
     mains = mains.take(_index_order(mains.table))
-    return SavePlan(mains.table, mains.rank, mains.entity, place_in_files(mains.table, mains.rank))
+    return SavePlan(mains.table, mains.rank, mains.entity, offsets_in_files(mains.table, mains.rank))
 
 
 COPIED_BYTES = 16 * 1024 * 1024
-"""A copy writes chunks of no more than this, unless a block that the source can read is larger: some formats
-put a chunk together in memory, and cut arrays into files where chunks are cut."""
+"""The longest chunk that a copy writes, unless a block of the source is longer. Some formats assemble a chunk
+in memory, or begin a file with each chunk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Chunks to be written as parts of those that a checkpoint has.
+    """Chunks to be written from the chunks of another checkpoint.
 
     Attributes:
-        plan: who writes which; the entity of each is the row of the stored chunk.
-        start: where it begins in the stored chunk, in bytes, `[n]`.
+        plan: the chunks; `entity` is the row of the stored chunk that each is a part of.
+        start: where each begins in the stored chunk, in bytes, `[n]`.
     """
 
     plan: SavePlan
     start: Ints
 
 
-def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int, block_bytes: int = 1) -> CopyPlan:
-    """Plan to write the chunks that a checkpoint has, as they are cut there; long ones cut into rows.
+def plan_copy(stored: ChunkTable, position: Ints, *, ranks: int, block_bytes: int = 1) -> CopyPlan:
+    """Plan to write the chunks of a checkpoint once more: long ones split, of equal ones the first.
 
-    Each rank gets a run of them in the order of place, in which reading is cheap, of about equal bytes: no
-    rank has more than its share and one chunk. Of equal chunks one is written.
+    Args:
+        stored: the chunks.
+        position: one number for each chunk, in whose order reading is cheap, `[n]`.
+        ranks: number of ranks. Each gets neighbouring chunks of about equal bytes: at most its share and one
+            chunk.
+        block_bytes: length of the blocks in which the source is read.
     """
     rows = _index_order(stored)
     rows = rows[first_of_equal_chunks(stored.take(rows))]
@@ -170,30 +182,28 @@ def plan_copy(stored: ChunkTable, place: Ints, *, ranks: int, block_bytes: int =
     sorted_rows = _index_order(table)
     table, of, start = table.take(sorted_rows), of[sorted_rows], start[sorted_rows]
     rows = rows[of]
-    order = np.lexsort((start, place[rows]))
+    # A chunk goes to the rank in whose equal share of all bytes, in reading order, its middle lies.
+    order = np.lexsort((start, position[rows]))
     ends = np.cumsum(table.nbytes[order])
     middle = ends - table.nbytes[order] / 2
     writer = np.empty(len(rows), np.int64)
     writer[order] = (middle * ranks / max(1, int(table.nbytes.sum()))).astype(np.int64)
-    return CopyPlan(SavePlan(table, writer, rows, place_in_files(table, writer)), start)
+    return CopyPlan(SavePlan(table, writer, rows, offsets_in_files(table, writer)), start)
 
 
 def with_sizes(plan: SavePlan, nbytes: Ints) -> SavePlan:
-    """Return the plan with chunks of other lengths, `[n]`; who writes what stays."""
+    """Return the plan with chunks of other lengths, `[n]`; the writers stay."""
     table = replace(plan.table, nbytes=nbytes)
-    return replace(plan, table=table, offset_bytes=place_in_files(table, plan.writer))
+    return replace(plan, table=table, offset_bytes=offsets_in_files(table, plan.writer))
 
 
 def object_sizes(plan: SavePlan) -> Ints:
-    """Return the lengths of the objects in a plan, in bytes, in the order of ranks and then of rows."""
+    """Return the lengths of the objects in a plan, in bytes, sorted by rank and row."""
     return plan.table.nbytes[_objects(plan)]
 
 
 def with_object_sizes(plan: SavePlan, sizes: Ints) -> SavePlan:
-    """Return the plan for objects of other sizes, in the order of `object_sizes`.
-
-    Who writes what stays: only places in files move.
-    """
+    """Return the plan for objects of other sizes, in the order of `object_sizes`; only offsets change."""
     if not len(sizes):
         return plan
     nbytes = plan.table.nbytes.copy()
@@ -208,12 +218,12 @@ def _objects(plan: SavePlan) -> Ints:
 
 
 def _index_order(table: ChunkTable) -> Ints:
-    """Sort by array, start, shape and flat range; copies keep the order of merged rows, that of ranks."""
+    """Return the order by array, start, shape and flat range; replicas keep the order of ranks."""
     return np.lexsort((table.flat_stop, table.flat_start, table.shape_keys(), table.start_keys()))
 
 
 def first_of_equal_chunks(table: ChunkTable) -> Ints:
-    """Rows, in index order, at which a new chunk begins; the rows up to the next hold copies of it."""
+    """Return the rows, in index order, at which a new chunk begins; rows up to the next are its replicas."""
     differs = np.ones(len(table), np.bool_)
     if len(table):
         differs[1:] = (
@@ -226,11 +236,12 @@ def first_of_equal_chunks(table: ChunkTable) -> Ints:
     return np.flatnonzero(differs)
 
 
-def place_in_files(table: ChunkTable, writer: Ints) -> Ints:
-    """Place each writer's chunks one after the other, widest elements first."""
+def offsets_in_files(table: ChunkTable, writer: Ints) -> Ints:
+    """Return the offset of each chunk in its writer's file, where wider elements come first, `[n]`."""
     width = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
     order = np.lexsort((-width, writer))
     nbytes = table.nbytes[order]
+    # Sums over all files, minus what they were where the chunk's file began.
     ends = np.cumsum(nbytes)
     new_file = np.diff(writer[order], prepend=-1) != 0
     base = np.maximum.accumulate(np.where(new_file, ends - nbytes, 0)) if len(table) else ends
@@ -240,7 +251,7 @@ def place_in_files(table: ChunkTable, writer: Ints) -> Ints:
 
 
 def pack_rows(plan: SavePlan, *, ranks: int) -> list[bytes]:
-    """Return for each rank the rows that it writes, encoded."""
+    """Return for each rank the rows that it writes, encoded for `unpack_rows`."""
     table = plan.table
     order = np.argsort(plan.writer, kind="stable")
     matrix = np.column_stack(
@@ -252,14 +263,18 @@ def pack_rows(plan: SavePlan, *, ranks: int) -> list[bytes]:
 
 
 def unpack_rows(packed: bytes, declared: DeclaredChunks, entities: Ints, *, rank: int) -> SavePlan:
-    """Return the plan of what one rank writes: the rows of the whole plan, in the same order.
+    """Return the rows of a plan that one rank writes, in the order of the plan.
 
-    declared is what the rank has declared; entities translates the numbers that the rows carry.
+    Args:
+        packed: as `pack_rows` returns it for this rank.
+        declared: the declarations of this rank, which give each row its array.
+        entities: the entity of each declared row as it was packed; see `PackedDeclarations`.
+        rank: number of this rank.
     """
     dims = int(np.frombuffer(packed, np.int64, 1)[0])
     matrix = np.frombuffer(packed, np.int64, offset=8).reshape(-1, 4 + 2 * dims)
     entity = entities[matrix[:, 0]]
-    own = declared.table.dims  # of the arrays that this rank declares; others may have more
+    own = declared.table.dims  # the arrays of other ranks may have more dims
     table = ChunkTable(
         declared.table.arrays,
         declared.table.array[entity],
@@ -268,4 +283,4 @@ def unpack_rows(packed: bytes, declared: DeclaredChunks, entities: Ints, *, rank
         *matrix[:, 1:4].T,
     )
     writer = np.full(len(table), rank, np.int64)
-    return SavePlan(table, writer, entity, place_in_files(table, writer))
+    return SavePlan(table, writer, entity, offsets_in_files(table, writer))

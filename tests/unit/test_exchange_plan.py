@@ -15,7 +15,8 @@ from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, ChunkTable, DeclaredChunks, merge_declarations
 from megackpt.planning import StridedCopy, exchange, needed_ranges, plan_main_replicas
 from megackpt.planning.assignment import Readers
-from megackpt.planning.exchange import PART_BYTES, ExchangePlan, aligned, plan_exchange
+from megackpt.planning.exchange import PART_BYTES, plan_exchange
+from megackpt.planning.exchange_plan import ExchangePlan, aligned
 from megackpt.testing.layouts import arrays, owned_chunks
 
 MIB = 1 << 20
@@ -42,7 +43,7 @@ def plan(
     return plan_exchange(
         requested,
         table,
-        place=np.arange(len(table)),
+        position=np.arange(len(table)),
         block_bytes=DIGEST_BLOCK_BYTES,
         mode=mode,
         buffer_bytes=buffer_bytes,

@@ -41,7 +41,7 @@ def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.Data
         asked.append(ShardedTensor("w", target, dtype, shape, (rows, columns), (top, left)))
     copies = plan_load(describe(asked, rank=0), stored.table, where="here")
     placed = placed_in(copies, asked, [t.data for t in asked if t.data is not None])
-    reads = plan_reads(placed, stored.table, place=np.arange(len(stored)), block_bytes=DIGEST_BLOCK_BYTES)
+    reads = plan_reads(placed, stored.table, position=np.arange(len(stored)), block_bytes=DIGEST_BLOCK_BYTES)
     nbytes = int(stored.table.nbytes[0])
     copied = 0
     for read, (start, stop) in enumerate(zip(reads.start.tolist(), reads.stop.tolist(), strict=True)):
@@ -76,4 +76,4 @@ def test_blocks_that_no_read_can_hold_are_refused() -> None:
     copies = plan_load(describe([whole], rank=0), stored.table, where="here")
     for block_bytes in (0, MAX_BLOCK_BYTES + 1):
         with pytest.raises(ValueError, match=r"block_bytes is .*; a format gives 1 to"):
-            plan_reads(copies, stored.table, place=np.zeros(1, np.int64), block_bytes=block_bytes)
+            plan_reads(copies, stored.table, position=np.zeros(1, np.int64), block_bytes=block_bytes)

@@ -73,7 +73,7 @@ def test_bytes_of_ranks_are_those_of_the_real_plans(
     for rank, requested in enumerate(requests):
         copies = plan_load(requested, stored.table, where="x")
         place = np.arange(len(stored.table))
-        reads = plan_reads(copies, stored.table, place=place, block_bytes=DIGEST_BLOCK_BYTES)
+        reads = plan_reads(copies, stored.table, position=place, block_bytes=DIGEST_BLOCK_BYTES)
         asked = int((reads.stop - reads.start).sum())
         # A block at the border of two reads is read by both; a simulated one counts it once.
         assert outcome.read[rank] <= asked <= 1.02 * outcome.read[rank]
@@ -89,7 +89,7 @@ def test_a_group_reads_and_sends_what_an_exchange_would(states: tuple[str, ...] 
         plan = plan_exchange(
             [requests[rank] for rank in layout.ranks_of(tp=tp, pp=0).tolist()],
             stored.table,
-            place=np.arange(len(stored.table)),
+            position=np.arange(len(stored.table)),
             block_bytes=DIGEST_BLOCK_BYTES,
             mode="all_to_all",
             buffer_bytes=1 << 26,

@@ -56,7 +56,7 @@ def read_tensors(
     dtypes = {a.key: a.dtype for a in chunks.table.arrays}
     targets = [Target.of(t, dtypes) for t in tensors]
     placed = placed_in(copies, tensors, [t.memory for t in targets])
-    reads = plan_reads(placed, chunks.table, place=chunks.position, block_bytes=chunks.block_bytes)
+    reads = plan_reads(placed, chunks.table, position=chunks.position, block_bytes=chunks.block_bytes)
     with Uploads([t.memory for t in targets]) as uploads:
         reader = _Reader(chunks, targets, uploads, verify=options.verify)
         threads = useful_threads(options.threads, waits=not chunks.is_cached())
@@ -176,8 +176,8 @@ class _Reader:
 
     def _straight_jobs(self, reads: Reads, rows: Ints) -> Iterator[Callable[[], None]]:
         """Yield what is to be done for reads of one contiguous copy each."""
-        stored, entity = reads.stored[rows], reads.blocks.entity[reads.first[rows]]
-        into = reads.blocks.target[reads.first[rows]] * self._itemsize[stored]
+        stored, entity = reads.stored[rows], reads.all_copies.entity[reads.first[rows]]
+        into = reads.all_copies.target[reads.first[rows]] * self._itemsize[stored]
         lengths = reads.stop[rows] - reads.start[rows]
         columns = (rows, entity, stored, reads.start[rows], into, into + lengths)
         for read, number, row, start, begin, end in zip(*(c.tolist() for c in columns), strict=True):
@@ -190,7 +190,7 @@ class _Reader:
     def _are_straight(self, reads: Reads) -> npt.NDArray[np.bool_]:
         """Whether each is long and one contiguous copy, which can go where it belongs at once, `[n]`."""
         takes_bytes = np.array([not t.is_cast and t.memory.is_cpu for t in self._targets], np.bool_)
-        blocks, first = reads.blocks, reads.first[:-1]
+        blocks, first = reads.all_copies, reads.first[:-1]
         width = self._itemsize[reads.stored]
         begin = blocks.source * self._itemsize[blocks.stored]
         is_whole = (begin[first] == reads.start) & (

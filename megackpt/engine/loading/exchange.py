@@ -29,7 +29,8 @@ from megackpt.metadata import DeclaredChunks, decode_declarations, pack_columns,
 from megackpt.options import LoadOptions
 from megackpt.planning import CompactCopies, Copies, StridedCopy, needed_ranges
 from megackpt.planning.assignment import Readers
-from megackpt.planning.exchange import ExchangePlan, plan_exchange
+from megackpt.planning.exchange import plan_exchange
+from megackpt.planning.exchange_plan import ExchangePlan
 from megackpt.validation import PhaseTimes
 
 
@@ -147,7 +148,7 @@ def _plan(
     plan = plan_exchange(
         requested,
         chunks.table,
-        place=chunks.position,
+        position=chunks.position,
         block_bytes=chunks.block_bytes,
         mode=options.exchange,
         buffer_bytes=options.exchange_bytes,

@@ -17,7 +17,7 @@ import torch
 from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.tensor_bytes import byte_view
-from megackpt.planning.exchange import ExchangePlan, aligned
+from megackpt.planning.exchange_plan import ExchangePlan, aligned
 
 Directly: TypeAlias = Callable[[int], "memoryview | None"]
 """Returns the memory that a delivery may be received into."""
