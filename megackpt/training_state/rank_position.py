@@ -104,7 +104,7 @@ class RankPosition:
 def layout_text(layout: Mapping[str, int]) -> str:
     """Return a layout in words.
 
-    >>> in_words({"tp": 2, "dp": 4})
+    >>> layout_text({"tp": 2, "dp": 4})
     'dp 4, tp 2'
     """
     return ", ".join(f"{axis} {layout[axis]}" for axis in sorted(layout))
