@@ -2,9 +2,9 @@
 
     python examples/elastic_resume.py
 
-Every phase is a run of pretrain_gpt.py under torchrun that ends after its steps; the next one resumes from
+Every phase is a run of pretrain_gpt.py under torchrun that ends after its steps. The next phase resumes from
 the checkpoint at another layout. The losses are compared with those of a run that was never interrupted,
-printed as a table and drawn as a picture. Takes about two minutes on 2 cores.
+printed as a table and drawn as a picture. It takes about two minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ chaotic: after 60 steps even two uninterrupted runs at different layouts are 4e-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How 4 processes are arranged; dp is what is left of them."""
+    """A parallel layout of 4 processes."""
 
     tp: int
     pp: int
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks."""
+        """The number of data-parallel ranks."""
         return PROCESSES // (self.tp * self.pp)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ PHASES = (Layout(2, 2), Layout(1, 1), Layout(4, 1), Layout(1, 2), Layout(2, 1), 
 
 
 def main() -> int:
-    """Run both, compare, report; 0 if they agree."""
+    """Run both trainings and compare their losses; return 0 if they agree."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def run(layout: Layout, directory: Path, *, steps: int, until: int) -> None:
-    """Run pretrain_gpt.py in 4 processes, from what the directory has to step `until`."""
+    """Run pretrain_gpt.py in 4 processes, from the newest checkpoint in the directory to step `until`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
     command += [str(EXAMPLES / "pretrain_gpt.py"), f"--tp={layout.tp}", f"--pp={layout.pp}"]
     command += [f"--ckpt={directory}", f"--steps={steps}", f"--exit-after={until}", f"--save-every={steps}"]

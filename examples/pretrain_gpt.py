@@ -1,12 +1,13 @@
 """Pre-train a small GPT on text, with checkpoints that resume at any layout.
 
-    export OMP_NUM_THREADS=1    # threads of each rank; torchrun warns where it has to choose
-    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2 --ckpt /tmp/run --steps 200 --exit-after 100
+    export OMP_NUM_THREADS=1    # threads of each rank; torchrun warns where it has to choose torchrun
+    --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2 --ckpt /tmp/run --steps 200 --exit-after 100
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --ckpt /tmp/run --steps 200
 
-The first command ends half-way; the second goes on from there, on half as many ranks. `--help` lists all flags.
-Where to look next: `training/trainer.py` shows how a training loop declares, saves and resumes its state.
-"""  # noqa: E501 - commands to copy
+The first command ends half-way; the second goes on from there, on half as many ranks. `--help` lists all
+flags. Where to look next: `training/trainer.py` shows how a training loop declares, saves and resumes its
+state.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from training.arguments import parse_arguments, refuse
+from training.arguments import exit_with_error, parse_arguments
 from training.text import NoTextError, Text
 from training.trainer import Trainer
 
@@ -27,8 +28,8 @@ def main() -> int:
     try:
         text = Text.read(arguments.data, seq_length=arguments.model.seq_length, seed=arguments.seed)
     except NoTextError as error:
-        refuse(str(error))
-    # All that can be refused without other ranks was refused: from here on ranks wait for each other.
+        exit_with_error(str(error))
+    # All checks that need no other ranks are done. From here on ranks wait for each other.
     torch.use_deterministic_algorithms(True)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

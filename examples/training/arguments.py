@@ -1,7 +1,6 @@
-"""Flags of pretrain_gpt.py, and the checks that they make sense together.
+"""The flags of pretrain_gpt.py, and checks of their values and combinations.
 
-Parses what a user may say. Settings that cannot be are an error: one line on rank 0 and exit code 2, before
-any rank waits for another.
+Invalid flags are one line of text on rank 0 and exit code 2, before any rank waits for another.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What pretrain_gpt.py was asked for; fields as the flags, checked.
+    """The checked flags of pretrain_gpt.py.
 
     Attributes:
-        layout: tp and pp as asked for; dp is what they leave of the ranks.
-        model: sizes and choices of the model.
-        exit_after: the step after which this process ends; `steps` unless asked otherwise.
-        ckpt: the directory where checkpoints are, or its URL; None where none are made.
-        knobs: how they are made and loaded.
-        when_schedule_differs: what to do where a checkpoint was trained with another schedule.
-        metrics: where metrics go; None for a file in `ckpt`, if that is a directory.
+        layout: tp and pp of the flags; the remaining ranks are data-parallel.
+        model: the configuration of the model.
+        exit_after: the step after which this process ends; `steps` by default.
+        ckpt: the directory of the checkpoints, or its URL; None: no checkpoints are made.
+        knobs: how checkpoints are made and loaded.
+        when_schedule_differs: what to do if a checkpoint was trained with another schedule.
+        metrics: the file for metrics; None for a file in `ckpt`, if that is a directory.
     """
 
     layout: ParallelLayout
@@ -64,10 +63,10 @@ class Arguments:
     log_samples: bool
 
 
-def refuse(message: str) -> NoReturn:
-    """Say on rank 0, in one line, what is wrong, and exit with code 2.
+def exit_with_error(message: str) -> NoReturn:
+    """Print the message on rank 0, in one line, and exit with code 2.
 
-    Several machines each have a line, of the first rank there: a file may be missing on one of them only.
+    With several machines the first rank of each prints it: a file may be missing on one of them only.
     """
     if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0:
         print(f"pretrain_gpt.py: {' '.join(message.split())}", file=sys.stderr)
@@ -76,15 +75,15 @@ def refuse(message: str) -> NoReturn:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        refuse(f"{message} (see --help)")
+        exit_with_error(f"{message} (see --help)")
 
 
 def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = None) -> Arguments:
-    """Parse and check the flags. Local; exits where they cannot be followed, see `refuse`.
+    """Parse and check the flags. Local; exits if they are invalid, see `exit_with_error`.
 
     Args:
         argv: the flags; None for those of the process.
-        world_size: how many ranks there are; None for what torchrun says.
+        world_size: the number of ranks; None for the one that torchrun sets.
     """
     flags = _parser().parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -109,17 +108,17 @@ def parse_arguments(argv: list[str] | None = None, *, world_size: int | None = N
         )
         knobs.save_strategy()
     except CheckpointError as error:
-        refuse(str(error))
+        exit_with_error(str(error))
     if flags.exit_after is None:
         flags.exit_after = flags.steps
     _check(flags, layout)
     flags.when_schedule_differs = _when_schedule_differs(flags)
-    given = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
-    return Arguments(layout=layout, model=model, knobs=knobs, **given)
+    others = {name: getattr(flags, name) for name in Arguments.__slots__ if hasattr(flags, name)}
+    return Arguments(layout=layout, model=model, knobs=knobs, **others)
 
 
 def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
-    """Refuse numbers that are too small, and flags that contradict each other or the layout."""
+    """Exit if numbers are too small, or flags contradict each other or the layout."""
     for name in (
         "steps",
         "exit_after",
@@ -132,40 +131,44 @@ def _check(flags: argparse.Namespace, layout: ParallelLayout) -> None:
     ):
         value = getattr(flags, name)
         if value is not None and value < 1:
-            refuse(f"--{name.replace('_', '-')} is {value}; give at least 1")
+            exit_with_error(f"--{name.replace('_', '-')} is {value}; give at least 1")
     if flags.exit_after > flags.steps:
-        refuse(f"--exit-after {flags.exit_after} is beyond the end of the run, --steps {flags.steps}")
+        exit_with_error(
+            f"--exit-after {flags.exit_after} is beyond the end of the run, --steps {flags.steps}"
+        )
     share = layout.dp * flags.micro_batches
     if flags.global_batch_size % share:
-        refuse(
+        exit_with_error(
             f"--global-batch-size {flags.global_batch_size} does not split into dp={layout.dp} x "
             f"--micro-batches={flags.micro_batches}; make it a multiple of {share}"
         )
     if flags.sequence_parallel and flags.seq_length % layout.tp:
-        refuse(
+        exit_with_error(
             f"--sequence-parallel needs a --seq-length that is a multiple of --tp {layout.tp}, not "
             f"{flags.seq_length}"
         )
     if flags.ckpt is None and (flags.exit_signal or flags.save_signal):
-        refuse("--exit-signal and --save-signal ask for a checkpoint; give --ckpt")
+        exit_with_error("--exit-signal and --save-signal ask for a checkpoint; give --ckpt")
     if isinstance(flags.ckpt, Path):
         _check_directory("--ckpt", flags.ckpt)
     if flags.metrics is not None:
         _check_directory("--metrics", flags.metrics.parent)
         if flags.metrics.is_dir():
-            refuse(f"--metrics {flags.metrics} is a directory; give the name of a file")
+            exit_with_error(f"--metrics {flags.metrics} is a directory; give the name of a file")
 
 
 def _when_schedule_differs(flags: argparse.Namespace) -> WhenDifferent:
     if flags.override_schedule and flags.use_checkpoint_schedule:
-        refuse("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+        exit_with_error(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+        )
     if flags.override_schedule:
         return "given"
     return "checkpoint" if flags.use_checkpoint_schedule else "error"
 
 
 def _path_or_url(text: str) -> Path | str:
-    """Return a directory as a path, and an URL as it is."""
+    """Return a directory as a path, and a URL unchanged."""
     return text if "://" in text else _path(text)
 
 
@@ -175,19 +178,19 @@ def _path(text: str) -> Path:
 
 
 def _check_directory(flag: str, directory: Path) -> None:
-    """Refuse a directory that is none, or that this process could not write to or make."""
+    """Exit if a path is no directory, or one that this process cannot make or write to."""
     nearest = next(p for p in (directory, *directory.absolute().parents) if os.path.exists(p))
     if not nearest.is_dir():
-        refuse(f"{flag}: {nearest} is a file; give another directory")
+        exit_with_error(f"{flag}: {nearest} is a file; give another directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        refuse(f"{flag}: no permission to write to {nearest}; give another directory")
+        exit_with_error(f"{flag}: no permission to write to {nearest}; give another directory")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         description="Pre-train a GPT on text; resumes by itself from the newest checkpoint, at any layout.",
-        allow_abbrev=False,  # a mistyped flag is refused, not taken for another
+        allow_abbrev=False,  # a mistyped flag is an error, not the abbreviation of another
     )
     _add_layout(parser.add_argument_group("layout"))
     _add_model(parser.add_argument_group("model"))
@@ -240,7 +243,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--override-schedule",
         action="store_true",
         dest="override_schedule",
-        help=f"on resuming, follow {fields} where the checkpoint was trained with others; else it is refused",
+        help=f"on resuming, follow {fields} if the checkpoint was trained with others; without a flag that "
+        "is an error",
     )
     group.add_argument(
         "--use-checkpoint-opt_param-scheduler",
@@ -281,19 +285,22 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--save-interval-seconds",
         type=float,
         metavar="X",
-        help="save as well where so many seconds have passed since the last checkpoint",
+        help="save also when this many seconds have passed since the last checkpoint",
     )
     _count(
-        group, "--keep-last", None, "how many checkpoints stay; if neither this nor the next is given, all"
+        group,
+        "--keep-last",
+        None,
+        "the number of newest checkpoints that stay; without this and the next flag all stay",
     )
-    _count(group, "--keep-every", None, "checkpoints of each so many steps stay as well")
+    _count(group, "--keep-every", None, "checkpoints of steps that this number divides stay as well")
     _switch(group, "--async-save", "train on while a checkpoint is written")
     group.add_argument(
         "--async-when-busy",
         choices=BUSY,
         default=BUSY[0],
-        help="what becomes then of a checkpoint that is due while an earlier one is being written: it waits, "
-        "is queued, or is skipped until the next step; the last one always waits (default: %(default)s)",
+        help="what happens to a checkpoint that is due while an earlier one is being written: it waits, is "
+        "queued, or is skipped until the next step; the last one always waits (default: %(default)s)",
     )
     _count(
         group,
@@ -315,7 +322,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--on-save-error",
         choices=("raise", "warn"),
         default="raise",
-        help="where the store refuses a checkpoint: end the run, or warn and go on (default: %(default)s)",
+        help="if the store rejects a checkpoint: end the run, or warn and go on (default: %(default)s)",
     )
     _switch(group, "--verify-after-save", "read each checkpoint again before older ones are removed")
     _count(group, "--timeout-s", 600, "seconds that a rank waits for the others while saving or loading")
@@ -339,7 +346,9 @@ def _add_format(group: argparse._ArgumentGroup) -> None:
         "(default: %(default)s); that of an old one is detected",
     )
     _choice(group, "--dist-ckpt-load-on-device", True, "load straight to the device, not to host memory")
-    _choice(group, "--dist-ckpt-parallel-save", True, "spread replicated chunks over those who hold them")
+    _choice(
+        group, "--dist-ckpt-parallel-save", True, "spread replicated chunks over the ranks that have them"
+    )
     _choice(group, "--dist-ckpt-parallel-save-within-dp", False, "but inside of data-parallel groups only")
     _choice(group, "--dist-ckpt-parallel-load", False, "read each byte once per data-parallel group")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""What a run says of itself, on rank 0: JSON lines in a file, text and a progress bar on the terminal."""
+"""The report of a run on rank 0: JSON lines in a file, text and a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Report:
         self._console.print(text)
 
     def event(self, **fields: Any) -> None:
-        """Append a JSON line, at once, so that it survives a crash."""
+        """Append a JSON line and flush it, so that it survives a crash."""
         if self._file is not None:
             self._file.write(json.dumps(fields) + "\n")
             self._file.flush()
 
     def start(self, *, step: int, layout: dict[str, int], note: str) -> None:
-        """Report what the run begins with."""
+        """Report the begin of the run."""
         self.print_line(note)
         self.event(event="start", step=step, layout=layout, note=note)
 
@@ -81,7 +81,7 @@ class Report:
         self.event(event="save", step=step, seconds=round(seconds, 3))
 
     def end(self, step: int, checkpoint: str | None) -> None:
-        """Sum the run up: how the loss went, and where checkpoint and metrics are."""
+        """Report the end of the run: the course of the loss, and where checkpoint and metrics are."""
         if self._losses:
             shown = (f"{self._losses[at]:.4f} at step {at}" for at in _spread(list(self._losses)))
             self.print_line(f"loss: {', '.join(shown)}; {self._seconds / len(self._losses):.2f} s a step")

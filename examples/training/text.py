@@ -1,7 +1,7 @@
 """Real text as training samples, by number.
 
-Reads the text, and defines which tokens sample `i` has. That is a pure function of the text and `i`,
-so the data position of a run is one integer, whatever the layout: how many samples were consumed.
+The tokens of sample `i` are a pure function of the text and `i`. So the data position of a run is one
+integer, whatever the layout: the number of samples that were consumed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class NoTextError(Exception):
 class Text:
     """Byte-level tokens of some files, cut into samples of `seq_length` tokens and their successors.
 
-    The samples are the non-overlapping windows of the text, in an order that looks random: from one to the
-    next it is a number of windows coprime to how many there are, so that an epoch has each of them once.
+    The samples are the non-overlapping windows of the text, in an order that looks random: the distance from
+    one to the next is coprime to the number of windows, so that an epoch has each window once.
 
     Attributes:
-        windows: how many there are: the samples of an epoch.
-        order: what tells the order of the samples from others, as plain values.
+        windows: the number of windows, which are the samples of an epoch.
+        order: plain values that distinguish the order of the samples from others.
     """
 
     def __init__(self, texts: Iterable[bytes], *, seq_length: int, seed: int) -> None:
         joined = bytearray()
         ends: list[int] = []
         for text in texts:
-            joined += text + b"\0"  # the place of END_OF_TEXT, which no byte can hold
+            joined += text + b"\0"  # replaced below by END_OF_TEXT, which does not fit into a byte
             ends.append(len(joined) - 1)
         self.windows = (len(joined) - 1) // seq_length  # the last label of a window is the next one's first
         if self.windows < 1:
@@ -58,7 +58,7 @@ class Text:
         """Read files; without any, the sources of Python's own standard library.
 
         Raises:
-            NoTextError: a file cannot be read, or all of them are less than a sample.
+            NoTextError: a file cannot be read, or all files together are shorter than a sample.
         """
         files = files or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         try:
@@ -69,7 +69,7 @@ class Text:
             ) from error
 
     def sample(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels of a sample, int64 `[seq_length]`; after an epoch comes the next."""
+        """Return tokens and labels of a sample, int64 `[seq_length]`. Numbers go on over epochs."""
         window = number * self._stride % self.windows
         window_tokens = self._tokens[window * self._seq_length :][: self._seq_length + 1].long()
         return window_tokens[:-1], window_tokens[1:]

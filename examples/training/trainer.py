@@ -19,7 +19,7 @@ from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.parallel import MicroBatch, ParallelGroups, ParallelRng, forward_backward, share_losses
 from megackpt.training_state import DataPosition, RankPosition, RngState, ScheduleState, TrainingState
 from models import GPT, GPTConfig, init_weights
-from training.arguments import Arguments, refuse
+from training.arguments import Arguments, exit_with_error
 from training.report import Report
 from training.schedule import CosineSchedule
 from training.text import Text
@@ -30,7 +30,7 @@ OPTIMIZERS = {"distributed": DistributedOptimizer, "plain": MixedPrecisionOptimi
 class Trainer:
     """A model, its optimizer, its data position and its random streams, at one layout.
 
-    Making one and `run` are collective over all ranks.
+    The constructor and `run` are collective over all ranks.
     """
 
     def __init__(self, arguments: Arguments, text: Text) -> None:
@@ -90,9 +90,10 @@ class Trainer:
         )
 
     def run(self) -> int:
-        """Resume if there is something to resume, then train to the end, saving as asked.
+        """Resume if there is a checkpoint, then train to the end, saving when it is due.
 
-        Returns the exit code: 0, or that of the Checkpointer where a signal has ended the run.
+        Returns:
+            The exit code: 0, or that of the Checkpointer if a signal has ended the run.
         """
         note = self.resume()
         if self.checkpointer is not None and self.step < self.arguments.exit_after:
@@ -103,14 +104,14 @@ class Trainer:
             report.start(step=self.step, layout=self.layout, note=note)
             try:
                 self._train(report)
-            finally:  # also where training fails: a step that is being written shall not be lost
+            finally:  # also if training fails, so that a step that is being written is not lost
                 if self.checkpointer is not None:
                     self.checkpointer.close()
             report.end(self.step, self._newest())
         return self.checkpointer.exit_code or 0 if self.checkpointer is not None else 0
 
     def _newest(self) -> str | None:
-        """Where the newest checkpoint is, for the report; with --on-save-error warn it may be an old one."""
+        """The location of the newest checkpoint; with --on-save-error warn it may be an old one."""
         step = None if self.checkpointer is None or self.groups.rank else self.checkpointer.latest()
         return None if self.checkpointer is None or step is None else self.checkpointer.location(step)
 
@@ -124,16 +125,16 @@ class Trainer:
                 continue
             due = self.checkpointer.should_save(self.step)  # collective: at every step
             if self.step == last:
-                self.checkpointer.wait()  # then the last one is not skipped
+                self.checkpointer.wait()  # so that the last save is not skipped
             if due or self.step == last:
                 self.save(self.checkpointer, report)
             if self.checkpointer.exit_requested:
                 break
 
     def state(self, *, to_save: bool = False) -> dict[str, Any]:
-        """Declare everything that this run is made of: what a checkpoint holds.
+        """Declare the whole state of this run, which is what a checkpoint contains.
 
-        Collective where it is to be saved and optimizer state is gathered for that.
+        Collective if it is to be saved and the optimizer's state is gathered for that.
         """
         model = self.model.sharded_state_dict()
         gather = to_save and not self.arguments.knobs.dist_ckpt_parallel_dist_opt
@@ -146,7 +147,7 @@ class Trainer:
 
     @property
     def layout(self) -> dict[str, int]:
-        """How the ranks are arranged, as it is stored with a checkpoint."""
+        """The sizes of the parallel layout, as they are stored with a checkpoint."""
         return {axis: getattr(self.arguments.layout, axis) for axis in ("tp", "pp", "dp")}
 
     def save(self, checkpointer: Checkpointer, report: Report) -> None:
@@ -167,7 +168,7 @@ class Trainer:
             report.saved(self.step, seconds=seconds, is_committed=not checkpointer.async_save)
 
     def resume(self) -> str:
-        """Load the newest committed checkpoint, whatever layout it was saved at; say what was found."""
+        """Load the newest committed checkpoint, saved at any layout; return a line for the report."""
         if self.checkpointer is None:
             return f"starting from scratch at {_text(self.layout)}; no checkpoints are made (see --ckpt)"
         step = self.checkpointer.find_latest()
@@ -176,9 +177,9 @@ class Trainer:
                 f"starting from scratch at {_text(self.layout)}; {self.arguments.ckpt} has no checkpoint yet"
             )
         location = self.checkpointer.location(step)
-        found = self.checkpointer.content_metadata(step)
-        saved_at = self._check_model(found, location)
-        self._check_steps(found, step, location)
+        metadata = self.checkpointer.content_metadata(step)
+        saved_at = self._check_model(metadata, location)
+        self._check_steps(metadata, step, location)
         try:
             loaded = self.checkpointer.load(
                 self.state(),
@@ -187,7 +188,7 @@ class Trainer:
             )
             notes = self.training_state.resume(loaded, step=step)
         except CheckpointError as error:  # the same on all ranks
-            refuse(f"cannot resume {location}: {error}")
+            exit_with_error(f"cannot resume {location}: {error}")
         self.step = step
         self.optimizer.load_sharded_state_dict(loaded["optimizer"])
         self._follow_schedule()
@@ -199,31 +200,31 @@ class Trainer:
             ]
         )
 
-    def _check_model(self, found: Any, location: str) -> dict[str, int]:
-        """Refuse a checkpoint of another model; return the layout it was saved at."""
-        if not isinstance(found, dict) or not {"layout", "model"} <= set(found):
-            refuse(f"{location} was not saved by pretrain_gpt.py; give another --ckpt")
-        ours, saved = _plain(self.arguments.model), found["model"]
+    def _check_model(self, metadata: Any, location: str) -> dict[str, int]:
+        """Exit if the checkpoint has another model; return the layout it was saved at."""
+        if not isinstance(metadata, dict) or not {"layout", "model"} <= set(metadata):
+            exit_with_error(f"{location} was not saved by pretrain_gpt.py; give another --ckpt")
+        ours, saved = _plain(self.arguments.model), metadata["model"]
         other = [
             f"{name} {saved.get(name)} instead of {value}"
             for name, value in ours.items()
             if name != "dropout" and saved.get(name) != value
         ]
         if other:
-            refuse(
+            exit_with_error(
                 f"{location} holds another model, with {', '.join(other)}; give the flags it was trained "
                 f"with, or another --ckpt"
             )
-        layout: dict[str, int] = found["layout"]
+        layout: dict[str, int] = metadata["layout"]
         return layout
 
-    def _check_steps(self, found: dict[str, Any], step: int, location: str) -> None:
-        """Refuse another end of the run than it was begun with, unless a flag says what becomes of it."""
-        asked, begun = self.arguments.steps, found.get("steps", self.arguments.steps)
+    def _check_steps(self, metadata: dict[str, Any], step: int, location: str) -> None:
+        """Exit if --steps differs from that of the checkpoint, unless a flag chooses one of the schedules."""
+        asked, begun = self.arguments.steps, metadata.get("steps", self.arguments.steps)
         if asked == begun or self.arguments.when_schedule_differs != "error":
             return
         state = f"is finished: step {step} of {begun}" if step >= begun else f"has --steps {begun}"
-        refuse(
+        exit_with_error(
             f"--steps {asked}: the run in {location} {state}, and its learning rate was scheduled for that. "
             f"Give --steps {begun}; or go on to step {asked} with --override-opt_param-scheduler, by a "
             f"schedule for all {asked}, or with --use-checkpoint-opt_param-scheduler, by that of the "
@@ -231,7 +232,7 @@ class Trainer:
         )
 
     def _follow_schedule(self) -> None:
-        """Set what the schedule decides, which may be that of the checkpoint."""
+        """Use the resumed schedule, which may be that of the checkpoint."""
         fields = self.schedule_state.values
         for group in self.optimizer.param_groups:
             if group["name"] == "matrices":
@@ -240,7 +241,7 @@ class Trainer:
         self.schedule = CosineSchedule(**fields)
 
     def train_step(self) -> dict[str, Any]:
-        """Train on the next global batch; return what was measured. Collective."""
+        """Train on the next global batch; return its measurements. Collective."""
         began = time.monotonic()
         first = self.data.consumed
         numbers = self._next_samples()
@@ -265,14 +266,14 @@ class Trainer:
         return measured
 
     def _next_samples(self) -> list[list[int]]:
-        """Numbers of the samples of each of this rank's micro-batches: its share of the next global batch."""
+        """The sample numbers of each of this rank's micro-batches, its share of the next global batch."""
         dp, parts = self.groups.dp, self.arguments.micro_batches
         share = self.data.take(self.arguments.global_batch_size, dp_rank=dp.rank, dp_size=dp.size)
         size = len(share) // parts
         return [list(share[k * size : (k + 1) * size]) for k in range(parts)]
 
     def _mean_loss(self, losses: Tensor) -> float:
-        """Mean over micro-batches and data-parallel ranks, all of which have equally many tokens."""
+        """The mean over micro-batches and data-parallel ranks, which all have equally many tokens."""
         mean = losses.mean()
         if self.groups.dp.group is not None:
             dist.all_reduce(mean, group=self.groups.dp.group)
@@ -294,7 +295,7 @@ class Trainer:
         return Report(metrics, steps=arguments.steps, done=self.step, is_root=self.groups.rank == 0)
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """Matrices decay, norms and biases do not."""
+        """The parameter groups: matrices with weight decay, norms and biases without."""
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
         return [
