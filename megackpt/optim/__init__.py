@@ -1,7 +1,7 @@
 """Optimizers whose state is declared shard by shard, so that saving it needs no communication."""
 
 from megackpt.optim.distributed import DistributedOptimizer
-from megackpt.optim.initialise import initialise_state
+from megackpt.optim.initial_state import initialise_state
 from megackpt.optim.mixed_precision import MixedPrecisionOptimizer
 from megackpt.optim.sharded_state import (
     get_optim_param_to_id_map,

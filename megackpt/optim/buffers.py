@@ -1,8 +1,7 @@
 """Flat buffers: parameters and their gradients, each in one contiguous tensor.
 
-Owns the memory, the views of it that the model sees (`param.data`, `param.main_grad`) and the hooks that move
-`param.grad` into the gradient buffer. When gradients are exchanged, and what is done with them, is for the
-optimizers.
+A buffer has the memory, the views of it that the model uses (`param.data`, `param.main_grad`) and the hooks
+that move `param.grad` into the gradient buffer. The optimizers decide when gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HOOK = "_megackpt_grad_hook"  # where a parameter keeps the hook that the last 
 
 
 class _GradHook:
-    """The hook of one parameter; left behind when the parameter is pickled, as torch does with all hooks."""
+    """The hook of one parameter; a pickle of the parameter drops it, as torch drops all hooks."""
 
     def __init__(self, handle: RemovableHandle | None = None) -> None:
         self._handle = handle
@@ -39,14 +38,14 @@ class ParamGradBuffer:
 
     Building one re-points `param.data` to a view into `data`, sets `param.main_grad` to a view into `grad`,
     and registers a hook that adds `param.grad` to `main_grad` and frees it whenever autograd has
-    accumulated it. A parameter that another buffer held before leaves that one.
+    accumulated it. A parameter that was in another buffer leaves that one.
 
     Attributes:
         params: the parameters, in order of registration.
-        layout: where they lie.
+        layout: where they are.
         data: the parameters `[layout.numel]`, in their dtype; zeros between them.
         grad: their gradients `[layout.numel]`, in `grad_dtype`; zeros between them.
-        touched: for each parameter, whether a gradient came since the last `zero_grad`.
+        touched: for each parameter, whether it got a gradient since the last `zero_grad`.
     """
 
     def __init__(self, params: Sequence[Parameter], layout: BufferLayout, *, grad_dtype: torch.dtype) -> None:
@@ -57,24 +56,24 @@ class ParamGradBuffer:
         self.grad = torch.zeros(layout.numel, dtype=grad_dtype, device=first.device)
         self.touched = [False] * len(self.params)
         self._reduced = False
-        for index, (param, span) in enumerate(zip(self.params, layout.params, strict=True)):
-            view = self.data[span.as_slice()].view(param.shape)
+        for index, (param, flat_range) in enumerate(zip(self.params, layout.params, strict=True)):
+            view = self.data[flat_range.as_slice()].view(param.shape)
             view.copy_(param.detach())
             param.data = view
-            param.main_grad = self.grad[span.as_slice()].view(param.shape)  # type: ignore[attr-defined]
+            param.main_grad = self.grad[flat_range.as_slice()].view(param.shape)  # type: ignore[attr-defined]
             _replace_hook(param, self._hook(index))
 
     def collect(self) -> None:
-        """Take in gradients that no hook saw, and close the gradients for reduction. Local.
+        """Add gradients that no hook saw, and close the gradients for reduction. Local.
 
-        Those are a `param.grad` that was assigned by hand, and a kernel that added to `main_grad` by itself
-        and said so with `param.grad_added_to_main_grad = True` (Megatron-Core's and Transformer Engine's
+        Those are a `param.grad` that was assigned by hand, and gradients that a kernel added to `main_grad`
+        itself; it sets `param.grad_added_to_main_grad = True` (Megatron-Core's and Transformer Engine's
         name).
 
         Raises:
-            OptimizerError: nothing was done since the last reduction that could be reduced.
+            OptimizerError: `zero_grad` was not called since the last reduction.
         """
-        self._refuse_if_reduced("optimizer.step() was called again")
+        self._check_not_reduced("optimizer.step() was called again")
         for index, param in enumerate(self.params):
             if param.grad is not None:
                 self._accumulate(index, param)
@@ -84,7 +83,7 @@ class ParamGradBuffer:
         self._reduced = True
 
     def zero_grad(self) -> None:
-        """Make all gradients zero, and forget which parameters had one. Local."""
+        """Set all gradients to zero, and reset which parameters have one. Local."""
         self.grad.zero_()
         self.touched = [False] * len(self.params)
         self._reduced = False
@@ -95,7 +94,7 @@ class ParamGradBuffer:
         return lambda param: self._accumulate(index, param)
 
     def _accumulate(self, index: int, param: Tensor) -> None:
-        self._refuse_if_reduced("a backward pass was run")
+        self._check_not_reduced("a backward pass was run")
         assert param.grad is not None
         if getattr(param, "grad_added_to_main_grad", False):
             param.grad = None  # a placeholder: the kernel has added the real gradient already
@@ -108,12 +107,12 @@ class ParamGradBuffer:
         self.touched[index] = True
         param.grad = None
 
-    def _refuse_if_reduced(self, what: str) -> None:
+    def _check_not_reduced(self, action: str) -> None:
         if self._reduced:
             raise OptimizerError(
-                f"{what} after optimizer.step() without optimizer.zero_grad() between the two. The gradient "
-                f"buffer holds averaged gradients of this rank's slices then, to which no gradient can be "
-                f"added. Call optimizer.zero_grad() after every optimizer.step()."
+                f"{action} after optimizer.step() without optimizer.zero_grad() between the two. The "
+                f"gradient buffer then has averaged gradients of this rank's slices, to which no gradient "
+                f"can be added. Call optimizer.zero_grad() after every optimizer.step()."
             )
 
 

@@ -28,35 +28,35 @@ _reduce_scatter_single: Callable[..., Any] = (
 def reduce_scatter_mean(bucket: Tensor, axis: Axis) -> None:
     """Write the mean over the axis into this rank's slice of `bucket` (1-D, a multiple of `axis.size`).
 
-    The other slices hold nothing of meaning afterwards. On CPU the ranks are added in rank order, in at least
-    fp32, so that the result does not depend on the backend's algorithm. Collective.
+    The content of the other slices is undefined afterwards. On CPU the ranks are added in rank order, in at
+    least fp32, so that the result does not depend on the backend's algorithm. Collective.
     """
     if axis.size == 1:
         return
-    mine = bucket.view(axis.size, -1)[axis.rank]
+    own_slice = bucket.view(axis.size, -1)[axis.rank]
     if bucket.device.type == "cpu":
-        # Gloo's own reduce-scatter is a whole all-reduce: twice the volume, in an order it chooses.
+        # Gloo's own reduce-scatter is an all-reduce: twice the volume, and the order of the sum is not ours.
         received = torch.empty_like(bucket)
         dist.all_to_all_single(received, bucket, group=_group(axis))
-        parts = received.view(axis.size, -1)
-        total = parts[0].to(torch.promote_types(bucket.dtype, torch.float32))
-        for part in parts[1:]:
-            total += part
-        mine.copy_(total.div_(axis.size))
+        slices = received.view(axis.size, -1)
+        total = slices[0].to(torch.promote_types(bucket.dtype, torch.float32))
+        for received_slice in slices[1:]:
+            total += received_slice
+        own_slice.copy_(total.div_(axis.size))
     else:
-        reduced = torch.empty_like(mine)  # not every backend may reduce into its own input
+        reduced = torch.empty_like(own_slice)  # not every backend may reduce into its own input
         _reduce_scatter_single(reduced, bucket, group=_group(axis))
-        mine.copy_(reduced.div_(axis.size))
+        own_slice.copy_(reduced.div_(axis.size))
 
 
 def all_gather_slices(bucket: Tensor, axis: Axis) -> None:
     """Fill `bucket` (1-D, a multiple of `axis.size`) with every rank's own slice of it. Collective."""
     if axis.size == 1:
         return
-    mine = bucket.view(axis.size, -1)[axis.rank]
+    own_slice = bucket.view(axis.size, -1)[axis.rank]
     if bucket.device.type == "cpu":
-        mine = mine.clone()  # gloo does not promise to read its input before it writes its output
-    _all_gather_single(bucket, mine, group=_group(axis))
+        own_slice = own_slice.clone()  # gloo does not promise to read its input before it writes its output
+    _all_gather_single(bucket, own_slice, group=_group(axis))
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:

@@ -1,7 +1,7 @@
 """DistributedOptimizer: state sharded over data-parallel ranks (ZeRO-1), declared without communication.
 
-Owns what "sharded" means: a rank owns a slice of every bucket, so it holds master weights and optimizer
-state of flat ranges of parameters, and declares exactly those. The order of a step is `master_optimizer`'s.
+A rank owns a slice of every bucket. So it has master weights and optimizer state of flat ranges of
+parameters, and declares exactly those. `master_optimizer` has the order of a step.
 
 Source: Rajbhandari et al. 2020, section 5.1 (P_os); Megatron-Core `DistributedOptimizer`. The stored form
 is that of Megatron-Core's former `fully_sharded_model_space`: flat ranges of model parameters, which
@@ -18,10 +18,10 @@ from torch.nn import Parameter
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor
 from megackpt.optim.collectives import all_gather_slices, reduce_scatter_mean
-from megackpt.optim.gathering import FlatPart, gather_parts, join_parts
+from megackpt.optim.gather import StateRange, gather_states, join_states
 from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.optim.owned import Slot
-from megackpt.optim.ranges import BufferLayout, Span
+from megackpt.optim.owned_params import OwnedParam
+from megackpt.optim.ranges import BufferLayout, FlatRange
 from megackpt.optim.sharded_state import (
     ParamEntity,
     find_param_entities,
@@ -29,7 +29,7 @@ from megackpt.optim.sharded_state import (
     make_sharded_scalar,
     replica_of,
 )
-from megackpt.optim.state_init import Build, ProbeKind, require_elementwise
+from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind, check_elementwise
 from megackpt.parallel.groups import Axis
 
 
@@ -66,25 +66,25 @@ class DistributedOptimizer(MasterOptimizer):
     ) -> ShardedStateDict:
         """Declare this rank's optimizer state; see `MasterOptimizer.sharded_state_dict`.
 
-        Local, unless gathered is set: then the shards of each parameter are brought together on the first
-        data-parallel rank, in host memory, and only that one declares them (collective over dp). The
-        checkpoint has the same arrays, in fewer files and larger chunks; it costs exchange, and memory on
-        that rank. To load, declare without it.
+        Local, unless `gathered` is set. Then the shards of each parameter are gathered on the first
+        data-parallel rank, in host memory, and only that rank declares them (collective over dp). The
+        checkpoint has the same arrays in fewer files and larger chunks, at the cost of the exchange and of
+        memory on that rank. To load, declare without it.
         """
         declared = super().sharded_state_dict(model_sharded_state_dict, is_loading)
         if not gathered or self.groups.dp.size == 1:
             return declared
-        mine = [
-            FlatPart(slot.position, name, slot.owned, value)
-            for slot in self._slots
-            for name, value in self._inner.states(slot)
-            if self._is_elementwise(slot, name, value)
+        own = [
+            StateRange(owned_param.position, name, owned_param.flat_range, value)
+            for owned_param in self._owned_params
+            for name, value in self._inner.states(owned_param)
+            if self._is_elementwise(owned_param, name, value)
         ]
-        for part in mine:
-            del declared["state"][part.position][part.state]
-        parts = gather_parts(mine, self.groups.dp)
+        for state in own:
+            del declared["state"][state.position][state.state]
+        gathered_states = gather_states(own, self.groups.dp)
         entities = find_param_entities(model_sharded_state_dict, self._params)
-        for (position, name), data in join_parts(parts, [p.numel() for p in self._params]).items():
+        for (position, name), data in join_states(gathered_states, [p.numel() for p in self._params]).items():
             entity = entities[position]
             declared["state"].setdefault(position, {})[name] = entity.retarget(
                 key=f"optimizer.state.{name}.{entity.key}",
@@ -93,15 +93,15 @@ class DistributedOptimizer(MasterOptimizer):
             )
         return declared
 
-    def _ownership(self, layout: BufferLayout) -> tuple[Sequence[Span], Sequence[Span]]:
+    def _ownership(self, layout: BufferLayout) -> tuple[Sequence[FlatRange], Sequence[FlatRange]]:
         rank = self.groups.dp.rank
         return layout.owned_slices(rank), layout.owned_ranges(rank)
 
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
         return flat
 
-    def _check_inner(self, build: Build, kinds: Sequence[Sequence[ProbeKind]]) -> None:
-        require_elementwise(build, kinds)
+    def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
+        check_elementwise(build, kinds)
 
     def _average_grads(self, bucket: Tensor) -> None:
         reduce_scatter_mean(bucket, self.groups.dp)
@@ -112,23 +112,27 @@ class DistributedOptimizer(MasterOptimizer):
     def _norm_axes(self) -> Sequence[Axis]:
         return self.groups.dp, self.groups.tp, self.groups.pp
 
-    def _declare_tensor(self, slot: Slot, entity: ParamEntity, prefix: str, tensor: Tensor) -> ShardedBase:
+    def _declare_tensor(
+        self, owned_param: OwnedParam, entity: ParamEntity, prefix: str, tensor: Tensor
+    ) -> ShardedBase:
         return make_flat_optimizer_tensor(
             entity,
             tensor,
             prefix=prefix,
-            flattened_range=slot.owned.as_slice(),
+            flattened_range=owned_param.flat_range.as_slice(),
             replica=self._model_replica(entity),
         )
 
-    def _declare_scalar(self, slot: Slot, entity: ParamEntity, prefix: str, scalar: Tensor) -> ShardedTensor:
-        # Of the ranks that hold a part of the parameter, the one with its first element speaks for it.
-        dp = 0 if slot.owned.start == 0 else 1 + self.groups.dp.rank
+    def _declare_scalar(
+        self, owned_param: OwnedParam, entity: ParamEntity, prefix: str, scalar: Tensor
+    ) -> ShardedTensor:
+        # Of the ranks with elements of the parameter, the one with its first element has the main replica.
+        dp = 0 if owned_param.flat_range.start == 0 else 1 + self.groups.dp.rank
         return make_sharded_scalar(entity, scalar, prefix=prefix, replica=(*self._model_replica(entity), dp))
 
     def _model_replica(self, entity: ParamEntity) -> tuple[int, int]:
-        alone = self.groups.tp.size == 1 and self.groups.pp.size == 1
-        if isinstance(entity.replica_id, int) and not alone:
+        is_one_rank = self.groups.tp.size == 1 and self.groups.pp.size == 1
+        if isinstance(entity.replica_id, int) and not is_one_rank:
             raise DeclarationError(
                 f"{entity.key!r}: replica_id {entity.replica_id} is a single number, which does not say "
                 f"whether it counts tp, pp or dp ranks. Give the tuple (pipeline copy, tp rank if not "

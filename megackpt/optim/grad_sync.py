@@ -1,7 +1,7 @@
-"""Gradients that ranks of one model replica must agree on before data-parallel reduction, and their norm.
+"""Sums of gradients over the ranks of one model replica, before data-parallel reduction, and their norm.
 
-Owns what the attributes of a parameter mean for its gradient (see `megackpt.parallel.attributes`): sums
-over tp and over the two ends of the pipeline, and which parameters count in the global norm.
+The attributes of a parameter (see `megackpt.parallel.attributes`) decide whether its gradient is summed over
+tp or over the two ends of the pipeline, and whether it counts in the global norm.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from torch.nn import Parameter
 
 from megackpt.geometry import View
 from megackpt.mapping.views import chunks_of_view
-from megackpt.optim.ranges import Span
+from megackpt.optim.ranges import FlatRange
 from megackpt.parallel.attributes import ParameterFlag, copied_rows, is_marked
 from megackpt.parallel.collectives import all_reduce
 from megackpt.parallel.groups import Axis, ParallelGroups
 
 
 def sum_over_model_ranks(params: Sequence[Parameter], groups: ParallelGroups) -> None:
-    """Sum `main_grad` over the ranks of one model replica that each have a part of it. Collective.
+    """Sum `main_grad` over the ranks of one model replica that each have a part of the sum. Collective.
 
-    Those are tp for sequence-parallel parameters, and both ends of the pipeline for a tied embedding.
-    Every rank of an axis must hold its marked parameters in the same order.
+    Those are tp for sequence-parallel parameters, and both ends of the pipeline for a tied embedding. All
+    ranks of an axis must have their marked parameters in the same order.
     """
     for axis, flag in _sums(groups):
         _sum_in_place([_main_grad(p) for p in params if is_marked(p, flag)], axis)
 
 
-def agree_on_touched(
+def touched_on_any_rank(
     params: Sequence[Parameter], touched: Sequence[bool], groups: ParallelGroups
 ) -> tuple[bool, ...]:
-    """Say for each parameter whether any rank that takes part in its gradient has one. Collective.
+    """Return for each parameter whether any of the ranks that share its gradient has one. Collective.
 
-    A parameter that no rank touched is left alone, as torch does with `grad=None`; one that only some ranks
-    touched (an expert without tokens here) must still be updated by all of them.
+    A parameter that no rank touched is not updated, as torch does with `grad=None`. One that only some ranks
+    touched (an expert that got no tokens on the others) must be updated by all of them.
     """
     if not params:
         return ()
@@ -46,13 +46,13 @@ def agree_on_touched(
         marked = torch.tensor([is_marked(p, flag) for p in params], device=flags.device)
         if axis.size > 1 and bool(marked.any()):
             flags[marked] = all_reduce(flags[marked], axis)
-    agreed = all_reduce(flags, groups.dp)
-    # Reading waits for the device; where this rank touched everything, as is usual, the answer is known.
-    return tuple(touched) if all(touched) else tuple(bool(flag) for flag in agreed.tolist())
+    any_rank = all_reduce(flags, groups.dp)
+    # `tolist` waits for the device. If this rank touched everything, as is usual, the result is known.
+    return tuple(touched) if all(touched) else tuple(bool(flag) for flag in any_rank.tolist())
 
 
 def global_grad_norm(
-    grads: Iterable[tuple[Parameter, Span, Tensor]],
+    grads: Iterable[tuple[Parameter, FlatRange, Tensor]],
     groups: ParallelGroups,
     *,
     axes: Sequence[Axis],
@@ -60,20 +60,24 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the L2 norm of the whole model's gradient, a 0-dim fp64 tensor equal on all ranks. Collective.
 
-    grads are this rank's pieces: a parameter, a range of its flattening and the gradient of that range. Each
-    true parameter counts once: one that tp ranks replicate on tp rank 0 only, the last stage's copy of a tied
-    embedding not at all, of rows that neighbours in tp hold in common those of the first one. Squares are
-    summed in fp64, so that the norm, and with it a clipped step, depends on the parallel layout in its last
-    bits at most. axes are those over which the pieces differ; device is where the norm is computed and
-    exchanged.
+    Each parameter of the model counts once: one that tp ranks replicate counts on tp rank 0 only, the last
+    stage's copy of a tied embedding not at all, and of rows that neighbours in tp share, those of the first
+    rank. Squares are summed in fp64, so that the norm, and with it a clipped step, depends on the parallel
+    layout in its last bits at most.
+
+    Args:
+        grads: of this rank: a parameter, a range of its elements and the gradient of that range.
+        groups: the ranks around this one.
+        axes: the axes over which these ranges differ.
+        device: where the norm is computed and exchanged.
 
     Source: `torch.nn.utils.clip_grad_norm_`, over all ranks.
     """
     squares = [
         torch.linalg.vector_norm(counted, dtype=torch.float64).square().to(device)
-        for param, owned, grad in grads
+        for param, flat_range, grad in grads
         if _counts(param, groups.tp)
-        for counted in _without_copies(param, owned, grad)
+        for counted in _without_copies(param, flat_range, grad)
     ]
     zero = torch.zeros((), dtype=torch.float64, device=device)  # a rank may own nothing that counts
     total = torch.stack([zero, *squares]).sum()
@@ -83,7 +87,7 @@ def global_grad_norm(
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what gradients are multiplied by so that their norm is at most max_norm; at most 1.
+    """Return the factor for gradients with which their norm is at most max_norm; at most 1.
 
     Source: `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     """
@@ -100,8 +104,8 @@ def _counts(param: Parameter, tp: Axis) -> bool:
     )
 
 
-def _without_copies(param: Parameter, owned: Span, grad: Tensor) -> list[Tensor]:
-    """Return the elements of a piece of a gradient that this rank does not hold as a copy; views."""
+def _without_copies(param: Parameter, flat_range: FlatRange, grad: Tensor) -> list[Tensor]:
+    """Return views of the elements of a gradient that no other rank counts; see `copied_rows`."""
     copied = copied_rows(param)
     if not copied:
         return [grad]
@@ -111,8 +115,10 @@ def _without_copies(param: Parameter, owned: Span, grad: Tensor) -> list[Tensor]
     whole = View.of(tuple(param.shape))
     kept = [whole.narrow(dim, a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
     flat = grad.reshape(-1)
-    pieces = [piece.data for view in kept for piece in chunks_of_view(view, flat, owned.as_slice())]
-    return [data for data in pieces if data is not None]
+    slices = [
+        owned_slice.data for view in kept for owned_slice in chunks_of_view(view, flat, flat_range.as_slice())
+    ]
+    return [data for data in slices if data is not None]
 
 
 def _main_grad(param: Parameter) -> Tensor:
@@ -124,7 +130,8 @@ def _sum_in_place(grads: Sequence[Tensor], axis: Axis) -> None:
         return
     # Norm weights are small and many: one exchange for each dtype instead of one for each parameter.
     for dtype in dict.fromkeys(g.dtype for g in grads):
-        alike = [g for g in grads if g.dtype == dtype]
-        summed = all_reduce(torch.cat([g.reshape(-1) for g in alike]), axis)
-        for grad, total in zip(alike, torch.split(summed, [g.numel() for g in alike]), strict=True):
+        same_dtype = [g for g in grads if g.dtype == dtype]
+        summed = all_reduce(torch.cat([g.reshape(-1) for g in same_dtype]), axis)
+        totals = torch.split(summed, [g.numel() for g in same_dtype])
+        for grad, total in zip(same_dtype, totals, strict=True):
             grad.copy_(total.view(grad.shape))

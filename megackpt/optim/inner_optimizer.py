@@ -1,7 +1,7 @@
-"""The torch optimizer inside, and its state as something that exists, is stored and is restored.
+"""The torch optimizer inside of a master optimizer, and its state: created, stored and restored.
 
-Owns which state is real and which a placeholder (see `state_init`), the count of updates where the torch
-optimizer has none, and taking over loaded state. Knows nothing of ranks.
+Tracks which state is real and which a placeholder (see `state_probe`), counts updates where the torch
+optimizer does not, and restores loaded state. Local: nothing here depends on other ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megackpt.errors import MismatchError
-from megackpt.optim.owned import Slot
+from megackpt.optim.owned_params import OwnedParam
 from megackpt.optim.param_groups import ParamGroup
-from megackpt.optim.state_init import Build, ProbeKind, probe_state
+from megackpt.optim.state_probe import OptimizerBuilder, ProbeKind, probe_state
 
 OptimizerFactory: TypeAlias = Callable[[list[dict[str, Any]]], Optimizer]  # groups as torch.optim takes them
-Check: TypeAlias = Callable[[Build, Sequence[Sequence[ProbeKind]]], None]
+OptimizerCheck: TypeAlias = Callable[[OptimizerBuilder, Sequence[Sequence[ProbeKind]]], None]
 
 MASTER = "fp32_param"
 """Name under which master weights are stored, as in Megatron-Core."""
@@ -28,13 +28,13 @@ STEP = "step"
 
 
 class InnerOptimizer:
-    """A torch optimizer on the masters of slots, whose state exists from the start.
+    """A torch optimizer on master weights, whose state exists from the start.
 
     Args:
         param_groups: the groups of the whole model part, in order.
-        slots: what this rank updates of their parameters.
-        factory: makes the torch optimizer.
-        check: refuses an optimizer that does not suit such masters.
+        owned_params: what this rank updates of their parameters.
+        factory: creates the torch optimizer.
+        check: raises an error for an optimizer that cannot work on such masters.
 
     Attributes:
         optimizer: the torch optimizer.
@@ -43,60 +43,62 @@ class InnerOptimizer:
     def __init__(
         self,
         param_groups: Sequence[ParamGroup],
-        slots: Sequence[Slot],
+        owned_params: Sequence[OwnedParam],
         factory: OptimizerFactory,
-        check: Check,
+        check: OptimizerCheck,
     ) -> None:
         self._param_groups = param_groups
-        self._slots = slots
+        self._owned_params = owned_params
         self._factory = factory
         group_of = {id(p): index for index, group in enumerate(param_groups) for p in group.params}
-        members = [[s for s in slots if group_of[id(s.param)] == g] for g in range(len(param_groups))]
+        members = [[s for s in owned_params if group_of[id(s.param)] == g] for g in range(len(param_groups))]
         kinds = [list(dict.fromkeys(ProbeKind.of(s.master) for s in group)) for group in members]
         check(self._build, kinds)
         specs = probe_state(self._build, kinds)
         self.optimizer = self._build([[s.master for s in group] for group in members])
         for group, spec_of in zip(members, specs, strict=True):
-            for slot in group:
-                spec = spec_of[ProbeKind.of(slot.master)]
-                slot.scalars = frozenset(spec.scalars)
-                slot.updates = None if STEP in spec.scalars else torch.zeros((), dtype=torch.int64)
-                # Some optimizers (Adagrad) make their state when they are built: it is real from the start.
-                slot.lazy = slot.fresh = not self.optimizer.state.get(slot.master)
-                if slot.lazy:
-                    self.optimizer.state[slot.master] = spec.placeholder(slot.master)
+            for owned_param in group:
+                spec = spec_of[ProbeKind.of(owned_param.master)]
+                owned_param.scalars = frozenset(spec.scalars)
+                owned_param.updates = None if STEP in spec.scalars else torch.zeros((), dtype=torch.int64)
+                # Some optimizers (Adagrad) create their state when they are built: it is real from the start.
+                owned_param.lazy = owned_param.fresh = not self.optimizer.state.get(owned_param.master)
+                if owned_param.lazy:
+                    self.optimizer.state[owned_param.master] = spec.placeholder(owned_param.master)
 
     def step(self, touched: Collection[int]) -> None:
-        """Update the masters of those parameters whose ids are in touched, by the slots' gradients. Local."""
-        for slot in self._slots:
-            if id(slot.param) not in touched:
+        """Update the masters of those parameters whose ids are in touched, by their gradients. Local."""
+        for owned_param in self._owned_params:
+            if id(owned_param.param) not in touched:
                 continue
-            slot.master.grad = slot.grad.to(slot.master.dtype)  # no copy where the dtypes agree
-            if slot.updates is not None:
-                slot.updates += 1
-            if slot.fresh:  # drop the placeholder: now the optimizer makes the real state
-                del self.optimizer.state[slot.master]
-                slot.fresh = False
+            owned_param.master.grad = owned_param.grad.to(
+                owned_param.master.dtype
+            )  # no copy where the dtypes agree
+            if owned_param.updates is not None:
+                owned_param.updates += 1
+            if owned_param.fresh:  # drop the placeholder: the optimizer now creates the real state
+                del self.optimizer.state[owned_param.master]
+                owned_param.fresh = False
         self.optimizer.step()
-        for slot in self._slots:
-            slot.master.grad = None
+        for owned_param in self._owned_params:
+            owned_param.master.grad = None
 
-    def states(self, slot: Slot) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of everything that is stored for a slot. Local.
+    def states(self, owned_param: OwnedParam) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of everything that is stored for an owned parameter. Local.
 
-        A value has the shape of the slot's master, or is one number: a tensor of one element, or a Python
-        number.
+        A value has the shape of the owned parameter's master, or is one number: a tensor of one element, or a
+        Python number.
         """
-        if slot.has_copy:
-            yield MASTER, slot.master
-        if slot.updates is not None:
-            yield STEP, slot.updates
-        for name, value in self.optimizer.state.get(slot.master, {}).items():
+        if owned_param.has_copy:
+            yield MASTER, owned_param.master
+        if owned_param.updates is not None:
+            yield STEP, owned_param.updates
+        for name, value in self.optimizer.state.get(owned_param.master, {}).items():
             if value is not None:
                 yield name, value
 
-    def restore(self, slot: Slot, loaded: Mapping[str, Tensor]) -> None:
-        """Take over what was loaded for a slot, by name. Local.
+    def restore(self, owned_param: OwnedParam, loaded: Mapping[str, Tensor]) -> None:
+        """Take over what was loaded for an owned parameter, by name. Local.
 
         A tensor that was filled in place is left, others are copied; what is not there stays as it is.
         Without a master the parameter is taken as it.
@@ -104,15 +106,16 @@ class InnerOptimizer:
         Raises:
             MismatchError: a tensor has another number of elements.
         """
-        for name, value in list(self.states(slot)):
+        for name, value in list(self.states(owned_param)):
             if name in loaded:
-                self._write(slot, name, value, loaded[name])
+                self._write(owned_param, name, value, loaded[name])
             elif name == MASTER:
-                slot.master.copy_(slot.data)
-        if slot.lazy and STEP in loaded:
-            slot.fresh = not loaded[STEP]
+                owned_param.master.copy_(owned_param.data)
+        if owned_param.lazy and STEP in loaded:
+            owned_param.fresh = not loaded[STEP]
         elif loaded.keys() - {MASTER}:
-            slot.fresh = False  # without a count there is no telling, and what was loaded must not be dropped
+            # Without a count of updates the loaded state may be real, and real state must not be dropped.
+            owned_param.fresh = False
 
     def _build(self, tensors: Sequence[Sequence[Tensor]]) -> Optimizer:
         groups = [
@@ -121,16 +124,16 @@ class InnerOptimizer:
         ]
         return self._factory(groups)
 
-    def _write(self, slot: Slot, name: str, value: Tensor | float, loaded: Tensor) -> None:
-        """Make state `name` of a slot, now `value`, that which was loaded."""
+    def _write(self, owned_param: OwnedParam, name: str, value: Tensor | float, loaded: Tensor) -> None:
+        """Make state `name` of an owned parameter, now `value`, that which was loaded."""
         if not isinstance(value, Tensor):
-            self.optimizer.state[slot.master][name] = type(value)(loaded.item())
+            self.optimizer.state[owned_param.master][name] = type(value)(loaded.item())
         elif loaded.numel() != value.numel():
             raise MismatchError(
-                f"state {name!r} of {slot} has {value.numel()} elements on this rank but {loaded.numel()} "
-                f"were loaded. Load with the sharded_state_dict of this optimizer.",
-                key=slot.key or None,
-                path=f"state[{slot.position}].{name}",
+                f"state {name!r} of {owned_param} has {value.numel()} elements on this rank but "
+                f"{loaded.numel()} were loaded. Load with the sharded_state_dict of this optimizer.",
+                key=owned_param.key or None,
+                path=f"state[{owned_param.position}].{name}",
             )
         elif loaded.data_ptr() != value.data_ptr():
             value.copy_(loaded.view(value.shape))

@@ -1,7 +1,7 @@
-"""Parameter groups by name: what a user hands in, and their hyperparameters as plain data.
+"""Parameter groups by name, and their hyperparameters as plain data.
 
-Owns names and hyperparameters. Groups are matched by name, never by position, because a position shifts
-when a group is added and says nothing in an error.
+Groups are matched by name, never by position: a position changes when a group is added, and means nothing in
+an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Hyperparameters: TypeAlias = dict[
     str, dict[str, Any]
 ]  # group name -> option -> value, whatever the optimizer has
 
-_HOW_TO_COMPUTE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that choose an implementation on this machine, not a result: neither stored nor restored."""
+_IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that choose an implementation for this machine and do not change results; they are not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +44,22 @@ def parse_param_groups(params_or_groups: ParamsOrGroups) -> tuple[ParamGroup, ..
     """Read parameters or groups of them as torch.optim does. Local, pure.
 
     Raises:
-        DeclarationError: no parameters at all, something that is none, one given twice, or a name given
+        DeclarationError: there are no parameters, one is not a parameter, or a parameter or a name occurs
             twice.
     """
-    given = list(params_or_groups)
-    if not given:
+    items = list(params_or_groups)
+    if not items:
         raise DeclarationError(
             "The optimizer got no parameters. Pass model.parameters() or a list of groups."
         )
-    dicts = [item for item in given if isinstance(item, dict)]
-    if dicts and len(dicts) != len(given):
+    dicts = [item for item in items if isinstance(item, dict)]
+    if dicts and len(dicts) != len(items):
         raise DeclarationError("The optimizer got parameters and groups in one list. Give either, not both.")
-    groups = [_parse(group, index) for index, group in enumerate(dicts or [{"params": given}])]
-    _refuse_twice([g.name for g in groups], "Parameter group name", "Give each group its own name.")
-    everything = [id(p) for g in groups for p in g.params]
-    places = {id(p): f"of shape {tuple(p.shape)} in group {g.name!r}" for g in groups for p in g.params}
-    _refuse_twice(everything, "The parameter", "List each parameter once.", places)
+    groups = [_parse(group, index) for index, group in enumerate(dicts or [{"params": items}])]
+    _check_unique([g.name for g in groups], "Parameter group name", "Give each group its own name.")
+    param_ids = [id(p) for g in groups for p in g.params]
+    descriptions = {id(p): f"of shape {tuple(p.shape)} in group {g.name!r}" for g in groups for p in g.params}
+    _check_unique(param_ids, "The parameter", "List each parameter once.", descriptions)
     return tuple(groups)
 
 
@@ -75,7 +75,7 @@ def restore_hyperparameters(inner_groups: Sequence[dict[str, Any]], loaded: Hype
     """Overwrite the options of every group with those loaded under its name. Local.
 
     Raises:
-        MismatchError: the names differ; nothing was changed then.
+        MismatchError: the names differ. Nothing is changed in that case.
     """
     ours, theirs = {group["name"] for group in inner_groups}, set(loaded)
     if ours != theirs:
@@ -98,7 +98,7 @@ def _parse(group: dict[str, Any], index: int) -> ParamGroup:
     for param in members:
         if not isinstance(param, Parameter):
             raise DeclarationError(
-                f"Parameter group {index} holds a {type(param).__name__}, which is no torch.nn.Parameter. "
+                f"Parameter group {index} has a {type(param).__name__}, which is not a torch.nn.Parameter. "
                 f"Pass model.parameters(), not named_parameters() or plain tensors."
             )
     name = group.get("name", str(index))
@@ -109,19 +109,19 @@ def _parse(group: dict[str, Any], index: int) -> ParamGroup:
     return ParamGroup(name=name, params=trained, options=options)
 
 
-def _refuse_twice(
-    values: Sequence[object], what: str, advice: str, places: Mapping[int, str] | None = None
+def _check_unique(
+    values: Sequence[object], what: str, advice: str, descriptions: Mapping[int, str] | None = None
 ) -> None:
     seen: set[object] = set()
     for value in values:
         if value in seen:
-            shown = places[value] if places and isinstance(value, int) else repr(value)
+            shown = descriptions[value] if descriptions and isinstance(value, int) else repr(value)
             raise DeclarationError(f"{what} {shown} is given twice. {advice}")
         seen.add(value)
 
 
 def _is_hyperparameter(option: str) -> bool:
-    return option not in ("params", "name") and option not in _HOW_TO_COMPUTE
+    return option not in ("params", "name") and option not in _IMPLEMENTATION_OPTIONS
 
 
 def _copy(value: Any) -> Any:

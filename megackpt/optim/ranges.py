@@ -1,11 +1,12 @@
-"""Where parameters lie in a flat buffer, and which elements of each a data-parallel rank owns.
+"""Where parameters are in a flat buffer, and which elements of each a data-parallel rank owns.
 
-Pure integers: no tensors, no ranks to talk to. Every rank computes the layout of all ranks from the sizes of
+Pure integers: no tensors, no communication. Every rank computes the layout of all ranks from the sizes of
 the parameters alone, which is why sharded optimizer state can be declared without communication.
 
 Parameters are packed in reverse order of registration: gradients become ready roughly in that order, so
 buckets complete one after the other during the backward pass. A bucket is cut into `dp` equal slices, and
-data-parallel rank r owns the r-th slice of every bucket. Slices cross parameter borders at arbitrary places.
+data-parallel rank r owns the r-th slice of every bucket. Slices cross parameter borders at arbitrary
+elements.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FlatRange:
     """A half-open range `[start, stop)` of elements."""
 
     start: int
@@ -44,42 +45,43 @@ class BufferLayout:
         dp: number of data-parallel ranks.
         params: where each parameter lies in the buffer, in order of registration.
         bucket_of_param: index of the bucket that each parameter lies in.
-        buckets: consecutive ranges of the buffer; together they are all of it. Each length is a multiple
-            of `dp`, and no parameter crosses from one bucket into another.
+        buckets: consecutive ranges that cover the whole buffer. Each length is a multiple of `dp`, and no
+            parameter crosses from one bucket into another.
     """
 
     dp: int
-    params: tuple[Span, ...]
+    params: tuple[FlatRange, ...]
     bucket_of_param: tuple[int, ...]
-    buckets: tuple[Span, ...]
+    buckets: tuple[FlatRange, ...]
 
     @property
     def numel(self) -> int:
         """Length of the buffer in elements, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    def owned_slices(self, rank: int) -> tuple[Span, ...]:
+    def owned_slices(self, rank: int) -> tuple[FlatRange, ...]:
         """Return the range of the buffer that data-parallel `rank` owns in each bucket."""
         lengths = [bucket.numel // self.dp for bucket in self.buckets]
         return tuple(
-            Span(bucket.start + rank * length, bucket.start + (rank + 1) * length)
+            FlatRange(bucket.start + rank * length, bucket.start + (rank + 1) * length)
             for bucket, length in zip(self.buckets, lengths, strict=True)
         )
 
-    def owned_ranges(self, rank: int) -> tuple[Span, ...]:
+    def owned_ranges(self, rank: int) -> tuple[FlatRange, ...]:
         """Return, for each parameter, the range of its own flattening that `rank` owns.
 
-        An empty range is always `Span(0, 0)`. Over all ranks the ranges of a parameter tile it exactly once.
+        An empty range is always `FlatRange(0, 0)`. Over all ranks, the ranges of a parameter tile it exactly
+        once.
         """
         slices = self.owned_slices(rank)
         ranges = []
         for param, bucket in zip(self.params, self.bucket_of_param, strict=True):
-            if not param.numel:  # may lie in no bucket
-                ranges.append(Span(0, 0))
+            if not param.numel:  # it may be in no bucket
+                ranges.append(FlatRange(0, 0))
                 continue
             start, stop = max(param.start, slices[bucket].start), min(param.stop, slices[bucket].stop)
             empty = start >= stop
-            ranges.append(Span(0, 0) if empty else Span(start - param.start, stop - param.start))
+            ranges.append(FlatRange(0, 0) if empty else FlatRange(start - param.start, stop - param.start))
         return tuple(ranges)
 
 
@@ -94,9 +96,11 @@ def plan_buffer(
 
     >>> layout = plan_buffer([3, 5], dp=2, bucket_size=100, alignment=1)
     >>> layout.params, layout.buckets
-    ((Span(start=5, stop=8), Span(start=0, stop=5)), (Span(start=0, stop=8),))
-    >>> layout.owned_ranges(0), layout.owned_ranges(1)
-    ((Span(start=0, stop=0), Span(start=0, stop=4)), (Span(start=0, stop=3), Span(start=4, stop=5)))
+    ((FlatRange(start=5, stop=8), FlatRange(start=0, stop=5)), (FlatRange(start=0, stop=8),))
+    >>> layout.owned_ranges(0)
+    (FlatRange(start=0, stop=0), FlatRange(start=0, stop=4))
+    >>> layout.owned_ranges(1)
+    (FlatRange(start=0, stop=3), FlatRange(start=4, stop=5))
 
     Raises:
         GeometryError: a negative size, or dp, bucket_size or alignment below 1.
@@ -106,19 +110,21 @@ def plan_buffer(
             f"Cannot pack parameters of sizes {list(numels)} for dp={dp}, bucket_size={bucket_size}, "
             f"alignment={alignment}. Give sizes >= 0 and the others >= 1."
         )
-    params, homes = [Span(0, 0)] * len(numels), [0] * len(numels)
-    buckets: list[Span] = []
+    params, bucket_of_param = [FlatRange(0, 0)] * len(numels), [0] * len(numels)
+    buckets: list[FlatRange] = []
     start = stop = 0  # the open bucket
     for index in reversed(range(len(numels))):
         at = _round_up(stop, alignment)
         if stop > start and at + numels[index] - start > bucket_size:
-            buckets.append(Span(start, start + _round_up(stop - start, dp * alignment)))
+            buckets.append(FlatRange(start, start + _round_up(stop - start, dp * alignment)))
             start = at = buckets[-1].stop
         stop = at + numels[index]
-        params[index], homes[index] = Span(at, stop), len(buckets)
+        params[index], bucket_of_param[index] = FlatRange(at, stop), len(buckets)
     if stop > start:
-        buckets.append(Span(start, start + _round_up(stop - start, dp * alignment)))
-    return BufferLayout(dp=dp, params=tuple(params), bucket_of_param=tuple(homes), buckets=tuple(buckets))
+        buckets.append(FlatRange(start, start + _round_up(stop - start, dp * alignment)))
+    return BufferLayout(
+        dp=dp, params=tuple(params), bucket_of_param=tuple(bucket_of_param), buckets=tuple(buckets)
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,7 +1,7 @@
-"""From the declaration of a parameter to the declarations of its optimizer state.
+"""Declarations of optimizer state, from the declarations of the parameters.
 
-Owns that mapping and its keys, `optimizer.state.<state>.<model key>`. Everything is local: what a rank
-declares follows from the model's own declarations and from the range of each parameter that it holds.
+The keys are `optimizer.state.<state>.<model key>`. Everything is local: what a rank declares follows from the
+model's declarations and from the range of each parameter that the rank owns.
 
 Source: Megatron-Core `dist_checkpointing.optimizer`, for the functions that share its names.
 """
@@ -29,7 +29,7 @@ from megackpt.mapping import (
 from megackpt.mapping.tree import iter_leaves
 
 ParamEntity: TypeAlias = ShardedTensor | ShardedLayout | ShardedTensorFactory
-"""What a model's sharded state dict may hold for a parameter."""
+"""What the sharded state dict of a model may contain for a parameter."""
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[Tensor]) -> dict[int, int]:
@@ -45,22 +45,22 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ParamEntity]:
     """Return `position in the optimizer -> entity of the model`, for parameters that have one. Local, pure.
 
-    An entity belongs to a parameter if its data *is* the parameter. A parameter without one (not in the model
-    given) is left out; where that is true of all of them a warning says so.
+    An entity belongs to a parameter if its data *is* the parameter. A parameter without an entity is left
+    out; if no parameter has one, a warning is issued.
 
     Raises:
-        DeclarationError: an entity holds a detached copy of a parameter, not the parameter itself.
+        DeclarationError: an entity wraps a detached copy of a parameter, not the parameter itself.
     """
     params = list(optim_params_iter)
     positions = get_optim_param_to_id_map(params)
-    found: dict[int, ParamEntity] = {}
+    entities: dict[int, ParamEntity] = {}
     for entity in _param_entities(model_sharded_state_dict):
         position = positions.get(id(entity.data))
         if position is not None:
-            found.setdefault(position, entity)
-    missing = [p for position, p in enumerate(params) if position not in found]
-    _refuse_detached(model_sharded_state_dict, missing)
-    if params and not found:
+            entities.setdefault(position, entity)
+    missing = [p for position, p in enumerate(params) if position not in entities]
+    _check_not_detached(model_sharded_state_dict, missing)
+    if params and not entities:
         warnings.warn(
             f"None of the optimizer's {len(params)} parameters is in the sharded state dict of the model. "
             f"Pass the one of the model that this optimizer trains, with entities that wrap the "
@@ -68,7 +68,7 @@ def get_param_id_to_sharded_param_map(
             f"(those of state_dict(keep_vars=True)).",
             stacklevel=2,
         )
-    return found
+    return entities
 
 
 def find_param_entities(
@@ -77,12 +77,12 @@ def find_param_entities(
     """Return the model's entity of each parameter, in order. Local, pure.
 
     Raises:
-        DeclarationError: a parameter has none, or an entity holds a detached copy of it.
+        DeclarationError: a parameter has no entity, or an entity wraps a detached copy of it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error below says more
-        found = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
-    missing = [i for i in range(len(params)) if i not in found]
+        entities = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
+    missing = [i for i in range(len(params)) if i not in entities]
     if missing:
         lines = [f"parameter {i} of shape {tuple(params[i].shape)}" for i in missing]
         raise DeclarationError(
@@ -91,7 +91,7 @@ def find_param_entities(
             f"of the model that this optimizer trains; every trained parameter must be declared there, and "
             f"be the entity's data."
         )
-    return [found[i] for i in range(len(params))]
+    return [entities[i] for i in range(len(params))]
 
 
 def make_sharded_optimizer_tensor(model_param: ParamEntity, optim_param: Tensor, prefix: str) -> ParamEntity:
@@ -108,8 +108,8 @@ def make_flat_optimizer_tensor(
 ) -> ParamEntity:
     """Declare a 1-D shard of an optimizer state: a range of the flattening of the local parameter. Local.
 
-    Data-parallel ranks hold different ranges and no copies of each other, so the last element of the
-    replica id is 0; replica gives the first two.
+    Data-parallel ranks have different ranges and no copies, so the last element of the replica id is 0;
+    `replica` gives the first two.
     """
     return model_param.retarget(
         key=f"{prefix}.{model_param.key}",
@@ -124,16 +124,22 @@ def make_sharded_scalar(
 ) -> ShardedTensor:
     """Declare a number that belongs to a whole parameter, such as `step`, under `prefix.<model key>`. Local.
 
-    scalar is 0-dim. Its global array has the prepended axes of the parameter only, e.g. `[num_layers]`, so
-    that every layer keeps its own number. All ranks with a part of the parameter hold a copy; replica tells
-    copies of the same part apart, and the part at the origin of the parameter is the main one.
+    The global array has the prepended axes of the parameter only, e.g. `[num_layers]`, so that every layer
+    has its own number. All ranks with elements of the parameter have a copy; the one at the origin of the
+    parameter is the main replica.
+
+    Args:
+        model_param: the parameter's entity.
+        scalar: a 0-dim tensor.
+        prefix: of the key.
+        replica: the replica id of the parameter, as `(pp, tp, dp)`.
     """
-    shape, offset, prepended, copy = _place(model_param)
+    shape, offset, prepended, copy = _first_box(model_param)
     return ShardedTensor.from_rank_offsets(
         f"{prefix}.{model_param.key}",
         scalar,
         *((axis, offset[axis], shape[axis]) for axis in range(prepended)),
-        # An offset inside the parameter itself means another slice of it over tp, whose number is a copy.
+        # An offset inside of the parameter means another slice over tp, whose number is a copy.
         replica_id=(replica[0], replica[1] + sum(offset[prepended:]) + copy, replica[2]),
         prepend_axis_num=prepended,
     )
@@ -147,8 +153,8 @@ def optim_state_to_sharding_state(
     """Turn the `state_dict()` of a torch optimizer into a sharded state dict, in place. Local.
 
     States become entities keyed `optimizer.state.<state>.<model key>`; 0-dim tensors such as `step` become
-    numbers of their parameter. exclude_keys are states that are dropped. The lists of parameter ids in the
-    groups are not stored, as ids mean something on this rank only.
+    numbers of their parameter. States in exclude_keys are dropped. The lists of parameter ids in the groups
+    are not stored, as ids have a meaning on this rank only.
 
     Raises:
         DeclarationError: a parameter with state has no entity, or a state has neither the parameter's shape
@@ -211,7 +217,7 @@ def _param_entities(sharded_state_dict: ShardedStateDict) -> list[ParamEntity]:
     return [leaf for _, leaf in iter_leaves(sharded_state_dict) if isinstance(leaf, kinds)]
 
 
-def _refuse_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[Tensor]) -> None:
+def _check_not_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[Tensor]) -> None:
     """Raise if an entity shares its memory, but not its identity, with one of the `missing` parameters."""
     memory = {(p.data_ptr(), tuple(p.shape)) for p in missing if p.numel()}
     if not memory:
@@ -230,10 +236,10 @@ def _refuse_detached(sharded_state_dict: ShardedStateDict, missing: Sequence[Ten
         )
 
 
-def _place(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+def _first_box(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """Return the global shape and offset of the entity's first box, and the number of prepended axes.
 
-    Last, a number other than 0 where that box is a copy though the entity as a whole is none.
+    The last value is not 0 if that box is a copy although the entity as a whole is not.
     """
     if isinstance(entity, ShardedTensor):
         return entity.global_shape, entity.global_offset, entity.prepend_axis_num, 0
@@ -241,12 +247,12 @@ def _place(entity: ParamEntity) -> tuple[tuple[int, ...], tuple[int, ...], int, 
         first = entity.components[0]
         copy = first.replica_id if isinstance(first.replica_id, int) else sum(first.replica_id)
         return first.global_shape, first.global_offset, entity.prepend_axis_num, copy
-    with torch.no_grad():  # a factory's function may copy the parameter it is given
+    with torch.no_grad():  # a factory's function may copy its parameter
         built = _param_entities({"built": entity.build()})
     if not built:
         raise DeclarationError(
-            f"{entity.key!r}: the build_fn of this factory returned no ShardedTensor, so the place of the "
-            f"parameter in the model is not known. Return at least one.",
+            f"{entity.key!r}: the build_fn of this factory returned no ShardedTensor, so the position of "
+            f"the parameter in the model is not known. Return at least one.",
             key=entity.key,
         )
-    return _place(built[0])
+    return _first_box(built[0])

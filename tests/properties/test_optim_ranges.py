@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megackpt.errors import GeometryError
-from megackpt.optim.ranges import BufferLayout, Span, plan_buffer
+from megackpt.optim.ranges import BufferLayout, FlatRange, plan_buffer
 
 layouts = st.builds(
     plan_buffer,
@@ -68,8 +68,8 @@ def test_parameters_are_apart_aligned_and_whole_in_one_bucket(
 
 def test_parameters_are_packed_in_reverse_order_of_registration() -> None:
     layout = plan_buffer([10, 20, 30], dp=1, bucket_size=50, alignment=1)
-    assert layout.params == (Span(50, 60), Span(30, 50), Span(0, 30))
-    assert layout.buckets == (Span(0, 50), Span(50, 60))
+    assert layout.params == (FlatRange(50, 60), FlatRange(30, 50), FlatRange(0, 30))
+    assert layout.buckets == (FlatRange(0, 50), FlatRange(50, 60))
 
 
 def test_sizes_that_cannot_be_packed_are_refused() -> None:

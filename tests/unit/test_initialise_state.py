@@ -142,10 +142,10 @@ class Fails(torch.optim.SGD):
         raise RuntimeError("needs a closure")
 
 
-def test_an_optimizer_that_cannot_is_refused_and_everything_stays() -> None:
+def test_an_optimizer_without_such_a_step_is_an_error_and_nothing_changes() -> None:
     model = model_of()
     before = bits(model.state_dict())
-    with pytest.raises(OptimizerError, match="LBFGS makes its state in a step with a closure"):
+    with pytest.raises(OptimizerError, match="LBFGS creates its state in a step with a closure"):
         initialise_state(torch.optim.LBFGS(model.parameters()))
     optimizer = Fails(model.parameters(), lr=0.5)
     with pytest.raises(OptimizerError, match=r"Fails cannot take a step .* RuntimeError: needs a closure"):

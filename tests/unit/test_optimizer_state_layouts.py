@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megackpt.optim import DistributedOptimizer, MixedPrecisionOptimizer
 from megackpt.optim.master_optimizer import MasterOptimizer
-from megackpt.optim.owned import Slot
+from megackpt.optim.owned_params import OwnedParam
 from megackpt.parallel.groups import ParallelGroups
 from megackpt.parallel.layout import ParallelLayout
 from tests.optim_world import (
@@ -56,15 +56,15 @@ def build_rank(
     return params, kind([p.param for p in params], adamw, groups, bucket_size=700)
 
 
-def part(optimizer: MasterOptimizer, params: list[WorldParam], slot: Slot, arrays: Arrays) -> Tensor:
-    """What the slot should hold of global arrays: cut for the rank, then for the owned range."""
-    world = next(p for p in params if p.param is slot.param)
-    flat = world.cut(arrays).reshape(-1)[slot.owned.as_slice()]
-    return flat.view(slot.master.shape)
+def part(optimizer: MasterOptimizer, params: list[WorldParam], owned: OwnedParam, arrays: Arrays) -> Tensor:
+    """What the owned should hold of global arrays: cut for the rank, then for the owned range."""
+    world = next(p for p in params if p.param is owned.param)
+    flat = world.cut(arrays).reshape(-1)[owned.flat_range.as_slice()]
+    return flat.view(owned.master.shape)
 
 
-def number(params: list[WorldParam], slot: Slot, numbers: Arrays) -> Tensor:
-    return next(p for p in params if p.param is slot.param).cut_number(numbers)
+def number(params: list[WorldParam], owned: OwnedParam, numbers: Arrays) -> Tensor:
+    return next(p for p in params if p.param is owned.param).cut_number(numbers)
 
 
 class Expected:
@@ -91,12 +91,12 @@ class Expected:
 
 
 def fill(expected: Expected, params: list[WorldParam], optimizer: MasterOptimizer) -> None:
-    for slot in optimizer._slots:
-        state = optimizer.inner.state[slot.master]
-        slot.master.copy_(part(optimizer, params, slot, expected.states["fp32_param"]))
+    for owned in optimizer._owned_params:
+        state = optimizer.inner.state[owned.master]
+        owned.master.copy_(part(optimizer, params, owned, expected.states["fp32_param"]))
         for moment in MOMENTS:
-            state[moment].copy_(part(optimizer, params, slot, expected.states[moment]))
-        state["step"].copy_(number(params, slot, expected.steps))
+            state[moment].copy_(part(optimizer, params, owned, expected.states[moment]))
+        state["step"].copy_(number(params, owned, expected.steps))
 
 
 def assert_equal_arrays(got: Arrays, expected: Arrays) -> None:
@@ -128,12 +128,12 @@ def test_every_layout_loads_its_part_of_the_global_arrays(kind: Kind, layout: Pa
         scatter(request, expected.arrays())
         load_weights(params, expected.states["fp32_param"])
         optimizer.load_sharded_state_dict(loaded(request))
-        for slot in optimizer._slots:
-            state = optimizer.inner.state[slot.master]
-            assert torch.equal(slot.master, part(optimizer, params, slot, expected.states["fp32_param"]))
+        for owned in optimizer._owned_params:
+            state = optimizer.inner.state[owned.master]
+            assert torch.equal(owned.master, part(optimizer, params, owned, expected.states["fp32_param"]))
             for moment in MOMENTS:
-                assert torch.equal(state[moment], part(optimizer, params, slot, expected.states[moment]))
-            assert torch.equal(state["step"], number(params, slot, expected.steps))
+                assert torch.equal(state[moment], part(optimizer, params, owned, expected.states[moment]))
+            assert torch.equal(state["step"], number(params, owned, expected.steps))
         for p in params:
             assert torch.equal(p.param, p.cut(expected.states["fp32_param"]).bfloat16())
 
@@ -150,7 +150,7 @@ def test_fp32_parameters_are_their_own_masters_and_stored_once(kind: Kind) -> No
     for rank in range(layout.world_size):
         weights = expected.states["fp32_param"]
         params, optimizer = build_rank(kind, layout, rank, weights, dtype=torch.float32)
-        assert all(slot.master.data_ptr() == slot.data.data_ptr() for slot in optimizer._slots)
+        assert all(owned.master.data_ptr() == owned.data.data_ptr() for owned in optimizer._owned_params)
         fill(expected, params, optimizer)
         world.append(optimizer.sharded_state_dict(model_state(params)))
     assert_equal_arrays(gather(world), expected.arrays(with_masters=False))
@@ -162,11 +162,11 @@ def test_the_main_copy_of_a_number_is_with_the_rank_that_holds_the_first_element
     for rank in range(layout.world_size):
         params, optimizer = build_rank(DistributedOptimizer, layout, rank, random_arrays(SHAPES, seed=0))
         state = optimizer.sharded_state_dict(model_state(params))["state"]
-        for slot in optimizer._slots:
-            step = state[slot.position]["step"]
+        for owned in optimizer._owned_params:
+            step = state[owned.position]["step"]
             if not any(step.replica_id):
                 holders.setdefault(f"{step.key}{step.global_offset}", []).append(rank)
-                assert slot.owned.start == 0
+                assert owned.flat_range.start == 0
                 assert optimizer.groups.tp.rank == 0
     assert len(holders) == 2 + 4 * 4
     assert all(len(ranks) == 1 for ranks in holders.values())

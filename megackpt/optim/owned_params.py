@@ -1,7 +1,7 @@
-"""What one rank updates: pieces of buckets, and slots, the parts of parameters in them.
+"""What one rank updates: a slice of each bucket, and the ranges of parameters in these slices.
 
-Owns these two views of the same memory, and cutting a buffer into them. Exchange works on pieces, the inner
-optimizer and the checkpoint on slots.
+Two views of the same memory, into which a buffer is cut. Gradients and parameters are exchanged slice by
+slice; the inner optimizer and the checkpoint work on owned parameters.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.optim.buffers import ParamGradBuffer
-from megackpt.optim.ranges import Span
+from megackpt.optim.ranges import FlatRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OwnedSlice:
     """The part of one bucket that this rank updates; tensors are 1-D and of the same length.
 
     Attributes:
         bucket: index of the bucket in its buffer.
-        start: first element of the piece in the buffer.
+        start: first element of the slice in the buffer.
         data: view into the buffer's parameters.
         grad: view into the buffer's gradients.
         master: what the inner optimizer updates: data itself, or an fp32 copy of it.
@@ -41,13 +41,13 @@ class Piece:
 
 
 @dataclass(slots=True, kw_only=True)
-class Slot:
+class OwnedParam:
     """The part of one parameter that this rank updates; never empty.
 
     Attributes:
         position: of the parameter among all of the optimizer's, groups in order.
         param: the model's parameter.
-        owned: the range of the flattening of the parameter that this rank updates.
+        flat_range: the elements that this rank updates, in the flattened parameter.
         data: that range of the parameter, a view.
         grad: that range of its gradient, a view.
         master: what the inner optimizer updates.
@@ -61,7 +61,7 @@ class Slot:
 
     position: int
     param: Parameter
-    owned: Span
+    flat_range: FlatRange
     data: Tensor
     grad: Tensor
     master: Tensor
@@ -77,42 +77,46 @@ class Slot:
         return f"{name} of shape {tuple(self.param.shape)}"
 
 
-def cut_pieces(buffer: ParamGradBuffer, owned: Sequence[Span]) -> list[Piece]:
-    """Return the pieces at the `owned` ranges of a buffer, one for each bucket. Local."""
-    pieces = []
-    for bucket, span in enumerate(owned):
-        data, grad = buffer.data[span.as_slice()], buffer.grad[span.as_slice()]
+def cut_slices(buffer: ParamGradBuffer, ranges: Sequence[FlatRange]) -> list[OwnedSlice]:
+    """Return the slices at these ranges of a buffer, one for each bucket. Local."""
+    slices = []
+    for bucket, flat_range in enumerate(ranges):
+        data, grad = buffer.data[flat_range.as_slice()], buffer.grad[flat_range.as_slice()]
         # Two-byte weights cannot take small updates: those are collected in an fp32 copy.
         master = data.float() if data.dtype.itemsize < 4 else data
-        pieces.append(Piece(bucket=bucket, start=span.start, data=data, grad=grad, master=master))
-    return pieces
+        slices.append(OwnedSlice(bucket=bucket, start=flat_range.start, data=data, grad=grad, master=master))
+    return slices
 
 
-def cut_slots(
+def cut_params(
     buffer: ParamGradBuffer,
-    pieces: Sequence[Piece],
-    owned: Sequence[Span],
+    slices: Sequence[OwnedSlice],
+    ranges: Sequence[FlatRange],
     *,
     positions: Sequence[int],
     shape: Callable[[Tensor, Parameter], Tensor],
-) -> Iterator[Slot]:
-    """Yield the slots at the `owned` ranges of a buffer's parameters, which lie in `pieces`. Local.
+) -> Iterator[OwnedParam]:
+    """Yield the owned parameters of a buffer. Local.
 
-    positions are those of the buffer's parameters in the optimizer; shape makes of a 1-D range the view
-    that the inner optimizer is given.
+    Args:
+        buffer: the buffer.
+        slices: the slices of its buckets that this rank updates.
+        ranges: of each parameter, the elements in these slices; empty ranges are left out.
+        positions: of the buffer's parameters among all of the optimizer's.
+        shape: returns the view of a 1-D range that the inner optimizer gets.
     """
-    for index, (param, span) in enumerate(zip(buffer.params, owned, strict=True)):
-        if not span.numel:
+    for index, (param, flat_range) in enumerate(zip(buffer.params, ranges, strict=True)):
+        if not flat_range.numel:
             continue
-        piece = pieces[buffer.layout.bucket_of_param[index]]
-        start = buffer.layout.params[index].start + span.start - piece.start
-        here = slice(start, start + span.numel)
-        yield Slot(
+        owned_slice = slices[buffer.layout.bucket_of_param[index]]
+        start = buffer.layout.params[index].start + flat_range.start - owned_slice.start
+        inside = slice(start, start + flat_range.numel)
+        yield OwnedParam(
             position=positions[index],
             param=param,
-            owned=span,
-            data=shape(piece.data[here], param),
-            grad=shape(piece.grad[here], param),
-            master=shape(piece.master[here], param),
-            has_copy=piece.has_copy,
+            flat_range=flat_range,
+            data=shape(owned_slice.data[inside], param),
+            grad=shape(owned_slice.grad[inside], param),
+            master=shape(owned_slice.master[inside], param),
+            has_copy=owned_slice.has_copy,
         )

@@ -1,7 +1,7 @@
-"""The state of an optimizer of torch before its first step.
+"""Creates the state of a torch optimizer before its first step.
 
-An optimizer of torch makes the state of a parameter in the first step that has a gradient for it, so the
-`state_dict()` of a fresh one asks a load for nothing. `initialise_state` makes that state beforehand.
+A torch optimizer creates the state of a parameter in the first step that has a gradient for it, so the
+`state_dict()` of a new one has nothing that a load could fill. `initialise_state` creates that state before.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megackpt.errors import OptimizerError
 
 
 def initialise_state(optimizer: Optimizer) -> None:
-    """Make the state of every parameter that has none: then `optimizer.state_dict()` can be loaded into.
+    """Create the state of every parameter that has none, so that a load can fill `optimizer.state_dict()`.
 
-    Parameters, gradients, hyperparameters and state that exists already stay as they are, bit for bit. Call
-    it on every rank after the model is sharded (`fully_shard`) and before `state_dict()`. It takes one step
-    with gradients of zero and a learning rate of zero, and needs memory for a gradient and a copy of each
-    parameter while it runs; hooks on `step` are called. Frozen parameters get no state.
+    Call it on every rank after the model is sharded (`fully_shard`) and before `state_dict()`. Parameters,
+    gradients, hyperparameters and existing state do not change, bit for bit. Frozen parameters get no state.
+    It takes one step with gradients of zero and a learning rate of zero, and needs memory for a gradient and
+    a copy of each parameter while it runs; hooks on `step` are called.
 
-    The values that it makes are placeholders for those of the checkpoint: counters and moments are zero, what
-    else an optimizer keeps is what such a step makes of it.
+    The created values are placeholders for those of the checkpoint: counters and moments are zero, and other
+    state has the values of such a step.
 
     Raises:
         OptimizerError: the optimizer cannot take such a step (LBFGS needs a closure).
@@ -33,8 +33,8 @@ def initialise_state(optimizer: Optimizer) -> None:
     fresh = [p for p in params if p.requires_grad and not optimizer.state.get(p)]
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(
-            "LBFGS makes its state in a step with a closure, which evaluates the model, so it cannot be made "
-            "here. Take one step before loading, then load the parameters and the state over it."
+            "LBFGS creates its state in a step with a closure, which evaluates the model, so it cannot be "
+            "created here. Take one step before loading, then load the parameters and the state over it."
         )
     if not fresh:
         return
@@ -48,7 +48,7 @@ def initialise_state(optimizer: Optimizer) -> None:
         for param in fresh:
             param.grad = _zero_grad(optimizer, param)
         for group in optimizer.param_groups:
-            group.update(_harmless(group))
+            group.update(_settings_without_effect(group))
         optimizer.step()
     except Exception as error:
         for param in fresh:
@@ -70,14 +70,14 @@ def initialise_state(optimizer: Optimizer) -> None:
 
 
 def _zero_grad(optimizer: Optimizer, param: Tensor) -> Tensor:
-    """Return a gradient of zeros: a sparse one without elements where the optimizer takes no other."""
+    """Return a gradient of zeros; a sparse one without elements for optimizers that take sparse ones only."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         return torch.zeros_like(param, layout=torch.sparse_coo)
     return torch.zeros_like(param)
 
 
-def _harmless(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group by which a step moves nothing."""
+def _settings_without_effect(group: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a group with which a step changes no parameter."""
     changed: dict[str, Any] = {}
     for name in ("lr", "weight_decay"):
         value = group.get(name)

@@ -1,14 +1,12 @@
-"""Optimizer state that exists before the first step, so that it can be declared, saved and loaded then.
+"""Finds the structure of optimizer state before the first step, and creates placeholders of that structure.
 
-torch optimizers make the state of a parameter in its first step. A checkpoint needs its structure earlier:
-to save a model that has not trained yet, and to load into an optimizer that was just built. Taking a
-harmless step on the real parameters would give the structure but not the values: SGD's first step with
-dampening, for one, differs from all later ones. So here the structure is read off a *probe*, a few elements
-that are stepped by a second optimizer from the same factory, and real parameters get zeros of that
-structure: placeholders. Before a parameter's first real update the optimizer drops its placeholder, and the
-inner optimizer starts on it exactly as if it had just been built.
-
-Owns probing, the placeholders, and the refusal of optimizers that cannot be sharded.
+torch optimizers create the state of a parameter in its first step. A checkpoint needs the structure earlier:
+to save a model that has not trained yet, and to load into an optimizer that was just built. A harmless step
+on the real parameters would create the structure but not the right values: SGD's first step with dampening,
+for one, differs from all later ones. So the structure is taken from a *probe*, a few elements on which a
+second optimizer from the same factory takes steps, and real parameters get zeros of that structure as
+placeholders. Before the first real update of a parameter its placeholder is dropped, and the inner optimizer
+starts exactly as if it had just been built.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from torch.optim import Optimizer
 
 from megackpt.errors import OptimizerError
 
-Build: TypeAlias = Callable[
+OptimizerBuilder: TypeAlias = Callable[
     [Sequence[Sequence[Tensor]]], Optimizer
 ]  # tensors of each group -> inner optimizer
 
 _EXTENT = 8  # of a probe, along each dim
-_CUT = 3  # unequal halves: an optimizer that looks at a tensor as a whole cannot treat them alike by accident
+_CUT = 3  # not in the middle: an optimizer that uses a whole tensor cannot treat both sides equally by chance
 _STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeKind:
-    """What may decide the structure of a parameter's state, besides its group."""
+    """What can decide the structure of a parameter's state, besides its group."""
 
     dtype: torch.dtype
     device: torch.device
@@ -68,7 +66,9 @@ class StateSpec:
         return state
 
 
-def probe_state(build: Build, kinds: Sequence[Sequence[ProbeKind]]) -> list[dict[ProbeKind, StateSpec]]:
+def probe_state(
+    build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]
+) -> list[dict[ProbeKind, StateSpec]]:
     """Return, for each group, the structure of the state of each kind of parameter in it. Local.
 
     Raises:
@@ -76,35 +76,37 @@ def probe_state(build: Build, kinds: Sequence[Sequence[ProbeKind]]) -> list[dict
             the parameter's shape nor a number.
     """
     probes = [[_values(kind) for kind in group] for group in kinds]
-    optimizer = _stepped(build, probes)
+    optimizer = _after_steps(build, probes)
     return [
         {kind: _spec(optimizer, probe) for kind, probe in zip(group, members, strict=True)}
         for group, members in zip(kinds, probes, strict=True)
     ]
 
 
-def require_elementwise(build: Build, kinds: Sequence[Sequence[ProbeKind]]) -> None:
-    """Refuse an optimizer that treats a parameter cut in two unlike the whole one. Local.
+def check_elementwise(build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:
+    """Check that an optimizer updates a parameter that is cut in two like the whole one. Local.
 
-    kinds must be of one dim, as flat shards are.
+    Args:
+        build: creates the optimizer.
+        kinds: of each group, of one dim, as flat shards are.
 
     Raises:
-        OptimizerError: naming the optimizer.
+        OptimizerError: it does not.
     """
     whole = [[_values(kind) for kind in group] for group in kinds]
-    halves = [[half.clone() for p in group for half in (p[:_CUT], p[_CUT:])] for group in whole]
-    optimizer = _stepped(build, whole)
-    _stepped(build, halves)
-    for members, pieces in zip(whole, halves, strict=True):
-        joined = [torch.cat([a, b]) for a, b in zip(pieces[::2], pieces[1::2], strict=True)]
-        # Not bit for bit: vectorised kernels may round the tail of a tensor unlike its middle.
+    cut = [[side.clone() for p in group for side in (p[:_CUT], p[_CUT:])] for group in whole]
+    optimizer = _after_steps(build, whole)
+    _after_steps(build, cut)
+    for members, sides in zip(whole, cut, strict=True):
+        joined = [torch.cat([a, b]) for a, b in zip(sides[::2], sides[1::2], strict=True)]
+        # Not bit for bit: vectorised kernels may round the tail of a tensor differently from its middle.
         if not all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(members, joined, strict=True)):
             raise OptimizerError(
                 f"{type(optimizer).__name__} is not elementwise: it updates a parameter that is cut in two "
-                f"unlike the whole one (layer-wise norms, factored moments). A DistributedOptimizer cuts "
-                f"parameters between ranks, so the result would depend on their number. Use "
-                f"MixedPrecisionOptimizer, which keeps parameters whole, or an elementwise optimizer such "
-                f"as AdamW."
+                f"differently from the whole one (layer-wise norms, factored moments). A "
+                "DistributedOptimizer cuts parameters between ranks, so the result would depend on their "
+                "number. Use MixedPrecisionOptimizer, which keeps parameters whole, or an elementwise "
+                "optimizer such as AdamW."
             )
 
 
@@ -114,17 +116,17 @@ def _values(kind: ProbeKind) -> Tensor:
     return values.view((_EXTENT,) * kind.ndim)
 
 
-def _stepped(build: Build, probes: Sequence[Sequence[Tensor]]) -> Optimizer:
+def _after_steps(build: OptimizerBuilder, probes: Sequence[Sequence[Tensor]]) -> Optimizer:
     """Return a fresh optimizer that has taken a few steps on `probes`, with a gradient for each element."""
     optimizer = build(probes)
     for group in optimizer.param_groups:
-        if "lr" in group:  # it may be 0 during warmup, which would hide how the optimizer updates
+        if "lr" in group:  # it may be 0 during warmup, and such steps would show nothing
             group["lr"] = torch.full_like(group["lr"], 0.01) if isinstance(group["lr"], Tensor) else 0.01
     try:
         for _ in range(_STEPS):
             for members in probes:
                 for probe in members:
-                    # A function of the value, so that halves of a probe get the gradient of the whole.
+                    # A function of the value, so that a cut probe gets the same gradients as the whole one.
                     probe.grad = 0.3 * probe * probe - 1.0
             optimizer.step()
     except Exception as error:
