@@ -230,7 +230,9 @@ class Cleanup:
         """Write the newest step into the tracker; return the steps."""
         steps = scan(self._directories)
         # A crash between writing and renaming a file beside the steps leaves its temporary file.
-        leftovers = [name for name in self._directories.halves() if name.startswith(_TEMPORARY_FILE_PREFIXES)]
+        leftovers = [
+            name for name in self._directories.temporary_files() if name.startswith(_TEMPORARY_FILE_PREFIXES)
+        ]
         if leftovers:
             self._directories.root.delete(leftovers)
         write_tracker(self._directories.root, max(steps.committed, default=None))

@@ -18,7 +18,8 @@ from megackpt.checkpointer.root_files import (
     scan,
     write_pin,
 )
-from megackpt.engine.checkpoint.steps import step_directories, step_name
+from megackpt.engine.checkpoint.step_roots import step_directories
+from megackpt.engine.checkpoint.steps import step_name
 from megackpt.errors import NotACheckpointError, UnsupportedError
 from megackpt.storage import ObjectOptions, Store, is_url
 

@@ -19,7 +19,8 @@ from megackpt.checkpointer.loading import LastLoad, RootLoading, SkippedStep, wi
 from megackpt.checkpointer.root_files import scan
 from megackpt.checkpointer.tier_survey import ROOT, StepCandidate, TierSurvey
 from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks
-from megackpt.engine.checkpoint.steps import LocalSteps, step_name
+from megackpt.engine.checkpoint.step_roots import LocalSteps
+from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.engine.loading.load import LoadRequest, load_state
 from megackpt.engine.tiers.recover import (

@@ -16,7 +16,8 @@ from megackpt.checkpointer.options import MemoryTier, Tier, Tiers
 from megackpt.checkpointer.tier_recovery import Recovery, TierDirectories
 from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
 from megackpt.engine.background.prepared_save import Destination
-from megackpt.engine.checkpoint.steps import LocalSteps, step_of
+from megackpt.engine.checkpoint.step_roots import LocalSteps
+from megackpt.engine.checkpoint.steps import step_of
 from megackpt.engine.saving.save import SaveRequest, plan_state
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.errors import DeclarationError, StorageError

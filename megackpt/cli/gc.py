@@ -86,7 +86,7 @@ def command(
     from megackpt.checkpointer.options import Retention
     from megackpt.checkpointer.retention import Cleanup
     from megackpt.checkpointer.root_files import read_metrics, scan
-    from megackpt.engine.checkpoint.steps import step_directories
+    from megackpt.engine.checkpoint.step_roots import step_directories
 
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if retention.keeps_all != keep_all:

@@ -84,7 +84,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[Step]:
         NotACheckpointError: it is no directory, or is itself a checkpoint.
     """
     from megackpt.checkpointer.root_files import read_pins, scan
-    from megackpt.engine.checkpoint.steps import step_directories
+    from megackpt.engine.checkpoint.step_roots import step_directories
 
     check_run_root(str(root))
     places = step_directories(root, objects=None)

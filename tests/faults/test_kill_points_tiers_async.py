@@ -18,7 +18,7 @@ from megackpt import Checkpointer, CheckpointError, LocalTier
 from megackpt.comm import Group, PeerBuffer
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.messages import Job
-from megackpt.engine.checkpoint.steps import LocalSteps
+from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.storage import Store
 from megackpt.testing.crash_store import Stopped
 from megackpt.testing.faulty_store import FaultyStore, Operation

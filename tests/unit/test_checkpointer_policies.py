@@ -23,7 +23,7 @@ from megackpt.checkpointer import saving
 from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import write_pin
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.steps import LocalSteps
+from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.verification.verify import ShareReport, verify_share
 from megackpt.storage import LocalStore, MemoryStore, Store
 from megackpt.testing.world import SimulatedWorld

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from megackpt.engine.checkpoint.steps import ObjectSteps
+from megackpt.engine.checkpoint.step_roots import ObjectSteps
 from megackpt.errors import CheckpointError, MissingExtraError, StorageError
 from megackpt.storage import COMMON_POOL, ObjectOptions, ObjectStore, Store, object_upload, open_store
 from megackpt.testing.store_suite import StoreConformance, read_range, some_bytes, write_stream

@@ -28,7 +28,7 @@ from megackpt.checkpointer import LastLoad
 from megackpt.checkpointer.tiers import TierSet
 from megackpt.cli.ls import list_steps
 from megackpt.comm import Group
-from megackpt.engine.checkpoint.steps import LocalSteps
+from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.tiers import transfer as tier_transfer
 from megackpt.planning.redundancy import Nodes
 from megackpt.storage import LocalStore, Store

@@ -11,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
 from megackpt.comm.store_group import StoreAddress
-from megackpt.engine.checkpoint.steps import step_directories
+from megackpt.engine.checkpoint.step_roots import step_directories
 from megackpt.engine.saving.plan_agreement import PlanCompletion
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation

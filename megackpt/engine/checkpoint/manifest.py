@@ -1,9 +1,9 @@
 """metadata.json: the commit of a checkpoint.
 
-Owns reading and writing it. Its presence is what makes a directory a checkpoint; it is written last,
-atomically, and only afterwards are the files of older attempts removed. Field names are those of
-Megatron-Core's metadata.json. A directory that another library wrote may lack it and still be a checkpoint:
-formats say so themselves.
+A directory with this file is a checkpoint. The file is written last and atomically; only then the files of
+older attempts are removed. Its field names are those of Megatron-Core's metadata.json. A directory that
+another library wrote may be a checkpoint without it: the formats recognise such a directory
+    (`LoadStrategy.detect`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 
 
 def is_committed(store: Store) -> bool:
-    """Say whether there is a checkpoint of a known format."""
+    """Say whether a store holds a checkpoint of a known format."""
     return store.exists(MANIFEST) or detect(store) is not None
 
 
@@ -33,29 +33,29 @@ def read_manifest(store: Store) -> Json:
     """Return the manifest of a committed checkpoint.
 
     Raises:
-        NotACheckpointError: there is no metadata.json, and no other sign of a known format.
-        FormatError: it is not a JSON object.
+        NotACheckpointError: there is no metadata.json, and no format recognises the files.
+        FormatError: metadata.json is not a JSON object.
     """
-    found = read_manifest_file(store)
-    found = detect(store) if found is None else found
-    if found is None:
+    manifest = read_manifest_file(store)
+    if manifest is None:
+        manifest = detect(store)
+    if manifest is None:
         raise NotACheckpointError(
             f"{store.location} is not a checkpoint: it has no {MANIFEST}. Either nothing was saved there or "
-            f"the save did not "
-            f"finish; name the directory of a finished one.",
+            f"the save did not finish; name the directory of a finished one.",
             path=store.location,
         )
-    return found
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
 class LeftoverFiles:
-    """What was at a place when a save began.
+    """Files of earlier saves in a store when a save began.
 
     Attributes:
-        attempts: attempts of any known format that had files: the committed one, and what failed ones left.
+        attempts: attempts of any known format that had files: the committed attempt, and failed ones.
         fixed: files of other formats' saves whose names carry no attempt, in the order in which they are
-            to be removed; see `SaveStrategy.fixed_names`.
+            removed; see `SaveStrategy.fixed_names`.
     """
 
     attempts: frozenset[str] = frozenset()
@@ -63,9 +63,9 @@ class LeftoverFiles:
 
 
 def find_leftover_files(store: Store, strategy: SaveStrategy) -> LeftoverFiles:
-    """Return what earlier saves of ours have left in a store, before one with a strategy begins.
+    """Return the files of earlier saves, before a save with a strategy begins.
 
-    Files of the same format whose names carry no attempt are not listed: that format replaces them itself.
+    Files of the strategy's own format whose names carry no attempt are not listed: it replaces them itself.
     """
     names = store.names()
     if not names:
@@ -76,29 +76,30 @@ def find_leftover_files(store: Store, strategy: SaveStrategy) -> LeftoverFiles:
 
 
 def is_leftover(store: Store) -> bool:
-    """Say whether there is no commit, and nothing but what a save of a known format has written."""
+    """Say whether a store holds no commit, and only files that a save of a known format has written."""
     return not store.exists(MANIFEST) and set(store.names()) <= set(files_of_saves(store))
 
 
 def files_of_saves(store: Store) -> list[str]:
-    """Return the files, without metadata.json, that saves of known formats have written; none of others.
+    """Return the files that saves of known formats have written, without metadata.json.
 
-    If they are removed in this order, and that stops anywhere, what remains is still recognised.
+    If they are removed in this order and the removal is interrupted, the remaining files are still
+    recognised.
     """
     names = store.names()
     fixed = fixed_names(store, names)
-    others = set(names) - set(fixed)
-    halves = [n for n in names if is_temporary_name(n)]
-    return [*halves, *fixed, *sorted(n for n in others if _attempt_of(n) is not None)]
+    temporary = [name for name in names if is_temporary_name(name)]
+    of_attempts = sorted(name for name in set(names) - set(fixed) if _attempt_of(name) is not None)
+    return [*temporary, *fixed, *of_attempts]
 
 
 def holds_other_attempts(store: Store) -> bool:
-    """Say whether there are files of an attempt that is not committed: of a save that failed, or goes on."""
-    said: Json = {}
+    """Say whether a store holds files of an attempt that is not committed: failed, or still under way."""
+    manifest: Json = {}
     with contextlib.suppress(FormatError):
-        said = read_manifest_file(store) or {}
+        manifest = read_manifest_file(store) or {}
     attempts = {attempt for name in store.names() if (attempt := _attempt_of(name)) is not None}
-    return bool(attempts - {said.get("attempt")})
+    return bool(attempts - {manifest.get("attempt")})
 
 
 def _attempt_of(name: str, strategy: SaveStrategy | None = None) -> str | None:
@@ -109,72 +110,78 @@ def _attempt_of(name: str, strategy: SaveStrategy | None = None) -> str | None:
     return attempt if attempt is not None and _ATTEMPT.fullmatch(attempt) else None
 
 
-def commit(store: Store, said: Json, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> None:
-    """Make an attempt the checkpoint, all at once, then remove what earlier attempts of any format left.
+def commit(
+    store: Store, entries: Json, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy
+) -> None:
+    """Make an attempt the checkpoint, atomically, then remove the files of earlier attempts. Rank 0 only.
 
-    said is what the strategy told of its files. Every file of the attempt must be durable before. earlier is
-    what was there when this save began; anything else belongs to a save that began later, or to others.
-    Rank 0 only.
+    Every file of the attempt must be durable before.
+
+    Args:
+        store: where the attempt was written.
+        entries: what the strategy returned about its files.
+        attempt: id of the attempt.
+        earlier: files that were there when this save began. Other files belong to a save that began later, or
+            to other programs, and stay.
+        strategy: strategy of the save.
 
     Raises:
-        StorageError: files of this attempt are gone, as when another job has saved to the same place
-            meanwhile.
+        StorageError: files of this attempt are gone, for example because another job has saved to the same
+            directory meanwhile.
     """
-    if not set(strategy.files_of(said)) <= set(store.names()):
+    if not set(strategy.files_of(entries)) <= set(store.names()):
         raise StorageError(
             f"{store.location}: files that this save has written are gone. Another job saves to the same "
-            f"directory, "
-            f"or something cleans it up; give each its own.",
+            f"directory, or something cleans it up; give each its own.",
             path=store.location,
         )
-    manifest = strategy.publish(store, attempt=attempt, entries=said)
+    manifest = strategy.publish(store, attempt=attempt, entries=entries)
     store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     # From here on the save has succeeded. What cannot be removed now is removed by the next save.
     with contextlib.suppress(CheckpointError):
-        store.delete(_stale(store, attempt=attempt, earlier=earlier, strategy=strategy))
+        store.delete(_stale_files(store, attempt=attempt, earlier=earlier, strategy=strategy))
         store.sync()
 
 
-def _stale(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> list[str]:
-    """Return what a commit has made useless: fixed names first, see `SaveStrategy.fixed_names`."""
+def _stale_files(store: Store, *, attempt: str, earlier: LeftoverFiles, strategy: SaveStrategy) -> list[str]:
+    """Return the files that a commit has made useless: fixed names first, see `SaveStrategy.fixed_names`."""
     names = dict.fromkeys(store.names())
-    stale = [n for n in names if is_temporary_name(n)]
-    if there := [n for n in earlier.fixed if n in names]:
+    stale = [name for name in names if is_temporary_name(name)]
+    if fixed := [name for name in earlier.fixed if name in names]:
         # The new checkpoint may have a file of its own under the same name.
         own = set(strategy.fixed_names(store))
-        stale += [n for n in there if n not in own]
-    if gone := earlier.attempts - {attempt}:
-        stale += [n for n in names if _attempt_of(n, strategy) in gone]
+        stale += [name for name in fixed if name not in own]
+    if old_attempts := earlier.attempts - {attempt}:
+        stale += [name for name in names if _attempt_of(name, strategy) in old_attempts]
     return stale
 
 
 def remove_arrays(store: Store, *, key_prefix: str, strategy: SaveStrategy) -> None:
-    """Take arrays out of a committed checkpoint, all at once; then remove the files that only they needed."""
-    said, stale = strategy.remove_arrays(store, read_manifest(store), key_prefix=key_prefix)
+    """Remove arrays from a committed checkpoint, atomically; then remove the files that only they needed."""
+    manifest, stale = strategy.remove_arrays(store, read_manifest(store), key_prefix=key_prefix)
     store.sync()
-    store.replace(MANIFEST, json.dumps(said, indent=1, sort_keys=True).encode())
+    store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
     with contextlib.suppress(StorageError):
         store.delete(stale)
         store.sync()
 
 
 def discard(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
-    """Remove what a failed attempt has written, as far as that is possible.
+    """Remove the files of a failed attempt, as far as that is possible.
 
-    An attempt can fail after its commit, when a rank is lost at the last meeting: then it stays, as it is
-    the only checkpoint there is.
+    An attempt can fail after its commit, if a rank is lost in the last collective. Then its files stay,
+    since it is the only checkpoint there is.
     """
     with contextlib.suppress(CheckpointError):
-        if strategy.committed_attempt(store) == attempt:
-            return
-        store.delete([n for n in store.names() if strategy.file_names.attempt_of(n) == attempt])
-        store.sync()
+        if strategy.committed_attempt(store) != attempt:
+            store.delete(_files_of_attempt(store, attempt, strategy))
+            store.sync()
 
 
 def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
-    """Take a committed attempt back, as far as that is possible: the commit first, then its files.
+    """Remove a committed attempt that turned out to be damaged, as far as that is possible. Rank 0 only.
 
-    For one that turns out to be damaged. What it replaced is gone already. Rank 0 only.
+    The commit is removed first, then the files. What the attempt replaced is gone already.
     """
     with contextlib.suppress(CheckpointError):
         fixed: list[str] = []
@@ -182,10 +189,14 @@ def withdraw(store: Store, *, attempt: str, strategy: SaveStrategy) -> None:
             fixed = strategy.files_of(read_manifest(store))
             store.delete([MANIFEST])
             store.sync()
-        store.delete([*fixed, *(n for n in store.names() if strategy.file_names.attempt_of(n) == attempt)])
+        store.delete([*fixed, *_files_of_attempt(store, attempt, strategy)])
         store.sync()
 
 
+def _files_of_attempt(store: Store, attempt: str, strategy: SaveStrategy) -> list[str]:
+    return [name for name in store.names() if strategy.file_names.attempt_of(name) == attempt]
+
+
 def new_attempt() -> str:
-    """Return a fresh attempt id, 16 hex digits: it stands in the name of every file the attempt writes."""
+    """Return a new attempt id of 16 hex digits, which is part of the name of every file of the attempt."""
     return secrets.token_hex(8)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.checkpoint.steps import LocalSteps, step_name, step_of
+from megackpt.engine.checkpoint.step_roots import LocalSteps
+from megackpt.engine.checkpoint.steps import step_name, step_of
 from megackpt.engine.saving.write import PlannedSave, finish_attempt, write_rounds
 from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_files, from_rank, send_to_keepers
 from megackpt.formats.documents import parse_document

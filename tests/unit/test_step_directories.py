@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megackpt import Checkpointer, ShardedTensor
-from megackpt.engine.checkpoint.steps import step_directories, step_name
+from megackpt.engine.checkpoint.step_roots import step_directories
+from megackpt.engine.checkpoint.steps import step_name
 from megackpt.formats.strategy import MANIFEST
 from megackpt.storage import LocalStore, MemoryStore
 
