@@ -9,7 +9,7 @@ import torch
 
 from megackpt import SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
-from megackpt.engine.verification.verify import verify_checkpoint
+from megackpt.engine.verification.verify import verify_checkpoint, verify_share
 from megackpt.options import VerifyOptions
 from megackpt.storage import LocalStore
 from megackpt.testing.world import SimulatedWorld
@@ -33,10 +33,7 @@ class Counted:
 
 def shares_of(directory: Path, count: int) -> tuple[list[tuple[object, ...]], list[Counted]]:
     counted = [Counted() for _ in range(count)]
-    found = [
-        verify_checkpoint(LocalStore(directory), DEEP, counted[i], share=(i, count)).damages
-        for i in range(count)
-    ]
+    found = [verify_share(LocalStore(directory), DEEP, counted[i], (i, count)).damages for i in range(count)]
     return found, counted
 
 

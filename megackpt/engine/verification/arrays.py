@@ -1,7 +1,7 @@
-"""Digests of whole arrays, computed anew from what a verification reads, and compared with those stored.
+"""Computes digests of whole arrays from what a verification reads, and compares them with the stored ones.
 
-Owns which arrays can be compared: those of which every byte was read, by one process or by several that each
-had a share, and is what was saved. Reading is in `verification.digests`.
+The digest of an array can be compared if every byte of it was read and is right, by one process or by several
+that each read a share.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -28,11 +28,11 @@ class ArrayShare:
     """What one process has read of an array.
 
     Attributes:
-        key: its name.
-        stored: the digest that is stored of it.
-        nbytes: how long it is.
+        key: the name of the array.
+        stored: its stored digest.
+        nbytes: its length.
         read: how many of its bytes were read.
-        contribution: what these contribute to its digest.
+        contribution: what these bytes contribute to its digest; contributions are combined by XOR.
     """
 
     key: str
@@ -43,12 +43,10 @@ class ArrayShare:
 
 
 class ArrayCheck:
-    """Takes parts of chunks as they are read, each once. Safe for many threads.
-
-    digests are those stored, by key.
+    """Digests parts of chunks as they are read, each part once. Safe for several threads.
 
     Raises:
-        MissingExtraError: the library that computes them is not installed.
+        MissingExtraError: the library that computes the digests is not installed.
     """
 
     def __init__(self, table: ChunkTable, digests: Mapping[str, int]) -> None:
@@ -58,62 +56,68 @@ class ArrayCheck:
         self._contributions = np.zeros(len(table), np.uint64)
         self._read = np.zeros(len(table), np.int64)
         self._lock = threading.Lock()
-        self._turns = threading.Lock()
+        self._short_ranges_lock = threading.Lock()
 
     def add(self, parts: Sequence[Part], data: Sequence[memoryview]) -> None:
-        """Take the bytes of parts, which have their own digests."""
-        for part, of_part in zip(parts, data, strict=True):
+        """Digest the bytes of parts, which are right by the digests of their blocks."""
+        for part, part_data in zip(parts, data, strict=True):
             if not self._has_digest[self._table.array[part.row]]:
                 continue
             digest = self._digester.begin(part.row, start=part.start)
-            if digest is not None and len(of_part):
-                with self._turns if digest.has_short_ranges else contextlib.nullcontext():
-                    digest.update(of_part)
+            if digest is not None and len(part_data):
+                # With short ranges the time goes into Python calls, and threads would only hinder each other.
+                with self._short_ranges_lock if digest.has_short_ranges else contextlib.nullcontext():
+                    digest.update(part_data)
                 with self._lock:
                     self._contributions[part.row] ^= np.uint64(digest.result())
-                    self._read[part.row] += len(of_part)
+                    self._read[part.row] += len(part_data)
 
     def shares(self) -> tuple[ArrayShare, ...]:
         """Return what was read of each array that has a digest, in the order of keys."""
         arrays = self._table.arrays
-        read, values = np.zeros(len(arrays), np.int64), np.zeros(len(arrays), np.uint64)
+        # Sum up the chunks of each array.
+        read, contributions = np.zeros(len(arrays), np.int64), np.zeros(len(arrays), np.uint64)
         np.add.at(read, self._table.array, self._read)
-        np.bitwise_xor.at(values, self._table.array, self._contributions)
+        np.bitwise_xor.at(contributions, self._table.array, self._contributions)
         return tuple(
-            ArrayShare(spec.key, self._digests[spec.key], spec.nbytes, read=n, contribution=value)
-            for spec, n, value in zip(arrays, read.tolist(), values.tolist(), strict=True)
+            ArrayShare(spec.key, self._digests[spec.key], spec.nbytes, read=nbytes, contribution=value)
+            for spec, nbytes, value in zip(arrays, read.tolist(), contributions.tolist(), strict=True)
             if spec.key in self._digests
         )
 
 
-def compare_arrays(shares: Sequence[Sequence[ArrayShare]]) -> tuple[int, list[Damage]]:
-    """Return how many arrays were read whole, in all shares together, and which of them have another digest.
-
-    All shares are of the same arrays, in their order, and there is one at least.
-    """
-    compared, damages = 0, []
-    for of_array in zip(*shares, strict=True):
-        first = of_array[0]
-        if sum(share.read for share in of_array) != first.nbytes:
-            continue
-        compared += 1
-        value = reduce(operator.xor, (share.contribution for share in of_array))
-        found = Crc64().finished(value, first.nbytes)
-        if found != first.stored:
-            what = (
-                f"its elements do not have the digest that is stored of the whole array (crc64nvme "
-                f"{found:016x} instead of {first.stored:016x}), although each block has its own: they were "
-                f"mixed up, or the digest is wrong"
-            )
-            damages.append(Damage(key=first.key, what=what))
-    return compared, damages
-
-
-def array_check(table: ChunkTable, digests: Mapping[str, int]) -> ArrayCheck | None:
-    """Return what takes parts; None if no array has a digest, or none can be computed here."""
+def array_check(table: ChunkTable, digests: Mapping[str, int], keys: Collection[str]) -> ArrayCheck | None:
+    """Return a check of those of these arrays that have a digest; None if there are none, or no library."""
+    digests = {key: digests[key] for key in keys if key in digests}
     if not digests:
         return None
     try:
         return ArrayCheck(table, digests)
     except MissingExtraError:
         return None
+
+
+def compare_arrays(shares: Sequence[Sequence[ArrayShare]]) -> tuple[int, list[Damage]]:
+    """Compare the digests of those arrays that were read completely, in all shares together.
+
+    There is at least one share. All shares are of the same arrays, in the same order.
+
+    Returns:
+        How many digests were compared, and the arrays that have another digest than the stored one.
+    """
+    compared, damages = 0, []
+    for array_shares in zip(*shares, strict=True):
+        first = array_shares[0]
+        if sum(share.read for share in array_shares) != first.nbytes:
+            continue
+        compared += 1
+        contribution = reduce(operator.xor, (share.contribution for share in array_shares))
+        digest = Crc64().finished(contribution, first.nbytes)
+        if digest != first.stored:
+            what = (
+                f"its elements do not have the digest that is stored of the whole array (crc64nvme "
+                f"{digest:016x} instead of {first.stored:016x}), although the digest of each block is right: "
+                f"blocks were mixed up, or the stored digest is wrong"
+            )
+            damages.append(Damage(key=first.key, what=what))
+    return compared, damages

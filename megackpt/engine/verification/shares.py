@@ -1,7 +1,4 @@
-"""Who reads what, where several processes look at one checkpoint together.
-
-Owns the division: things that lie near each other go to one of them, and each has about as many bytes.
-"""
+"""Shares of a checkpoint that several processes verify: about equal in bytes, of chunks that lie together."""
 
 from __future__ import annotations
 
@@ -13,27 +10,31 @@ from megackpt.formats.strategy import WholeFile
 from megackpt.geometry import Ints
 
 Share = tuple[int, int]
-"""(i, n): the part of the i-th of n processes."""
+"""(i, n): the share of process i of n processes."""
 
 WHOLE: Share = (0, 1)
-"""The share of one that does all."""
+"""The share of a process that verifies everything."""
 
 
 def in_share(
     sizes: Ints, share: Share, *, before: int = 0, after: Ints | None = None
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which of some things are in a share: each is in that of exactly one process. Pure.
+    """Return which items are in a share, `[n]`; each item is in the share of exactly one process. Pure.
 
-    sizes are their bytes; before, and those of after, the bytes of what else is shared in one go with them.
+    Args:
+        sizes: the sizes of the items in bytes, `[n]`.
+        share: the share.
+        before: bytes of other items that are shared out first.
+        after: sizes of other items that are shared out afterwards.
 
     >>> [in_share(np.array([4, 4]), (i, 2), after=np.array([8])).tolist() for i in (0, 1)]
     [[True, True], [False, False]]
     """
-    nbytes = sizes + 1  # so that empty ones are spread, too
-    whole = before + int(nbytes.sum()) + (0 if after is None else int(after.sum()))
+    nbytes = sizes + 1  # so that empty items are shared out, too
+    total = before + int(nbytes.sum()) + (0 if after is None else int(after.sum()))
     number, count = share
-    found = (before + np.cumsum(nbytes) - nbytes) * count // max(whole, 1) == number
-    return np.asarray(found, np.bool_)
+    start = before + np.cumsum(nbytes) - nbytes
+    return np.asarray(start * count // max(total, 1) == number, np.bool_)
 
 
 def sizes_of(files: Sequence[WholeFile]) -> Ints:

@@ -1,12 +1,12 @@
-"""Whether a checkpoint is whole: everything that is wrong with it, and not only what a load meets first.
+"""Finds everything that is wrong with a checkpoint, where a load stops at the first damage that it meets.
 
-Owns the order of the checks, from the commit to single chunks, and the list of what they find. What formats
-know of their own files they check themselves; reading every byte is in `verification.digests`.
+The checks go from the outside in: the commit, the files that a format lists, the index, the structure of each
+array (`structure`), and with `deep` every byte (`digests`) and the digests of whole arrays (`arrays`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,45 +14,42 @@ import numpy as np
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.engine.checkpoint.opening import open_checkpoint, read_common
 from megackpt.engine.data.progress import Progress
-from megackpt.engine.verification.arrays import ArrayCheck, ArrayShare, array_check, compare_arrays
-from megackpt.engine.verification.digests import is_understood, verify_bytes, verify_files
-from megackpt.engine.verification.shares import WHOLE, in_share, sizes_of
+from megackpt.engine.verification.arrays import ArrayShare, array_check, compare_arrays
+from megackpt.engine.verification.digests import ByteCheck, can_decode, check_whole_files
+from megackpt.engine.verification.shares import WHOLE, Share, in_share, sizes_of
+from megackpt.engine.verification.structure import check_coverage, check_files
 from megackpt.errors import CheckpointError, NotACheckpointError, StorageError
-from megackpt.formats.contents import Chunks, Contents, FileRanges
+from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.registry import load_strategy
-from megackpt.formats.strategy import MANIFEST, WholeFile
+from megackpt.formats.strategy import MANIFEST, LoadStrategy
 from megackpt.metadata import OBJECT
 from megackpt.options import VerifyOptions
 from megackpt.storage import Store
-from megackpt.validation import coverage_faults
-
-_SHOWN_KEYS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a verification has looked at and found.
+    """The result of `megackpt.verify`.
 
     Attributes:
         location: the checkpoint.
-        backend: its format.
-        version: the version of that.
+        backend: its format; empty if the commit cannot be read.
+        version: the version of its format.
         deep: whether every byte was read.
         arrays: number of global arrays.
         objects: number of objects.
         chunks: number of chunks, objects among them.
         files: number of files that hold chunks.
         nbytes: bytes of all chunks.
-        unchecked_nbytes: of these, bytes for which nothing is stored that would tell if they have changed.
-        array_digests: number of arrays of which a digest of the whole is stored.
-        compared_array_digests: number of these whose digest was computed anew; with `deep`, of arrays whose
-            blocks are all right, if the extra `digests` is installed; none where a share was looked at.
-        damages: what is wrong, in the order of files.
-        array_shares: where a share was looked at, what was read of arrays whose digests all that have one
-            can only compare together.
-        unknown_values: with `deep`, number of objects, and common state, that hold something of a class that
-            this process does not know or may not make. They were read, and nothing was made of the class.
+        unchecked_nbytes: bytes of chunks of which no digest is stored, so that a change cannot be seen.
+        array_digests: number of arrays of which a digest of the whole array is stored.
+        compared_array_digests: number of these digests that were computed again and compared. Only with
+            `deep`, if the extra `digests` is installed, and for arrays all of whose blocks are right.
+        damages: everything that is wrong, in the order of files.
+        unknown_values: with `deep`, the number of objects that hold a value of a class which this process
+            does not know or must not make; common state counts as one. They were read, and no instance of
+            the class was made.
     """
 
     location: str
@@ -68,19 +65,18 @@ class VerifyReport:
     array_digests: int
     compared_array_digests: int
     damages: tuple[Damage, ...]
-    array_shares: tuple[ArrayShare, ...] = ()
     unknown_values: int = 0
 
     @property
     def is_undamaged(self) -> bool:
-        """Whether no damage was found in what was checked; see `is_whole` for what that proves."""
+        """Whether no damage was found in what was checked. For what that proves, see `is_whole`."""
         return not self.damages
 
     @property
     def is_whole(self) -> bool | None:
-        """Whether the checkpoint is whole: False if damage was found, None if not every byte was checked.
+        """True if every byte was compared with a digest, False if there is damage, None otherwise.
 
-        Bytes are checked only with `deep`, and only those for which a digest is stored.
+        Bytes are compared with `deep`, if a digest of them is stored.
         """
         if self.damages:
             return False
@@ -89,274 +85,202 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareReport:
-    """What one of several processes has seen that look at one checkpoint.
+    """The result of one of several processes that verify one checkpoint.
 
     Attributes:
-        damages: what is wrong.
-        arrays: see `VerifyReport.array_shares`.
+        damages: what is wrong with the checkpoint, as far as this process has checked it.
+        arrays: what it has read of arrays whose digests all processes have to compare together.
     """
 
     damages: tuple[Damage, ...]
     arrays: tuple[ArrayShare, ...] = ()
 
 
-def verify_checkpoint(
-    store: Store, options: VerifyOptions, progress: Progress, *, share: tuple[int, int] = WHOLE
-) -> VerifyReport:
-    """Look for everything that is wrong with a checkpoint of any known format. Local; nothing is changed.
+def verify_checkpoint(store: Store, options: VerifyOptions, progress: Progress) -> VerifyReport:
+    """Verify a checkpoint in this process; see `megackpt.verify`. Local."""
+    return find_damages(store, options, progress, WHOLE).report(deep=options.deep)
 
-    Always: the commit, the index and its digest, whether every file is there and as long as it must be,
-    whether every chunk lies in its file, and whether chunks cover every array exactly once. With
-    `options.deep` also: the digest of every block, that objects and common state can be decoded, and digests
-    of whole arrays.
 
-    share is (i, n) where n processes look at one checkpoint: each reads its part of chunks and parity files,
-    about as many bytes as every other, and none compares digests of whole arrays. What else there is to check
-    is done by all, but what formats know of their files and common state, by the first.
+def verify_share(
+    store: Store, options: VerifyOptions, progress: Progress, share: Share = WHOLE
+) -> ShareReport:
+    """Verify one share of a checkpoint. Local. An error of megackpt is returned as damage.
+
+    share is (i, n) if n processes verify one checkpoint. Each reads about as many bytes of chunks and parity
+    files as the others, and none compares digests of whole arrays. All of them check the structure; the
+    first alone checks common state and the files that only the format knows.
+    """
+    try:
+        findings = find_damages(store, options, progress, share)
+    except CheckpointError as error:
+        return ShareReport(damages=(Damage(what=" ".join(str(error).split())),))
+    return ShareReport(damages=findings.damages(), arrays=tuple(findings.array_shares))
+
+
+def find_damages(store: Store, options: VerifyOptions, progress: Progress, share: Share) -> Findings:
+    """Verify a share of a checkpoint, and return what was found. Local.
 
     Raises:
-        NotACheckpointError: there is none.
-        FormatError: it is of a format that is not known here.
-        StorageError: the store does not say whether there is one: no permission, no connection.
+        NotACheckpointError: nothing was committed there.
+        FormatError: the checkpoint is in a format that is not known here.
+        StorageError: the store cannot say whether there is a checkpoint.
     """
-    found = _Found(store.location)
+    findings = Findings(store.location)
     try:
         manifest = read_manifest(store)
     except (NotACheckpointError, StorageError):
         raise
     except CheckpointError as error:
-        found.add(damage_of(error, location=store.location, file=MANIFEST))
-        return found.verified(options, "", 0)
+        findings.add(damage_of(error, location=store.location, file=MANIFEST))
+        return findings
     strategy = load_strategy(manifest, where=store.location)
+    findings.strategy = strategy
     is_first = share[0] == 0
     if is_first:
-        for damage in strategy.check_files(store, manifest, deep=options.deep):
-            found.add(damage)
+        findings.extend(strategy.check_files(store, manifest, deep=options.deep))
     try:
         contents = open_checkpoint(store, allow_unsafe_pickle=options.allow_unsafe_pickle)
     except CheckpointError as error:
-        found.add_error(error)
-        return found.verified(options, strategy.backend, strategy.version)
-    found.array_digests = len(contents.array_digests)
-    for key, why in contents.unreadable.items():
-        found.add(Damage(key=key, what=why))
-    listed: Sequence[WholeFile] = ()
-    if options.deep:
-        listed = strategy.whole_files(store, manifest)
-    for keys, chunks in _opened(contents, found):
-        found.count(set(keys), chunks)
-        readable = _check_places(store, chunks, found)
-        _check_coverage(chunks, set(keys), found)
+        findings.add_error(error)
+        return findings
+    findings.array_digests = len(contents.array_digests)
+    findings.extend(Damage(key=key, what=why) for key, why in contents.unreadable.items())
+    whole_files = strategy.whole_files(store, manifest) if options.deep else ()
+    for keys, chunks in _openable_chunks(contents, findings):
+        findings.count(keys, chunks)
+        readable, damages = check_files(store, chunks)
+        findings.extend([*damages, *check_coverage(chunks, set(keys))])
         if options.deep:
-            # Those with chunks are checked by the digests of these.
-            listed = [file for file in listed if file.name not in found.files]
+            # The bytes of files with chunks are checked by the digests of their chunks.
+            whole_files = [file for file in whole_files if file.name not in findings.files]
             in_order = np.argsort(chunks.position, kind="stable")
-            readable[in_order] &= in_share(chunks.table.nbytes[in_order], share, after=sizes_of(listed))
-            stored = {key: contents.array_digests[key] for key in keys if key in contents.array_digests}
-            arrays = array_check(chunks.table, stored)
-            damages, unknown = verify_bytes(contents, chunks, readable, store, options, progress, arrays)
-            for damage in damages:
-                found.add(damage)
-            found.unknown_values += unknown
-            if arrays is not None:
-                found.take_arrays(arrays, is_all=share == WHOLE)
-    if listed:
-        mine = in_share(sizes_of(listed), share, before=found.nbytes)
-        files = [file for file, is_mine in zip(listed, mine, strict=True) if is_mine]
-        for damage in verify_files(files, store, options, progress):
-            found.add(damage)
+            nbytes = chunks.table.nbytes[in_order]
+            readable[in_order] &= in_share(nbytes, share, after=sizes_of(whole_files))
+            arrays = array_check(chunks.table, contents.array_digests, keys)
+            check = ByteCheck(contents, chunks, store, options, progress, arrays)
+            check.run(readable)
+            findings.add_check(check, share)
+    if whole_files:
+        is_own = in_share(sizes_of(whole_files), share, before=findings.nbytes)
+        own_files = [file for file, own in zip(whole_files, is_own, strict=True) if own]
+        findings.extend(check_whole_files(own_files, store, options, progress))
     if options.deep and is_first:
-        _check_common(contents, found, options)
-    return found.verified(options, strategy.backend, strategy.version)
+        _check_common(contents, findings, options)
+    return findings
 
 
-def verify_share(
-    store: Store, options: VerifyOptions, progress: Progress, share: tuple[int, int] = WHOLE
-) -> ShareReport:
-    """Return what is wrong with a checkpoint, as `verify_checkpoint`; what cannot be looked at is.
+class Findings:
+    """Collects damages, each once, and counts what was checked.
 
-    Local; nothing is raised but what is no error of ours.
+    Attributes:
+        strategy: of the checkpoint's format; None if its commit cannot be read.
+        files: names of files with chunks.
+        nbytes: bytes of chunks.
+        array_digests: number of arrays with a stored digest.
+        array_shares: what was read of these arrays, and not compared.
+        unknown_values: objects, and common state, with values of unknown classes.
     """
-    try:
-        found = verify_checkpoint(store, options, progress, share=share)
-    except CheckpointError as error:
-        return ShareReport(damages=(Damage(what=" ".join(str(error).split())),))
-    return ShareReport(damages=found.damages, arrays=found.array_shares)
-
-
-class _Found:
-    """Collects damages, each once, and counts what was looked at."""
 
     def __init__(self, location: str) -> None:
         self.location = location
+        self.strategy: LoadStrategy | None = None
+        self.files: set[str] = set()
+        self.nbytes = self.array_digests = self.unknown_values = 0
+        self.array_shares: list[ArrayShare] = []
+        self._arrays = self._objects = self._chunks = self._unchecked_nbytes = self._compared = 0
         self._damages: dict[Damage, None] = {}
-        self._places: set[tuple[str, str | None]] = set()
-        self._arrays = self._objects = self._chunks = self._nbytes = self._unchecked = 0
-        self._files: set[str] = set()
-        self.array_digests = self._compared = 0
-        self._arrays_read: list[ArrayShare] = []  # and not compared
-        self.unknown_values = 0
+        self._damaged: set[tuple[str, str | None]] = set()  # file and key
 
     def add(self, damage: Damage) -> None:
-        """Take one."""
+        """Add one damage."""
         self._damages[damage] = None
-        self._places.add((damage.file, damage.key))
+        self._damaged.add((damage.file, damage.key))
 
-    def add_error(self, error: CheckpointError) -> None:
-        """Take what an error says, unless it only repeats what is known of that file and key."""
-        damage = damage_of(error, location=self.location)
-        known = (damage.file, damage.key) in self._places or (damage.file, None) in self._places
-        if not (damage.file and known):
-            self.add(damage)
-
-    def count(self, keys: Collection[str], chunks: Chunks) -> None:
-        """Count what was opened: all chunks of these keys."""
-        table = chunks.table
-        is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
-        self._arrays += sum(spec.dtype != OBJECT and spec.key in keys for spec in table.arrays)
-        self._objects += int(is_object[table.array].sum()) if len(table) else 0
-        self._chunks += len(table)
-        self._nbytes += int(table.nbytes.sum())
-        ranges = chunks.file_ranges()
-        if ranges is not None:
-            self._files.update(ranges.files)
-            self._unchecked += int(table.nbytes[~ranges.is_checked].sum())
-
-    def take_arrays(self, arrays: ArrayCheck, *, is_all: bool) -> None:
-        """Compare digests of the arrays that were read, if that is all of them."""
-        if not is_all:
-            self._arrays_read += arrays.shares()
-            return
-        compared, damages = compare_arrays([arrays.shares()])
-        self._compared += compared
+    def extend(self, damages: Iterable[Damage]) -> None:
+        """Add damages."""
         for damage in damages:
             self.add(damage)
 
-    @property
-    def files(self) -> Set[str]:
-        """The files of the chunks that were counted."""
-        return self._files
+    def add_error(self, error: CheckpointError) -> None:
+        """Add the damage that an error reports, unless its file or key is known to be damaged."""
+        damage = damage_of(error, location=self.location)
+        is_known = bool({(damage.file, damage.key), (damage.file, None)} & self._damaged)
+        if not (damage.file and is_known):
+            self.add(damage)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the chunks that were counted."""
-        return self._nbytes
+    def count(self, keys: Sequence[str], chunks: Chunks) -> None:
+        """Count all chunks of these keys."""
+        table, counted = chunks.table, set(keys)
+        is_object = np.array([spec.dtype == OBJECT for spec in table.arrays], np.bool_)
+        self._arrays += sum(spec.dtype != OBJECT and spec.key in counted for spec in table.arrays)
+        self._objects += int(is_object[table.array].sum()) if len(table) else 0
+        self._chunks += len(table)
+        self.nbytes += int(table.nbytes.sum())
+        ranges = chunks.file_ranges()
+        if ranges is not None:
+            self.files.update(ranges.files)
+            self._unchecked_nbytes += int(table.nbytes[~ranges.is_checked].sum())
 
-    def verified(self, options: VerifyOptions, backend: str, version: int) -> VerifyReport:
-        """Return the result."""
-        order = sorted(self._damages, key=lambda d: (d.file != MANIFEST, d.file, d.start or 0, d.key or ""))
+    def add_check(self, check: ByteCheck, share: Share) -> None:
+        """Add what reading the bytes of a share has found."""
+        self.extend(check.damages())
+        self.unknown_values += check.unknown_values
+        array_shares = () if check.arrays is None else check.arrays.shares()
+        if share != WHOLE:
+            self.array_shares += array_shares
+        elif array_shares:
+            compared, damages = compare_arrays([array_shares])
+            self._compared += compared
+            self.extend(damages)
+
+    def damages(self) -> tuple[Damage, ...]:
+        """Return all damages: those of the commit first, then by file, position and key."""
+        return tuple(
+            sorted(self._damages, key=lambda d: (d.file != MANIFEST, d.file, d.start or 0, d.key or ""))
+        )
+
+    def report(self, *, deep: bool) -> VerifyReport:
+        """Return the report of a verification by one process."""
         return VerifyReport(
             location=self.location,
-            backend=backend,
-            version=version,
-            deep=options.deep,
+            backend="" if self.strategy is None else self.strategy.backend,
+            version=0 if self.strategy is None else self.strategy.version,
+            deep=deep,
             arrays=self._arrays,
             objects=self._objects,
             chunks=self._chunks,
-            files=len(self._files),
-            nbytes=self._nbytes,
-            unchecked_nbytes=self._unchecked,
+            files=len(self.files),
+            nbytes=self.nbytes,
+            unchecked_nbytes=self._unchecked_nbytes,
             array_digests=self.array_digests,
             compared_array_digests=self._compared,
-            damages=tuple(order),
-            array_shares=tuple(self._arrays_read),
+            damages=self.damages(),
             unknown_values=self.unknown_values,
         )
 
 
-def _opened(contents: Contents, found: _Found) -> Iterator[tuple[list[str], Chunks]]:
-    """Yield the chunks: of all arrays at once, or one by one where some cannot be opened."""
+def _openable_chunks(contents: Contents, findings: Findings) -> Iterator[tuple[list[str], Chunks]]:
+    """Yield the chunks of all arrays at once, or array by array if some of them cannot be opened."""
     keys = sorted(contents.arrays)
     try:
         yield keys, contents.chunks(keys)
         return
     except CheckpointError as error:
         if len(keys) <= 1:
-            found.add_error(error)
+            findings.add_error(error)
             return
     for key in keys:
         try:
             chunks = contents.chunks([key])
         except CheckpointError as error:
-            found.add_error(error)
+            findings.add_error(error)
         else:
             yield [key], chunks
 
 
-def _check_places(store: Store, chunks: Chunks, found: _Found) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Check that files are there and hold their chunks; return which chunks can be read."""
-    readable = np.ones(len(chunks.table), np.bool_)
-    ranges = chunks.file_ranges()
-    if ranges is None:
-        return readable
-    sizes = np.zeros(len(ranges.files), np.int64)
-    for number, name in enumerate(ranges.files):
-        try:
-            sizes[number] = store.size(name)
-        except CheckpointError as error:
-            sizes[number] = -1
-            rows = np.flatnonzero(ranges.file == number)
-            what = "it is missing" if not store.exists(name) else " ".join(str(error).split())
-            found.add(Damage(file=name, what=f"{what}; {_chunks_in(chunks, rows)}"))
-            continue
-        if ranges.nbytes[number] not in (-1, sizes[number]):
-            what = f"it has {sizes[number]:,} bytes instead of {ranges.nbytes[number]:,}"
-            rows = np.flatnonzero(ranges.file == number)
-            found.add(Damage(file=name, what=f"{what}; {_chunks_in(chunks, rows)}"))
-    of_chunk = sizes[ranges.file] if len(ranges.file) else sizes[:0]
-    beyond = (of_chunk >= 0) & (ranges.stop > of_chunk)
-    for row in np.flatnonzero(beyond).tolist():
-        name = ranges.files[int(ranges.file[row])]
-        found.add(_damage(chunks, ranges, row, f"the file ends at byte {of_chunk[row]:,}", name=name))
-    _check_overlaps(chunks, ranges, found)
-    return readable & (of_chunk >= 0) & ~beyond
-
-
-def _damage(chunks: Chunks, ranges: FileRanges, row: int, what: str, *, name: str) -> Damage:
-    table = chunks.table
-    return Damage(
-        file=name,
-        key=table.arrays[int(table.array[row])].key,
-        box=table.describe(row),
-        start=int(ranges.start[row]),
-        stop=int(ranges.stop[row]),
-        what=what,
-    )
-
-
-def _chunks_in(chunks: Chunks, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
-    """Say what a file holds."""
-    table = chunks.table
-    keys = [table.arrays[i].key for i in np.unique(table.array[rows]).tolist()]
-    more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
-    return f"{len(rows)} chunks of {', '.join(map(repr, keys[:_SHOWN_KEYS]))}{more} lie in it"
-
-
-def _check_overlaps(chunks: Chunks, ranges: FileRanges, found: _Found) -> None:
-    """Find chunks that begin before the one in front of them ends."""
-    if chunks.raw_ranges() is None:
-        return
-    order = np.lexsort((ranges.stop, ranges.start, ranges.file))
-    file, start, stop = ranges.file[order], ranges.start[order], ranges.stop[order]
-    overlaps = (file[1:] == file[:-1]) & (start[1:] < stop[:-1]) & (stop[1:] > start[1:])
-    for at in np.flatnonzero(overlaps).tolist():
-        row, before = int(order[at + 1]), int(order[at])
-        other = chunks.table.arrays[int(chunks.table.array[before])].key
-        what = f"it begins inside of {other!r} {chunks.table.describe(before)}"
-        found.add(_damage(chunks, ranges, row, what, name=ranges.files[int(ranges.file[row])]))
-
-
-def _check_coverage(chunks: Chunks, keys: Collection[str], found: _Found) -> None:
-    for fault in coverage_faults(chunks.table, keys):
-        place = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
-        what = {0: "no chunk has it", -1: "much of it is in no chunk, or in several"}
-        said = what.get(fault.count, f"{fault.count} chunks have it")
-        found.add(Damage(key=fault.spec.key, box=f"[{place}]", what=said))
-
-
-def _check_common(contents: Contents, found: _Found, options: VerifyOptions) -> None:
+def _check_common(contents: Contents, findings: Findings, options: VerifyOptions) -> None:
     try:
-        understood = is_understood(lambda: read_common(contents, where=found.location), options)
-        found.unknown_values += not understood
+        is_decoded = can_decode(lambda: read_common(contents, where=findings.location), options)
+        findings.unknown_values += not is_decoded
     except CheckpointError as error:
-        found.add_error(error)
+        findings.add_error(error)
