@@ -90,7 +90,7 @@ class SlowStrategy(NativeSaveStrategy):
         self.pause_s, self.takes_rows = pause_s, takes_rows
 
     def write_chunks(self, *args: Any, **kwargs: Any) -> bytes:
-        rows, parts = kwargs["rows"], kwargs["pieces"]
+        rows, parts = kwargs["rows"], kwargs["parts"]
         taken: dict[int, list[bytes]] = {}
         with open(os.devnull, "wb", buffering=0) as out:
             for row in rows.tolist():
@@ -100,7 +100,7 @@ class SlowStrategy(NativeSaveStrategy):
                 else:
                     out.write(bytes(1))
         if self.takes_rows:
-            kwargs["pieces"] = lambda row: map(memoryview, taken[row])
+            kwargs["parts"] = lambda row: map(memoryview, taken[row])
         return super().write_chunks(*args, **kwargs)
 
 
