@@ -100,7 +100,7 @@ NOTES: dict[str, str] = {
     "strategies.common.TorchCommonLoadStrategy.check_backend_compatibility": _BACKEND,
     "strategies.common.TorchCommonSaveStrategy.can_handle_sharded_objects": _PROPERTY,
     "strategies.common.TorchCommonSaveStrategy.save_common": (
-        "Called beside a sharded strategy of a user's; our formats store common state by themselves."
+        "Called together with a sharded strategy of a user; our formats store common state by themselves."
     ),
     "strategies.fully_parallel.FullyParallelLoadStrategyWrapper": (
         "`exchange_algo` may also be `all_to_all`. Objects are exchanged too. Every load makes its own plan, "

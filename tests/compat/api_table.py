@@ -23,7 +23,7 @@ from typing import Any
 import imports_table
 from api_notes import ABSENT, NOTES, RENAMED
 
-from megackpt.compat.megatron.refusal import is_refused
+from megackpt.compat.megatron.unsupported import is_unsupported_name
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "megatron-compat.md"
@@ -196,7 +196,7 @@ def find_ours(name: str) -> Any:
                 raise
             continue
         for part in parts[cut:]:
-            if is_refused(found):
+            if is_unsupported_name(found):
                 return found
             found = inspect.getattr_static(found, part, None)
         return found
@@ -229,7 +229,7 @@ class Verdict:
     """What a name of Megatron-Core is here.
 
     Attributes:
-        status: `same`, `wider`, `differs`, `refused`, `renamed`, `not offered`, or `gap` where nobody said.
+        status: `same`, `wider`, `differs`, `unsupported`, `renamed`, `not offered`, or `gap`.
         note: what the reader needs to know of it.
     """
 
@@ -244,14 +244,14 @@ def judge(name: str, fact: dict[str, str]) -> Verdict:
         if name in RENAMED:
             return Verdict("renamed", RENAMED[name])
         return Verdict("not offered", ABSENT[name]) if name in ABSENT else Verdict("gap")
-    if is_refused(found):
+    if is_unsupported_name(found):
         if fact["kind"] in ("method", "property"):
-            return Verdict("refused", "With its class.")
-        because = found.refused_because[0].upper() + found.refused_because[1:]
-        return Verdict("refused", f"{because} {found.refused_instead}")
+            return Verdict("unsupported", "With its class.")
+        because = found.reason[0].upper() + found.reason[1:]
+        return Verdict("unsupported", f"{because} {found.alternative}")
     note = NOTES.get(name, "")
     if note.startswith(ALWAYS_RAISES):
-        return Verdict("refused", note)
+        return Verdict("unsupported", note)
     if "signature" not in fact:
         return Verdict("same", note)
     theirs, ours = parse_signature(fact["signature"]), signature_of(found)
@@ -268,8 +268,8 @@ def judge_import(name: str) -> str:
     found = find_private(name)
     if found is MISSING:
         return "missing"
-    if is_refused(found):
-        return f"raises when used: {found.refused_because} {found.refused_instead}"
+    if is_unsupported_name(found):
+        return f"raises when used: {found.reason} {found.alternative}"
     return "offered"
 
 

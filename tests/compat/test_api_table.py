@@ -25,7 +25,7 @@ from api_table import (
 from imports_table import IMPORT_VERSIONS, imports_of, load_imports
 
 from megackpt.compat.megatron.dist_checkpointing import serialization
-from megackpt.compat.megatron.refusal import is_refused
+from megackpt.compat.megatron.unsupported import is_unsupported_name
 from megackpt.errors import UnsupportedError
 
 HOW = "run python tests/compat/api_table.py page"
@@ -76,7 +76,7 @@ def _used(name: str, kind: str) -> BaseException | None:
     try:
         if kind in ("method", "property"):
             cls = api_table.find_ours(module)
-            if is_refused(cls):
+            if is_unsupported_name(cls):
                 return _raised(lambda: getattr(cls, attribute))
             bare = types.SimpleNamespace() if inspect.isabstract(cls) else cls.__new__(cls)
             found = inspect.getattr_static(cls, attribute)
@@ -88,7 +88,7 @@ def _used(name: str, kind: str) -> BaseException | None:
             call, first = api_table.find_ours(name), ()
             if not callable(call):
                 return None
-            if is_refused(call):
+            if is_unsupported_name(call):
                 return _raised(call)
     except TypeError as error:  # a class whose instances are made in another way
         return error
@@ -108,10 +108,10 @@ def _raised(use: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-def test_everything_that_the_page_calls_refused_says_so_when_it_is_used() -> None:
-    refused = [(name, kind) for name, kind, status in _all_rows() if status == "refused"]
-    assert len(refused) > 40
-    for name, kind in refused:
+def test_every_name_that_the_page_calls_unsupported_raises_an_error_that_says_so() -> None:
+    unsupported = [(name, kind) for name, kind, status in _all_rows() if status == "unsupported"]
+    assert len(unsupported) > 40
+    for name, kind in unsupported:
         error = _used(name, kind)
         assert isinstance(error, UnsupportedError), f"{name}: {error!r}"
         assert "is not offered by megackpt: " in str(error), name
@@ -127,7 +127,7 @@ def test_nothing_else_refuses() -> None:
 
 def test_what_the_page_calls_not_offered_is_not_there() -> None:
     for name, _, status in _all_rows():
-        assert status in ("same", "wider", "differs", "refused", "renamed", "not offered")
+        assert status in ("same", "wider", "differs", "unsupported", "renamed", "not offered")
         if status in ("renamed", "not offered"):
             assert api_table.find_ours(name) is None, name
 

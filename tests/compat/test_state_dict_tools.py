@@ -30,7 +30,7 @@ def test_factories_are_applied_and_merged_in_place() -> None:
         mapping.apply_factory_merges({"a": []}, factories)
     with pytest.raises(ValueError, match="lists of 1 and 0"):
         mapping.apply_factory_merges({"a": [1]}, {"a": []})
-    with pytest.raises(ValueError, match="no factory to be merged"):
+    with pytest.raises(ValueError, match="not a factory to merge"):
         mapping.apply_factory_merges({"a": 1}, {"a": 2})
 
 

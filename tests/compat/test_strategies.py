@@ -1,4 +1,4 @@
-"""Strategies by Megatron-Core's names: what they save and load, and what is refused."""
+"""Strategies by Megatron-Core's names: what they save and load, and what is not supported."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def test_a_registered_strategy_stands_before_our_own() -> None:
 
 def test_what_is_not_offered_says_why_and_what_to_use(tmp_path: Path) -> None:
     path = str(tmp_path / "iter_1")
-    refused: list[tuple[str, Any]] = [
+    unsupported_name: list[tuple[str, Any]] = [
         ("Use AsyncCallsQueue", lambda: async_utils.TemporalAsyncCaller()),
         ("tensorstore takes", lambda: zarr.flatten_range(None, None)),
         ("LoadOptions\\(exchange", lambda: exchange_utils.exchange_by_distribution({}, {}, None)),
         ("save\\(\\) writes it", lambda: core.save_config(core.CheckpointingConfig("megackpt"), path)),
         ("never handed there", lambda: torch_dist.MCoreSavePlanner.create_local_plan),
     ]
-    for text, call in refused:
+    for text, call in unsupported_name:
         with pytest.raises(UnsupportedError, match=text) as caught:
             call()
         assert isinstance(caught.value, NotImplementedError)
         assert isinstance(caught.value, megackpt.CheckpointingException)
-    assert not (tmp_path / "iter_1").exists(), "nothing may be written before a refusal"
+    assert not (tmp_path / "iter_1").exists(), "nothing may be written before an error"
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_strategies_of_megatrons_names_save_their_format(tmp_path: Path, strateg
     path.mkdir()
     chosen = strategy()
     dist_checkpointing.save(small_state(), str(path), chosen)
-    said = json.loads((path / "metadata.json").read_text())
+    manifest = json.loads((path / "metadata.json").read_text())
     named = chosen if isinstance(chosen, tuple) else (chosen.backend, chosen.version)
-    assert (said["sharded_backend"], said["sharded_backend_version"]) == named
+    assert (manifest["sharded_backend"], manifest["sharded_backend_version"]) == named
     loaded = dist_checkpointing.load(small_state(), str(path), tensorstore.TensorStoreLoadShardedStrategy())
     assert set(loaded) == set(small_state())
 
@@ -302,11 +302,11 @@ def _save_and_load_fully_parallel(path: str, kind: str) -> dict[str, Any]:
 def test_fully_parallel_and_two_stage_strategies_save_and_load_within_their_group(
     rank_pool: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    said = rank_pool.run(_save_and_load_fully_parallel, 4, str(tmp_path / "c"), kind)
+    manifest = rank_pool.run(_save_and_load_fully_parallel, 4, str(tmp_path / "c"), kind)
     written = sorted(f.stat().st_size for f in (tmp_path / "c" / "data").iterdir())
     assert len(written) == 4, "both replicas of a group write"
     assert written[-1] <= 1.05 * written[0]
     if kind == "two_stage":
-        assert all(answer["times"] == said[0]["times"] for answer in said)
-        assert said[0]["times"].read.max >= said[0]["times"].read.min == 0.0, "one of two ranks reads"
-        assert said[0]["log"][0].startswith("two-stage load: read: min 0.000 s, mean ")
+        assert all(answer["times"] == manifest[0]["times"] for answer in manifest)
+        assert manifest[0]["times"].read.max >= manifest[0]["times"].read.min == 0.0, "one of two ranks reads"
+        assert manifest[0]["log"][0].startswith("two-stage load: read: min 0.000 s, mean ")

@@ -64,7 +64,7 @@ def check(path: Path, value: float = 1.0, **arguments: Any) -> None:
     assert (model["names"], loaded["local"], loaded["step"]) == (["a", "b"], "mine", int(value))
 
 
-def said(path: Path) -> Any:
+def manifest(path: Path) -> Any:
     return json.loads((path / "metadata.json").read_text())
 
 
@@ -83,7 +83,7 @@ def save_and_load(root: Path) -> None:
     assert strategy.handed["model"]["w"] is not mine["model"]["w"]
     assert [part.key for part in strategy.handed["model"]["fused"]] == ["fused.0", "fused.1"]
     assert set(strategy.handed) == {"model"}
-    assert said(root) == {
+    assert manifest(root) == {
         "sharded_backend": "file_per_rank",
         "sharded_backend_version": 1,
         "common_backend": "torch",
@@ -108,7 +108,7 @@ def save_and_load(root: Path) -> None:
         assert torch.equal(plain["w"], 3 * torch.arange(16.0).reshape(4, 4))
         assert set(plain) == {"w", "same", "fused.0", "fused.1"}
         dist_checkpointing.save(state(4.0), str(root))
-        assert said(root)["sharded_backend"] == "file_per_rank"
+        assert manifest(root)["sharded_backend"] == "file_per_rank"
         check(root, 4.0)
     finally:
         for registered in base.default_strategies.values():
@@ -184,7 +184,9 @@ def save_later(root: Path) -> None:
         chosen = wrap(user.AsyncFilePerRank("file_per_rank", 1))
         request = dist_checkpointing.save(saved, str(path), chosen, async_sharded_save=True)
         assert request is not None
-        request.add_finalize_fn(lambda path=path, number=number: done.append(number) if said(path) else None)
+        request.add_finalize_fn(
+            lambda path=path, number=number: done.append(number) if manifest(path) else None
+        )
         user.MAY_WRITE.clear()
         queue.schedule_async_request(request)
         for key in ("w", "same"):
@@ -304,7 +306,7 @@ def store_common_state_otherwise(root: Path) -> None:
     mine: Any = user.OneFileCommon("one_file", 2)
     reads = {"sharded_strategy": user.LoadFilePerRank(), "common_strategy": user.LoadOneFileCommon()}
     dist_checkpointing.save(state(2.0), str(root), user.FilePerRank(), mine)
-    assert (said(root)["common_backend"], said(root)["common_backend_version"]) == ("one_file", 2)
+    assert (manifest(root)["common_backend"], manifest(root)["common_backend_version"]) == ("one_file", 2)
     assert sorted(name for name in os.listdir(root) if name.endswith((".common", ".object"))) == [
         "extra__shard_0_2.object",
         "extra__shard_1_2.object",

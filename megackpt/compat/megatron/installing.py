@@ -1,7 +1,6 @@
 """Our `dist_checkpointing` in the place of Megatron-Core's.
 
-Owns the import hook. It is the same modules under a second name, so a class is one class whichever name it
-was imported by.
+An import hook gives the same modules a second name, so a class is the same class under both names.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ def install(*, silent_cast: bool = False) -> None:
     early = [name for name in sys.modules if name == THEIRS or name.startswith(THEIRS + ".")]
     if early:
         raise CheckpointError(
-            f"megackpt.compat.megatron.install() came too late: {early[0]} was imported already, and what "
-            f"has "
-            f"taken its classes would not notice. Call install() at the top of the program, before the first "
-            f"import of megatron.core."
+            f"megackpt.compat.megatron.install() came too late: {early[0]} was imported already, and "
+            f"modules that imported its classes would keep them. Call install() at the top of the program, "
+            f"before the first import of megatron.core."
         )
     sys.meta_path.insert(0, _Finder())
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 INTEGRITY_FNAME = "integrity.json"
 _ALGORITHM = "sha256"
-_PIECE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20
 _TIMEOUT_S = 3600.0  # rank 0 reads the whole checkpoint meanwhile
 
@@ -114,9 +114,9 @@ def _fault(store: Store, name: str, digest: str) -> str:
 
 def _sha256(store: Store, name: str) -> str:
     hashed, size = hashlib.sha256(), store.size(name)
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, max(size, 1))))
-    for start in range(0, size, _PIECE_BYTES):
-        piece = buffer[: min(_PIECE_BYTES, size - start)]
-        store.read_into(name, start, piece)
-        hashed.update(piece)
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(size, 1))))
+    for start in range(0, size, _READ_BYTES):
+        part = buffer[: min(_READ_BYTES, size - start)]
+        store.read_into(name, start, part)
+        hashed.update(part)
     return hashed.hexdigest()

@@ -1,7 +1,7 @@
 """Attributes of strategies that programs set: known ones take effect, others are errors.
 
 Megatron-LM sets some of a strategy's attributes after it was made. A misspelt one, or one of another version,
-would have no effect without a word.
+would silently have no effect.
 """
 
 from __future__ import annotations

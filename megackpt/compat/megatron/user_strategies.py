@@ -1,8 +1,8 @@
 """Saves and loads by strategies that a user wrote against Megatron-Core's base classes.
 
-Such a strategy is handed what is sharded, after factories, and moves it as it likes. Around it stand the
-checks of any save here, common state, and metadata.json, which is written last: until then the directory
-holds no checkpoint. What makes its files durable is the strategy's own affair.
+Such a strategy gets the sharded part, with factories built, and moves it as it likes. This module adds the
+checks of any save here, common state, and metadata.json, which it writes last: until then the directory is
+no checkpoint. The strategy itself must make its files durable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
     validate_sharded_objects_handling,
     verify_checkpoint_and_load_strategy,
 )
-from megackpt.compat.megatron.enclosing import EnclosingSave, enclosing_save
+from megackpt.compat.megatron.enclosing_save import EnclosingSave, enclosing_save
 from megackpt.engine.checkpoint.manifest import files_of_saves, is_committed
 from megackpt.errors import CommonStateError, DeclarationError, UnsupportedError
 from megackpt.formats.strategy import MANIFEST
@@ -85,24 +85,24 @@ def save_with(
             the directory holds no checkpoint.
     """
     group = world_group(timeout_s=_TIMEOUT_S)
-    place = _place(checkpoint_dir)
-    sharded, common = _prepared(state, group, validate, common_to_compare, content_metadata)
-    _make_room(place, group)
-    enclosing = EnclosingSave(place=str(place), common=common)
+    directory = _path_or_url(checkpoint_dir)
+    sharded, common = _prepare_state(state, group, validate, common_to_compare, content_metadata)
+    _remove_old_checkpoint(directory, group)
+    enclosing = EnclosingSave(directory=str(directory), common=common)
 
     def move() -> bytes:
         objects, rest = _split_objects(sharded, strategy, common_strategy)
         with enclosing_save(enclosing):
-            strategy.save(rest, place)
+            strategy.save(rest, directory)
         if not enclosing.is_taken:
-            common_strategy.save_common(common, place)
+            common_strategy.save_common(common, directory)
             if objects is not None:
-                common_strategy.save_sharded_objects(objects, place)
+                common_strategy.save_sharded_objects(objects, directory)
         return b""
 
     run_on_all_ranks(group, move, doing=f"saving with {type(strategy).__name__}")
     if not enclosing.is_taken:
-        _commit(strategy, common_strategy, place, group)
+        _commit(strategy, common_strategy, directory, group)
 
 
 def request_with(
@@ -124,32 +124,32 @@ def request_with(
         CheckpointError: as `save_with`.
     """
     group = world_group(timeout_s=_TIMEOUT_S)
-    place = _place(checkpoint_dir)
+    directory = _path_or_url(checkpoint_dir)
     if not callable(getattr(strategy, "async_save", None)):
         raise UnsupportedError(
             f"{strategy} has no async_save, so it cannot save asynchronously. Derive it from "
             f"AsyncSaveShardedStrategy, or save without async_sharded_save."
         )
-    sharded, common = _prepared(state, group, validate, common_to_compare, content_metadata)
-    _make_room(place, group)
-    enclosing = EnclosingSave(place=str(place), common=common)
+    sharded, common = _prepare_state(state, group, validate, common_to_compare, content_metadata)
+    _remove_old_checkpoint(directory, group)
+    enclosing = EnclosingSave(directory=str(directory), common=common)
     requests: list[AsyncRequest] = []
 
     def begin() -> bytes:
         objects, rest = _split_objects(sharded, strategy, common_strategy)
         with enclosing_save(enclosing):
-            requests.append(_as_request(strategy.async_save(rest, place), strategy))
+            requests.append(_as_request(strategy.async_save(rest, directory), strategy))
         if not enclosing.is_taken:
-            common_strategy.save_common(common, place)
+            common_strategy.save_common(common, directory)
             if objects is not None:
-                common_strategy.save_sharded_objects(objects, place)
+                common_strategy.save_sharded_objects(objects, directory)
         return b""
 
     run_on_all_ranks(group, begin, doing=f"preparing an asynchronous save with {type(strategy).__name__}")
     (request,) = requests
     if not enclosing.is_taken:
-        # A frozen request is replaced, not refused: the commit must follow it.
-        commit = [*request.finalize_fns, lambda: _commit(strategy, common_strategy, place, group)]
+        # A frozen request is replaced, because the commit must follow it.
+        commit = [*request.finalize_fns, lambda: _commit(strategy, common_strategy, directory, group)]
         request = request._replace(finalize_fns=commit)
     return request
 
@@ -170,16 +170,16 @@ def load_with(
         CheckpointError: the same on every rank.
     """
     group = ranks or world_group(timeout_s=_TIMEOUT_S)
-    place = _place(checkpoint_dir)
+    directory = _path_or_url(checkpoint_dir)
     loaded: list[StateDict] = []
     unexpected: frozenset[str] = frozenset()
     prepared: list[Any] = []
 
     def prepare() -> bytes:
         nonlocal unexpected
-        sharded_by, common_by = verify_checkpoint_and_load_strategy(str(place), strategy, common_strategy)
-        common = common_by.load_common(place)
-        tree = _adopted(state)
+        sharded_by, common_by = verify_checkpoint_and_load_strategy(str(directory), strategy, common_strategy)
+        common = common_by.load_common(directory)
+        tree = _with_our_entities(state)
         request, local, factories = load_preprocess(tree)
         merge(common, local)
         sharded, _ = extract_sharded_base(request)
@@ -187,9 +187,9 @@ def load_with(
         asked = _keys(nested_values(sharded))
         stored: set[str] = set()
         if strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
-            stored = _stored_keys(sharded_by, common_by, place)
+            stored = _stored_keys(sharded_by, common_by, directory)
             rules = LoadRules((), strict)
-            unexpected = check_unexpected_keys(asked, dict.fromkeys(stored), rules, where=str(place))
+            unexpected = check_unexpected_keys(asked, dict.fromkeys(stored), rules, where=str(directory))
             sharded = adjust_non_strict_load(sharded, set(unexpected))
         prepared.append((sharded_by, common_by, common, sharded, factories, stored))
         return json.dumps(sorted(asked)).encode()
@@ -200,15 +200,15 @@ def load_with(
     if strict.looks_for_missing_keys:
         everything = {key for answer in answers for key in json.loads(answer)}
         missing = check_missing_keys(
-            everything, dict.fromkeys(stored), LoadRules((), strict), where=str(place)
+            everything, dict.fromkeys(stored), LoadRules((), strict), where=str(directory)
         )
 
     def move() -> bytes:
         objects, rest = _split_objects(sharded, sharded_by, common_by)
         if objects is not None:
-            merge(common, _only(objects, common_by.load_sharded_objects(objects, place)))
-        merge(common, _only(rest, sharded_by.load(rest, place)))
-        loaded.append(apply_factory_merges(common, _present(factories, common)))
+            merge(common, _requested_values(objects, common_by.load_sharded_objects(objects, directory)))
+        merge(common, _requested_values(rest, sharded_by.load(rest, directory)))
+        loaded.append(apply_factory_merges(common, _loaded_factories(factories, common)))
         return b""
 
     run_on_all_ranks(group, move, doing=f"loading with {type(strategy).__name__}")
@@ -217,7 +217,7 @@ def load_with(
     return loaded[0]
 
 
-def _prepared(
+def _prepare_state(
     state: ShardedStateDict,
     group: Group,
     validate: bool,
@@ -234,7 +234,7 @@ def _prepared(
     found: list[tuple[ShardedStateDict, StateDict]] = []
 
     def describe_own() -> bytes:
-        tree = dict(_adopted(state))
+        tree = dict(_with_our_entities(state))
         if content_metadata is not None:
             tree["content_metadata"] = content_metadata
         sharded, common = save_preprocess(tree, validate_access_integrity=False)
@@ -264,7 +264,7 @@ def _prepared(
     return found[0]
 
 
-def _adopted(state: ShardedStateDict) -> ShardedStateDict:
+def _with_our_entities(state: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict with entities of Megatron-Core as ours.
 
     Raises:
@@ -281,7 +281,7 @@ def _kinds_in(tree: Any, path: str) -> set[str]:
     """Return which kinds of leaves a tree has: these are moved apart from each other.
 
     Raises:
-        DeclarationError: in a list, positions of one kind would be lost beside another kind.
+        DeclarationError: a list has several kinds of leaves, which would lose their positions.
     """
     if not isinstance(tree, dict | list) or not tree:
         is_local = isinstance(tree, LocalNonpersistentObject)
@@ -313,16 +313,16 @@ def _checked(entity: Any) -> ShardedTensor | ShardedObject:
     return entity
 
 
-def _make_room(place: Path | str, group: Group) -> None:
+def _remove_old_checkpoint(directory: Path | str, group: Group) -> None:
     """Make the directory, and remove a checkpoint that is in it: its commit first. Collective."""
 
     def step() -> bytes:
         if group.rank != 0:
             return b""
-        with closing(open_store(place)) as store:
+        with closing(open_store(directory)) as store:
             store.create()
             if is_committed(store):
-                log.warning("%s holds a checkpoint, which is removed before it is saved over.", place)
+                log.warning("%s holds a checkpoint, which is removed before it is saved over.", directory)
                 stale = files_of_saves(store)
                 store.delete([name for name in (MANIFEST, _DCP_METADATA) if store.exists(name)])
                 store.sync()
@@ -333,20 +333,20 @@ def _make_room(place: Path | str, group: Group) -> None:
     run_on_all_ranks(group, step, doing="preparing the directory")
 
 
-def _commit(strategy: Any, common_strategy: Any, place: Path | str, group: Group) -> None:
+def _commit(strategy: Any, common_strategy: Any, directory: Path | str, group: Group) -> None:
     """Write metadata.json, as Megatron-Core does. Collective."""
 
     def step() -> bytes:
         if group.rank == 0:
-            said = {
+            manifest = {
                 "sharded_backend": strategy.backend,
                 "sharded_backend_version": strategy.version,
                 "common_backend": common_strategy.backend,
                 "common_backend_version": common_strategy.version,
             }
-            with closing(open_store(place)) as store:
+            with closing(open_store(directory)) as store:
                 store.sync()
-                store.replace(MANIFEST, json.dumps(said, indent=1, sort_keys=True).encode())
+                store.replace(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
         return b""
 
     run_on_all_ranks(group, step, doing="committing the checkpoint")
@@ -382,14 +382,14 @@ def _keys(entities: Iterable[Any]) -> set[str]:
     return {entity.key for entity in entities if isinstance(entity, ShardedBase)}
 
 
-def _stored_keys(strategy: Any, common_strategy: Any, place: Path | str) -> set[str]:
-    stored = _keys(strategy.load_sharded_metadata(place).values())
+def _stored_keys(strategy: Any, common_strategy: Any, directory: Path | str) -> set[str]:
+    stored = _keys(strategy.load_sharded_metadata(directory).values())
     if not strategy.can_handle_sharded_objects:
-        stored |= _keys(common_strategy.load_sharded_metadata(place).values())
+        stored |= _keys(common_strategy.load_sharded_metadata(directory).values())
     return stored
 
 
-def _only(asked: Any, loaded: Any, path: str = "") -> Any:
+def _requested_values(asked: Any, loaded: Any, path: str = "") -> Any:
     """Return what was asked for of what a strategy has loaded: one of ours adds common state.
 
     Raises:
@@ -405,22 +405,22 @@ def _only(asked: Any, loaded: Any, path: str = "") -> Any:
                 f"{path}[{step!r}] was asked for, and the strategy's load() returned nothing for it. It has "
                 f"to return the state dict that it was given with a value in the place of each entity."
             )
-    found = [_only(asked[step], loaded[step], f"{path}[{step!r}]") for step in steps]
+    found = [_requested_values(asked[step], loaded[step], f"{path}[{step!r}]") for step in steps]
     return dict(zip(steps, found, strict=True)) if isinstance(asked, dict) else found
 
 
-def _present(factories: Any, loaded: Any) -> Any:
+def _loaded_factories(factories: Any, loaded: Any) -> Any:
     """Return the factories for which something was loaded."""
     if not isinstance(factories, dict):
         return factories
     return {
-        step: _present(inner, loaded[step])
+        step: _loaded_factories(inner, loaded[step])
         for step, inner in factories.items()
         if (step in loaded if isinstance(loaded, dict) else isinstance(loaded, list) and step < len(loaded))
     }
 
 
-def _place(checkpoint_dir: str | os.PathLike[str]) -> Path | str:
+def _path_or_url(checkpoint_dir: str | os.PathLike[str]) -> Path | str:
     """Return the directory as strategies of Megatron-Core are given it."""
     text = os.fspath(checkpoint_dir)
     return text if is_url(text) else Path(text)

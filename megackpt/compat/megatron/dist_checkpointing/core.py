@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megackpt.compat.megatron.refusal import refuse
+from megackpt.compat.megatron.unsupported import raise_unsupported
 from megackpt.engine.checkpoint.manifest import read_manifest
 from megackpt.errors import CheckpointingException, FormatError
 from megackpt.formats.strategy import MANIFEST
@@ -65,10 +65,10 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | Store) -> Checkpo
         return None
     if not isinstance(checkpoint_dir, (str, os.PathLike)):
         return _config_in(checkpoint_dir)
-    place = os.fspath(checkpoint_dir)
-    if not is_url(place) and not Path(place).is_dir():
+    directory = os.fspath(checkpoint_dir)
+    if not is_url(directory) and not Path(directory).is_dir():
         return None
-    store = open_store(place)
+    store = open_store(directory)
     try:
         return _config_in(store)
     finally:
@@ -78,24 +78,24 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | Store) -> Checkpo
 def _config_in(store: Store) -> CheckpointingConfig | None:
     if not store.exists(CONFIG_FNAME):
         return None
-    said = read_manifest(store)
-    if "sharded_backend" not in said:
+    manifest = read_manifest(store)
+    if "sharded_backend" not in manifest:
         raise FormatError(
             f"{store.location}/{CONFIG_FNAME} does not name a sharded_backend. The file is damaged or "
             f"foreign.",
             path=store.location,
         )
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
-    return CheckpointingConfig(**{name: said[name] for name in names if name in said})
+    return CheckpointingConfig(**{name: manifest[name] for name in names if name in manifest})
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
-    """Refuse: metadata.json is the commit of a checkpoint.
+    """Raise an error: metadata.json is the commit of a checkpoint.
 
     Raises:
         UnsupportedError: always.
     """
-    refuse(
+    raise_unsupported(
         "save_config",
         because="metadata.json is the commit of a checkpoint and names the index it commits.",
         instead="save() writes it when everything else is durable.",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import nested_values
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 
@@ -73,7 +73,7 @@ def distribute_shards_to_ranks(
     load = [0] * num_ranks
     chosen: dict[T, int] = {}
     for shard in sorted(shard_to_ranks, key=turn):  # stable: equals in the order given
-        rank = min(shard_to_ranks[shard], key=lambda holder: (load[holder], holder))
+        rank = min(shard_to_ranks[shard], key=lambda owner: (load[owner], owner))
         chosen[shard] = rank
         load[rank] += shard_to_size[shard]
     return chosen
@@ -104,14 +104,14 @@ def determine_main_replica_uniform_distribution(
     for rank, tensors in enumerate(gathered):
         for tensor in tensors:
             shard = shard_id(tensor)
-            holders = ranks.setdefault(shard, [])
-            if rank not in holders:  # a rank may hold a shard twice, for example a tied weight
-                holders.append(rank)
+            owners = ranks.setdefault(shard, [])
+            if rank not in owners:  # a rank may own a shard twice, for example a tied weight
+                owners.append(rank)
             shards.setdefault(shard, tensor)
             if is_main_replica(tensor.replica_id):
                 with_main.add(shard)
     here = set(ranks) if ignore_groups else with_main
-    ranks = {shard: holders for shard, holders in ranks.items() if shard in here}
+    ranks = {shard: owners for shard, owners in ranks.items() if shard in here}
     sizes = {shard: math.prod(shards[shard].local_shape) * shards[shard].dtype.itemsize for shard in ranks}
     chosen = distribute_shards_to_ranks(ranks, sizes, size, here - with_main)
     return ShardDistribution(chosen, here, shards, ranks)
@@ -131,8 +131,8 @@ def is_float8tensor(tensor: torch.Tensor) -> bool:
     )
 
 
-exchange_by_distribution = refused("exchange_by_distribution", **_PLANNED)
-exchange_loaded_objects_gather_object = refused("exchange_loaded_objects_gather_object", **_PLANNED)
-exchange_loaded_tensors_broadcast = refused("exchange_loaded_tensors_broadcast", **_PLANNED)
-exchange_loaded_tensors_gather_object = refused("exchange_loaded_tensors_gather_object", **_PLANNED)
-exchange_loaded_tensors_gather_rounds = refused("exchange_loaded_tensors_gather_rounds", **_PLANNED)
+exchange_by_distribution = unsupported_name("exchange_by_distribution", **_PLANNED)
+exchange_loaded_objects_gather_object = unsupported_name("exchange_loaded_objects_gather_object", **_PLANNED)
+exchange_loaded_tensors_broadcast = unsupported_name("exchange_loaded_tensors_broadcast", **_PLANNED)
+exchange_loaded_tensors_gather_object = unsupported_name("exchange_loaded_tensors_gather_object", **_PLANNED)
+exchange_loaded_tensors_gather_rounds = unsupported_name("exchange_loaded_tensors_gather_rounds", **_PLANNED)

@@ -138,9 +138,9 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
             name = _name_in_gpt(key, layer_maps, stored) if isinstance(key, str) else key
             if name is None:
                 continue
-            below = f"{path}.{name}" if path else str(name)
-            if stored is None or isinstance(inner, (Mapping, list, tuple)) or below in stored:
-                result[name] = renamed(inner, below)
+            child_path = f"{path}.{name}" if path else str(name)
+            if stored is None or isinstance(inner, (Mapping, list, tuple)) or child_path in stored:
+                result[name] = renamed(inner, child_path)
         return result
 
     whole: dict[Any, Any] = renamed(state_dict, checkpoint_prefix)

@@ -52,7 +52,7 @@ LocalNonpersitentObject = LocalNonpersistentObject  # as Megatron-Core spelled i
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace every factory by what it builds, in place. Local.
 
-    `save` and `load` do this beside the dict that they are given, which stays as it is.
+    `save` and `load` do this in a copy of the dict; the given dict stays as it is.
     """
     dict_list_map_inplace(
         lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, sharded_state_dict
@@ -60,7 +60,7 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 
 
 def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str, ...] = ()) -> Any:
-    """Replace, in x1 and in place, what stands at the path of each factory of x2 by its merged tensor. Local.
+    """In x1, replace the value at the path of each factory of x2 by its merged tensor, in place. Local.
 
     x2 holds factories only; a dict of it may stand for a list of x1, by position.
 
@@ -73,11 +73,11 @@ def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str, ..
         raise DeclarationError(f"At {key}: lists of {len(x1)} and {len(x2)} elements cannot be merged.")
     if not isinstance(x1, (dict, list)) or not isinstance(x2, (dict, list)):
         raise DeclarationError(
-            f"At {key}: {type(x2).__name__} is no factory to be merged with {type(x1).__name__}."
+            f"At {key}: {type(x2).__name__} is not a factory to merge with {type(x1).__name__}."
         )
     for step, inner in x2.items() if isinstance(x2, dict) else enumerate(x2):
         present = step in x1 if isinstance(x1, dict) else isinstance(step, int) and step < len(x1)
         if not present:
-            raise DeclarationError(f"At {key}: a factory stands at {step!r}, where nothing was loaded.")
+            raise DeclarationError(f"At {key}: there is a factory at {step!r}, where nothing was loaded.")
         x1[step] = apply_factory_merges(x1[step], inner, (*key, step))
     return x1

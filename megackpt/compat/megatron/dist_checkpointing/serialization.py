@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megackpt import api
 from megackpt.comm import run_on_all_ranks, subgroup, world_group
 from megackpt.compat.megatron.dist_checkpointing.core import maybe_load_config
+from megackpt.compat.megatron.dist_checkpointing.strategies import (
+    torch as _torch_strategies,  # noqa: F401 - sets the strategies of the format torch_dist
+)
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -43,7 +46,7 @@ from megackpt.compat.megatron.dist_checkpointing.validation import (
 )
 from megackpt.compat.megatron.integrity import verify_integrity_manifest, write_on_rank_0
 from megackpt.compat.megatron.load_errors import also_of_torch
-from megackpt.compat.megatron.ours import (
+from megackpt.compat.megatron.our_strategies import (
     is_loaded_by_us,
     is_saved_by_us,
     load_by,
@@ -265,7 +268,7 @@ def save(
     if not _is_common_of_ours(common):
         raise UnsupportedError(
             f"common_strategy={common} would not be used: a format of megackpt commits common state with the "
-            f"rest. Give it beside a sharded strategy of your own, or leave it out."
+            f"rest. Give it together with a sharded strategy of your own, or leave it out."
         )
     arguments = {
         "validate_access_integrity": validate_access_integrity,

@@ -116,10 +116,10 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
         wanted, local, factories = load_preprocess(sharded_state_dict)
         merge(state, local)
         wanted, _ = extract_sharded_base(wanted)
-        stored = {_place(entity): entity.data for entity in nested_values(self.sharded_state_dict)}
+        stored = {_identity(entity): entity.data for entity in nested_values(self.sharded_state_dict)}
         asked = list(nested_values(wanted))
-        unexpected = {entity.key for entity in asked if _place(entity) not in stored}
-        missing = {place[0] for place in stored} - {entity.key for entity in asked}
+        unexpected = {entity.key for entity in asked if _identity(entity) not in stored}
+        missing = {identity[0] for identity in stored} - {entity.key for entity in asked}
         if unexpected and StrictHandling.of(strict).on_unexpected is Policy.ERROR:
             key = min(unexpected)
             raise MissingKeyError(
@@ -128,8 +128,8 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]
                 f"a global one instead.",
                 key=key,
             )
-        wanted, _ = extract_matching_values(wanted, lambda entity: _place(entity) in stored)
-        wanted = dict_list_map_inplace(lambda entity: stored[_place(entity)], wanted)
+        wanted, _ = extract_matching_values(wanted, lambda entity: _identity(entity) in stored)
+        wanted = dict_list_map_inplace(lambda entity: stored[_identity(entity)], wanted)
         merge(state, apply_factory_merges(wanted, factories))
         return (state, missing, unexpected) if return_mismatch_keys else state
 
@@ -239,7 +239,7 @@ def _check_algorithm(algo: str) -> None:
         raise DeclarationError(f"algo={algo!r} is not known. Give one of {', '.join(ALGORITHMS)}.")
 
 
-def _place(entity: ShardedBase) -> tuple[Any, ...]:
+def _identity(entity: ShardedBase) -> tuple[Any, ...]:
     """Return what tells shards of a rank apart."""
     if isinstance(entity, ShardedObject):
         return (entity.key, tuple(entity.global_shape), tuple(entity.global_offset))

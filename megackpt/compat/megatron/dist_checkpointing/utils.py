@@ -49,7 +49,7 @@ Split = tuple[ShardedStateDict, StateDict]
 
 
 def zip_strict(*args: Any) -> Iterator[tuple[Any, ...]]:
-    """`zip` that refuses iterables of different lengths at once.
+    """`zip` that raises an error at once for iterables of different lengths.
 
     Raises:
         DeclarationError: naming the lengths.

@@ -29,7 +29,7 @@ from megackpt.compat.megatron.integrity import (
     save_integrity_manifest,
     verify_integrity_manifest,
 )
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.engine.state.flatten import flatten_state
 from megackpt.errors import DeclarationError, FormatError, MissingKeyError, NotACheckpointError
 from megackpt.mapping import ShardedBase, ShardedStateDict, StateDict
@@ -68,7 +68,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     return StrictHandling.of(strict)
 
 
-validate_integrity_and_strict_load = refused(
+validate_integrity_and_strict_load = unsupported_name(
     "validate_integrity_and_strict_load",
     because="a load compares its request with the checkpoint's index in one place.",
     instead="Call load(strict=...), or megackpt.load_with_report to look at what differs.",
@@ -167,12 +167,12 @@ def determine_global_metadata(
 
     Collective over the group, or over all ranks without one.
     """
-    alone = not (dist.is_available() and dist.is_initialized())
-    rank, ranks = (0, 1) if alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
+    is_single = not (dist.is_available() and dist.is_initialized())
+    rank, ranks = (0, 1) if is_single else (dist.get_rank(process_group), dist.get_world_size(process_group))
     flattened = flatten_state(sharded_state_dict, rank=rank, ranks=ranks)
     local = [entity.without_data() for entity in flattened.entities]
     gathered: list[Any] = [local] * ranks
-    if not alone:
+    if not is_single:
         dist.all_gather_object(gathered, local, group=process_group)
     return local, gathered
 

@@ -1,7 +1,7 @@
 """Requests and queues of asynchronous saves.
 
-Owns the order in which requests end, over all ranks. Saving is up to the engine's writer processes; classes
-that start processes in Megatron-Core refuse.
+Requests end in the same order on all ranks. The engine's writer processes save; classes
+that start processes in Megatron-Core raise an error.
 
 Source: Megatron-Core `dist_checkpointing.strategies.async_utils`, for names and signatures.
 """
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megackpt.comm import Group, Numbers, run_and_compare, world_group
-from megackpt.compat.megatron.deferred import DeferredSave
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.deferred_save import DeferredSave
+from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedBase
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0  # as in SaveOptions
 _WHY = {
-    "because": "a process beside each rank writes, and is started by the queue.",
+    "because": "a writer process of each rank writes; the queue starts it.",
     "instead": "Use AsyncCallsQueue, or megackpt.Checkpointer(async_save=True).",
 }
 
@@ -95,7 +95,7 @@ class AsyncRequest(NamedTuple):
 class AsyncCallsQueue:
     """Requests that are under way, and what is to be done after them, in order.
 
-    Saves of ours go to a writer process beside each rank, which is started with the first and kept, whatever
+    Saves of ours go to a writer process of each rank, which is started with the first and kept, whatever
     persistent says. Any other function is called in a thread, one after the other. Tensors in its arguments
     are copied before, as a process of its own would not see them change; what a function reaches otherwise
     is staged by preload_fn, or by whoever makes the request.
@@ -159,7 +159,7 @@ class AsyncCallsQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests and end the queue; with abort, forget them: what is not committed is torn.
+        """Finalize all requests and end the queue; with abort, drop them uncommitted.
 
         Collective without abort.
 
@@ -205,7 +205,7 @@ class AsyncCallsQueue:
         if not found.equal[0]:
             raise DeclarationError(
                 f"Ranks have different requests in their queues; this one is at number {call.number}. "
-                f"Schedule and finalize on all ranks alike."
+                f"Schedule and finalize in the same order on all ranks."
             )
         return not found.largest[0]
 
@@ -292,9 +292,9 @@ def _copied(value: Any) -> Any:
         case torch.Tensor():
             return value.detach().clone()
         case ShardedBase():
-            held = copy.copy(value)
-            held.data = _copied(held.data)
-            return held
+            copied = copy.copy(value)
+            copied.data = _copied(copied.data)
+            return copied
         case dict():
             return {key: _copied(inner) for key, inner in value.items()}
         case list():
@@ -307,7 +307,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-AsyncCaller = refused("AsyncCaller", **_WHY)
-TemporalAsyncCaller = refused("TemporalAsyncCaller", **_WHY)
-PersistentAsyncCaller = refused("PersistentAsyncCaller", **_WHY)
-DistributedAsyncCaller = refused("DistributedAsyncCaller", **_WHY)
+AsyncCaller = unsupported_name("AsyncCaller", **_WHY)
+TemporalAsyncCaller = unsupported_name("TemporalAsyncCaller", **_WHY)
+PersistentAsyncCaller = unsupported_name("PersistentAsyncCaller", **_WHY)
+DistributedAsyncCaller = unsupported_name("DistributedAsyncCaller", **_WHY)

@@ -1,17 +1,18 @@
 """Base classes of strategies, and which is the default of a format. Source: Megatron-Core `strategies.base`.
 
-Here a strategy stands for a choice of format: see `megackpt.compat.megatron.ours`.
+Here a strategy stands for a choice of format: see `megackpt.compat.megatron.our_strategies`.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from megackpt.errors import CheckpointingException, DeclarationError
+from megackpt.errors import CheckpointingException
 from megackpt.mapping import ShardedStateDict, StateDict
 
 __all__ = [
@@ -41,7 +42,8 @@ class StrategyAction(Enum):
 
 
 default_strategies: dict[str, dict[tuple[str, int], Any]] = {action.value: {} for action in StrategyAction}
-"""What was registered, by action and format; a registered strategy stands before our own."""
+"""Registered strategies, by action and format. They go before megackpt's own."""
+_MEGACKPT_STRATEGIES: dict[StrategyAction, Callable[[str, int], Any]] = {}
 async_calls = AsyncCallsQueue()
 
 
@@ -51,22 +53,16 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     Raises:
         DeclarationError: there is none.
     """
-    from megackpt.compat.megatron.dist_checkpointing.strategies import common
-    from megackpt.compat.megatron.ours import DetectingLoadStrategy, default_save_strategy
-
     registered = default_strategies[action.value].get((backend, version))
-    if registered is not None:
-        return registered
-    if action is StrategyAction.SAVE_SHARDED:
-        return default_save_strategy(backend, version)
-    if action is StrategyAction.LOAD_SHARDED:
-        return DetectingLoadStrategy()
-    if backend not in ("torch", "megackpt"):
-        raise DeclarationError(
-            f"There is no {action.value} strategy for {(backend, version)}. Use ('torch', 1)."
-        )
-    saving = action is StrategyAction.SAVE_COMMON
-    return common.TorchCommonSaveStrategy(backend, version) if saving else common.TorchCommonLoadStrategy()
+    return _MEGACKPT_STRATEGIES[action](backend, version) if registered is None else registered
+
+
+def set_megackpt_strategy(action: StrategyAction, make: Callable[[str, int], Any]) -> None:
+    """Set what makes megackpt's own strategy of an action from a backend and a version.
+
+    The modules of the strategies call it, so this module, which they import, need not import them.
+    """
+    _MEGACKPT_STRATEGIES[action] = make
 
 
 def register_default_strategy(

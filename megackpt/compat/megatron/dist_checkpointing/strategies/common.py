@@ -1,21 +1,27 @@
 """Common state by Megatron-Core's names. Source: Megatron-Core `dist_checkpointing.strategies.common`.
 
-In our formats common state is a part of the checkpoint, which `load` and `save` read and write. Beside a
-sharded strategy of a user's, these write and read the files that Megatron-Core does.
+In our formats common state is a part of the checkpoint, which `load` and `save` read and write. With a
+sharded strategy of a user, these write and read the files that Megatron-Core does.
 """
 
 from __future__ import annotations
 
 import os
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from megackpt import api
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megackpt.compat.megatron.dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from megackpt.errors import FormatError, NotACheckpointError
+from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    SaveCommonStrategy,
+    StrategyAction,
+    set_megackpt_strategy,
+)
+from megackpt.errors import DeclarationError, FormatError, NotACheckpointError
 from megackpt.formats.safe_pickle import load_value, save_value
 from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES
 from megackpt.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
@@ -24,20 +30,20 @@ from megackpt.storage import open_store
 COMMON_STATE_FNAME = "common.pt"
 """Where Megatron-Core keeps common state."""
 CONTENT_METADATA = "content_metadata"
-"""Under which key content metadata stands in common state."""
+"""The key of content metadata in common state."""
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Writes common state to common.pt and each object to a file of its own, as torch.save does.
 
-    `save` calls it beside a sharded strategy of a user's. Our formats store common state by themselves.
+    `save` calls it together with a sharded strategy of a user. Our formats store common state by themselves.
     """
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Write common.pt on rank 0; do nothing elsewhere. Local.
 
         Raises:
-            UnserializableError: a value that `torch.load(weights_only=True)` would refuse.
+            UnserializableError: `torch.load(weights_only=True)` could not read a value.
         """
         if _rank() == 0:
             _write(checkpoint_dir, COMMON_STATE_FNAME, save_value(common_state_dict, path="common state"))
@@ -108,10 +114,23 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Do nothing: a format that cannot be read is refused when it is opened."""
+        """Do nothing: opening a format that cannot be read raises the error."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Do nothing: a version that cannot be read is refused when it is opened."""
+        """Do nothing: opening a version that cannot be read raises the error."""
+
+
+def _default(action: StrategyAction, backend: str, version: int) -> Any:
+    if backend not in ("torch", "megackpt"):
+        raise DeclarationError(
+            f"There is no {action.value} strategy for {(backend, version)}. Use ('torch', 1)."
+        )
+    saves = action is StrategyAction.SAVE_COMMON
+    return TorchCommonSaveStrategy(backend, version) if saves else TorchCommonLoadStrategy()
+
+
+for _action in (StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON):
+    set_megackpt_strategy(_action, partial(_default, _action))
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict:

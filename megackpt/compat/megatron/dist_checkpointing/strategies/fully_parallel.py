@@ -26,7 +26,7 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
-from megackpt.compat.megatron.ours import (
+from megackpt.compat.megatron.our_strategies import (
     LoadArguments,
     SaveArguments,
     is_loaded_by_us,

@@ -148,7 +148,7 @@ def reformulate_single_nd_flattened_tensor(
     # Along each dim of the grid of stored chunks: from the chunk of the first element to that of the last.
     along = [range(s // c, -(-(s + e) // c)) for s, e, c in zip(start, extent, chunk, strict=True)]
     offsets = [tuple(n * c for n, c in zip(numbers, chunk, strict=True)) for numbers in product(*along)]
-    pieces = {
+    shards = {
         (offset, chunk[prepended:]): ShardedTensor(
             sh_ten.key,
             None,
@@ -167,7 +167,7 @@ def reformulate_single_nd_flattened_tensor(
 
     def merged(loaded: Any) -> torch.Tensor:
         whole: torch.Tensor | None = None
-        for offset, shape in pieces:
+        for offset, shape in shards:
             flat = loaded[offset, shape]
             if whole is None:
                 whole = torch.empty(sh_ten.local_shape, dtype=sh_ten.dtype, device=flat.device)
@@ -184,5 +184,5 @@ def reformulate_single_nd_flattened_tensor(
         return whole.reshape(-1)[sh_ten.flattened_range]
 
     return ShardedTensorFactory(
-        sh_ten.key, None, lambda *_: pieces, merged, sh_ten.replica_id, sh_ten.flattened_range
+        sh_ten.key, None, lambda *_: shards, merged, sh_ten.replica_id, sh_ten.flattened_range
     )

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megackpt.compat.megatron.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.unsupported import unsupported_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,7 +71,7 @@ def save_state_dict_async_finalize(
     )
 
 
-verify_global_md_reuse = refused(
+verify_global_md_reuse = unsupported_name(
     "verify_global_md_reuse",
     because="plans of earlier saves are kept by the strategies of megackpt, and compared by them.",
     instead="Use save() with use_cached_ckpt_structure set on the strategy.",

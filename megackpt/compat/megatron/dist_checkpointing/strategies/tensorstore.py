@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megackpt.compat.megatron.ours import DetectingLoadStrategy, LoadArguments
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.our_strategies import DetectingLoadStrategy, LoadArguments
+from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.options import LoadOptions
 
 _PLUMBING = {
@@ -41,5 +41,5 @@ def register_default_tensorstore_strategies() -> None:
     """Do nothing: our strategies are there without being registered."""
 
 
-merge_global_slice_with_shape = refused("merge_global_slice_with_shape", **_PLUMBING)
-open_ts_array = refused("open_ts_array", **_PLUMBING)
+merge_global_slice_with_shape = unsupported_name("merge_global_slice_with_shape", **_PLUMBING)
+open_ts_array = unsupported_name("open_ts_array", **_PLUMBING)

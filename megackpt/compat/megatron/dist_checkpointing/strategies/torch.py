@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from megackpt.compat.megatron.dist_checkpointing.strategies import filesystem_async
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megackpt.compat.megatron.dist_checkpointing.strategies.base import StrategyAction, set_megackpt_strategy
 from megackpt.compat.megatron.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
@@ -14,10 +15,10 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.state_dict_saver imp
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy, SaveArguments
+from megackpt.compat.megatron.unsupported import unsupported_name
 from megackpt.errors import DeclarationError
-from megackpt.formats.registry import SaveChoice
+from megackpt.formats.registry import SaveChoice, save_strategy
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.options import SaveOptions
@@ -111,6 +112,21 @@ class TorchDistSaveShardedStrategy(FormatSaveStrategy):
         return {**super().save_arguments, "options": options}
 
 
+def _default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
+    """Return the strategy for a format by name.
+
+    Raises:
+        DeclarationError: there is no such format.
+        MissingExtraError: it needs a package that is not installed.
+    """
+    save_strategy((backend, version))
+    is_torch_dist = (backend, version) == ("torch_dist", 1)
+    return (TorchDistSaveShardedStrategy if is_torch_dist else FormatSaveStrategy)(backend, version)
+
+
+set_megackpt_strategy(StrategyAction.SAVE_SHARDED, _default_save_strategy)
+
+
 class TorchDistLoadShardedStrategy(DetectingLoadStrategy):
     """Loads a checkpoint of any format that can be read here, as its metadata.json says.
 
@@ -171,11 +187,13 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     return "mcore", known if module is None else known[module]
 
 
-MCoreLoadPlanner = refused("MCoreLoadPlanner", **_PLUMBING)
-MCoreMetadata = refused("MCoreMetadata", **_PLUMBING)
-MCoreSavePlan = refused("MCoreSavePlan", **_PLUMBING)
-MCoreSavePlanner = refused("MCoreSavePlanner", **_PLUMBING)
-flatten_state_dict = refused("flatten_state_dict", **_PLUMBING)
-get_reformulation_metadata = refused("get_reformulation_metadata", **_PLUMBING)
-mcore_to_pyt_state_dict = refused("mcore_to_pyt_state_dict", **_PLUMBING)
-sharded_tensor_to_torch_sharded_tensor = refused("sharded_tensor_to_torch_sharded_tensor", **_PLUMBING)
+MCoreLoadPlanner = unsupported_name("MCoreLoadPlanner", **_PLUMBING)
+MCoreMetadata = unsupported_name("MCoreMetadata", **_PLUMBING)
+MCoreSavePlan = unsupported_name("MCoreSavePlan", **_PLUMBING)
+MCoreSavePlanner = unsupported_name("MCoreSavePlanner", **_PLUMBING)
+flatten_state_dict = unsupported_name("flatten_state_dict", **_PLUMBING)
+get_reformulation_metadata = unsupported_name("get_reformulation_metadata", **_PLUMBING)
+mcore_to_pyt_state_dict = unsupported_name("mcore_to_pyt_state_dict", **_PLUMBING)
+sharded_tensor_to_torch_sharded_tensor = unsupported_name(
+    "sharded_tensor_to_torch_sharded_tensor", **_PLUMBING
+)

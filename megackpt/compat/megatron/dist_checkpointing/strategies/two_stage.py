@@ -28,7 +28,12 @@ from megackpt.compat.megatron.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     nested_values,
 )
-from megackpt.compat.megatron.ours import DetectingLoadStrategy, LoadArguments, has_own_steps, load_by
+from megackpt.compat.megatron.our_strategies import (
+    DetectingLoadStrategy,
+    LoadArguments,
+    has_own_steps,
+    load_by,
+)
 from megackpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.options import LoadOptions
 from megackpt.validation import LoadTimes
@@ -92,7 +97,7 @@ def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[i
 class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
     """Loads any format: the first rank of the data-parallel group reads and broadcasts to the others.
 
-    A rank needs memory for two tensors at most beside the state, and never more than
+    In addition to the state, a rank needs memory for at most two tensors, and never more than
     `LoadOptions.exchange_bytes`; one tensor where a subclass has steps of its own. cpu_transfer=False
     broadcasts between devices by the group's own backend, where all ranks load to devices.
 
@@ -193,7 +198,7 @@ class TwoStageDataParallelLoadShardedStrategy(DetectingLoadStrategy):
         return loaded
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
-        """Do nothing: a format that cannot be read is refused when it is opened."""
+        """Do nothing: opening a format that cannot be read raises the error."""
 
     @timed()
     def deduplicate_chunks(self, ten_metas: list[_ShardedTensorMetadata]) -> list[_ShardedTensorMetadata]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megackpt.compat.megatron.ours import DetectingLoadStrategy, FormatSaveStrategy
-from megackpt.compat.megatron.refusal import refused
+from megackpt.compat.megatron.our_strategies import DetectingLoadStrategy, FormatSaveStrategy
+from megackpt.compat.megatron.unsupported import unsupported_name
 
 _PLUMBING = {
     "because": "it is a step between zarr arrays and tensors that tensorstore takes here.",
@@ -28,7 +28,7 @@ def register_default_zarr_strategies() -> None:
     """Do nothing: our strategies are there without being registered."""
 
 
-flatten_range = refused("flatten_range", **_PLUMBING)
-load_zarr_based_sharded_metadata = refused("load_zarr_based_sharded_metadata", **_PLUMBING)
-pad_to_expected_shape = refused("pad_to_expected_shape", **_PLUMBING)
-postprocess_numpy_array = refused("postprocess_numpy_array", **_PLUMBING)
+flatten_range = unsupported_name("flatten_range", **_PLUMBING)
+load_zarr_based_sharded_metadata = unsupported_name("load_zarr_based_sharded_metadata", **_PLUMBING)
+pad_to_expected_shape = unsupported_name("pad_to_expected_shape", **_PLUMBING)
+postprocess_numpy_array = unsupported_name("postprocess_numpy_array", **_PLUMBING)

@@ -1,9 +1,9 @@
 """Our formats as strategies of Megatron-Core's kind.
 
-Owns the translation of a strategy, a `(backend, version)` pair or None into what `megackpt.save` takes. A
-strategy of Megatron-Core's kind moves the sharded part of a state dict; in megackpt a format moves bytes and
-the engine does the rest, so these stand for a choice of format, and what they do by themselves is a whole
-save or load.
+A strategy of Megatron-Core's kind moves the sharded part of a state dict. In megackpt a format moves bytes
+and the engine does the rest. So these strategies stand for a choice of format, and their methods do a whole
+save or load. This module translates a strategy, a `(backend, version)` pair or None into what
+`megackpt.save` takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megackpt import api
 from megackpt.comm import Group
-from megackpt.compat.megatron.deferred import DeferredSave
+from megackpt.compat.megatron.deferred_save import DeferredSave
 from megackpt.compat.megatron.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
 from megackpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
@@ -25,8 +25,9 @@ from megackpt.compat.megatron.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     StrategyAction,
     get_default_strategy,
+    set_megackpt_strategy,
 )
-from megackpt.compat.megatron.enclosing import take_common
+from megackpt.compat.megatron.enclosing_save import take_common
 from megackpt.compat.megatron.load_errors import also_of_torch
 from megackpt.compat.megatron.process_options import OPTIONS
 from megackpt.compat.megatron.settings import KnownSettings
@@ -120,10 +121,10 @@ class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
         api.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Do nothing: a format that cannot be read is refused when it is opened."""
+        """Do nothing: opening a format that cannot be read raises the error."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Do nothing: a version that cannot be read is refused when it is opened."""
+        """Do nothing: opening a version that cannot be read raises the error."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -131,18 +132,7 @@ class DetectingLoadStrategy(KnownSettings, LoadShardedStrategy):
         return True
 
 
-def default_save_strategy(backend: str, version: int) -> FormatSaveStrategy:
-    """Return the strategy for a format by name.
-
-    Raises:
-        DeclarationError: there is no such format.
-        MissingExtraError: it needs a package that is not installed.
-    """
-    from megackpt.compat.megatron.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    save_strategy((backend, version))
-    is_torch_dist = (backend, version) == ("torch_dist", 1)
-    return (TorchDistSaveShardedStrategy if is_torch_dist else FormatSaveStrategy)(backend, version)
+set_megackpt_strategy(StrategyAction.LOAD_SHARDED, lambda backend, version: DetectingLoadStrategy())
 
 
 def save_choice(strategy: Any) -> SaveChoice:
@@ -254,7 +244,7 @@ def request_by(
 ) -> AsyncRequest:
     """Return a request for what `save_as_rank_0` does with these arguments. Local.
 
-    Tensors are not copied yet. The format is chosen here, so that what is refused is refused at once.
+    Tensors are not copied yet. The format is chosen here, so that an unknown one is an error at once.
     """
     if isinstance(strategy, (tuple, list)):
         strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *strategy)

@@ -1,7 +1,7 @@
 """A save of ours that a user's strategy makes inside of its own.
 
-A strategy may hand what it was given to one of ours, as a wrapper does. Then that one saves the whole
-checkpoint, and has to be given the common state that the user's strategy never sees.
+A strategy may pass its arguments on to one of ours, as a wrapper does. Then ours saves the whole
+checkpoint, and needs the common state, which the user's strategy never gets.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class EnclosingSave:
     """The save for which a user's strategy was called.
 
     Attributes:
-        place: where to.
+        directory: where to.
         common: common state, content metadata in it.
         is_taken: whether a strategy of ours saves, or will save, the whole checkpoint.
     """
 
-    place: str
+    directory: str
     common: StateDict
     is_taken: bool = False
 
@@ -36,7 +36,7 @@ _CURRENT: ContextVar[EnclosingSave | None] = ContextVar("enclosing save", defaul
 
 @contextmanager
 def enclosing_save(save: EnclosingSave) -> Iterator[None]:
-    """Let saves of ours in this block, to the same place, take the common state of a save."""
+    """Let saves of ours in this block, to the same directory, take the common state of a save."""
     token = _CURRENT.set(save)
     try:
         yield
@@ -45,17 +45,17 @@ def enclosing_save(save: EnclosingSave) -> Iterator[None]:
 
 
 def take_common(checkpoint_dir: str | os.PathLike[str]) -> StateDict | None:
-    """Return common state for a save to this place inside of another one; None where there is none around.
+    """Return common state for a save to this directory inside of another save; None if there is no other.
 
     Local. The other save then leaves the commit to this one.
     """
     current = _CURRENT.get()
-    if current is None or _absolute(checkpoint_dir) != _absolute(current.place):
+    if current is None or _absolute(checkpoint_dir) != _absolute(current.directory):
         return None
     current.is_taken = True
     return current.common
 
 
-def _absolute(place: str | os.PathLike[str]) -> str:
-    text = os.fspath(place)
+def _absolute(directory: str | os.PathLike[str]) -> str:
+    text = os.fspath(directory)
     return text.rstrip("/") if is_url(text) else os.path.abspath(text)

@@ -1,6 +1,6 @@
 """A save that an AsyncRequest stands for: done at once when it is called, or by a writer process.
 
-Owns what is remembered of the call until then. What a queue does with it is in `async_utils`.
+It keeps the arguments of the call until then. `async_utils` has the queue.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeferredSave:
         self.now()
 
     def begin(self, saver: AsyncSaver, group: Group) -> None:
-        """Plan and stage; a process beside each rank writes and commits. Collective, after `may_save`.
+        """Plan and stage; the writer process of each rank writes and commits. Collective, after `may_save`.
 
         Where ranks disagree about common state, that of rank 0 is stored, as `save` does.
 

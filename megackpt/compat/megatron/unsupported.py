@@ -1,0 +1,54 @@
+"""Names of Megatron-Core that megackpt does not support: they can be imported, and using one raises an error.
+
+An unmodified program may import such a name and never use it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from megackpt.errors import UnsupportedError
+
+
+def raise_unsupported(name: str, *, because: str, instead: str) -> NoReturn:
+    """Raise the error for a name of Megatron-Core that megackpt does not support.
+
+    Raises:
+        UnsupportedError: always; it says why, and what to use.
+    """
+    raise UnsupportedError(f"{name} of Megatron-Core is not offered by megackpt: {because} {instead}")
+
+
+class _UnsupportedName(type):
+    """A class that may be imported, subclassed and named in annotations; any other use raises an error.
+
+    Attributes:
+        reason: why, a sentence.
+        alternative: what to use, a sentence.
+    """
+
+    reason: str
+    alternative: str
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise_unsupported(cls.__name__, because=cls.reason, instead=cls.alternative)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # what Python and its tools look for
+            raise AttributeError(name)
+        raise_unsupported(f"{cls.__name__}.{name}", because=cls.reason, instead=cls.alternative)
+
+
+def unsupported_name(name: str, *, because: str, instead: str) -> Any:
+    """Return what stands for a class or function of Megatron-Core that is not offered."""
+    fields = {
+        "__doc__": f"Not offered: {because} {instead}",
+        "reason": because,
+        "alternative": instead,
+    }
+    return _UnsupportedName(name, (), fields)
+
+
+def is_unsupported_name(value: object) -> bool:
+    """Say whether this stands for a name that is not offered."""
+    return isinstance(value, _UnsupportedName)
