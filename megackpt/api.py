@@ -23,14 +23,16 @@ from megackpt.engine.checkpoint.opening import (
     read_common,
 )
 from megackpt.engine.loading.load import LoadRequest, LoadResult, load_state
+from megackpt.engine.saving.hooks import hooks_for
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save import SaveRequest, save_state
+from megackpt.engine.saving.save import save_state
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.errors import DeclarationError
 from megackpt.formats.contents import Contents
 from megackpt.formats.registry import LoadChoice, SaveChoice, check_format, not_imported, save_strategy
 from megackpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from megackpt.metadata import OBJECT
-from megackpt.options import LoadOptions, Policy, SaveOptions
+from megackpt.options import LoadOptions, SaveOptions
 from megackpt.storage import Location, Store, checked_path, is_url, opened_store
 from megackpt.validation import LoadReport, StrictHandling
 
@@ -118,7 +120,7 @@ def save(
         group=group,
         plans=plans,
         spread_group=spread_group,
-        alike={"checkpoint_dir": _place_of(checkpoint_dir)},
+        equal_arguments={"checkpoint_dir": _place_of(checkpoint_dir)},
     )
     with opened_store(checkpoint_dir) as store:
         save_state(request, store, group, options)
@@ -135,11 +137,11 @@ def save_request(
     content_metadata: Any = None,
     plans: PlanCache | None = None,
     spread_group: AnyGroup | None = None,
-    alike: Mapping[str, Any] | None = None,
+    equal_arguments: Mapping[str, Any] | None = None,
 ) -> SaveRequest:
-    """Return what the engine is asked for in a save with these arguments of `save`. Local.
+    """Return the request of a save with these arguments of `save`. Local.
 
-    alike is that of `SaveRequest`.
+    equal_arguments is that of `SaveRequest`.
 
     Raises:
         DeclarationError: what is to prepare common state cannot be called.
@@ -162,11 +164,8 @@ def save_request(
         spread_label=lambda: label_to_spread(options, spread_group, rank=group.rank),
         plain_tensors=options.plain_tensors,
         rank0_values=options.rank0_values,
-        # The vote compares all that would be sampled.
-        sample_replicas=options.sample_replicas
-        if options.compare_replicas is Policy.IGNORE
-        else Policy.IGNORE,
-        alike=alike or {},
+        hooks=hooks_for(options),
+        equal_arguments=equal_arguments or {},
     )
 
 

@@ -17,7 +17,7 @@ from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.background.saver import AsyncSaver
 from megackpt.engine.checkpoint.steps import step_name
-from megackpt.engine.saving.save import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.errors import StorageError
 from megackpt.formats.damage import Damage
 from megackpt.options import AsyncOptions
@@ -164,11 +164,11 @@ class AsyncSaving:
         )
         return Destination(
             request=request,
-            place=location,
+            location=location,
             label=f"step {step}",
-            follow=follow,
-            failed=failed,
-            planned=lambda: root_saving.store_metrics(step, metrics, group),
+            on_commit=follow,
+            on_failure=failed,
+            on_planned=lambda: root_saving.store_metrics(step, metrics, group),
             verify=root_saving.verify,
         )
 

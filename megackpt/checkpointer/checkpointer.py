@@ -39,7 +39,7 @@ from megackpt.checkpointer.tiers import TierLoading, TierSaving, TierSet
 from megackpt.comm import Group, world_group
 from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.settings import compare_settings
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
@@ -297,8 +297,9 @@ class Checkpointer(Run):
         destinations = self._destinations.of(step, to_root=to_root, is_signalled=self._trigger.is_signalled)
         if self.tiers.tiers or self.tiers.root_every > 1 or to_root is not None:
             self._check_destinations(step, to_root, destinations, group)
-        alike = {"step": step, "metrics given": metrics is not None}
-        request = replace(self._request(state, content_metadata, sharded_strategy, group), alike=alike)
+        equal_arguments = {"step": step, "metrics given": metrics is not None}
+        request = self._request(state, content_metadata, sharded_strategy, group)
+        request = replace(request, equal_arguments=equal_arguments)
         async_saving = self._async_saving if destinations else None
         if async_saving is not None and not async_saving.may_save(group, is_last=self.exit_requested):
             self._destinations.skipped(destinations)

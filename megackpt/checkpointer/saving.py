@@ -15,13 +15,13 @@ from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.root_files import checked_metrics, remove_metrics, scan, write_metrics
 from megackpt.comm import Group, run_on_all_ranks
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
-from megackpt.engine.saving.save import SaveRequest, plan_state
-from megackpt.engine.saving.write import PlannedSave, write_out
+from megackpt.engine.saving.save import plan_save
+from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError, DeclarationError, IntegrityError, StorageError, WriterFailedError
 from megackpt.formats.damage import Damage
-from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import SaveOptions, VerifyOptions
 from megackpt.storage import Store
 
@@ -131,22 +131,20 @@ class RootSaving:
             self.store_metrics(step, metrics, group)
             store = self.directories.open(step_name(step))
             try:
-                planned, strategy = plan_state(request, store, group, self.options)
+                planned = plan_save(request, store, group, self.options)
             except Exception:
                 store.close()
                 self.clean_up(step, group)
                 raise
-            self._write(step, planned, store, strategy, group)
+            self._write(step, planned, store, group)
         return not attempt.has_failed
 
-    def _write(
-        self, step: int, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
-    ) -> None:
+    def _write(self, step: int, planned: PlannedSave, store: Store, group: Group) -> None:
         """Write, commit and verify a step, then remove older ones. Collective."""
         damages: list[Damage] | None = None
         try:
             try:
-                write_out(planned, store, strategy, group)
+                write_and_commit(planned, store, group)
             except Exception:
                 self.clean_up(step, group)
                 raise

@@ -18,7 +18,8 @@ from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
 from megackpt.engine.background.prepared_save import Destination
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_of
-from megackpt.engine.saving.save import SaveRequest, plan_state
+from megackpt.engine.saving.save import plan_save
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.errors import DeclarationError, StorageError
 from megackpt.formats.damage import Damage
@@ -186,9 +187,9 @@ class TierSaving:
         return is_saved
 
     def _save(self, location: NodeLocation, request: SaveRequest, group: Group) -> None:
-        planned, strategy = plan_state(request, None, group, self.options)
+        planned = plan_save(request, None, group, self.options)
         with contextlib.closing(location.open()) as store:
-            save_on_nodes(planned, store, strategy, group, location)
+            save_on_nodes(planned, store, group, location)
 
         def clean() -> Numbers:
             clean_node(location, rank=group.rank)
@@ -224,10 +225,10 @@ def _destination(location: NodeLocation, tier: Tier, request: SaveRequest, group
 
     return Destination(
         request=request,
-        place=location,
+        location=location,
         label=f"step {location.step} in {tier}",
-        follow=follow,
-        failed=failed,
+        on_commit=follow,
+        on_failure=failed,
     )
 
 

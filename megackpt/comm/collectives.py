@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -43,6 +43,45 @@ class Numbers:
 
     equal: tuple[int, ...]
     largest: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class GatherStep:
+    """A block whose results are gathered at its end.
+
+    Attributes:
+        data: this rank's result, of any length; set in the block.
+        results: the results of all ranks, in rank order; empty until the block has ended.
+    """
+
+    data: bytes = b""
+    results: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ScatterStep:
+    """A block at whose end rank 0 sends each rank its part.
+
+    Attributes:
+        parts: one part for each rank; set in the block on rank 0.
+        part: this rank's part; empty until the block has ended.
+    """
+
+    parts: Sequence[bytes]
+    part: bytes = b""
+
+
+@dataclass(slots=True)
+class CompareStep:
+    """A block whose numbers are reduced at its end.
+
+    Attributes:
+        numbers: this rank's numbers; set in the block.
+        reduced: the reduction over all ranks; set when the block has ended.
+    """
+
+    numbers: Numbers
+    reduced: Numbers
 
 
 def begin_step(doing: str) -> None:
@@ -79,6 +118,96 @@ def errors_on_all_ranks(group: Group, doing: str) -> Iterator[None]:
     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all of them
         error = failure
     _reduce(group, Numbers(()), error, doing=doing)
+
+
+@contextmanager
+def gather_step(group: Group, doing: str, *, on_all_ranks: bool = False) -> Iterator[GatherStep]:
+    """Run the block on every rank, and gather what the ranks assign to `data` in it. Collective.
+
+    Args:
+        group: the ranks.
+        doing: what the block does, for the error's text.
+        on_all_ranks: whether every rank receives the results, or rank 0 only.
+
+    Raises:
+        CheckpointError: as `run_on_all_ranks`.
+    """
+    step = GatherStep()
+    error: Exception | None = None
+    try:
+        begin_step(doing)
+        yield step
+    except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all of them
+        error = failure
+    if on_all_ranks:
+        step.results = gather_results(group, step.data, error, doing=doing)
+    else:
+        _, gather = _reduce(group, Numbers(()), error, doing=doing, data=step.data)
+        step.results = gather()
+
+
+@contextmanager
+def compare_step(group: Group, doing: str, *, equal: int = 0, largest: int = 0) -> Iterator[CompareStep]:
+    """Run the block on every rank, and reduce what the ranks assign to `numbers` in it. Collective.
+
+    The length of the messages does not depend on the number of ranks.
+
+    Args:
+        group: the ranks.
+        doing: what the block does, for the error's text.
+        equal: how many numbers there are to compare.
+        largest: how many numbers there are to maximise.
+
+    Raises:
+        CheckpointError: as `run_on_all_ranks`.
+    """
+    zeros = Numbers((0,) * equal, (0,) * largest)
+    step = CompareStep(zeros, zeros)
+    error: Exception | None = None
+    try:
+        begin_step(doing)
+        yield step
+    except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all of them
+        error = failure
+    step.reduced, _ = _reduce(group, zeros if error else step.numbers, error, doing=doing)
+
+
+@contextmanager
+def scatter_step(group: Group, doing: str) -> Iterator[ScatterStep]:
+    """Run the block on every rank, and send each rank its part of what rank 0 assigns to `parts` in it.
+
+    Collective. An error of rank 0 is raised on all ranks as it is: rank 0 checks here what other ranks have
+    sent, and its error may be about any of them. On other ranks, the block must not fail.
+
+    Raises:
+        CheckpointError: raised in the block on rank 0; RankFailedError if the block raised something else.
+    """
+    step = ScatterStep([b""] * group.size)
+    error: Exception | None = None
+    try:
+        yield step
+    except Exception as failure:
+        if group.rank != 0:
+            raise
+        error = failure
+
+    def outcome() -> Sequence[bytes]:
+        if error is not None:
+            raise error
+        return step.parts
+
+    step.part = scatter_from_rank_0(group, outcome, doing=doing)
+
+
+@contextmanager
+def rank_0_errors_on_all_ranks(group: Group, doing: str) -> Iterator[None]:
+    """Run the block on every rank, and raise an error of rank 0 on all ranks as it is. Collective.
+
+    Raises:
+        CheckpointError: as `scatter_step`.
+    """
+    with scatter_step(group, doing):
+        yield
 
 
 def run_on_all_ranks(group: Group, step: Callable[[], bytes], *, doing: str) -> list[bytes]:
@@ -135,7 +264,6 @@ def run_and_compare(
     equal: int,
     largest: int = 0,
     doing: str,
-    meanwhile: Callable[[], None] | None = None,
 ) -> Numbers:
     """Run a step on every rank, and reduce the numbers that the steps return. Collective.
 
@@ -147,17 +275,13 @@ def run_and_compare(
         equal: how many numbers the step returns to compare.
         largest: how many numbers the step returns to maximise.
         doing: what the step does, for the error's text.
-        meanwhile: called on a rank whose step has not failed, while its numbers are under way if the group
-            can do that, else before they are sent.
 
     Raises:
         CheckpointError: as `run_on_all_ranks`.
     """
     numbers, error = run_step(step, doing=doing)
-    if error is not None:
-        meanwhile = None
     numbers = numbers or Numbers((0,) * equal, (0,) * largest)
-    reduced, _ = _reduce(group, numbers, error, doing=doing, meanwhile=meanwhile)
+    reduced, _ = _reduce(group, numbers, error, doing=doing)
     return reduced
 
 
@@ -242,7 +366,6 @@ def _reduce(
     *,
     doing: str,
     data: bytes | None = None,
-    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Numbers, Callable[[], list[bytes]]]:
     """Reduce the numbers of all ranks and raise the common error if there is one. Collective.
 
@@ -258,8 +381,6 @@ def _reduce(
     try:
         if data is not None:
             largest, gather = group.all_reduce_max_then_gather(sent, data, step=step)
-        elif meanwhile is not None:
-            largest = _reduce_and_run(group, sent, meanwhile, step=step)
         else:
             largest = group.all_reduce_max(sent, step=step)
     except RankFailedError as lost:
@@ -271,14 +392,3 @@ def _reduce(
         # All ranks have received the same numbers, so all of them exchange their errors now.
         gather_results(group, b"", error, doing=doing)
     return Numbers(tuple(is_equal[1:]), tuple(largest[1 + 2 * count :])), gather
-
-
-def _reduce_and_run(
-    group: Group, numbers: Sequence[int], meanwhile: Callable[[], None], *, step: bytes
-) -> list[int]:
-    wait = group.begin_all_reduce_max(numbers, step=step)
-    try:
-        meanwhile()
-    finally:  # the other ranks wait for this one whatever happens
-        largest = wait()
-    return largest

@@ -60,14 +60,6 @@ class Group(ABC):
         columns = zip(*(struct.unpack(f"<{len(numbers)}q", m[len(step) :]) for m in messages), strict=True)
         return [max(column) for column in columns]
 
-    def begin_all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
-        """Send the numbers, and return a function that waits for the other ranks and returns the maximum.
-
-        The caller calls that function before any other method. A group that cannot send without waiting does
-        everything in the function.
-        """
-        return lambda: self.all_reduce_max(numbers, step=step)
-
     def all_reduce_max_then_gather(
         self, numbers: Sequence[int], data: bytes, *, step: bytes
     ) -> tuple[list[int], Callable[[], list[bytes]]]:

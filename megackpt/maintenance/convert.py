@@ -23,7 +23,7 @@ from megackpt.engine.data.chunk_bytes import ReadBuffers
 from megackpt.engine.data.progress import Progress
 from megackpt.engine.data.read import read_chunk
 from megackpt.engine.saving.array_digests import with_array_digests
-from megackpt.engine.saving.write import PlannedSave, write_out
+from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.errors import IntegrityError, MismatchError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.formats.registry import SaveChoice, save_strategy
@@ -230,8 +230,15 @@ class _Conversion:
         common = {"state_dict": target.common[0], "content_metadata": target.common[1]}
         self.progress.begin("writing", nbytes)
         try:
-            save = PlannedSave(attempt, copied.plan, _CopiedParts(copied, self), common, target.state.earlier)
-            write_out(save, self.target, self.strategy, self.group)
+            save = PlannedSave(
+                attempt=attempt,
+                plan=copied.plan,
+                parts=_CopiedParts(copied, self),
+                common=common,
+                strategy=self.strategy,
+                leftovers=target.state.earlier,
+            )
+            write_and_commit(save, self.target, self.group)
             if verify:
                 self.progress.begin("verifying", nbytes)
                 with errors_on_all_ranks(self.group, "verifying the new checkpoint"):

@@ -1,10 +1,11 @@
 """How long training waits for asynchronous saves, how much they slow it, and what they keep.
 
-Run by hand: `python tests/benchmarks/bench_async.py CASE --dir DIR [--ranks 4] [--mib 2048] [--saves 6]
+Run by hand: `python tests/benchmarks/bench_async.py CASE --dir DIR [--ranks 2] [--mib 2048] [--saves 6]
 [--vs dcp mcore] [--json FILE]`. Cases:
 
 * stall: time in `save` over the time of a warm copy of the same bytes (all ranks at once, the slowest counts,
-  measured before each save), for the first save and the median of the later ones. Peers in their best mode:
+  measured before each save), for the first save and the median of the later ones. The goal is at most 1.2,
+  with as many processors as ranks: 2 ranks on 2 processors. Peers in their best mode:
   DCP with a process and shared staging memory that it keeps, Megatron-Core's queue with a persistent process
   (without CUDA that does not start: it forks then).
 * interference: steps of a CPU-bound loop while a save drains, compared with the same steps while a process
@@ -396,7 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("case", choices=("stall", "tiers", "interference", "memory"))
     parser.add_argument("--dir", required=True)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2, help="no more than there are processors")
     parser.add_argument("--mib", type=int, default=2048, help="of all ranks together")
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument(

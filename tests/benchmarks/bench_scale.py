@@ -27,7 +27,8 @@ import torch
 
 from megackpt import PlanCache, SaveOptions, ShardedObject, ShardedTensor
 from megackpt.comm import Group, SingleProcess, run_on_all_ranks
-from megackpt.engine.saving.save import SaveRequest, plan_state
+from megackpt.engine.saving.save import plan_save
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.formats.native.save import NativeSaveStrategy
 from megackpt.geometry import Ints
 from megackpt.metadata import (
@@ -255,7 +256,7 @@ def bench_kept_plan(tensors: int) -> float:
     )
     for _ in range(21):
         clock = _Clock()
-        plan_state(request, MemoryStore(), SingleProcess(), SaveOptions())
+        plan_save(request, MemoryStore(), SingleProcess(), SaveOptions())
         laps.append(clock.lap())
     assert plans.hits == 20
     return statistics.median(laps[1:])

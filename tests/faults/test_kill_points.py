@@ -66,7 +66,7 @@ def run_save(
 ) -> None:
     """Save on a number of ranks, whatever becomes of it."""
     # Equal saves write equal files, so that most directories need to be looked at only once.
-    attempt = patch("megackpt.engine.saving.save.new_attempt", return_value=f"{value:016x}")
+    attempt = patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{value:016x}")
     with suppress(Stopped), attempt:
         SimulatedWorld(ranks).outcomes(
             lambda group: save(

@@ -153,10 +153,10 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
                 request=save_request(
                     state(value, rank=group.rank, ranks=ranks), NATIVE, options=OPTIONS, group=group
                 ),
-                place=CheckpointLocation(root="/nowhere", name="step"),
+                location=CheckpointLocation(root="/nowhere", name="step"),
                 label="the step",
-                follow=lambda _: None,
-                failed=lambda _: False,
+                on_commit=lambda _: None,
+                on_failure=lambda _: False,
             )
             saver.save([destination], group, OPTIONS)
             saver.wait()
@@ -166,7 +166,7 @@ def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
             saver.abandon()
         return ""
 
-    attempt = patch("megackpt.engine.saving.save.new_attempt", return_value=f"{value:016x}")
+    attempt = patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{value:016x}")
     looks = patch("megackpt.comm.store_group.LOOK_EVERY_S", 0.02)
     with writers_on(machine), attempt, looks:
         return SimulatedWorld(ranks).run(work)

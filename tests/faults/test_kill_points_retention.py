@@ -46,7 +46,10 @@ def run_save(machine: CrashMachine, step: int, *, ranks: int) -> None:
             checkpointer.save(step, given, metrics={"loss": LOSSES[step]})
 
     # Equal saves write equal files, so that most directories need to be looked at only once.
-    with suppress(Stopped), patch("megackpt.engine.saving.save.new_attempt", return_value=f"{step:016x}"):
+    with (
+        suppress(Stopped),
+        patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{step:016x}"),
+    ):
         SimulatedWorld(ranks).outcomes(save)
 
 
@@ -55,7 +58,7 @@ def before() -> Files:
     store = MemoryStore()
     with Checkpointer(store) as checkpointer:
         for step in (1, 2, 3, 4):
-            with patch("megackpt.engine.saving.save.new_attempt", return_value=f"{step:016x}"):
+            with patch("megackpt.engine.saving.preparation.new_attempt", return_value=f"{step:016x}"):
                 checkpointer.save(step, state(step), metrics={"loss": LOSSES[step]})
         checkpointer.pin(1)
     files = {name: store.read(name, max_bytes=1 << 20) for name in store.names()}

@@ -140,7 +140,7 @@ def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_p
     for number, save in enumerate((save_at_once, save_behind)):
         run, nodes = run_of(tmp_path / str(number)), Nodes()
         with patch(
-            "megackpt.engine.saving.save.new_attempt", side_effect=iter(f"{n:016x}" for n in range(9))
+            "megackpt.engine.saving.preparation.new_attempt", side_effect=iter(f"{n:016x}" for n in range(9))
         ):
             run.save(1, nodes=range(2))
             assert not any(save(run, nodes, 2) or [])

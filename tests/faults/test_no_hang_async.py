@@ -165,7 +165,7 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
     rank = dist.get_rank()
     save_next(root)
     checkpointer = started(root, TIMEOUT_S)
-    fill: Callable[..., None] = async_save.fill
+    fill: Callable[..., None] = async_save.copy_rows
 
     def stage(*arguments: Any) -> None:
         if rank == TROUBLED and moment == "staging":
@@ -176,7 +176,7 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
     said = ""
     try:
         strategy = GatedStrategy(gate) if moment == "writing" else None
-        with patch.object(async_save, "fill", stage):
+        with patch.object(async_save, "copy_rows", stage):
             checkpointer.save(2, state(2), sharded_strategy=strategy)
         if moment == "writing":
             wait_for(lambda: all((gate / f"begun.{rank}").exists() for rank in range(RANKS)))

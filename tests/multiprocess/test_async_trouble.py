@@ -239,7 +239,7 @@ def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
 
     with alone(tmp_path) as checkpointer:
         with monkeypatch.context() as patched:
-            patched.setattr(async_save, "fill", interrupt)
+            patched.setattr(async_save, "copy_rows", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, ones())
         with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
@@ -304,7 +304,7 @@ def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_can
 def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = async_save.fill
+    fill = async_save.copy_rows
 
     def slow_fill(*arguments: Any) -> None:
         time.sleep(4.4)
@@ -316,7 +316,7 @@ def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
     with alone(tmp_path, timeout_s=2.5) as checkpointer:
         for step, case in enumerate(cases):
             print(case)
-            monkeypatch.setattr(async_save, "fill", fill if SLOW[case] else slow_fill)
+            monkeypatch.setattr(async_save, "copy_rows", fill if SLOW[case] else slow_fill)
             checkpointer.save(step, state, sharded_strategy=SLOW[case])
     assert checkpointer.steps() == tuple(range(len(cases)))
 

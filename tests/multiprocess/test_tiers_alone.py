@@ -21,7 +21,7 @@ from megackpt import (
     Tiers,
 )
 from megackpt.comm import SingleProcess
-from megackpt.engine.background import saver, stage_ahead
+from megackpt.engine.background import saver
 from megackpt.engine.background.staging import StreamRange
 from tests.async_saves import alone, saver_of
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
@@ -50,23 +50,22 @@ def check(root: Path, steps: Sequence[int]) -> None:
 
 
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> list[StreamRange]:
-    """What is copied."""
-    found: list[StreamRange] = []
-    fill = saver.fill
+def copied_ranges(monkeypatch: pytest.MonkeyPatch) -> list[StreamRange]:
+    """The ranges of the stream that are copied."""
+    copied: list[StreamRange] = []
+    copy_rows = saver.copy_rows
 
-    def note(memory: Any, span: StreamRange, *rest: Any) -> None:
-        found.append(span)
-        fill(memory, span, *rest)
+    def note(memory: Any, target: StreamRange, *rest: Any) -> None:
+        copied.append(target)
+        copy_rows(memory, target, *rest)
 
-    monkeypatch.setattr(saver, "fill", note)
-    monkeypatch.setattr(stage_ahead, "fill", note)
-    return found
+    monkeypatch.setattr(saver, "copy_rows", note)
+    return copied
 
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_step_for_several_places_is_copied_once(
-    tmp_path: Path, spans: list[StreamRange], behind: bool
+    tmp_path: Path, copied_ranges: list[StreamRange], behind: bool
 ) -> None:
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(stage_in_background=behind, when_busy="queue")
@@ -76,7 +75,7 @@ def test_a_step_for_several_places_is_copied_once(
             run.save(step, given)
             run.wait_staged()
             given["w"].data.zero_()
-    assert len(spans) == 4
+    assert len(copied_ranges) == 4
     check(tmp_path / "root", [2, 4])
     for name in "ab":
         check(tmp_path / name, [3, 4])
@@ -96,7 +95,7 @@ def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) ->
         run.save(1, state(1))
         wait_for((tmp_path / "begun").exists)
         writer = saver_of(run)._session.writer
-        wait_for(lambda: len(writer._under_way) == 1)
+        wait_for(lambda: len(writer._jobs) == 1)
         assert writer._consumed == 0
         run.save(2, state(2))  # is not copied before the memory is free
         (tmp_path / "go").touch()
@@ -109,13 +108,13 @@ def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) ->
     ("strategy", "staging_bytes"), [(None, 8192), (("torch_dist", 1), None)], ids=["waves", "formats"]
 )
 def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
-    tmp_path: Path, spans: list[StreamRange], strategy: Any, staging_bytes: int | None
+    tmp_path: Path, copied_ranges: list[StreamRange], strategy: Any, staging_bytes: int | None
 ) -> None:
     options = AsyncOptions(staging_bytes=staging_bytes)
     with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_save=options) as run:
         for step in (1, 2):
             run.save(step, state(step), sharded_strategy=strategy)
-    assert len(spans) == 4
+    assert len(copied_ranges) == 4
     check(tmp_path / "a", [1, 2])
     check(tmp_path / "root", [1, 2])
 

@@ -1,4 +1,4 @@
-"""Whatever passes through the staging memory arrives unchanged, however small that is."""
+"""Bytes pass through the staging memory unchanged, however small the memory is."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from megackpt.engine.background.messages import (
     FromWriter,
     Job,
 )
-from megackpt.engine.background.staging import StreamRange, fill
+from megackpt.engine.background.staging import StreamRange, copy_rows
 from megackpt.engine.background.staging_memory import RowLayout, StagingMemory, lay_out_rows, map_memory
 from megackpt.engine.background.stream import StagedStream, StreamRowParts
+from megackpt.formats.strategy import ChunkParts
 
 PAGE = 4096
 
@@ -56,10 +57,21 @@ class Reader:
         self.stream.stage(position)
 
 
+class RowParts(ChunkParts):
+    """Rows in parts of a number of bytes."""
+
+    def __init__(self, rows: list[np.ndarray], part_bytes: int) -> None:
+        self._rows, self._part_bytes = rows, part_bytes
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        data = self._rows[row].data
+        return (data[at : at + self._part_bytes] for at in range(0, len(data), self._part_bytes))
+
+
 def job_at(start: int) -> Job:
     return Job(
-        number=1, label="", attempt="", place=CheckpointLocation(root="", name=""), strategy=b"", plan=0,
-        sizes=np.zeros(0, np.int64), report=b"", parity=None, verify=None, common=None, start=start,
+        number=1, label="", attempt="", location=CheckpointLocation(root="", name=""), strategy=b"",
+        hooks=(), plan=0, sizes=np.zeros(0, np.int64), report=b"", verify=None, common=None, start=start,
         in_order=True, keeps=False,
     )  # fmt: skip
 
@@ -68,16 +80,16 @@ def job_at(start: int) -> Job:
 @given(
     pages=st.integers(1, 4),
     saves=st.lists(st.lists(st.integers(1, 3 * PAGE), max_size=5), min_size=1, max_size=3),
-    piece=st.integers(1, 5000),
+    part_bytes=st.integers(1, 5000),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], piece: int, seed: int) -> None:
+def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], part_bytes: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    arena = StagingMemory()
-    arena.resize(pages * PAGE)
-    assert arena.nbytes == pages * PAGE
-    seen = map_memory(arena.descriptor, arena.nbytes, writable=False)
-    reader, start = Reader(arena.nbytes), 0
+    memory = StagingMemory()
+    memory.resize(pages * PAGE)
+    assert memory.nbytes == pages * PAGE
+    seen = map_memory(memory.descriptor, memory.nbytes, writable=False)
+    reader, start = Reader(memory.nbytes), 0
     for sizes in saves:
         rows = [generator.integers(0, 256, n).astype(np.uint8) for n in sizes]
         layout = lay_out_rows(np.array(sizes, np.int64))
@@ -90,33 +102,31 @@ def test_rows_arrive_as_they_were(pages: int, saves: list[list[int]], piece: int
             found: list[bytes] = found,
             layout: RowLayout = layout,
         ) -> None:
-            pieces = StreamRowParts(reader.stream, seen, range(count), layout, job_at(start))
-            found += [b"".join(map(bytes, of_row)) for of_row in pieces.in_order(range(count))]
+            parts = StreamRowParts(reader.stream, seen, range(count), layout, job_at(start))
+            found += [b"".join(map(bytes, row_parts)) for row_parts in parts.in_order(range(count))]
             reader.stream.consume(start + layout.stop)
-
-        def pieces_of(row: int, rows: list[np.ndarray] = rows) -> Iterator[memoryview]:
-            return (rows[row].data[at : at + piece] for at in range(0, len(rows[row]), piece))
 
         thread = threading.Thread(target=read)
         thread.start()
-        fill(arena.memory, StreamRange(start=start, layout=layout), range(len(rows)), pieces_of, reader)
+        target = StreamRange(start=start, layout=layout)
+        copy_rows(memory.array, target, range(len(rows)), RowParts(rows, part_bytes), reader)
         thread.join(20)
         assert found == [row.tobytes() for row in rows]
         start += layout.stop
-    arena.close()
+    memory.close()
 
 
-def test_a_reader_hears_that_a_row_will_never_come() -> None:
+def test_a_reader_raises_the_error_of_a_row_that_will_never_come() -> None:
     reader = Reader(PAGE)
-    pieces = StreamRowParts(
+    parts = StreamRowParts(
         reader.stream, np.zeros(PAGE, np.uint8), [0], lay_out_rows(np.array([9])), job_at(0)
     )
     threading.Timer(0.1, reader.stream.cancel, (1, encode_error(StorageError("no copy")))).start()
     with pytest.raises(StorageError, match="no copy"):
-        next(pieces(0))
+        next(parts(0))
 
 
-def test_a_reader_that_waits_for_bytes_says_that_it_is_well() -> None:
+def test_a_reader_that_waits_for_bytes_sends_heartbeats() -> None:
     reader = Reader(PAGE)
     with (
         patch("megackpt.engine.background.stream.BEAT_S", 0.02),

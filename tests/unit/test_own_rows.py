@@ -69,7 +69,7 @@ def test_a_rank_sees_and_keeps_its_own_rows_or_all_where_the_format_needs_them(k
         assert caches[rank].hits == 1
         for plan in (*plans, kept.plan):
             assert set(plan.writer.tolist()) == ({rank} if kind is Noting else set(range(RANKS)))
-        assert (kept.whole is not None) == (rank == 0 and kind is Noting)
+        assert (kept.plan_of_all_ranks is not None) == (rank == 0 and kind is Noting)
     if kind is NeedsAll:
         first, *others = SimulatedWorld(RANKS).run(run)
         for plan in others:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megackpt import MismatchError, PlanCache, SaveOptions, ShardedTensor, save
 from megackpt.comm import Group
-from megackpt.engine.saving.replica_samples import _bits_of
+from megackpt.engine.saving.replica_samples import _sample_bits
 from megackpt.options import Policy
 from megackpt.parallel import ParallelGroups, ParallelLayout, ShardedModule
 from megackpt.storage import MemoryStore
@@ -110,9 +110,9 @@ def test_equal_replicas_of_any_kind_are_saved(make: Callable[[], torch.Tensor]) 
 
 def test_the_sample_of_a_tensor_that_is_not_contiguous_is_that_of_its_values() -> None:
     tensor = torch.arange(90_000.0).reshape(300, 300)
-    assert _bits_of([tensor.t()]) == _bits_of([tensor.t().contiguous()])
-    assert len(_bits_of([tensor])[0]) <= 3 * 1024
-    assert _bits_of([]) == []
+    assert _sample_bits([tensor.t()]) == _sample_bits([tensor.t().contiguous()])
+    assert len(_sample_bits([tensor])[0]) <= 3 * 1024
+    assert _sample_bits([]) == []
 
 
 def test_what_is_not_the_same_chunk_may_differ() -> None:

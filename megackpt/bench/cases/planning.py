@@ -15,10 +15,10 @@ from megackpt.bench.state import GridLayout, RankState
 from megackpt.bench.stopwatch import largest, timed
 from megackpt.comm import world_group
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save import SaveRequest, plan_state
-from megackpt.engine.saving.write import PlannedSave, write_out
+from megackpt.engine.saving.save import plan_save
+from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.formats.registry import save_strategy
-from megackpt.formats.strategy import SaveStrategy
 from megackpt.options import SaveOptions
 from megackpt.storage import open_store
 
@@ -57,18 +57,18 @@ def _save(run: BenchRun, state: RankState, plans: PlanCache) -> _Run:
     options = SaveOptions()
     group = world_group(timeout_s=options.timeout_s)
     request = SaveRequest(state=run.native.declare(state), choose=lambda: save_strategy(None), plans=plans)
-    planned: list[tuple[PlannedSave, SaveStrategy]] = []
+    planned: list[PlannedSave] = []
     during: list[int] = []
     with counted() as count:
 
         def plan() -> None:
             before = count.value
-            planned.append(plan_state(request, store, group, options))
+            planned.append(plan_save(request, store, group, options))
             during.append(count.value - before)
 
         seconds = timed(plan)
         before = count.value
-        write_out(planned[0][0], store, planned[0][1], group)
+        write_and_commit(planned[0], store, group)
         writing = count.value - before
     store.close()
     return _Run(seconds, during[0], during[0] + writing)

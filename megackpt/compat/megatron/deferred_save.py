@@ -15,7 +15,7 @@ from megackpt.comm import Group
 from megackpt.engine.background.messages import CheckpointLocation
 from megackpt.engine.background.prepared_save import Destination, for_a_writer
 from megackpt.engine.background.saver import AsyncSaver
-from megackpt.engine.saving.save import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.errors import CommonStateError
 from megackpt.options import SaveOptions
 from megackpt.storage import absolute_path, is_url
@@ -70,9 +70,9 @@ class DeferredSave:
         root, name = os.path.split(there)
         destination = Destination(
             request=for_a_writer(self.request(group, self.options, may_differ)),
-            place=CheckpointLocation(root=root, name=name),
+            location=CheckpointLocation(root=root, name=name),
             label=self.checkpoint_dir,
-            follow=lambda _: None,  # that is done elsewhere
-            failed=lambda _: False,
+            on_commit=lambda _: None,  # that is done elsewhere
+            on_failure=lambda _: False,
         )
         saver.save([destination], group, self.options)

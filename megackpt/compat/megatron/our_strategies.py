@@ -32,7 +32,7 @@ from megackpt.compat.megatron.load_errors import also_of_torch
 from megackpt.compat.megatron.process_options import OPTIONS
 from megackpt.compat.megatron.settings import KnownSettings
 from megackpt.engine.saving.plan_cache import PlanCache
-from megackpt.engine.saving.save import SaveRequest
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.errors import CommonStateError, DeclarationError
 from megackpt.formats.registry import DEFAULT_BACKEND, SaveChoice, save_strategy
 from megackpt.mapping import ShardedStateDict, StateDict

@@ -1,8 +1,7 @@
-"""Writer processes that wait for another use in this process.
+"""Writer processes that are kept for the next saver of this process.
 
-Owns which there are. To start one takes seconds of a processor, most of them to import torch, so one that is
-given back is kept, without memory for staging, for the next saver with the same options. It ends with this
-process, as all do.
+Starting one takes seconds of a processor, most of them to import torch. So a process that is no longer used
+is kept, without staging memory, for the next saver with the same options. It ends with this process.
 """
 
 from __future__ import annotations
@@ -16,31 +15,32 @@ from megackpt.options import AsyncOptions
 
 _Kind = tuple[int, str | None, str | None]
 
-_MOST_IDLE = 1
+_MAX_IDLE = 1
 
 
 def take_writer(options: AsyncOptions, *, hook: str | None) -> WriterProcess:
-    """Return a process that nobody else uses, with an arena without memory."""
+    """Return a process that nobody else uses, with staging memory of size 0."""
+    kind = _kind(options, hook)
     with _LOCK:
         for writer in list(_IDLE):
             if writer.is_lost:
                 _IDLE.remove(writer)
                 writer.close()
-            elif writer.kind == _kind(options, hook):
+            elif writer.kind == kind:
                 _IDLE.remove(writer)
                 return writer
-    return WriterProcess(options, arena=StagingMemory(), kind=_kind(options, hook))
+    return WriterProcess(options, memory=StagingMemory(), kind=kind)
 
 
-def give_writer(writer: WriterProcess) -> None:
-    """Take a process back that has nothing to do."""
+def return_writer(writer: WriterProcess) -> None:
+    """Keep a process that has nothing to do; end those that are too many."""
     writer.rest()
     with _LOCK:
         if not _IDLE:
             atexit.register(_end_all)
         _IDLE.append(writer)
-        surplus = _IDLE[:-_MOST_IDLE]
-        del _IDLE[:-_MOST_IDLE]
+        surplus = _IDLE[:-_MAX_IDLE]
+        del _IDLE[:-_MAX_IDLE]
     for old in surplus:
         old.close()
 

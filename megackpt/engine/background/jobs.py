@@ -1,127 +1,125 @@
-"""What a writer process does for one save: into a root, or into a tier.
+"""What a writer process does for one save, into a root or into a tier.
 
-Owns the order: prepare, write and commit as a synchronous save does, look again, let the training do what
-follows. Where bytes and other ranks come from is up to `main`.
+The steps are those of a synchronous save: open the store, write, commit, verify; then the training does what
+follows a commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Protocol
 
-from megackpt.comm import Group, Numbers, encode_error, run_and_compare
+from megackpt.comm import Group, encode_error, errors_on_all_ranks
 from megackpt.comm.messages import common_error
 from megackpt.comm.writer_group import WriterGroup
 from megackpt.engine.background.messages import Job
-from megackpt.engine.saving.plan_agreement import PlanCompletion
-from megackpt.engine.saving.write import PlannedSave, write_out
+from megackpt.engine.background.trainer_connection import TrainerConnection
+from megackpt.engine.saving.save_hook import PlanCompletion
+from megackpt.engine.saving.write import PlannedSave, write_and_commit
 from megackpt.engine.tiers.save import NodeLocation, clean_node, save_on_nodes
 from megackpt.engine.verification.collective import verify_on_all_ranks, work_after_commit
 from megackpt.engine.verification.verify import verify_share
 from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
-from megackpt.options import VerifyOptions
 from megackpt.planning import SavePlan
 from megackpt.storage import Store
 
-Hook = Callable[[Store], Store]
-"""What tests put around the store of each save; it is named by module and attribute, `a.b:c`."""
+StoreHook = Callable[[Store], Store]
+"""Wraps the store of each save, for tests. A hook is named by module and attribute, `a.b:c`."""
 
 
-class JobServices(Protocol):
-    """The process that a job is done in."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagedJob:
+    """A job, with its plan and the bytes that its rank stages.
 
-    @property
-    def timeout_s(self) -> float:
-        """How long ranks wait for each other, in seconds."""
+    Attributes:
+        job: the job.
+        plan: the rows that this rank writes, with the sizes of objects.
+        complete: makes the plan of all ranks, on rank 0.
+        parts: the bytes of the rows.
+    """
 
-    def open(self, job: Job) -> Store:
-        """Return the store that a job is written to."""
-
-    def follow(self, job: Job, damages: Sequence[Damage] | None) -> None:
-        """Let the training do what follows a commit, and wait until that is done."""
-
-    def beat(self) -> None:
-        """Show that this process works."""
-
-
-def planned_by(job: Job, plan: SavePlan, complete: PlanCompletion | None, pieces: ChunkParts) -> PlannedSave:
-    """Return the save that a job tells to carry out."""
-    return PlannedSave(
-        attempt=job.attempt,
-        plan=plan,
-        pieces=pieces,
-        common=job.common,
-        earlier=None,
-        report=job.report,
-        parity=job.parity,
-        complete=complete,
-    )
+    job: Job
+    plan: SavePlan
+    complete: PlanCompletion | None
+    parts: ChunkParts
 
 
-def carry_out(job: Job, planned: PlannedSave, group: Group, here: JobServices) -> None:
-    """Write this rank's part of a save; when all have, commit, and do what follows. Collective.
+def carry_out(
+    staged: StagedJob, group: Group, trainer: TrainerConnection, *, hook: StoreHook | None, timeout_s: float
+) -> None:
+    """Write this rank's part of a save; when all ranks have, commit, and follow up. Collective.
+
+    Args:
+        staged: what is written.
+        group: the writer processes of all ranks.
+        trainer: the training process of this rank.
+        hook: wraps the store; None in production.
+        timeout_s: how long ranks wait for each other, in seconds.
 
     Raises:
         CheckpointError: the same on every rank, as of a synchronous save.
     """
-    opened: list[tuple[Store, SaveStrategy]] = []
-
-    def prepare() -> Numbers:
-        opened.append((here.open(job), _unpickled(job.strategy)))
-        return Numbers(())
-
-    run_and_compare(group, prepare, equal=0, doing="preparing to write")
-    store, strategy = opened[0]
+    job = staged.job
+    with errors_on_all_ranks(group, "preparing to write"):
+        store = job.location.open()
+        store = hook(store) if hook is not None else store
+        planned = _planned_save(staged)
     damages: list[Damage] | None = None
     try:
-        if isinstance(job.place, NodeLocation):
-            _save_on_nodes(job, job.place, planned, store, strategy, group)
+        if isinstance(job.location, NodeLocation):
+            _save_on_nodes(job, job.location, planned, store, group)
         else:
-            write_out(planned, store, strategy, group)
+            write_and_commit(planned, store, group)
             if job.verify is not None:
-                damages = _verify(store, job.verify, group, here)
+                # Classes that the training has registered, or allows in pickles, are not known here.
+                options = replace(job.verify, allow_unsafe_pickle=False, skip_unknown_classes=True)
+                damages = verify_on_all_ranks(
+                    group,
+                    partial(verify_share, store, options),
+                    timeout_s=timeout_s,
+                    while_reading=trainer.heartbeat.beat,
+                )
     finally:
         store.close()
-
-    def follow() -> Numbers:
-        if isinstance(job.place, NodeLocation):
-            clean_node(job.place, rank=group.rank)
+    with errors_on_all_ranks(group, work_after_commit(damages)):
+        if isinstance(job.location, NodeLocation):
+            clean_node(job.location, rank=group.rank)
         if group.rank == 0:
-            here.follow(job, damages)
-        return Numbers(())
-
-    run_and_compare(group, follow, equal=0, doing=work_after_commit(damages))
-
-
-def _save_on_nodes(
-    job: Job, place: NodeLocation, planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
-) -> None:
-    try:
-        save_on_nodes(planned, store, strategy, group, place)
-    except Exception as error:
-        if isinstance(group, WriterGroup):  # another may wait for what this one was to send it
-            ours = isinstance(error, CheckpointError)
-            group.abort(error if ours else failure_of(job, error, rank=group.rank))
-        raise
+            trainer.follow_up(job.number, damages)
 
 
 def failure_of(job: Job, error: Exception, *, rank: int) -> CheckpointError:
-    """Return the error of all ranks for one that is none of ours."""
+    """Return the error of all ranks for an error that is not a CheckpointError."""
     return common_error({rank: encode_error(error)}, f"saving {job.label}")
 
 
-def _verify(store: Store, options: VerifyOptions, group: Group, here: JobServices) -> list[Damage]:
-    # Classes that the training has registered, or allows in pickles, are not known in this process.
-    known_here = replace(options, allow_unsafe_pickle=False, skip_unknown_classes=True)
-    look = partial(verify_share, store, known_here)
-    return verify_on_all_ranks(group, look, timeout_s=here.timeout_s, while_reading=here.beat)
+def _planned_save(staged: StagedJob) -> PlannedSave:
+    job = staged.job
+    strategy: SaveStrategy = ForkingPickler.loads(job.strategy)  # of our own parent, through a pipe
+    return PlannedSave(
+        attempt=job.attempt,
+        plan=staged.plan,
+        parts=staged.parts,
+        common=job.common,
+        strategy=strategy,
+        leftovers=None,
+        report=job.report,
+        complete=staged.complete,
+        hooks=job.hooks,
+    )
 
 
-def _unpickled(strategy: bytes) -> SaveStrategy:
-    found: SaveStrategy = ForkingPickler.loads(strategy)  # of our own parent, through a pipe
-    return found
+def _save_on_nodes(
+    job: Job, location: NodeLocation, planned: PlannedSave, store: Store, group: Group
+) -> None:
+    try:
+        save_on_nodes(planned, store, group, location)
+    except Exception as error:
+        if isinstance(group, WriterGroup):  # another rank may wait for bytes from this one
+            is_ours = isinstance(error, CheckpointError)
+            group.abort(error if is_ours else failure_of(job, error, rank=group.rank))
+        raise

@@ -1,7 +1,7 @@
-"""What a rank and its writer process say to each other.
+"""Messages between a rank and its writer process.
 
-Owns the messages; nothing here acts. They go through a pipe between a process and its own child, which is the
-only place where objects are pickled: never into, or out of, a checkpoint.
+They go through a pipe between a process and its own child. Only here are objects pickled: never into a
+checkpoint, and never out of one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from megackpt.comm.store_group import StoreAddress
 from megackpt.engine.checkpoint.step_roots import step_directories
-from megackpt.engine.saving.plan_agreement import PlanCompletion
+from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook
 from megackpt.engine.saving.write import CommonFiles
 from megackpt.engine.tiers.save import NodeLocation
 from megackpt.formats.damage import Damage
@@ -24,9 +24,13 @@ from megackpt.storage import ObjectOptions, Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLocation:
-    """A checkpoint below a root: its name there, and options if the root is in an object store.
+    """A checkpoint below a root.
 
-    store is the root itself, pickled, where a user gave one instead of a path or an URL.
+    Attributes:
+        root: path or URL of the root.
+        name: name of the checkpoint there.
+        objects: options, if the root is in an object store.
+        store: the root as a pickled store, if the user gave a store instead of a path or URL.
     """
 
     root: str
@@ -35,14 +39,51 @@ class CheckpointLocation:
     store: bytes | None = None
 
     def open(self) -> Store:
-        """Return its store."""
+        """Return the store of the checkpoint."""
         root = self.root if self.store is None else ForkingPickler.loads(self.store)  # of our own parent
         return step_directories(root, objects=self.objects).open(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """To the writer: a save to be written and committed.
+
+    Attributes:
+        number: its number; jobs are done one after the other.
+        label: its name in messages.
+        attempt: id of the attempt; also in the prefix of what writers exchange.
+        location: a checkpoint below a root, or the directories of a tier on the nodes.
+        strategy: the strategy, pickled: if it cannot be unpickled, only this job fails.
+        hooks: optional features of the save.
+        plan: number of the plan.
+        sizes: sizes of the objects in the plan, in bytes.
+        report: what this rank reports to rank 0 after writing.
+        common: common state; on rank 0.
+        start: position of the stream at which its first row starts.
+        in_order: whether the strategy takes the rows in order, so that memory is free as soon as it is read.
+        keeps: whether the memory stays in use, because the next job reads the same rows from it.
+        verify: how the committed checkpoint is read again; None if it is not.
+    """
+
+    number: int
+    label: str
+    attempt: str
+    location: CheckpointLocation | NodeLocation
+    strategy: bytes
+    hooks: tuple[SaveHook, ...]
+    plan: int
+    sizes: Ints
+    report: bytes
+    common: CommonFiles | None
+    start: int
+    in_order: bool
+    keeps: bool
+    verify: VerifyOptions | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinMessage:
-    """To the writer: which rank of how many it writes for, and where they meet; None for a rank alone."""
+    """To the writer: for which rank it writes, and where writers synchronise; None for a rank alone."""
 
     rank: int
     size: int
@@ -52,14 +93,14 @@ class JoinMessage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryMessage:
-    """To the writer: how large the staging memory is now; it is empty."""
+    """To the writer: the size of the staging memory from now on; the memory is empty."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanMessage:
-    """To the writer: a plan that jobs name by its number, and how it is completed."""
+    """To the writer: a plan, which jobs name by its number, and how it is completed on rank 0."""
 
     number: int
     plan: SavePlan
@@ -68,74 +109,37 @@ class PlanMessage:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPlanMessage:
-    """To the writer: no job will name this plan again."""
+    """To the writer: no further job names this plan."""
 
     number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """To the writer: a save to be written and committed.
-
-    Attributes:
-        number: its number; jobs are done one after the other.
-        label: what to call it in messages.
-        attempt: the attempt; also the prefix of its meetings.
-        place: where to: below a root, or on the nodes.
-        strategy: the format's strategy, pickled: where it cannot be unpickled only this job fails.
-        plan: number of the plan.
-        sizes: sizes of the objects in that.
-        report: what rank 0 is told.
-        parity: at most how many files are protected together; None for no parity.
-        common: common state; on rank 0.
-        start: position of the stream at which its first row begins.
-        in_order: whether the strategy takes the rows in order, so that memory may be used again at once.
-        keeps: whether it may not, as the next job reads the same rows from there.
-        verify: how what is committed is read again; None if it is not.
-    """
-
-    number: int
-    label: str
-    attempt: str
-    place: CheckpointLocation | NodeLocation
-    strategy: bytes
-    plan: int
-    sizes: Ints
-    report: bytes
-    parity: int | None
-    common: CommonFiles | None
-    start: int
-    in_order: bool
-    keeps: bool
-    verify: VerifyOptions | None
 
 
 @dataclass(frozen=True, slots=True)
 class StagedMessage:
-    """To the writer: the stream is there up to this position."""
+    """To the writer: the stream is written up to this position."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelledMessage:
-    """To the writer: what a job writes could not be staged; error is encoded."""
+    """To the writer: the bytes of a job could not be staged; error is encoded."""
 
     job: int
     error: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveMessage:
-    """To the writer: there is nothing more to do."""
-
-
-@dataclass(frozen=True, slots=True)
 class FollowUpDoneMessage:
-    """To the writer: what the trainer does after a commit is done; error is encoded, if there is one."""
+    """To the writer: the training has done what follows a commit; error is encoded, None without one."""
 
     job: int
     error: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveMessage:
+    """To the writer: there is nothing more to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +149,12 @@ class ReadyMessage:
 
 @dataclass(frozen=True, slots=True)
 class AliveMessage:
-    """From the writer: it works, or waits for somebody else; see `signs_of_life`."""
+    """From the writer: it works, or waits for somebody else; see `heartbeat`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumedMessage:
-    """From the writer: the memory before this position may be used again."""
+    """From the writer: the memory before this position is free."""
 
     position: int
 
@@ -159,7 +163,7 @@ class ConsumedMessage:
 class CommittedMessage:
     """From the writer of rank 0: a job is committed; it waits for `FollowUpDoneMessage`.
 
-    damages are what writers have found that have verified it; None if they have not.
+    damages are what writers have found when they verified the checkpoint; None if they have not.
     """
 
     job: int
@@ -168,14 +172,14 @@ class CommittedMessage:
 
 @dataclass(frozen=True, slots=True)
 class EndedMessage:
-    """From the writer: a job is over; error is encoded, None if it succeeded on all ranks."""
+    """From the writer: a job is over; error is encoded, None if the job succeeded on all ranks."""
 
     job: int
     error: bytes | None
 
 
-def meetings_of(attempt: str) -> str:
-    """Return the prefix under which writers meet for an attempt."""
+def store_prefix(attempt: str) -> str:
+    """Return the prefix of the keys under which writers exchange messages for an attempt."""
     return f"megackpt/{attempt}"
 
 

@@ -1,7 +1,7 @@
-"""The writer process of this rank, as the training sees it.
+"""The writer process of this rank, as the training process sees it.
 
-Owns ending it, giving it up when it is stuck, the threads that speak to it, and what is known of its jobs.
-What it does is in `main`; what ranks agree on, in `saver`.
+One thread sends messages to it and one receives messages from it. A process that shows no progress is killed,
+and its jobs fail on all ranks. What the process does is in `writer_main`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 
 from megackpt.comm.messages import common_error, decode_error, encode_error
 from megackpt.comm.store_group import StoreHost
@@ -35,13 +34,13 @@ from megackpt.engine.background.messages import (
     ReadyMessage,
     StagedMessage,
     ToWriter,
-    meetings_of,
+    store_prefix,
 )
 from megackpt.engine.background.process_start import start_writer
 from megackpt.engine.background.staging import StreamClosedError
 from megackpt.engine.background.staging_memory import StagingMemory
 from megackpt.engine.background.submitted_job import CommitHandler, FailureHandler, SubmittedJob
-from megackpt.engine.saving.plan_agreement import PlanCompletion
+from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
@@ -49,48 +48,48 @@ from megackpt.planning import SavePlan
 log = logging.getLogger(__name__)
 
 _END_S = 5.0
-_PLANS = 8  # that it keeps
+_MAX_PLANS = 8  # that the process keeps
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 3.0
 """How long a writer may be stuck after its time is up, or other ranks have given it up, before it is killed.
 
-Others see more: they are to be the first to say what is wrong.
+Other ranks know more of what is wrong, so they are to report it first.
 """
 
 
 class WriterProcess:
-    """A process that is there for this rank's saves, and for nothing else.
+    """A process that writes the saves of this rank.
 
-    Any thread may use it; `StreamReader` for the one that stages.
+    Any thread may use it. To the thread that stages bytes it is a `StreamReader`.
 
     Attributes:
-        arena: the memory that it shares.
+        memory: the staging memory that it shares.
         kind: what was decided at its start: niceness, class of I/O, and a hook for tests (see
-            `main.Hook`).
+            `jobs.StoreHook`).
     """
 
     def __init__(
-        self, options: AsyncOptions, *, arena: StagingMemory, kind: tuple[int, str | None, str | None]
+        self, options: AsyncOptions, *, memory: StagingMemory, kind: tuple[int, str | None, str | None]
     ) -> None:
-        self.arena, self.kind = arena, kind
+        self.memory, self.kind = memory, kind
         self._owner = os.getpid()
         self._start_timeout_s = options.start_timeout_s
         self._numbers = itertools.count()
-        self._plans: list[tuple[int, SavePlan]] = []  # the one used last is the last
+        self._plans: list[tuple[int, SavePlan]] = []  # the plan that was used last is the last
         self._position = 0
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._is_ready = self._is_lost = False
         self._consumed = 0
         self._capacity = 0
-        self._under_way: list[SubmittedJob] = []
+        self._jobs: list[SubmittedJob] = []
         self._rank = 0
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
         self._is_stuck = False
         self._outbox: queue.SimpleQueue[ToWriter | SubmittedJob | None] = queue.SimpleQueue()
-        self._process, self._connection = start_writer(kind, arena.descriptor)
+        self._process, self._connection = start_writer(kind, memory.descriptor)
         try:
-            threads = {"listen": self._listen, "send": self._speak}
+            threads = {"listen": self._receive_messages, "send": self._send_messages}
             self._threads = [
                 threading.Thread(target=run, name=f"megackpt-{name}", daemon=True)
                 for name, run in threads.items()
@@ -108,7 +107,7 @@ class WriterProcess:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has started it: a fork of the training, of data loaders say, has not."""
+        """Whether this process has started it. A forked child of the training process has not."""
         return os.getpid() == self._owner
 
     @property
@@ -119,118 +118,113 @@ class WriterProcess:
     @property
     def is_busy(self) -> bool:
         """Whether there is a job that is not over."""
-        return bool(self._under_way)
+        return bool(self._jobs)
 
     def join(self, *, rank: int, size: int, host: StoreHost | None, timeout_s: float) -> None:
-        """Tell it which rank it writes for, and where writers meet."""
+        """Tell it for which rank it writes, and over which store writers synchronise."""
         self._rank, self._host, self._timeout_s = rank, host, timeout_s
         address = host.address if host is not None else None
         self._send(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))
 
     def resize(self, nbytes: int) -> None:
-        """Give the memory another size, when nothing is under way; it may have that already.
+        """Change the size of the memory, when nothing is under way; do nothing if it has this size.
 
         Raises:
-            StorageError: there is not as much.
+            StorageError: there is not enough memory.
         """
-        self.arena.resize(nbytes)
-        if self._capacity != self.arena.nbytes:
-            self._send(MemoryMessage(self.arena.nbytes))  # first: it may be sent twice, but not be left out
-            self._capacity = self.arena.nbytes
+        self.memory.resize(nbytes)
+        if self._capacity != self.memory.nbytes:
+            self._send(
+                MemoryMessage(self.memory.nbytes)
+            )  # before the capacity is noted: it may be sent twice, never left out
+            self._capacity = self.memory.nbytes
 
     def use_plan(self, plan: SavePlan, complete: PlanCompletion | None) -> int:
-        """Return the number of a plan; it is sent if it is not one of those that were used last."""
-        known = next((one for one in self._plans if one[1] is plan), None)
-        if known is None:
-            known = next(self._numbers), plan
-            self._send(PlanMessage(*known, complete))
+        """Return the number of a plan; send it if it is not one of the plans that were used last."""
+        numbered = next((recent for recent in self._plans if recent[1] is plan), None)
+        if numbered is None:
+            numbered = next(self._numbers), plan
+            self._send(PlanMessage(*numbered, complete))
         else:
-            self._plans.remove(known)
-        self._plans.append(known)
-        self._forget_plans(_PLANS)
-        return known[0]
+            self._plans.remove(numbered)
+        self._plans.append(numbered)
+        self._forget_plans(_MAX_PLANS)
+        return numbered[0]
 
-    def begin(
-        self,
-        make: Callable[[int, int], Job],
-        nbytes: int,
-        follow: CommitHandler,
-        failed: FailureHandler,
+    def next_job(self) -> tuple[int, int]:
+        """Return the number of the next job, and the position of the stream at which its bytes start."""
+        return next(self._numbers), self._position
+
+    def submit(
+        self, job: Job, nbytes: int, on_commit: CommitHandler, on_failure: FailureHandler
     ) -> SubmittedJob:
-        """Take up a job, made of a number and the position at which its part of the stream begins.
+        """Add a job that `next_job` was called for.
 
-        The process hears of it with the first bytes of it that are there: until then it, and through the
-        first meeting of writers those of other ranks, would only take processor time from the copy.
+        It is sent with the first bytes of it that are staged: before, the process would only take processor
+        time from the copy, and so would those of other ranks, as they synchronise first.
 
-        Whatever is raised from here on until the job is staged, `cancel_unstaged` has to be called.
+        If anything raises an error between this call and the end of staging, call `cancel_unstaged`.
         """
-        job = make(next(self._numbers), self._position)
-        work = SubmittedJob(job, self._position + nbytes, follow, failed)
-        with self._news:
-            self._under_way.append(work)
+        submitted = SubmittedJob(job, self._position + nbytes, on_commit, on_failure)
+        with self._changed:
+            self._jobs.append(submitted)
             is_lost = self._is_lost
-        self._position = work.stop
+        self._position = submitted.stop
         if is_lost:
             self._fail_all()
-        return work
+        return submitted
 
     def rest(self) -> None:
-        """Let go of what belongs to a user that has gone."""
+        """Forget the plans, the rank and the memory of a saver that is closed."""
         self._forget_plans(0)
         self.join(rank=0, size=1, host=None, timeout_s=0.0)
         self.resize(0)
 
     def cancel_unstaged(self, error: BaseException) -> list[SubmittedJob]:
-        """Let the jobs fail, on all ranks, of which not all could be staged; return them."""
-        cancelled = [work for work in self._under_way if not work.is_staged]
-        for work in cancelled:
-            self._position = max(self._position, work.stop)
-            self._tell_jobs()
-            self._send(CancelledMessage(work.job.number, self.abort(work.job.attempt, error)))
-            self._send(StagedMessage(work.stop))
-            work.is_staged = True
+        """Let the jobs that are not fully staged fail on all ranks, and return them."""
+        cancelled = [submitted for submitted in self._jobs if not submitted.is_staged]
+        for submitted in cancelled:
+            self._position = max(self._position, submitted.stop)
+            self._send_jobs()
+            self._send(CancelledMessage(submitted.job.number, self.abort(submitted.job.attempt, error)))
+            self._send(StagedMessage(submitted.stop))
+            submitted.is_staged = True
         return cancelled
 
     def abort(self, attempt: str, error: BaseException) -> bytes:
-        """Let a save fail on the other ranks, as its state is not copied here; return what they are sent."""
+        """Let a save fail on other ranks, as its state is not copied here; return the encoded error."""
         data = encode_error(common_error({self._rank: encode_error(error)}, "copying its state"))
         if self._host is not None:
-            self._host.abort(meetings_of(attempt), data)
+            self._host.abort(store_prefix(attempt), data)
         return data
 
     def room_from(self, position: int) -> int:
-        """Return up to where the stream may be written; see `StreamReader`."""
-        with self._news:
-            self._news.wait_for(
-                lambda: self._is_lost or not self._under_way or self._consumed + self._capacity > position
+        """Return up to which position the stream may be written; see `StreamReader`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_lost or not self._jobs or self._consumed + self._capacity > position
             )
-            if self._is_lost or not self._under_way:
+            if self._is_lost or not self._jobs:
                 raise StreamClosedError
             return self._consumed + self._capacity
 
-    def room_for_next(self, nbytes: int) -> int | None:
-        """Return where the stream of the next job begins if all of it has room by now, else None."""
-        with self._news:
-            fits = self._position + nbytes <= self._consumed + self._capacity and not self._is_lost
-        return self._position if fits else None
-
     def tell_staged(self, position: int) -> None:
-        """Say that the stream is there up to a position."""
-        self._tell_jobs()
+        """Tell the process that the stream is written up to a position."""
+        self._send_jobs()
         self._send(StagedMessage(position))
 
     def wait_ready(self) -> None:
         """Return when it has started.
 
         Raises:
-            RankFailedError: it could not, or took too long.
+            RankFailedError: it could not start, or took too long.
         """
-        with self._news:
-            self._news.wait_for(lambda: self._is_ready or self._is_lost, self._start_timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ready or self._is_lost, self._start_timeout_s)
         if not self._is_ready:
             how = self._how_it_ended() if self._is_lost else f"needs over {self._start_timeout_s:g} s"
             raise RankFailedError(
-                f"The writer process of rank {self._rank} {how} to start. What it has printed says why.",
+                f"The writer process of rank {self._rank} {how} to start. Its output says why.",
                 rank=self._rank,
             )
 
@@ -241,18 +235,18 @@ class WriterProcess:
         """
         given_up: float | None = None
         while True:
-            with self._news:
-                if self._news.wait_for(lambda: len(self._under_way) <= count, _LOOK_EVERY_S):
+            with self._changed:
+                if self._changed.wait_for(lambda: len(self._jobs) <= count, _LOOK_EVERY_S):
                     return
-                first = self._under_way[0]
-            if self._host is None or not self._host.is_aborted(meetings_of(first.job.attempt)):
+                first = self._jobs[0]
+            if self._host is None or not self._host.is_aborted(store_prefix(first.job.attempt)):
                 continue
             given_up = given_up or time.monotonic()
             if time.monotonic() - given_up > _GRACE_S:
                 self._process.kill()
 
     def close(self) -> None:
-        """End it, and let go of the memory. Jobs that are under way are lost."""
+        """End it, and release the memory. Jobs that are under way are lost."""
         if not self.is_ours:
             return
         self._send(LeaveMessage())
@@ -265,136 +259,138 @@ class WriterProcess:
                 "The writer process %s is killed, and does not end: the system waits for a disk.", self.pid
             )
         for thread in self._threads:
-            if thread is not threading.current_thread():  # where the collector of garbage may run
+            if thread is not threading.current_thread():  # the garbage collector may run in any thread
                 thread.join(_END_S)
         self._connection.close()
-        self.arena.close()
+        self.memory.close()
 
     def kill(self) -> None:
         """Let it end at once. Jobs that are under way fail."""
         self._process.kill()
 
     def _send(self, message: ToWriter) -> None:
-        """Send a message, sooner or later; what comes after it is sent after it."""
+        """Send a message later, in the order of calls."""
         self._outbox.put(message)
 
-    def _tell_jobs(self) -> None:
-        for work in list(self._under_way):
-            if not work.is_told:
-                self._outbox.put(work)  # perhaps again, if this was interrupted
+    def _send_jobs(self) -> None:
+        for submitted in list(self._jobs):
+            if not submitted.is_sent:
+                self._outbox.put(submitted)  # perhaps again, if this was interrupted
 
     def _forget_plans(self, most: int) -> None:
         while len(self._plans) > most:
             self._send(ForgetPlanMessage(self._plans.pop(0)[0]))
 
-    def _speak(self) -> None:
+    def _send_messages(self) -> None:
         while (message := self._outbox.get()) is not None:
             if isinstance(message, SubmittedJob):
-                if message.is_told:
+                if message.is_sent:
                     continue
-                message.is_told = True
+                message.is_sent = True
                 message = message.job
-            with contextlib.suppress(OSError):  # it has ended, which the other thread finds
+            with contextlib.suppress(OSError):  # it has ended, which the receiving thread notices
                 self._connection.send(message)
 
-    def _listen(self) -> None:
+    def _receive_messages(self) -> None:
         watch = ProgressWatch(self.pid)
         with contextlib.suppress(EOFError, OSError):
             while not self._is_stuck:
                 if not self._connection.poll(BEAT_S):
-                    self._look(watch)
+                    self._check(watch)
                     continue
                 message = self._connection.recv()
-                watch.heard()
+                watch.reset()
                 if isinstance(message, CommittedMessage):
                     threading.Thread(
-                        target=self._follow, args=(message,), name="megackpt-follow", daemon=True
+                        target=self._follow_up, args=(message,), name="megackpt-follow", daemon=True
                     ).start()
                     continue
-                with self._news:
+                with self._changed:
                     if isinstance(message, ConsumedMessage):
                         self._consumed = message.position
                     elif isinstance(message, EndedMessage):
                         error = decode_error(message.error) if message.error is not None else None
-                        self._end(self._work(message.job), error)
+                        self._end(self._submitted(message.job), error)
                     elif isinstance(message, ReadyMessage):
                         self._is_ready = True
-                    self._news.notify_all()
+                    self._changed.notify_all()
         self._has_ended()
-        with self._news:
+        with self._changed:
             self._is_lost = True
         self._fail_all()
 
-    def _look(self, watch: ProgressWatch) -> None:
-        """Kill a process that has work, and has shown no sign of progress for too long."""
-        with self._news:
-            first = self._under_way[0] if self._under_way else None
-            is_idle = first is None or first.is_followed or not first.is_told
+    def _check(self, watch: ProgressWatch) -> None:
+        """Kill a process that has work and has shown no progress for too long."""
+        with self._changed:
+            first = self._jobs[0] if self._jobs else None
+            is_idle = first is None or first.is_followed_up or not first.is_sent
         if is_idle:
-            watch.heard()
+            watch.reset()
             return
-        watch.look()
+        watch.check()
         most = self._timeout_s + _GRACE_S if self._is_ready else self._start_timeout_s
         if watch.silent_s > most:
             self._is_stuck = True
             self._process.kill()
 
     def _has_ended(self, most_s: float | None = None) -> bool:
-        """Wait a while for the end of the process; one that is stuck in the kernel may not be killed."""
+        """Wait a while for the end of the process; one that is stuck in the kernel cannot be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S if most_s is None else most_s)
         return self._process.returncode is not None
 
-    def _follow(self, committed: CommittedMessage) -> None:
-        """Do what follows a commit, outside of the thread that listens: it may take long."""
+    def _follow_up(self, committed: CommittedMessage) -> None:
+        """Do what follows a commit, in a thread of its own: it may take long."""
         error: bytes | None = None
-        work = self._work(committed.job)
-        work.is_followed = True
+        submitted = self._submitted(committed.job)
+        submitted.is_followed_up = True
         try:
-            work.follow(committed.damages)
+            submitted.on_commit(committed.damages)
         except Exception as raised:  # noqa: BLE001 - handed over to all ranks
             error = encode_error(raised)
         self._send(FollowUpDoneMessage(committed.job, error))
-        work.is_followed = False
+        submitted.is_followed_up = False
 
-    def _work(self, job: int) -> SubmittedJob:
-        return next(work for work in self._under_way if work.job.number == job)
+    def _submitted(self, job: int) -> SubmittedJob:
+        return next(submitted for submitted in self._jobs if submitted.job.number == job)
 
-    def _end(self, work: SubmittedJob, error: CheckpointError | None) -> None:
+    def _end(self, submitted: SubmittedJob, error: CheckpointError | None) -> None:
         if error is not None:
             try:
-                error = None if work.failed(error) else error
+                error = None if submitted.on_failure(error) else error
             except Exception as another:  # noqa: BLE001 - the first error is the one that is raised
-                log.warning("After %s has failed: %s", work.job.label, another)
-        work.error, work.is_over = error, True
-        self._under_way.remove(work)
+                log.warning("After %s has failed: %s", submitted.job.label, another)
+        submitted.error, submitted.is_over = error, True
+        self._jobs.remove(submitted)
 
     def _fail_all(self) -> None:
         """Let all jobs fail, here and on other ranks, because the process has ended."""
-        with self._news:
-            lost = list(self._under_way)
-        errors = [self._lost_on_all_ranks(work) for work in lost]  # others wait for the lock only shortly
-        with self._news:
-            for work, error in zip(lost, errors, strict=True):
-                if not work.is_over:
-                    self._end(work, error)
-            self._news.notify_all()
+        with self._changed:
+            lost = list(self._jobs)
+        errors = [
+            self._lost_on_all_ranks(submitted) for submitted in lost
+        ]  # without the lock, as this takes time
+        with self._changed:
+            for submitted, error in zip(lost, errors, strict=True):
+                if not submitted.is_over:
+                    self._end(submitted, error)
+            self._changed.notify_all()
 
-    def _lost_on_all_ranks(self, work: SubmittedJob) -> CheckpointError:
-        """Let a job fail on other ranks; return the error with which all fail."""
-        error = self._lost(work)
+    def _lost_on_all_ranks(self, submitted: SubmittedJob) -> CheckpointError:
+        """Let a job fail on other ranks; return the error that all ranks raise."""
+        error = self._loss_of(submitted)
         if self._host is None:
             return error
-        first = self._host.abort(meetings_of(work.job.attempt), encode_error(error))
-        self._host.leave(meetings_of(work.job.attempt))
+        first = self._host.abort(store_prefix(submitted.job.attempt), encode_error(error))
+        self._host.leave(store_prefix(submitted.job.attempt))
         return decode_error(first)
 
-    def _lost(self, work: SubmittedJob) -> WriterFailedError:
+    def _loss_of(self, submitted: SubmittedJob) -> WriterFailedError:
         look = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
         advice = look if self._is_stuck else ""
         return WriterFailedError(
             f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} while "
-            f"saving {work.job.label}. It is started again for the next save.{advice}",
+            f"saving {submitted.job.label}. It is started again for the next save.{advice}",
             rank=self._rank,
         )
 

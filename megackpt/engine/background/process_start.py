@@ -1,7 +1,7 @@
-"""Starting a writer process: a new interpreter, with what it inherits and what it must not see.
+"""Starting a writer process: a new interpreter that does not trust the current directory.
 
-It imports nothing from the current directory that the standard library or an installed package has, too: runs
-are started in directories that others can write to.
+Training is often started in a directory that others can write to. So the process imports no module from there
+that the standard library or an installed package has, too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
-# In isolated mode Python itself takes no module from the current directory, nor from where PYTHONPATH says.
-# This package is the one that the parent has, wherever that lies; all else is found by its search path.
+# In isolated mode Python imports nothing from the current directory or PYTHONPATH. This package is the one
+# that the parent has, wherever that is; all other modules are found by the parent's search path.
 _BOOTSTRAP = """
 import json, site, sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -36,14 +36,14 @@ main(settings)
 
 
 def start_writer(
-    kind: tuple[int, str | None, str | None], arena: int
+    kind: tuple[int, str | None, str | None], memory: int
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start the process: a new interpreter, never a fork, which would take locks and devices along."""
+    """Start the process. It is a new interpreter, as a fork would copy locks and handles of devices."""
     ours, theirs = socket.socketpair()
     with theirs:
         settings = {
             "connection": theirs.fileno(),
-            "arena": arena,
+            "memory": memory,
             "parent": os.getpid(),
             **dict(zip(("nice", "ionice", "hook"), kind, strict=True)),
             "package": str(Path(__file__).absolute().parents[2]),
@@ -52,7 +52,7 @@ def start_writer(
         }
         process = subprocess.Popen(
             [sys.executable, *_options(), "-c", _BOOTSTRAP, json.dumps(settings)],
-            pass_fds=(theirs.fileno(), arena),
+            pass_fds=(theirs.fileno(), memory),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_QUIET},
         )
@@ -60,9 +60,9 @@ def start_writer(
 
 
 def search_path() -> list[str]:
-    """Return where this process looks for modules, with the current directory behind everything else.
+    """Return where this process looks for modules, with the current directory last.
 
-    Modules of the user that lie there are found, but never in place of others.
+    Modules of the user in that directory are found, but never in place of others.
     """
     try:
         here = os.path.realpath(os.getcwd())
@@ -74,13 +74,13 @@ def search_path() -> list[str]:
 
 
 def _options() -> list[str]:
-    """Return the interpreter's options: isolated, and otherwise as in this process."""
+    """Return the options of the interpreter: isolated mode, and otherwise those of this process."""
     options = ["-I", *(["-B"] if sys.flags.dont_write_bytecode else []), *["-O"] * sys.flags.optimize]
     options += [f"-W{option}" for option in sys.warnoptions]
-    given = {"utf8": str(sys.flags.utf8_mode), **sys._xoptions}
+    x_options = {"utf8": str(sys.flags.utf8_mode), **sys._xoptions}
     if sys.pycache_prefix is not None:
-        given["pycache_prefix"] = sys.pycache_prefix
+        x_options["pycache_prefix"] = sys.pycache_prefix
     return [
         *options,
-        *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()),
+        *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in x_options.items()),
     ]

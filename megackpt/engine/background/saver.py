@@ -1,8 +1,8 @@
-"""Saves that go on while training goes on: planned and staged here, written by a process beside each rank.
+"""Asynchronous saves: planned and staged by the training process, written by a writer process of each rank.
 
-Owns what ranks agree on before such a save, and what becomes of its error. Ranks meet in `save` and `warm_up`
-and nowhere else: between them, writer processes meet in a store (see `megackpt.comm.store_group`). What is
-kept between saves is in `session`.
+Ranks of the training synchronise in `save`, `may_save` and `warm_up` only. Between these calls, writer
+processes synchronise with each other over a store of their own. What a rank keeps between saves is in
+`session`.
 """
 
 from __future__ import annotations
@@ -10,41 +10,42 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megackpt.comm import Group, Numbers, encode_error, run_and_compare
+from megackpt.comm import Group, Numbers, compare_step, encode_error, errors_on_all_ranks
 from megackpt.comm.messages import common_error
 from megackpt.comm.store_group import StoreHost
-from megackpt.engine.background.begin import Beginning
-from megackpt.engine.background.messages import Job, meetings_of
+from megackpt.engine.background.messages import Job, store_prefix
 from megackpt.engine.background.prepared_save import Destination, PreparedSave, shares_bytes
 from megackpt.engine.background.session import WriterSession, end_forgotten
-from megackpt.engine.background.stage_ahead import Ahead
-from megackpt.engine.background.staging import StreamClosedError, StreamRange, fill
+from megackpt.engine.background.staging import StreamClosedError, StreamRange, copy_rows
 from megackpt.engine.background.submitted_job import SubmittedJob
-from megackpt.engine.saving.save import Beside, SaveRequest, plan_state
+from megackpt.engine.saving.preparation import WriterStatus, prepare_on_all_ranks
+from megackpt.engine.saving.save import plan_prepared
+from megackpt.engine.saving.save_request import SaveRequest
 from megackpt.engine.saving.write import PlannedSave
 from megackpt.options import AsyncOptions, SaveOptions
 
-_MOST_QUEUED = 4
+_MAX_QUEUED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """What is copied once, and the jobs that read it."""
+class _StagedCopy:
+    """Bytes that are copied once, and the jobs that read them."""
 
-    works: Sequence[SubmittedJob]
-    ready: PreparedSave
+    jobs: Sequence[SubmittedJob]
+    prepared: PreparedSave
 
 
 class AsyncSaver:
-    """Saves of one run, one after the other, each written by a process of its own on every rank.
+    """The asynchronous saves of one training run, one after the other.
 
-    The process is started at once, and lives until `close`; a saver that is forgotten is closed, at the
-    latest when the interpreter ends. hook is for tests, see `main.Hook`.
+    On each rank a writer process is started at once, and lives until `close`. A saver that is garbage is
+    closed, at the latest when the interpreter ends. hook is for tests, see `jobs.StoreHook`.
     """
 
     def __init__(self, options: AsyncOptions, *, hook: str | None = None) -> None:
@@ -59,52 +60,55 @@ class AsyncSaver:
 
     @property
     def writer_pid(self) -> int:
-        """Process id of the writer."""
+        """Process id of the writer process."""
         return self._session.writer.pid
 
     @property
     def staging_nbytes(self) -> int:
-        """How much staging memory is kept."""
-        return self._session.writer.arena.nbytes
+        """Size of the staging memory, in bytes."""
+        return self._session.writer.memory.nbytes
 
     @property
     def store(self) -> StoreHost | None:
-        """Where writers meet; None for a rank alone, or before the first save."""
+        """The store over which writer processes synchronise; None for one rank, or before the first save."""
         return self._session.host
 
     def warm_up(self, request: SaveRequest, group: Group, options: SaveOptions) -> None:
-        """Do what a first save would do besides copying: plan, make staging memory, start. Collective.
+        """Do what a first save does besides copying: plan, allocate staging memory, start. Collective.
 
         Raises:
             CheckpointError: as `save`.
         """
         self.wait()
-        self._meet(group, options, doing="warming up for asynchronous saves")
-        ready = self._prepare(request, group, options)
-        self._use_plan(ready.planned)
-        run_and_compare(group, self._await_ready, equal=0, doing="starting its writer process")
+        self._exchange_status(group, options, doing="warming up for asynchronous saves")
+        planned = plan_prepared(prepare_on_all_ranks(request, None, group, options), group, options)
+        self._stageable(planned, group)
+        self._use_plan(planned)
+        with errors_on_all_ranks(group, "starting its writer process"):
+            self._session.running().wait_ready()
 
     def may_save(self, group: Group, options: SaveOptions, *, waits: bool = False) -> bool:
-        """Wait as long as `when_busy` says, and say whether the next save is to be made. Collective.
+        """Wait as long as `when_busy` says; return whether the next save is to be made. Collective.
 
-        With waits, until nothing is under way, whatever `when_busy` says.
+        If waits is true, this waits until no save is under way, whatever `when_busy` says.
 
         Raises:
             CheckpointError: the same on every rank: an earlier save has failed.
         """
         self.turn(waits=waits)
-        return self._meet(group, options)
+        is_any_busy = self._exchange_status(group, options, doing="beginning an asynchronous save")
+        return not (self.skips and is_any_busy)
 
     @property
     def skips(self) -> bool:
-        """Whether a save may be left out, so that ranks have to meet in `may_save` before they begin one."""
+        """Whether a save is left out if an earlier one is under way; ranks then have to call `may_save`."""
         return self._options.when_busy == "skip"
 
     def turn(self, *, waits: bool = False) -> None:
-        """Wait for earlier saves as long as `when_busy` says; with waits, for all of them. Local."""
+        """Wait for earlier saves as long as `when_busy` says, or for all of them if waits is true. Local."""
         self.wait_staged()
         if waits or not self.skips:
-            most = _MOST_QUEUED - 1 if self._options.when_busy == "queue" and not waits else 0
+            most = _MAX_QUEUED - 1 if self._options.when_busy == "queue" and not waits else 0
             self._session.writer.wait_until(most)
 
     def save(
@@ -115,71 +119,90 @@ class AsyncSaver:
         *,
         earlier: AbstractContextManager[Any] | None = None,
     ) -> int:
-        """Plan and stage a state for some places; return when it may change.
+        """Plan and stage a state for some destinations; return when it may change.
 
-        Collective, after `may_save` or `turn`, with the same places on all ranks. It is copied once for those
-        that follow each other and take the same bytes, if there is memory for all of it.
+        Collective, after `may_save` or `turn`, with the same destinations on all ranks. The state is copied
+        once for destinations that follow each other and take the same bytes, if all of it fits in memory.
 
-        The error of an earlier save is raised within earlier: where that holds it back, this save goes on.
-        Without, it is left for the next call.
+        Args:
+            destinations: where the state is saved; the first ones first.
+            group: the ranks.
+            options: tunables.
+            earlier: a context in which the error of an earlier save is raised. If the context suppresses the
+                error, this save goes on. None leaves the error for the next call.
 
-        Return for how many a save is under way: those whose failure was dealt with have none.
+        Returns:
+            For how many destinations a save is under way: not for those whose `on_failure` has handled the
+            error of planning.
 
         Raises:
-            CheckpointError: the same on every rank: an earlier save has failed, or this one cannot be made in
-                a place; in those before it is. On one rank alone, that its bytes could not be copied: others
-                find that at the next call.
+            CheckpointError: the same on every rank: an earlier save has failed, or this save fails for a
+                destination; it goes on for those before. On one rank only: its bytes could not be copied; the
+                other ranks raise an error at the next call.
         """
-        ready: list[tuple[Destination, PreparedSave]] = []
-        beginning = Beginning(self._session, group, options, earlier=earlier)
+        prepared: list[tuple[Destination, PreparedSave]] = []
+        status: Callable[[], WriterStatus] | None
+        status = partial(self._session.status, group, with_failure=earlier is not None)
         try:
-            for one in destinations:
-                beside = None if beginning.is_over else beginning
+            for destination in destinations:
                 try:
-                    prepared = self._prepare(one.request, group, options, beside)
-                    one.planned()
+                    state = prepare_on_all_ranks(
+                        destination.request, None, group, options, writer_status=status
+                    )
                 except Exception as error:
-                    if beginning.has_raised or not one.failed(error):
+                    if not destination.on_failure(error):
+                        raise
+                    continue
+                if status is not None:  # ranks exchange it once
+                    status = None
+                    self._session.follow_status(
+                        state.writer_status, group, timeout_s=options.timeout_s, raised_in=earlier
+                    )
+                try:
+                    save = self._stageable(plan_prepared(state, group, options), group)
+                    destination.on_planned()
+                except Exception as error:
+                    if not destination.on_failure(error):
                         raise
                 else:
-                    ready.append((one, prepared))
+                    prepared.append((destination, save))
         finally:
             try:
-                self._stage([self._begin(part) for part in self._parts(ready)], beginning.ahead)
-            except BaseException as error:  # Ctrl-C, too: else writers would wait for the rest for ever
-                self._cancel(ready, error)
+                self._stage([self._submit(copied) for copied in self._shared_copies(prepared)])
+            except BaseException as error:  # Ctrl-C, too: writers would wait for the rest for ever
+                self._cancel(prepared, error)
                 raise
-        return len(ready)
+        return len(prepared)
 
     def wait_staged(self) -> None:
         """Return when the state that was saved may change. Local."""
         self._session.wait_staged()
 
     def wait(self) -> None:
-        """Return when nothing is under way. Local.
+        """Return when no save is under way. Local.
 
         Raises:
-            CheckpointError: a save has failed since one last asked.
+            CheckpointError: a save has failed since the last call that raises such errors.
         """
         self.wait_staged()
         self._session.writer.wait_until(0)
         self.poll()
 
     def poll(self) -> None:
-        """Do nothing if no save has failed since one last asked. Local.
+        """Raise the error of a save that has failed; return at once if there is none. Local.
 
         Raises:
-            CheckpointError: one has failed.
+            CheckpointError: a save has failed since the last call that raises such errors.
         """
         error = self._session.failure()
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Wait, end the process and let go of the memory. All ranks do so if there are several.
+        """Wait, end the process and release the memory. With several ranks, all call it.
 
         Raises:
-            CheckpointError: a save has failed since one last asked.
+            CheckpointError: a save has failed since the last call that raises such errors.
         """
         try:
             self.wait()
@@ -188,149 +211,139 @@ class AsyncSaver:
             self._session.end(keeps_writer=True)
 
     def abandon(self) -> None:
-        """End the process at once; what it has not committed stays torn, and no error is raised. Local."""
+        """End the process at once. What it has not committed stays incomplete; no error is raised. Local."""
         self._closing.detach()
         self._session.writer.kill()
         self._session.end(keeps_writer=False)
 
-    def _meet(
-        self, group: Group, options: SaveOptions, *, doing: str = "beginning an asynchronous save"
-    ) -> bool:
-        """Find out together whether to save; connect what is not connected. Collective.
+    def _exchange_status(self, group: Group, options: SaveOptions, *, doing: str) -> bool:
+        """Exchange the status of all ranks' writers; return whether a save is under way on any. Collective.
 
         Raises:
             CheckpointError: the error of a save that has failed, of the first rank that has one.
         """
-        beginning = Beginning(self._session, group, options, earlier=contextlib.nullcontext())
+        with compare_step(group, doing, largest=3) as step:
+            step.numbers = Numbers((), self._session.status(group, with_failure=True))
+        has_failed, is_any_busy, is_apart = step.reduced.largest
+        self._session.follow_status(
+            (has_failed, is_any_busy, is_apart),
+            group,
+            timeout_s=options.timeout_s,
+            raised_in=contextlib.nullcontext(),
+        )
+        return bool(is_any_busy)
 
-        def look() -> Numbers:
-            return Numbers((), beginning.numbers())
+    def _stageable(self, planned: PlannedSave, group: Group) -> PreparedSave:
+        """Return a planned save as the writer process takes it, with room for it in memory. Collective."""
+        session = self._session
+        if not session.has_room_for(planned.kept):
+            with errors_on_all_ranks(group, "making room for its state"):
+                prepared = self._with_room(planned, rank=group.rank)
+            session.plans_with_room.append(planned.kept)
+            return prepared
+        # All ranks use this plan again and had room for it, so they need not synchronise. If it fails all the
+        # same, the writers of other ranks are told.
+        try:
+            return self._with_room(planned, rank=group.rank)
+        except Exception as error:
+            if session.host is not None:
+                shared = common_error({group.rank: encode_error(error)}, "making room for its state")
+                session.host.abort(store_prefix(planned.attempt), encode_error(shared))
+            raise
 
-        found = run_and_compare(group, look, equal=0, largest=beginning.count, doing=doing)
-        beginning.heard(found.largest)
-        return not (self.skips and beginning.is_any_busy)
+    def _with_room(self, planned: PlannedSave, *, rank: int) -> PreparedSave:
+        prepared = PreparedSave.of(planned, rank=rank)
+        self._session.make_room(prepared)
+        return prepared
 
-    def _prepare(
-        self, request: SaveRequest, group: Group, options: SaveOptions, beside: Beside | None = None
-    ) -> PreparedSave:
-        """Plan a save, and make room for it. Collective."""
-        planned, strategy = plan_state(request, None, group, options, beside)
-        made: list[PreparedSave] = []
-
-        def make() -> Numbers:
-            made.append(PreparedSave.of(planned, strategy, rank=group.rank))
-            self._session.make_room(made[0])
-            return Numbers(())
-
-        if self._session.has_room_for(planned.kept):
-            # All ranks take this plan again, and there was room for it: no need to ask each other.
-            try:
-                make()
-            except Exception as error:
-                if self._session.host is not None:
-                    said = common_error({group.rank: encode_error(error)}, "making room for its state")
-                    self._session.host.abort(meetings_of(planned.attempt), encode_error(said))
-                raise
-        else:
-            run_and_compare(group, make, equal=0, doing="making room for its state")
-            self._session.roomy.append(planned.kept)
-        return made[0]
-
-    def _parts(
-        self, ready: Sequence[tuple[Destination, PreparedSave]]
+    def _shared_copies(
+        self, prepared: Sequence[tuple[Destination, PreparedSave]]
     ) -> list[list[tuple[Destination, PreparedSave]]]:
-        """Return those together that read the same bytes."""
-        parts: list[list[tuple[Destination, PreparedSave]]] = []
-        for one in ready:
-            before = parts[-1][0][1] if parts else None
-            fits = one[1].layout.stop <= self._session.writer.arena.nbytes
-            if before is not None and fits and shares_bytes(before, one[1]):
-                parts[-1].append(one)
+        """Group the saves that read the same bytes."""
+        groups: list[list[tuple[Destination, PreparedSave]]] = []
+        for destination, save in prepared:
+            previous = groups[-1][0][1] if groups else None
+            fits = save.layout.stop <= self._session.writer.memory.nbytes
+            if previous is not None and fits and shares_bytes(previous, save):
+                groups[-1].append((destination, save))
             else:
-                parts.append([one])
-        return parts
+                groups.append([(destination, save)])
+        return groups
 
-    def _begin(self, part: Sequence[tuple[Destination, PreparedSave]]) -> _Part:
-        """Take up jobs that read the same bytes, which the last of them lets go."""
-        works: list[SubmittedJob] = []
-        for number, (one, ready) in enumerate(part):
-            start = works[0].job.start if works else None
-            works.append(self._begin_one(one, ready, start, keeps=number + 1 < len(part)))
-        self._session.works.extend(works)
-        return _Part(works, part[0][1])
+    def _submit(self, saves: Sequence[tuple[Destination, PreparedSave]]) -> _StagedCopy:
+        """Submit jobs that read the same bytes; the last of them frees the memory."""
+        jobs: list[SubmittedJob] = []
+        for number, (destination, save) in enumerate(saves):
+            start = jobs[0].job.start if jobs else None
+            jobs.append(self._submit_one(destination, save, start, keeps=number + 1 < len(saves)))
+        self._session.jobs.extend(jobs)
+        return _StagedCopy(jobs, saves[0][1])
 
-    def _begin_one(
-        self, one: Destination, ready: PreparedSave, start: int | None, *, keeps: bool
+    def _submit_one(
+        self, destination: Destination, save: PreparedSave, start: int | None, *, keeps: bool
     ) -> SubmittedJob:
-        planned, plan = ready.planned, self._use_plan(ready.planned)
-
-        def job(number: int, position: int) -> Job:
-            return Job(
-                number=number,
-                label=one.label,
-                attempt=planned.attempt,
-                place=one.place,
-                strategy=ready.strategy,
-                plan=plan,
-                sizes=planned.sizes,
-                report=planned.report,
-                parity=planned.parity,
-                common=ready.common,
-                start=position if start is None else start,
-                in_order=ready.in_order,
-                keeps=keeps,
-                verify=one.verify,
-            )
-
-        nbytes = ready.layout.stop if start is None else 0
-        return self._session.writer.begin(job, nbytes, one.follow, one.failed)
+        planned, writer = save.planned, self._session.writer
+        plan = self._use_plan(planned)
+        number, position = writer.next_job()
+        job = Job(
+            number=number,
+            label=destination.label,
+            attempt=planned.attempt,
+            location=destination.location,
+            strategy=save.strategy,
+            hooks=planned.hooks,
+            plan=plan,
+            sizes=planned.sizes,
+            report=planned.report,
+            common=save.common,
+            start=position if start is None else start,
+            in_order=save.in_order,
+            keeps=keeps,
+            verify=destination.verify,
+        )
+        nbytes = save.layout.stop if start is None else 0
+        return writer.submit(job, nbytes, destination.on_commit, destination.on_failure)
 
     def _use_plan(self, planned: PlannedSave) -> int:
         assert planned.kept is not None
         return self._session.writer.use_plan(planned.kept, planned.complete)
 
-    def _stage(self, parts: Sequence[_Part], ahead: Ahead | None) -> None:
-        if not self._options.stage_in_background or not parts:
-            self._fill(parts, ahead)
+    def _stage(self, copies: Sequence[_StagedCopy]) -> None:
+        if not self._options.stage_in_background or not copies:
+            self._copy(copies)
             return
         self._session.staging = threading.Thread(
-            target=self._fill_behind, args=(parts,), name="megackpt-stage", daemon=True
+            target=self._copy_in_background, args=(copies,), name="megackpt-stage", daemon=True
         )
         self._session.staging.start()
 
-    def _fill(self, parts: Sequence[_Part], ahead: Ahead | None = None) -> None:
+    def _copy(self, copies: Sequence[_StagedCopy]) -> None:
         writer = self._session.writer
-        for part in parts:
-            span = StreamRange(start=part.works[0].job.start, layout=part.ready.layout)
-            if ahead is not None and ahead.is_of(writer, part.ready.planned, span.start):
-                writer.tell_staged(span.stop)
-            else:
-                try:
-                    fill(writer.arena.memory, span, part.ready.rows, part.ready.planned.pieces, writer)
-                except StreamClosedError:  # the saves have failed, which is raised at the next call
-                    return
-            for work in part.works:
-                work.is_staged = True
+        for copied in copies:
+            save = copied.prepared
+            where = StreamRange(start=copied.jobs[0].job.start, layout=save.layout)
+            try:
+                copy_rows(writer.memory.array, where, save.rows, save.planned.parts, writer)
+            except StreamClosedError:  # the saves have failed; the next call raises their error
+                return
+            for job in copied.jobs:
+                job.is_staged = True
 
-    def _fill_behind(self, parts: Sequence[_Part]) -> None:
+    def _copy_in_background(self, copies: Sequence[_StagedCopy]) -> None:
         try:
-            self._fill(parts)
+            self._copy(copies)
         except BaseException as error:  # noqa: BLE001 - raised at the next call
             self._session.writer.cancel_unstaged(error)
 
-    def _cancel(self, ready: Sequence[tuple[Destination, PreparedSave]], error: BaseException) -> None:
-        """Let the saves fail that this rank or others have begun, unless a thread copies their state."""
+    def _cancel(self, prepared: Sequence[tuple[Destination, PreparedSave]], error: BaseException) -> None:
+        """Let the saves fail that any rank has begun, unless a thread copies their state."""
         staging = self._session.staging
         if staging is not None and staging.ident is not None:
             return
         writer = self._session.writer
         cancelled = writer.cancel_unstaged(error)
-        self._session.works += [work for work in cancelled if work not in self._session.works]
-        begun = {work.job.attempt for work in self._session.works}
-        for _, prepared in ready:
-            if prepared.planned.attempt not in begun:
-                writer.abort(prepared.planned.attempt, error)
-
-    def _await_ready(self) -> Numbers:
-        self._session.running().wait_ready()
-        return Numbers(())
+        self._session.jobs += [job for job in cancelled if job not in self._session.jobs]
+        submitted = {job.job.attempt for job in self._session.jobs}
+        for _, save in prepared:
+            if save.planned.attempt not in submitted:
+                writer.abort(save.planned.attempt, error)

@@ -1,7 +1,6 @@
-"""What a rank keeps between asynchronous saves: a writer process, its memory, and where writers meet.
+"""What a rank keeps between asynchronous saves: a writer process, its memory, and the store of all writers.
 
-Owns starting another process where one has ended, how much memory it shares, and connecting the writers of
-all ranks. What is saved with it, and when ranks meet, is in `saver`.
+A session starts another process if one has ended, sizes the memory, and connects the writers of all ranks.
 """
 
 from __future__ import annotations
@@ -10,14 +9,18 @@ import contextlib
 import logging
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
-from megackpt.comm import Group
+from megackpt.comm import Group, encode_error
+from megackpt.comm.messages import decode_error
 from megackpt.comm.store_group import StoreHost, host_store
-from megackpt.engine.background.idle_writers import give_writer, take_writer
+from megackpt.engine.background.idle_writers import return_writer, take_writer
 from megackpt.engine.background.prepared_save import PreparedSave
 from megackpt.engine.background.process import WriterProcess
 from megackpt.engine.background.submitted_job import SubmittedJob
+from megackpt.engine.saving.preparation import WriterStatus
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.options import AsyncOptions
 from megackpt.planning import SavePlan
@@ -27,17 +30,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class WriterSession:
-    """A process, the memory that is shared with it, and what it was told.
+    """A writer process, the memory that is shared with it, and what it was told.
 
-    It does not refer to the saver, so that it can be ended when that is gone.
+    It does not refer to the saver, so that it can be ended when the saver is garbage.
 
     Attributes:
+        options: how to save.
+        hook: wraps stores, for tests; see `jobs.StoreHook`.
         writer: the process that was started last; it may have ended.
-        host: the store where writers meet; None for a rank alone, or before the first save.
-        joined: rank and size of the group whose writers are connected; None if they are to be, anew.
-        works: jobs whose error was not asked for.
-        staging: the thread that copies the state, if one does.
-        roomy: the last plans for which all ranks have made room.
+        host: the store over which writers synchronise; None for one rank, or before the first save.
+        joined: rank and size of the group whose writers are connected; None if they have to be connected.
+        timeout_s: how long writers wait for each other, in seconds.
+        allocation: the thread that allocates memory before the first save, if there is one.
+        jobs: jobs whose error was not raised yet.
+        staging: the thread that copies the state, if there is one.
+        plans_with_room: the last plans for which all ranks have had room.
+        unraised: an error that is to be raised on all ranks when they have exchanged their status.
     """
 
     options: AsyncOptions
@@ -46,39 +54,40 @@ class WriterSession:
     host: StoreHost | None = None
     joined: tuple[int, int] | None = None
     timeout_s: float = 0.0
-    warming: threading.Thread | None = None
-    works: list[SubmittedJob] = field(default_factory=list)
+    allocation: threading.Thread | None = None
+    jobs: list[SubmittedJob] = field(default_factory=list)
     staging: threading.Thread | None = None
-    roomy: deque[SavePlan | None] = field(default_factory=lambda: deque(maxlen=8))
+    plans_with_room: deque[SavePlan | None] = field(default_factory=lambda: deque(maxlen=8))
+    unraised: CheckpointError | None = None
 
     @classmethod
     def start(cls, options: AsyncOptions, *, hook: str | None) -> WriterSession:
-        """Start a process, or take one that waits; make its memory in the background, if it is known."""
+        """Start a process or take an idle one; allocate its memory in a thread, if the size is known."""
         session = cls(options, hook, take_writer(options, hook=hook))
         if options.staging_bytes is not None:
-            session.warming = threading.Thread(
-                target=_make, args=(session.writer, options.staging_bytes), daemon=True
+            session.allocation = threading.Thread(
+                target=_allocate, args=(session.writer, options.staging_bytes), daemon=True
             )
-            session.warming.start()
+            session.allocation.start()
         return session
 
     def running(self) -> WriterProcess:
-        """Return the process; another one, with as much memory, if it has ended."""
+        """Return the process; if it has ended, another one with as much memory."""
         if self.writer.is_lost:
-            nbytes = self.writer.arena.nbytes
+            nbytes = self.writer.memory.nbytes
             self.writer.close()
             writer = take_writer(self.options, hook=self.hook)
-            if self.joined is not None:  # first: one that is not told of others would write as if alone
-                self._tell(writer, *self.joined)
+            if self.joined is not None:  # first: a writer that knows of no others writes as if alone
+                self._send_join(writer, *self.joined)
             self.writer = writer
             self.writer.resize(nbytes)
         return self.writer
 
     def connect(self, group: Group, *, timeout_s: float) -> None:
-        """Serve a store for the writers of a group, and tell this one of it. Collective.
+        """Host a store for the writers of a group, and tell the writer of this rank. Collective.
 
         Raises:
-            RankFailedError: a rank cannot reach it.
+            RankFailedError: a rank cannot reach the store.
         """
         old, self.host, self.joined = self.host, None, None
         if old is not None:
@@ -86,28 +95,28 @@ class WriterSession:
         if group.size > 1:
             self.host = host_store(group, timeout_s=timeout_s, host=self.options.coordinator_host)
         self.timeout_s = timeout_s
-        self._tell(self.writer, group.rank, group.size)
+        self._send_join(self.writer, group.rank, group.size)
         self.joined = (group.rank, group.size)
 
-    def make_room(self, ready: PreparedSave) -> None:
-        """See to it that a save can be staged.
+    def make_room(self, prepared: PreparedSave) -> None:
+        """Make the memory large enough for a save.
 
         Raises:
-            StorageError: there is not as much memory.
-            DeclarationError: it is bounded, and the format needs more at once.
+            StorageError: there is not enough memory.
+            DeclarationError: the memory is bounded, and the format needs more at once.
         """
-        needed = ready.layout.stop
-        if self.warming is not None:
-            self.warming.join()
-            self.warming = None
+        needed = prepared.layout.stop
+        if self.allocation is not None:
+            self.allocation.join()
+            self.allocation = None
         bound = self.options.staging_bytes
         if bound is None:
-            if needed > self.running().arena.nbytes:
+            if needed > self.running().memory.nbytes:
                 self.writer.wait_until(0)
-            self.running().resize(max(needed, self.writer.arena.nbytes))
+            self.running().resize(max(needed, self.writer.memory.nbytes))
             return
-        self.running().resize(bound)  # if it could not be made beside, it says why now
-        if not ready.in_order and needed > self.writer.arena.nbytes:
+        self.running().resize(bound)  # raises an error if the thread could not allocate it
+        if not prepared.in_order and needed > self.writer.memory.nbytes:
             raise DeclarationError(
                 f"{needed:,} bytes are to be staged, and AsyncOptions.staging_bytes is {bound:,}. This "
                 f"format writes the bytes of a rank in no fixed order, and needs all of them at once. Raise "
@@ -116,56 +125,98 @@ class WriterSession:
             )
 
     def has_room_for(self, plan: SavePlan | None) -> bool:
-        """Say whether all ranks have made room for a plan, of the few that they have used last."""
-        return any(one is plan for one in self.roomy)
+        """Return whether all ranks have had room for a plan, one of the few that they used last."""
+        return any(recent is plan for recent in self.plans_with_room)
 
     def wait_staged(self) -> None:
         """Return when nothing is being copied. Local."""
-        if (
-            self.staging is not None and self.staging.ident is not None
-        ):  # one that was not started copies nothing
+        if self.staging is not None and self.staging.ident is not None:  # None: it was not started
             self.staging.join()
         self.staging = None
 
     def failure(self) -> CheckpointError | None:
-        """Return the error of the first save that has failed; those of others that have ended are logged."""
-        over = [work for work in self.works if work.is_over]
-        self.works = [work for work in self.works if not work.is_over]
-        errors = [work.error for work in over if work.error is not None]
+        """Return the error of the first save that has failed; log the errors of others that have ended."""
+        ended = [job for job in self.jobs if job.is_over]
+        self.jobs = [job for job in self.jobs if not job.is_over]
+        errors = [job.error for job in ended if job.error is not None]
+        if self.unraised is not None:
+            errors.insert(0, self.unraised)
+            self.unraised = None
         for error in errors[1:]:
             log.error("Another save has failed, too: %s", error)
         if errors:
-            self.joined = None  # what has failed may be the store: the next save connects anew
+            self.joined = None  # the store may have failed: the next save connects again
         return errors[0] if errors else None
 
+    def status(self, group: Group, *, with_failure: bool) -> WriterStatus:
+        """Return whether a save has failed on this rank, whether one is under way, whether to connect. Local.
+
+        with_failure says whether `follow_status` is going to raise the error of a save that has failed.
+        """
+        if with_failure:
+            self.unraised = self.failure()
+        is_busy = self.running().is_busy
+        is_connected = self.joined == (group.rank, group.size)
+        return int(with_failure and self.unraised is not None), int(is_busy), int(not is_connected)
+
+    def follow_status(
+        self,
+        status: WriterStatus,
+        group: Group,
+        *,
+        timeout_s: float,
+        raised_in: AbstractContextManager[Any] | None,
+    ) -> None:
+        """Raise the error of a save that has failed, and connect the writers if needed. Collective.
+
+        Args:
+            status: the element-wise maximum of what `status` has returned on all ranks.
+            group: the ranks.
+            timeout_s: how long writers wait for each other, in seconds.
+            raised_in: a context in which the error is raised, and which may suppress it; None if `status` was
+                called without failures.
+
+        Raises:
+            CheckpointError: the same on every rank, of the first rank that has one.
+        """
+        has_failed, _, is_apart = status
+        if has_failed and raised_in is not None:
+            error, self.unraised = self.unraised, None
+            self.joined = None
+            errors = group.all_gather(encode_error(error) if error is not None else b"")
+            with raised_in:
+                raise decode_error(next(encoded for encoded in errors if encoded)) from error
+        if has_failed or is_apart:
+            self.connect(group, timeout_s=timeout_s)
+
     def end(self, *, keeps_writer: bool) -> None:
-        """Wait for what is under way, and let go of everything."""
+        """Wait for the saves that are under way, and release everything."""
         self.wait_staged()
-        if self.warming is not None:
-            self.warming.join()
+        if self.allocation is not None:
+            self.allocation.join()
         self.writer.wait_until(0)
         if keeps_writer and not self.writer.is_lost:
-            give_writer(self.writer)
+            return_writer(self.writer)
         else:
             self.writer.close()
         if self.host is not None:
             self.host.close()
 
-    def _tell(self, writer: WriterProcess, rank: int, size: int) -> None:
-        """Tell a process which rank it writes for."""
+    def _send_join(self, writer: WriterProcess, rank: int, size: int) -> None:
+        """Tell a process for which rank it writes."""
         writer.join(rank=rank, size=size, host=self.host, timeout_s=self.timeout_s)
 
 
 def end_forgotten(session: WriterSession) -> None:
-    """End a session whose saver is gone, and log what nobody has asked for."""
+    """End a session whose saver is garbage, and log the errors that were not raised."""
     if not session.writer.is_ours:
         return
     session.end(keeps_writer=False)
-    for work in session.works:
-        if work.error is not None:
-            log.error("An asynchronous save has failed: %s", work.error)
+    for job in session.jobs:
+        if job.error is not None:
+            log.error("An asynchronous save has failed: %s", job.error)
 
 
-def _make(writer: WriterProcess, nbytes: int) -> None:
-    with contextlib.suppress(CheckpointError):  # tried again, and said, by the first save
+def _allocate(writer: WriterProcess, nbytes: int) -> None:
+    with contextlib.suppress(CheckpointError):  # the first save tries again, and raises the error
         writer.resize(nbytes)

@@ -1,7 +1,7 @@
-"""Copying what is saved into the memory that a writer process reads.
+"""Copying what is saved into the staging memory, from which a writer process reads it.
 
-Owns the order of copying and when the writer is told of it; knows nothing of processes. What a rank writes
-is one stream of bytes, its rows in their order.
+What a rank writes is one stream of bytes: its rows, in their order. The stream passes through the memory as
+through a ring buffer.
 """
 
 from __future__ import annotations
@@ -17,69 +17,75 @@ from megackpt.formats.strategy import ChunkParts
 
 
 class StreamReader(Protocol):
-    """What is known of the reader of a stream."""
+    """The process that reads the stream, as the process that writes it sees it."""
 
     def room_from(self, position: int) -> int:
-        """Return up to where the stream may be written; wait until that is behind position.
+        """Return up to which position the stream may be written; wait until that is beyond position.
 
         Raises:
-            StreamClosedError: nobody reads it any more.
+            StreamClosedError: the reader has failed.
         """
 
     def tell_staged(self, position: int) -> None:
-        """Let the reader know that the stream is there up to a position."""
+        """Tell the reader that the stream is written up to a position."""
 
 
 class StreamClosedError(Exception):
-    """The reader has failed, so what is left of the stream is of no use; it tells its error itself."""
+    """The reader has failed, so the rest of the stream is of no use; the reader reports its own error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRange:
-    """A part of a stream: the rows of one save, laid out from start on."""
+    """The range of a stream that has the rows of one save.
+
+    Attributes:
+        start: position of its first byte.
+        layout: where the rows lie, from start on.
+    """
 
     start: int
     layout: RowLayout
 
     @property
     def stop(self) -> int:
-        """One past its last byte."""
+        """Position after its last byte."""
         return self.start + self.layout.stop
 
 
-def fill(
-    memory: ByteArray, span: StreamRange, rows: Sequence[int], pieces: ChunkParts, ring: StreamReader
+def copy_rows(
+    memory: ByteArray, target: StreamRange, rows: Sequence[int], parts: ChunkParts, reader: StreamReader
 ) -> None:
-    """Copy rows into a ring of memory, `[capacity]`, in waves where they are more than there is room for.
+    """Copy rows into a ring of memory, `[capacity]`; if they do not fit, wait for the reader to free memory.
 
-    The reader is told when all is there: until then it would only take processor time from the copy. In
-    waves it is told after each quarter of the memory.
+    If all rows fit, the reader is told at the end: before, it would take processor time from the copy. If
+    they do not, it is told after each quarter of the memory.
 
     Raises:
         StreamClosedError: see `StreamReader`.
-        CheckpointError: what pieces raise.
+        CheckpointError: raised by parts.
     """
     if not rows:
-        ring.tell_staged(span.stop)
+        reader.tell_staged(target.stop)
         return
-    free = ring.room_from(span.start)
-    told = span.start
-    of_rows = pieces.in_order(rows)
-    for at, of_row in zip((span.layout.start + span.start).tolist(), of_rows, strict=True):
-        for piece in of_row:
-            data = np.frombuffer(piece, np.uint8)
+    free_until = reader.room_from(target.start)
+    told = target.start
+    starts = (target.layout.start + target.start).tolist()
+    for position, row_parts in zip(starts, parts.in_order(rows), strict=True):
+        for part in row_parts:
+            data = np.frombuffer(part, np.uint8)
             while data.size:
-                if free <= at:
-                    ring.tell_staged(at)
-                    told = at
-                    free = ring.room_from(at)
-                count = min(data.size, free - at)
-                _copy(memory, at, data[:count])
-                at, data = at + count, data[count:]
-                if free < span.stop and at - told >= memory.size // 4:
-                    ring.tell_staged(at)
-                    told = at
-    ring.tell_staged(span.stop)
+                if free_until <= position:
+                    # No room: what is staged is all that the reader can free.
+                    reader.tell_staged(position)
+                    told = position
+                    free_until = reader.room_from(position)
+                count = min(data.size, free_until - position)
+                _copy(memory, position, data[:count])
+                position, data = position + count, data[count:]
+                if free_until < target.stop and position - told >= memory.size // 4:
+                    reader.tell_staged(position)
+                    told = position
+    reader.tell_staged(target.stop)
 
 
 def _copy(memory: ByteArray, position: int, data: ByteArray) -> None:

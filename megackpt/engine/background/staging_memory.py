@@ -1,7 +1,7 @@
 """Staging memory that a rank and its writer process share.
 
-Owns the memory, and where the bytes of a stream lie in it: position p of the stream at byte `p % capacity`,
-so that a stream of any length passes through. Who has written or read up to where is up to its users.
+It is a ring buffer: position p of a stream lies at byte `p % capacity`, so a stream of any length passes
+through it. Its users keep track of the positions up to which they have written and read.
 """
 
 from __future__ import annotations
@@ -24,80 +24,80 @@ ByteArray = npt.NDArray[np.uint8]
 
 PAGE_BYTES = mmap.PAGESIZE
 _ROW_ALIGNMENT = 64
-_STEP_BYTES = 64 << 20  # memory is made so much at a time, without the interpreter lock
+_STEP_BYTES = 64 << 20  # memory is allocated in such steps, without the interpreter lock
 
 
 class StagingMemory:
-    """Anonymous shared memory behind one descriptor. It has no name, so nothing of it outlives its users.
+    """Anonymous shared memory. It has no name, so the system frees it with its last user.
 
     Attributes:
-        descriptor: what another process maps it by.
+        descriptor: file descriptor by which another process maps it.
     """
 
     def __init__(self) -> None:
         self.descriptor = _anonymous_file()
-        self._memory = np.zeros(0, np.uint8)
+        self._array = np.zeros(0, np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """How large it is: a multiple of the page size."""
-        return self._memory.size
+        """Its size in bytes, a multiple of the page size."""
+        return self._array.size
 
     @property
-    def memory(self) -> ByteArray:
-        """All of it, `[nbytes]`."""
-        return self._memory
+    def array(self) -> ByteArray:
+        """All bytes of the memory, `[nbytes]`."""
+        return self._array
 
     def resize(self, nbytes: int) -> None:
-        """Make it as large, and its pages present: the first copy into fresh memory would be 10 times slower.
+        """Change the size, and make all pages present: a first copy into absent pages is 10 times slower.
 
-        What was in it is lost; nobody may use it meanwhile. Any thread may call it.
+        The content is lost, and nobody may use the memory meanwhile. Any thread may call this.
 
         Raises:
-            StorageError: there is not as much memory.
+            StorageError: there is not enough memory.
         """
-        whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        if whole == self.nbytes:
+        size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        if size == self.nbytes:
             return
-        self._memory = np.zeros(0, np.uint8)
+        self._array = np.zeros(0, np.uint8)
         try:
-            os.ftruncate(self.descriptor, 0)  # let go of the old before the new is taken
-            if whole > _available_bytes():  # the system would end processes rather than refuse
+            os.ftruncate(self.descriptor, 0)  # free the old memory before the new is allocated
+            if size > _available_bytes():  # the system would kill processes instead of reporting an error
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            for start in range(0, whole, _STEP_BYTES):
-                os.posix_fallocate(self.descriptor, start, min(_STEP_BYTES, whole - start))
+            for start in range(0, size, _STEP_BYTES):
+                os.posix_fallocate(self.descriptor, start, min(_STEP_BYTES, size - start))
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.descriptor, 0)
             raise StorageError(
-                f"{whole:,} bytes of shared memory for staging cannot be had ({error.strerror}). Give "
+                f"{size:,} bytes of shared memory for staging cannot be had ({error.strerror}). Give "
                 f"AsyncOptions.staging_bytes a smaller number: a larger state goes through it in waves."
             ) from error
-        self._memory = map_memory(self.descriptor, whole, writable=True)
-        for start in range(0, whole, _STEP_BYTES):
-            self._memory[start : start + _STEP_BYTES : PAGE_BYTES] = 0
+        self._array = map_memory(self.descriptor, size, writable=True)
+        for start in range(0, size, _STEP_BYTES):
+            self._array[start : start + _STEP_BYTES : PAGE_BYTES] = 0
 
     def close(self) -> None:
-        """Let go of it. Views of `memory` stay valid."""
-        self._memory = np.zeros(0, np.uint8)
+        """Release the memory. Views of `array` stay valid."""
+        self._array = np.zeros(0, np.uint8)
         descriptor, self.descriptor = self.descriptor, -1  # first: see `storage.beneath`, closed once only
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> ByteArray:
-    """Return the memory behind a descriptor, `[nbytes]`; it is unmapped when nobody refers to it."""
+    """Return the memory of a descriptor, `[nbytes]`; it is unmapped when nothing refers to the array."""
     if not nbytes:
         return np.zeros(0, np.uint8)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
-    if hasattr(mmap, "MADV_DONTFORK"):  # forked children, of data loaders say, are not to keep it
+    if hasattr(mmap, "MADV_DONTFORK"):  # forked children, of data loaders for example, must not keep it
         mapped.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(mapped, np.uint8)
 
 
 def ring_ranges(start: int, stop: int, *, capacity: int) -> Iterator[tuple[int, int]]:
-    """Yield where positions [start, stop) of a stream lie in a ring, as ranges of its bytes. Pure.
+    """Yield the ranges of bytes of a ring in which positions [start, stop) of a stream lie. Pure.
 
     >>> list(stretches(6, 14, capacity=10))
     [(6, 10), (0, 4)]
@@ -111,12 +111,12 @@ def ring_ranges(start: int, stop: int, *, capacity: int) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLayout:
-    """Where rows lie in a stream that begins with them.
+    """Where rows lie in a stream that starts with them.
 
     Attributes:
         start: position of each row, `[n]`, a multiple of 64: elements of any dtype are aligned.
-        nbytes: length of each, `[n]`.
-        stop: one past the last, rounded up likewise.
+        nbytes: length of each row in bytes, `[n]`.
+        stop: position after the last row, rounded up to a multiple of 64.
     """
 
     start: Ints
@@ -125,14 +125,14 @@ class RowLayout:
 
 
 def lay_out_rows(nbytes: Ints) -> RowLayout:
-    """Put rows of these lengths one after the other. Pure."""
+    """Lay out rows of these lengths in bytes one after the other. Pure."""
     padded = -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     ends = np.cumsum(padded)
     return RowLayout(ends - padded, nbytes, int(ends[-1]) if len(ends) else 0)
 
 
 def _available_bytes() -> float:
-    """Return how much memory can be had without taking it from others; infinity where nobody says."""
+    """Return how much memory is available without swapping; infinity if the system does not say."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
         line = next(line for line in file if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024

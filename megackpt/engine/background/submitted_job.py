@@ -1,7 +1,4 @@
-"""A job that was given to a writer process, as its rank sees it, and what is done when it ends.
-
-Owns what is known of it; nothing here acts.
-"""
+"""A job that was submitted to a writer process, as its rank sees it."""
 
 from __future__ import annotations
 
@@ -13,34 +10,35 @@ from megackpt.errors import CheckpointError
 from megackpt.formats.damage import Damage
 
 CommitHandler = Callable[[Sequence[Damage] | None], None]
-"""Does what follows a commit, given what is wrong with what was committed; None if nobody has looked."""
+"""Does what follows a commit. It is given the damage that was found in the checkpoint; None if the
+checkpoint was not verified."""
 
 FailureHandler = Callable[[Exception], bool]
-"""Does what follows a failure; returns whether that is all there is to it, so that nobody is to raise it."""
+"""Does what follows a failure. It returns whether the error is handled, so that it is not raised."""
 
 
 @dataclass(slots=True, eq=False)
 class SubmittedJob:
-    """A job that was given to the process, and what became of it.
+    """A job that was submitted to the writer process, and its state.
 
     Attributes:
-        job: what it was told.
+        job: what the process is told.
         stop: one past the last position of the stream that belongs to it.
-        follow: what is done here when it is committed.
-        failed: what is done here when it has failed; what that deals with is no error.
-        is_told: whether the process was sent it.
+        on_commit: called here when the job is committed.
+        on_failure: called here when the job has failed.
+        is_sent: whether the job was sent to the process.
         is_staged: whether all that it writes was staged, or never will be.
-        is_followed: whether `follow` is under way.
-        is_over: whether it has ended.
-        error: why it failed; None if it did not.
+        is_followed_up: whether `on_commit` is under way.
+        is_over: whether the job has ended.
+        error: why it failed; None if it has not, or `on_failure` has handled the error.
     """
 
     job: Job
     stop: int
-    follow: CommitHandler
-    failed: FailureHandler
-    is_told: bool = False
+    on_commit: CommitHandler
+    on_failure: FailureHandler
+    is_sent: bool = False
     is_staged: bool = False
-    is_followed: bool = False
+    is_followed_up: bool = False
     is_over: bool = False
     error: CheckpointError | None = None

@@ -1,24 +1,30 @@
-"""Digests of whole arrays in a save.
-
-Owns which strategies store them, and of which arrays. How they are computed is in `formats.array_digests`.
-"""
+"""Digests of whole arrays in a save; `formats.array_digests` computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from megackpt.engine.saving.save_hook import SaveHook
 from megackpt.errors import UnsupportedError
 from megackpt.formats.strategy import SaveStrategy
 from megackpt.metadata import ChunkTable
 from megackpt.validation import coverage_faults
 
 
+class ArrayDigestHook(SaveHook):
+    """Stores a digest of each array, which does not depend on how the array is sharded."""
+
+    def strategy_for(self, strategy: SaveStrategy) -> SaveStrategy:
+        """Return a strategy that also stores digests of arrays."""
+        return with_array_digests(strategy)
+
+
 def with_array_digests(strategy: SaveStrategy) -> SaveStrategy:
     """Return a strategy that writes the same format, and digests of arrays.
 
     Raises:
-        UnsupportedError: the format has none.
-        MissingExtraError: the library that it needs is not installed.
+        UnsupportedError: the format stores no digests of arrays.
+        MissingExtraError: the library that computes them is not installed.
     """
     if not strategy.capabilities.digests_arrays:
         raise UnsupportedError(
@@ -29,6 +35,9 @@ def with_array_digests(strategy: SaveStrategy) -> SaveStrategy:
 
 
 def covered_keys(table: ChunkTable) -> Collection[str]:
-    """Return the keys of arrays of which the chunks have each element once: all, in a save that validates."""
+    """Return the keys of the arrays whose chunks cover every element exactly once.
+
+    In a save that validates, these are all arrays.
+    """
     keys = {spec.key for spec in table.arrays}
     return keys - {fault.spec.key for fault in coverage_faults(table, keys)}

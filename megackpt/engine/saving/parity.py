@@ -1,57 +1,55 @@
-"""Parity in a save: after all chunks are written, before the commit.
-
-Owns the meetings that it takes. What is computed from what is the format's affair.
-"""
+"""Parity files: written when all chunks are written, before the commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from megackpt.comm import Group, run_and_gather, scatter_from_rank_0
+from megackpt.engine.saving.save_hook import SaveHook, WrittenChunks
 from megackpt.errors import UnsupportedError
-from megackpt.formats.strategy import SaveStrategy
-from megackpt.planning import SavePlan
+from megackpt.formats.strategy import Json, SaveStrategy
 from megackpt.storage import Store
 
 
-def check_parity(strategy: SaveStrategy, most: int | None) -> None:
-    """Refuse parity for a format that has none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityHook(SaveHook):
+    """Writes one parity file for each group of data files.
 
-    Raises:
-        UnsupportedError: it has none.
+    Attributes:
+        max_files: how many data files a group has at most.
     """
-    if most is not None and not strategy.capabilities.writes_parity:
-        raise UnsupportedError(
-            f"Format {strategy.backend} version {strategy.version} has no parity files. Save without "
-            f"SaveOptions.parity, or in the native format."
+
+    max_files: int
+
+    def strategy_for(self, strategy: SaveStrategy) -> SaveStrategy:
+        """Return the strategy as it is, if its format has parity files."""
+        if not strategy.capabilities.writes_parity:
+            raise UnsupportedError(
+                f"Format {strategy.backend} version {strategy.version} has no parity files. Save without "
+                f"SaveOptions.parity, or in the native format."
+            )
+        return strategy
+
+    def after_writing(
+        self, written: WrittenChunks, store: Store, strategy: SaveStrategy, group: Group
+    ) -> list[bytes]:
+        """Compute the parity of the files that were written; rank 0 decides which rank computes what."""
+        attempt = written.attempt
+        task = scatter_from_rank_0(
+            group,
+            lambda: strategy.plan_parity(
+                attempt=attempt, plan=written.plan(), receipts=written.receipts, most=self.max_files
+            ),
+            doing="planning parity",
+        )
+        return run_and_gather(
+            group,
+            lambda: strategy.write_parity(store, attempt=attempt, work=task),
+            doing="writing parity files",
         )
 
-
-def write_parity(
-    store: Store,
-    strategy: SaveStrategy,
-    group: Group,
-    *,
-    attempt: str,
-    most: int,
-    written: Callable[[], tuple[SavePlan, list[list[bytes]]]],
-) -> list[bytes]:
-    """Protect what was written; return, on rank 0, the receipts by rank for `list_parity`. Collective.
-
-    written gives, on rank 0, the plan of all ranks and their receipts, by rank and round.
-
-    Raises:
-        CheckpointError: the same on every rank.
-    """
-    assert strategy.capabilities.writes_parity  # checked before anything was written
-
-    def plan() -> list[bytes]:
-        whole, receipts = written()
-        return strategy.plan_parity(attempt=attempt, plan=whole, receipts=receipts, most=most)
-
-    work = scatter_from_rank_0(group, plan, doing="planning parity")
-    return run_and_gather(
-        group,
-        lambda: strategy.write_parity(store, attempt=attempt, work=work),
-        doing="writing parity files",
-    )
+    def index_fields(
+        self, receipts: list[bytes], store: Store, strategy: SaveStrategy, *, attempt: str
+    ) -> Json:
+        """Write the list of parity files, and return what the manifest says of it."""
+        return strategy.list_parity(store, attempt=attempt, receipts=receipts)

@@ -1,27 +1,33 @@
-"""How ranks come to a plan: rank 0 plans from what all declare, and gives each rank its rows.
+"""How ranks come to a plan: rank 0 plans from what all ranks declare, and sends each rank its rows.
 
-Owns what is sent for it. Of rows that others write, and that several ranks hold alike, one rank sends the
-list; what a rank learns is its own part. Where ranks are not to know of each other, each plans alone.
+Declarations of replicas that several ranks send with equal bytes are sent once. In a save without validation
+ranks exchange nothing: each plans by itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, run_on_all_ranks, scatter_from_rank_0
+from megackpt.comm import (
+    Group,
+    broadcast_from_rank_0,
+    gather_step,
+    rank_0_errors_on_all_ranks,
+    run_on_all_ranks,
+    scatter_step,
+)
 from megackpt.engine.saving.duplicates import with_mains_chosen
 from megackpt.engine.saving.local_state import LocalState
-from megackpt.engine.saving.replica_samples import check_samples, samples_of
+from megackpt.engine.saving.save_hook import PlanCompletion
 from megackpt.errors import CoverageError
 from megackpt.geometry import Ints
 from megackpt.metadata import (
     ChunkTable,
-    Column,
     MergedDeclarations,
     column,
     decode_declarations,
@@ -47,31 +53,33 @@ from megackpt.validation import (
     check_replicated_equal,
 )
 
-_INTRODUCTION = np.dtype([("digest", "V16"), ("label", "<i8"), ("samples", "V16")])
-"""What a rank sends of itself before its declarations: digests of those that others may have alike."""
-
-PlanCompletion: TypeAlias = Callable[[Sequence[bytes]], SavePlan]
-"""Makes the plan of all ranks from what they report; it can be sent to another process."""
+_SUMMARY = np.dtype([("replica_rows", "V16"), ("label", "<i8"), ("attachment", "V16")])
+"""What each rank sends to all before its declarations: digests of what other ranks may have with equal bytes,
+and the label of its spread group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletionFromSizes:
     """Completes the plan of all ranks with the sizes of their objects."""
 
-    whole: SavePlan
+    plan_of_all_ranks: SavePlan
 
     def __call__(self, reports: Sequence[bytes]) -> SavePlan:
         """Return the plan; each report is the sizes of a rank's objects, int64."""
-        return with_object_sizes(self.whole, _sizes(reports))
+        return with_object_sizes(self.plan_of_all_ranks, _decode_sizes(reports))
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionFromDeclarations:
-    """Makes a plan of what each rank has planned alone."""
+    """Makes the plan of all ranks from the declarations by which each has planned independently."""
 
     def __call__(self, reports: Sequence[bytes]) -> SavePlan:
         """Return the plan; each report is a rank's declarations."""
-        return plan_main_replicas(merge_declarations(decode_declarations(_unpack(reports))))
+        columns = [
+            unpack_columns(report, where=f"declarations of rank {rank}")
+            for rank, report in enumerate(reports)
+        ]
+        return plan_main_replicas(merge_declarations(decode_declarations(columns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +87,11 @@ class PlanAgreement:
     """A plan that ranks have agreed on.
 
     Attributes:
-        kept: the rows of this rank, or of all where the format needs them, but for the sizes of objects: the
-            same object in every save that takes the same plan.
-        sizes: the sizes of the objects among them.
-        report: what this rank tells rank 0 when it has written.
-        complete: makes the plan of all ranks from the reports; on rank 0, None where `plan` is that.
+        kept: the rows of this rank, or of all ranks where the format needs them, without the sizes of
+            objects. Saves that use the same plan have the same object here.
+        sizes: the sizes of the objects among them, in bytes.
+        report: what this rank sends to rank 0 when it has written.
+        complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
     """
 
     kept: SavePlan
@@ -93,18 +101,18 @@ class PlanAgreement:
 
     @property
     def plan(self) -> SavePlan:
-        """The rows with the sizes of this save's objects."""
+        """The rows, with the sizes of this save's objects."""
         return with_object_sizes(self.kept, self.sizes)
 
     @property
-    def whole(self) -> SavePlan | None:
-        """The plan of all ranks before the reports; on rank 0, where there is one."""
-        return self.complete.whole if isinstance(self.complete, CompletionFromSizes) else None
+    def plan_of_all_ranks(self) -> SavePlan | None:
+        """The plan of all ranks before the reports, on rank 0 if there is one."""
+        return self.complete.plan_of_all_ranks if isinstance(self.complete, CompletionFromSizes) else None
 
 
 @dataclass(frozen=True, slots=True)
 class ValuesToCompare:
-    """What ranks could not find equal by digests, and so have to compare.
+    """What digests have not shown to be equal, so that ranks have to compare it leaf by leaf.
 
     Attributes:
         common: common state.
@@ -115,161 +123,222 @@ class ValuesToCompare:
     values: bool
 
 
-def plan_together(local: LocalState, group: Group, unequal: ValuesToCompare) -> PlanAgreement:
-    """Plan from the declarations of all ranks, after proving them right. Collective.
+@dataclass(frozen=True, slots=True)
+class _DeclarationMessage:
+    """What a rank sends to rank 0, so that it can plan.
+
+    Attributes:
+        main_rows: chunks of which the rank has the main replica.
+        replica_rows: other chunks; empty if a lower rank sends equal bytes.
+        values: digests of values to compare, as JSON; empty if there are none.
+        attachment: of the hooks; empty if a lower rank sends equal bytes.
+    """
+
+    main_rows: bytes
+    replica_rows: bytes
+    values: bytes
+    attachment: bytes
+
+    def pack(self) -> bytes:
+        return _join([self.main_rows, self.replica_rows, self.values, self.attachment])
+
+    @classmethod
+    def unpack(cls, message: bytes) -> _DeclarationMessage:
+        return cls(*_split(message, 4))
+
+
+def plan_on_rank_0(local: LocalState, group: Group, to_compare: ValuesToCompare) -> PlanAgreement:
+    """Check the declarations of all ranks on rank 0 and plan from them. Collective.
 
     Raises:
         CheckpointError: the same on every rank: what is wrong with which ranks' declarations or values.
     """
-    lists, values, samples = local.lists(), b"", b""
-
-    def introduce() -> bytes:
-        nonlocal values, samples
-        values, samples = _values(local, unequal), samples_of(local)
+    packed = local.packed_declarations()
+    with gather_step(group, "comparing declarations", on_all_ranks=True) as step:
+        values, attachment = _encoded_values(local, to_compare), _attachment(local)
         label = local.spread_label.to_bytes(8, "little", signed=True)
-        return b"".join((digest, label, bytes.fromhex(digest_of(samples))))
-
-    digest = bytes.fromhex(digest_of(lists.replica_rows))
-    said = run_on_all_ranks(group, introduce, doing="comparing declarations")
-    # What several ranks have alike is sent by the first of them.
-    sends = next(rank for rank, other in enumerate(said) if other[:16] == digest) == group.rank
-    if any(other[24:] == said[group.rank][24:] for other in said[: group.rank]):
-        samples = b""
-    messages = group.gather(_joined([lists.main_rows, lists.replica_rows if sends else b"", values, samples]))
-    whole: list[SavePlan] = []
-
-    def plan() -> list[bytes]:
-        whole.append(_plan(local, [_split(message) for message in messages], said))
-        return pack_rows(whole[0], ranks=group.size)
-
-    rows = scatter_from_rank_0(group, plan, doing="planning the save")
-    own = unpack_rows(rows, local.declared, lists.entities, rank=group.rank)
+        step.data = _digest(packed.replica_rows) + label + _digest(attachment)
+    summaries = np.frombuffer(b"".join(step.results), _SUMMARY)
+    message = _DeclarationMessage(
+        main_rows=packed.main_rows,
+        replica_rows=packed.replica_rows if _is_first(summaries["replica_rows"], group.rank) else b"",
+        values=values,
+        attachment=attachment if _is_first(summaries["attachment"], group.rank) else b"",
+    )
+    messages = group.gather(message.pack())
+    plan_of_all_ranks: SavePlan | None = None
+    with scatter_step(group, "planning the save") as planning:
+        if group.rank == 0:
+            unpacked = [_DeclarationMessage.unpack(message) for message in messages]
+            plan_of_all_ranks = _checked_plan(local, unpacked, summaries)
+            planning.parts = pack_rows(plan_of_all_ranks, ranks=group.size)
+    own_rows = unpack_rows(planning.part, local.declared, packed.entities, rank=group.rank)
     if local.strategy.capabilities.needs_own_rows_only:
-        return of_own_rows(local, own, whole[0] if whole else None, rank=group.rank)
-    packed = _pack_plan(whole[0]) if whole else b""
-    everything = _unpack_plan(broadcast_from_rank_0(group, packed, doing="sharing the plan"))
-    entity = everything.entity.copy()
-    entity[everything.writer == group.rank] = own.entity
-    return PlanAgreement(replace(everything, entity=entity))
+        return _with_own_sizes(local, own_rows, plan_of_all_ranks)
+    plan = _plan_from_rank_0(plan_of_all_ranks, group)
+    entity = plan.entity.copy()
+    entity[plan.writer == group.rank] = own_rows.entity
+    return PlanAgreement(replace(plan, entity=entity))
 
 
-def plan_again(local: LocalState, plan: SavePlan, whole: SavePlan | None, group: Group) -> PlanAgreement:
-    """Take a plan of an earlier save, for objects of this one. Collective if the format needs it whole."""
+def reuse_plan(
+    local: LocalState, plan: SavePlan, plan_of_all_ranks: SavePlan | None, group: Group
+) -> PlanAgreement:
+    """Use a cached plan for the objects of this save. Collective if the format needs all ranks' rows."""
     if local.strategy.capabilities.needs_own_rows_only:
-        return of_own_rows(local, plan, whole, rank=group.rank)
+        return _with_own_sizes(local, plan, plan_of_all_ranks)
     if not len(object_sizes(plan)):
         return PlanAgreement(plan)
-    mine = local.object_sizes(plan, rank=group.rank).tobytes()
-    reports = run_on_all_ranks(group, lambda: mine, doing="comparing sizes of objects")
-    return PlanAgreement(plan, _sizes(reports))
+    own_sizes = local.object_sizes(plan).tobytes()
+    sizes_of_ranks = run_on_all_ranks(group, lambda: own_sizes, doing="comparing sizes of objects")
+    return PlanAgreement(plan, _decode_sizes(sizes_of_ranks))
 
 
-def of_own_rows(local: LocalState, plan: SavePlan, whole: SavePlan | None, *, rank: int) -> PlanAgreement:
-    """Give objects the room that they need in this rank's file; rank 0 learns of it after writing."""
-    sizes = local.object_sizes(plan, rank=rank)
+def plan_independently(local: LocalState, group: Group) -> PlanAgreement:
+    """Plan from this rank's declarations only; rank 0 receives those of other ranks after all have written.
+
+    No rank knows which others hold a replicated value, so each of them stores it.
+    """
+    declared = local.independent_declarations()
+    complete = CompletionFromDeclarations() if group.rank == 0 else None
     return PlanAgreement(
-        plan, sizes, sizes.tobytes(), CompletionFromSizes(whole) if whole is not None else None
+        plan_main_replicas(declared), report=pack_columns(declared.to_columns()), complete=complete
     )
 
 
-def plan_alone(local: LocalState, group: Group) -> PlanAgreement:
-    """Plan from this rank's declarations alone; rank 0 learns those of the others when all have written."""
-    # Nobody knows who else holds a replicated value: every holder stores it.
-    mine = local.alone()
-    made = CompletionFromDeclarations() if group.rank == 0 else None
-    return PlanAgreement(plan_main_replicas(mine), report=pack_columns(mine.to_columns()), complete=made)
-
-
-def compare_values(local: LocalState, group: Group, unequal: ValuesToCompare) -> None:
-    """Refuse replicated values and common state that differ between ranks. Collective.
+def compare_values(local: LocalState, group: Group, to_compare: ValuesToCompare) -> None:
+    """Compare replicated values and common state leaf by leaf. Collective.
 
     Raises:
-        MismatchError: what differs, and on which ranks.
+        MismatchError: the same on every rank: what differs, and on which ranks.
     """
-    said = run_and_gather(group, lambda: _values(local, unequal), doing="comparing values")
-
-    def compare() -> list[bytes]:
-        _check_values([json.loads(text) for text in said])
-        return [b""] * group.size
-
-    scatter_from_rank_0(group, compare, doing="comparing values")
+    with gather_step(group, "comparing values") as step:
+        step.data = _encoded_values(local, to_compare)
+    with rank_0_errors_on_all_ranks(group, "comparing values"):
+        if group.rank == 0:
+            _check_values([json.loads(encoded) for encoded in step.results])
 
 
-def _plan(local: LocalState, parts: Sequence[Sequence[bytes]], said: Sequence[bytes]) -> SavePlan:
-    """Merge what all ranks declare, prove it right and plan. Rank 0."""
-    digests = np.frombuffer(b"".join(said), _INTRODUCTION)
-    _, first, kind = np.unique(digests["digest"], return_index=True, return_inverse=True)
-    order = np.argsort(kind, kind="stable")
-    owner_groups = np.split(order, np.cumsum(np.bincount(kind, minlength=len(first)))[:-1])
-    values = [json.loads(part[2]) for part in parts] if parts[0][2] else []
-    if values and "common" in values[0]:  # tensors of common state are declared, too: this error says more
+def _with_own_sizes(local: LocalState, plan: SavePlan, plan_of_all_ranks: SavePlan | None) -> PlanAgreement:
+    """Give objects the bytes that they need in this rank's file; it reports their sizes after writing."""
+    sizes = local.object_sizes(plan)
+    complete = CompletionFromSizes(plan_of_all_ranks) if plan_of_all_ranks is not None else None
+    return PlanAgreement(plan, sizes, sizes.tobytes(), complete)
+
+
+def _checked_plan(
+    local: LocalState, messages: Sequence[_DeclarationMessage], summaries: np.ndarray[Any, Any]
+) -> SavePlan:
+    """Merge the declarations of all ranks, check them, and plan. Rank 0 only."""
+    values = [json.loads(message.values) for message in messages] if messages[0].values else []
+    if values and "common" in values[0]:
+        # First, since tensors of common state are declared, too: this error says more than one of coverage.
         check_common_equal([of_rank["common"] for of_rank in values])
-    alone, shared = [part[0] for part in parts], [parts[rank][1] for rank in first.tolist()]
-    held, marks = merge_packed_declarations(alone, shared, owner_groups)
-    held = with_mains_chosen(held, marks)
-    _check_coverage(held)
-    _, first, of_rank = np.unique(digests["samples"], return_index=True, return_inverse=True)
-    distinct = [parts[rank][3] for rank in first.tolist()]
-    check_samples(distinct, of_rank.reshape(-1), held.declared.table, local.request.sample_replicas)
+    # Ranks that declare replicas with equal bytes are merged as one owner group.
+    senders, ranks_of_senders = _groups_of_equal(summaries["replica_rows"])
+    merged, marks = merge_packed_declarations(
+        [message.main_rows for message in messages],
+        [messages[rank].replica_rows for rank in senders],
+        ranks_of_senders,
+    )
+    merged = with_mains_chosen(merged, marks)
+    _check_coverage(merged)
+    _check_attachments(local, messages, summaries["attachment"], merged.declared.table)
     if values:
         _check_values(values)
-    return plan_merged_save(held, spread=local.request.spread, labels=digests["label"].astype(np.int64))
+    labels = summaries["label"].astype(np.int64)
+    return plan_merged_save(merged, spread=local.request.spread, labels=labels)
 
 
-def _check_coverage(held: MergedDeclarations) -> None:
+def _groups_of_equal(digests: np.ndarray[Any, Any]) -> tuple[list[int], list[Ints]]:
+    """Group the ranks by digest: return the lowest rank of each group, and the ranks of each group."""
+    _, first, group_of_rank = np.unique(digests, return_index=True, return_inverse=True)
+    order = np.argsort(group_of_rank, kind="stable")
+    group_sizes = np.bincount(group_of_rank, minlength=len(first))
+    return first.tolist(), np.split(order, np.cumsum(group_sizes)[:-1])
+
+
+def _is_first(digests: np.ndarray[Any, Any], rank: int) -> bool:
+    """Return whether no lower rank has the digest of this rank."""
+    return not bool(np.any(digests[:rank] == digests[rank]))
+
+
+def _check_coverage(merged: MergedDeclarations) -> None:
     try:
-        check_coverage(held.declared)
+        check_coverage(merged.declared)
     except CoverageError:
-        check_coverage(held.expanded())  # the same error, and names every rank
+        check_coverage(merged.expanded())  # raises the same error, and names every rank
         raise
 
 
-def _values(local: LocalState, unequal: ValuesToCompare) -> bytes:
-    """Digests of this rank's values, as far as they have to be compared; empty if not at all."""
-    said: dict[str, Any] = {}
-    if unequal.values:
-        said |= local.values()
-    if unequal.common:
-        said["common"] = json.loads(local.common_leaves())
-    return json.dumps(said).encode() if said else b""
+def _attachment(local: LocalState) -> bytes:
+    """Return what the hooks of this save send with the declarations; empty without hooks."""
+    return _join(
+        [hook.attachment(local.flattened, local.declared, ranks=local.ranks) for hook in local.request.hooks]
+    )
 
 
-def _check_values(said: Sequence[dict[str, Any]]) -> None:
-    if "replicated" in said[0]:
-        check_replicated_equal([of["replicated"] for of in said])
-        check_copies_equal([of["copies"] for of in said])
-    if "common" in said[0]:
-        check_common_equal([of["common"] for of in said])
+def _check_attachments(
+    local: LocalState,
+    messages: Sequence[_DeclarationMessage],
+    digests: np.ndarray[Any, Any],
+    table: ChunkTable,
+) -> None:
+    hooks = local.request.hooks
+    _, first, number_of_rank = np.unique(digests, return_index=True, return_inverse=True)
+    distinct = [_split(messages[rank].attachment, len(hooks)) for rank in first.tolist()]
+    for number, hook in enumerate(hooks):
+        of_hook = [attachments[number] for attachments in distinct]
+        hook.check_attachments(of_hook, number_of_rank.reshape(-1), table)
 
 
-def _joined(parts: Sequence[bytes]) -> bytes:
-    return b"".join((*(len(part).to_bytes(8, "little") for part in parts), *parts))
+def _encoded_values(local: LocalState, to_compare: ValuesToCompare) -> bytes:
+    """Return digests of the values that have to be compared, as JSON; empty if there are none."""
+    digests: dict[str, Any] = {}
+    if to_compare.values:
+        digests |= local.value_digests()
+    if to_compare.common:
+        digests["common"] = json.loads(local.common_digests())
+    return json.dumps(digests).encode() if digests else b""
 
 
-def _split(message: bytes) -> list[bytes]:
-    lengths = [int.from_bytes(message[at : at + 8], "little") for at in (0, 8, 16, 24)]
-    ends = [32 + sum(lengths[: i + 1]) for i in range(4)]
-    return [message[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+def _check_values(digests_of_ranks: Sequence[dict[str, Any]]) -> None:
+    if "replicated" in digests_of_ranks[0]:
+        check_replicated_equal([digests["replicated"] for digests in digests_of_ranks])
+        check_copies_equal([digests["copies"] for digests in digests_of_ranks])
+    if "common" in digests_of_ranks[0]:
+        check_common_equal([digests["common"] for digests in digests_of_ranks])
 
 
-def _sizes(reports: Sequence[bytes]) -> Ints:
-    return np.frombuffer(b"".join(reports), np.int64)
-
-
-def _pack_plan(plan: SavePlan) -> bytes:
-    columns = {"writer": plan.writer, "entity": plan.entity, "offset_bytes": plan.offset_bytes}
-    return pack_columns({**plan.table.to_columns(), **columns})
-
-
-def _unpack_plan(packed: bytes) -> SavePlan:
+def _plan_from_rank_0(plan: SavePlan | None, group: Group) -> SavePlan:
+    """Return rank 0's plan of all ranks on every rank. Collective."""
+    packed = b""
+    if plan is not None:
+        columns = {"writer": plan.writer, "entity": plan.entity, "offset_bytes": plan.offset_bytes}
+        packed = pack_columns({**plan.table.to_columns(), **columns})
     where = "plan of rank 0"
-    columns = unpack_columns(packed, where=where)
-    table = ChunkTable.from_columns(columns, where=where)
+    received = unpack_columns(broadcast_from_rank_0(group, packed, doing="sending the plan"), where=where)
+    table = ChunkTable.from_columns(received, where=where)
     writer, entity, offset = (
-        column(columns, name, where=where) for name in ("writer", "entity", "offset_bytes")
+        column(received, name, where=where) for name in ("writer", "entity", "offset_bytes")
     )
     return SavePlan(table, writer, entity, offset)
 
 
-def _unpack(messages: Sequence[bytes]) -> list[dict[str, Column]]:
-    return [unpack_columns(m, where=f"declarations of rank {rank}") for rank, m in enumerate(messages)]
+def _digest(data: bytes) -> bytes:
+    return bytes.fromhex(digest_of(data))
+
+
+def _join(fields: Sequence[bytes]) -> bytes:
+    return b"".join((*(len(field).to_bytes(8, "little") for field in fields), *fields))
+
+
+def _split(message: bytes, count: int) -> list[bytes]:
+    """Return the fields that `_join` has joined."""
+    lengths = [int.from_bytes(message[8 * i : 8 * i + 8], "little") for i in range(count)]
+    stops = [8 * count + sum(lengths[: i + 1]) for i in range(count)]
+    return [message[stop - length : stop] for length, stop in zip(lengths, stops, strict=True)]
+
+
+def _decode_sizes(reports: Sequence[bytes]) -> Ints:
+    return np.frombuffer(b"".join(reports), np.int64)

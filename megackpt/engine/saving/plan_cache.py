@@ -1,8 +1,8 @@
-"""Plans of earlier saves, kept for the next save of the same structure.
+"""Plans of earlier saves, cached for the next save of the same structure.
 
-Owns what is kept and which of it ranks may take. A plan follows from what all ranks declare; each rank knows
-from which declarations of its own it was made, and a plan that all of them may take fits them all. The sizes
-of objects, which change from save to save, are not part of it.
+A plan follows from what all ranks declare. Each rank has a digest of its own declarations with each cached
+plan, so a plan may be used again if it fits on every rank. The sizes of objects change from save to save and
+are not part of a cached plan.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from megackpt.planning import SavePlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPlan:
-    """What a rank keeps of a plan.
+    """A plan as one rank caches it.
 
     Attributes:
         plan: its own rows, or those of all ranks where the format needs them.
-        declared: digest of what it had declared, as which rank of how many.
-        said: what it had declared, and all that it was described from, but for sizes of objects.
-        chunks: that as rows, with the sizes of objects at that time.
-        whole: the rows of all ranks; on rank 0, None elsewhere.
+        structure_digest: digest of what the rank has declared; see `LocalState.structure_digest`.
+        source: all that the declarations were made from, except the sizes of objects.
+        declared: the declarations, with the sizes that objects had at that time.
+        plan_of_all_ranks: the rows of all ranks, on rank 0; None on other ranks.
     """
 
     plan: SavePlan
-    declared: str
-    said: tuple[Any, ...]  # fields of the user's entities
-    chunks: DeclaredChunks
-    whole: SavePlan | None = None
+    structure_digest: str
+    source: tuple[Any, ...]  # fields of the user's entities
+    declared: DeclaredChunks
+    plan_of_all_ranks: SavePlan | None = None
 
 
 class PlanCache:
-    """The plans of the last few structures that were saved; hand it to each `save` of a run.
+    """The plans of the last few structures that were saved; give it to each `save` of a training run.
 
-    Several state dicts that are saved in turn each keep their plan. Every rank has a cache of its own, with
+    If several state dicts are saved in turn, each has its own plan. Every rank has a cache of its own, with
     its own rows of each plan; ranks use a plan only if all of them have it.
 
     Attributes:
-        capacity: how many plans are kept; the one that was not used for longest goes first. No more than the
-            8 that were used last are looked at.
+        capacity: how many plans are kept; the plan that was not used for the longest time is dropped first.
+            A save looks at the 8 plans that were used last.
         hits: how many saves have found their plan here.
     """
 
@@ -53,31 +53,34 @@ class PlanCache:
 
     @property
     def names(self) -> list[str]:
-        """Names of the plans that are kept, the one that was used last first; the same on all ranks."""
+        """Names of the plans, the one that was used last first; the same on all ranks."""
         return list(reversed(self._plans))
 
     def find(self, name: str) -> CachedPlan:
-        """Return a plan that is kept, and keep it longer."""
+        """Return a plan, and count it as used."""
         self._plans.move_to_end(name)
         self.hits += 1
         return self._plans[name]
 
     def peek(self, name: str) -> CachedPlan:
-        """Return a plan that is kept, without counting it as used."""
+        """Return a plan without counting it as used."""
         return self._plans[name]
 
-    def recall(self, said: tuple[Any, ...]) -> CachedPlan | None:
-        """Return a plan for which this rank has declared the same; other ranks may have none like it."""
-        # Python stops at the first difference, and does not look into what is the same object.
-        return next((kept for kept in reversed(self._plans.values()) if kept.said == said), None)
+    def recall(self, source: tuple[Any, ...]) -> CachedPlan | None:
+        """Return a plan for which this rank has declared the same, if there is one. Local.
 
-    def keep(self, name: str, kept: CachedPlan) -> None:
-        """Keep a plan."""
-        self._plans[name] = kept
+        Other ranks may have declared something else since.
+        """
+        # Tuples are compared up to the first difference, and an object is equal to itself without a look.
+        return next((plan for plan in reversed(self._plans.values()) if plan.source == source), None)
+
+    def add(self, name: str, plan: CachedPlan) -> None:
+        """Add a plan; drop the one that was not used for the longest time if there are too many."""
+        self._plans[name] = plan
         self._plans.move_to_end(name)
         while len(self._plans) > self.capacity:
             self._plans.popitem(last=False)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all plans."""
         self._plans.clear()

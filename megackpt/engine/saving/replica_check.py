@@ -1,20 +1,24 @@
-"""The replica vote: at a save, copies of a chunk that ranks hold are compared bit by bit.
+"""The replica check: at a save, ranks compare all bits of the chunks and objects that several of them hold.
 
-Owns the digests of what this rank holds and the meetings. A replica that has drifted is otherwise written or
-not by chance: which rank writes a chunk is decided by bytes, not by who is right.
+Without it, a replica that has drifted is written or not by chance: the writer of a chunk is chosen by bytes,
+not by who is right.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.comm import Group, broadcast_from_rank_0, run_and_gather, scatter_from_rank_0
+from megackpt.comm import Group, broadcast_from_rank_0, rank_0_errors_on_all_ranks, run_and_gather
 from megackpt.engine.data.device_copies import host_parts
-from megackpt.engine.saving.local_state import LocalState, leaves
+from megackpt.engine.saving.local_state import encoded_leaf_digests
+from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.state.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
+from megackpt.metadata import DeclaredChunks
 from megackpt.options import Policy
 from megackpt.storage import digest_of, digest_of_parts
 from megackpt.validation import REPLICA_DIGEST, Divergence, find_divergences
@@ -24,75 +28,86 @@ log = logging.getLogger(__name__)
 _DOING = "comparing replicas"
 
 
-def compare_replicas(local: LocalState, group: Group, policy: Policy, *, part_bytes: int) -> None:
-    """Compare the bits of all chunks and objects that several ranks declare. Collective; nothing is changed.
+@dataclass(frozen=True, slots=True)
+class ReplicaCheckHook(SaveHook):
+    """Compares the bits of all chunks and objects that several ranks declare.
 
     Equal bits are asked for: NaNs with other bits differ, as do 0.0 and -0.0. Objects are compared leaf by
-    leaf. With WARN rank 0 logs what differs, and the save goes on.
+    leaf. If replicas differ, ERROR raises an error on all ranks; WARN lets rank 0 log it, and the save goes
+    on.
 
-    Raises:
-        MismatchError: with ERROR, what differs, and on which ranks; the same on every rank.
+    Attributes:
+        policy: ERROR or WARN.
+        part_bytes: how much of a tensor is copied to the host at a time.
     """
-    if policy is Policy.IGNORE:
-        return
-    claims = _Claims(local)
-    said = run_and_gather(group, lambda: claims.digests(part_bytes).tobytes(), doing=_DOING)
-    found = find_divergences([np.frombuffer(of_rank, REPLICA_DIGEST) for of_rank in said])
-    names = broadcast_from_rank_0(group, b"".join(f.name for f in found), doing=_DOING)
-    if not names:
-        return
-    asked = {names[at : at + 16] for at in range(0, len(names), 16)}
-    labels = run_and_gather(group, lambda: claims.labels(asked), doing="naming replicas that differ")
 
-    def settle() -> list[bytes]:
-        known = {name: label for of_rank in labels for name, label in json.loads(of_rank).items()}
-        error = _error(found, known)
-        if policy is Policy.ERROR:
+    policy: Policy
+    part_bytes: int
+
+    def after_planning(self, flattened: FlattenedState, declared: DeclaredChunks, group: Group) -> None:
+        """Compare this rank's state with the replicas of other ranks."""
+        replicas = _LocalReplicas(flattened, declared)
+        digests_of_ranks = run_and_gather(
+            group, lambda: replicas.digests(self.part_bytes).tobytes(), doing=_DOING
+        )
+        # Rank 0 knows digests only. Ranks that hold what differs send its keys and boxes for the error.
+        found = find_divergences([np.frombuffer(digests, REPLICA_DIGEST) for digests in digests_of_ranks])
+        names = broadcast_from_rank_0(group, b"".join(f.name for f in found), doing=_DOING)
+        if not names:
+            return
+        wanted = {names[at : at + 16] for at in range(0, len(names), 16)}
+        labels_of_ranks = run_and_gather(
+            group, lambda: replicas.labels(wanted), doing="naming replicas that differ"
+        )
+        with rank_0_errors_on_all_ranks(group, doing=_DOING):
+            if group.rank == 0:
+                labels = {
+                    name: label for labels in labels_of_ranks for name, label in json.loads(labels).items()
+                }
+                self._report(_divergence_error(found, labels))
+
+    def _report(self, error: MismatchError) -> None:
+        if self.policy is Policy.ERROR:
             raise error
         log.warning("%s", error)
-        return [b""] * group.size
-
-    scatter_from_rank_0(group, settle, doing=_DOING)
 
 
-class _Claims:
-    """What this rank says of the chunks that it holds."""
+class _LocalReplicas:
+    """The chunks and objects of this rank that other ranks may hold, too."""
 
-    def __init__(self, local: LocalState) -> None:
-        self._local = local
-        table, entities = local.declared.table, local.flattened.entities
-        replicated = local.flattened.replicated  # compared by value already
-        tensors = len(local.flattened.tensors)
+    def __init__(self, flattened: FlattenedState, declared: DeclaredChunks) -> None:
+        self._tensors, self._objects = flattened.tensors, flattened.objects
+        table = declared.table
+        # Replicated values are compared by value already; chunks without elements have no bits.
         self._rows = [
             row
-            for row, entity in enumerate(entities)
-            if (row >= tensors or table.nbytes[row] > 0) and entity.key not in replicated
+            for row, entity in enumerate(flattened.entities)
+            if (row >= len(self._tensors) or table.nbytes[row] > 0) and entity.key not in flattened.replicated
         ]
         self._labels = [(table.arrays[int(table.array[row])].key, table.describe(row)) for row in self._rows]
         self._names = [bytes.fromhex(digest_of(json.dumps(label).encode())) for label in self._labels]
 
     def digests(self, part_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Digest everything, `[chunks]` of REPLICA_DIGEST."""
-        found = [bytes.fromhex(self._digest(row, part_bytes)) for row in self._rows]
-        packed = b"".join(part for pair in zip(self._names, found, strict=True) for part in pair)
+        """Return name and digest of each chunk and object, `[n]` of REPLICA_DIGEST."""
+        digests = [bytes.fromhex(self._digest(row, part_bytes)) for row in self._rows]
+        packed = b"".join(field for pair in zip(self._names, digests, strict=True) for field in pair)
         return np.frombuffer(packed, REPLICA_DIGEST)
 
-    def labels(self, asked: set[bytes]) -> bytes:
-        """Return key and box of those that are asked for, as JSON."""
+    def labels(self, wanted: set[bytes]) -> bytes:
+        """Return key and box of the chunks with these names, as JSON."""
         pairs = zip(self._names, self._labels, strict=True)
-        return json.dumps({name.hex(): label for name, label in pairs if name in asked}).encode()
+        return json.dumps({name.hex(): label for name, label in pairs if name in wanted}).encode()
 
     def _digest(self, row: int, part_bytes: int) -> str:
-        tensors = self._local.flattened.tensors
-        if row >= len(tensors):
-            return digest_of(leaves(self._local.flattened.objects[row - len(tensors)].data))
-        data = tensors[row].data
-        assert data is not None  # what has no data cannot be saved, and was refused
+        if row >= len(self._tensors):
+            return digest_of(encoded_leaf_digests(self._objects[row - len(self._tensors)].data))
+        data = self._tensors[row].data
+        assert data is not None  # a tensor without data cannot be saved, which was checked before
         return digest_of_parts(host_parts(data, part_bytes=part_bytes))
 
 
-def _error(found: list[Divergence], known: dict[str, list[str]]) -> MismatchError:
-    named = sorted((known[divergence.name.hex()], divergence) for divergence in found)
+def _divergence_error(found: list[Divergence], labels: dict[str, list[str]]) -> MismatchError:
+    named = sorted((labels[divergence.name.hex()], divergence) for divergence in found)
     lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in named]
     (key, _), first = named[0]
     return MismatchError(

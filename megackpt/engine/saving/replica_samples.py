@@ -1,8 +1,8 @@
 """Samples of tensors that ranks declare as replicas, compared when a save is planned.
 
 A rank that holds a slice of a parameter, and does not declare how it is cut, declares the same chunk as the
-others: their slices then look like replicas, and one of them would be stored for all. A few KiB of each
-tensor tell such slices apart. Small differences at other places are left to the replica vote (`replicas`).
+others: their slices then look like replicas, and only one of them would be stored. A few KiB of each tensor
+tell such slices apart. Small differences elsewhere are found by the replica check (`replica_check`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megackpt.engine.data.tensor_bytes import as_bits
-from megackpt.engine.saving.local_state import LocalState
+from megackpt.engine.saving.save_hook import SaveHook
+from megackpt.engine.state.flatten import FlattenedState
 from megackpt.errors import MismatchError, truncated_list
-from megackpt.metadata import ChunkTable
+from megackpt.geometry import Ints
+from megackpt.metadata import ChunkTable, DeclaredChunks
 from megackpt.options import Policy
 from megackpt.storage import digest_of
 from megackpt.validation import Divergence, find_divergences
@@ -27,52 +28,62 @@ from megackpt.validation import Divergence, find_divergences
 log = logging.getLogger(__name__)
 
 SAMPLE = np.dtype([("name", "V8"), ("digest", "V8")])
-"""A digest of the key and box of a chunk, and one of a sample of its bits."""
+"""A digest of the key and box of a chunk, and a digest of a sample of its bits."""
 
-_PLACES = (0.0, 0.5, 1.0)  # where in a tensor: its begin, its middle, its end
-_PLACE_BYTES = 1024
+_POSITIONS = (0.0, 0.5, 1.0)  # where a tensor is sampled: at its start, in its middle and at its end
+_POSITION_BYTES = 1024
 
 
-def samples_of(local: LocalState) -> bytes:
-    """Return the samples of the chunks of tensors that this rank declares, packed as SAMPLE.
+@dataclass(frozen=True, slots=True)
+class ReplicaSampleHook(SaveHook):
+    """Compares samples of the chunks of tensors that several ranks declare, where a save plans anew.
 
-    Left out are flat ranges, which belong to one data-parallel rank, and what is compared as a whole anyway.
+    Attributes:
+        policy: what to do if samples differ: ERROR or WARN.
     """
-    if local.request.sample_replicas is Policy.IGNORE or local.ranks == 1:
-        return b""
-    table, flattened = local.declared.table, local.flattened
-    rows = [
-        row
-        for row, tensor in enumerate(flattened.tensors)
-        if table.nbytes[row] > 0
-        and tensor.flattened_range is None
-        and tensor.key not in flattened.part_of_ranks
-    ]
-    data = [tensor.data for tensor in flattened.tensors]
-    bits = _bits_of([tensor for row in rows if (tensor := data[row]) is not None])
-    pairs = zip(rows, bits, strict=True)
-    return b"".join(_name_of(table, row) + bytes.fromhex(digest_of(sample))[:8] for row, sample in pairs)
+
+    policy: Policy
+
+    def attachment(self, flattened: FlattenedState, declared: DeclaredChunks, *, ranks: int) -> bytes:
+        """Return the samples of this rank's chunks, packed as SAMPLE.
+
+        Flat ranges are left out, as each belongs to one data-parallel rank, and so are chunks that are
+        compared in full anyway.
+        """
+        if ranks == 1:
+            return b""
+        table, tensors = declared.table, flattened.tensors
+        rows = [
+            row
+            for row, tensor in enumerate(tensors)
+            if table.nbytes[row] > 0
+            and tensor.flattened_range is None
+            and tensor.key not in flattened.part_of_ranks
+        ]
+        samples = _sample_bits([data for row in rows if (data := tensors[row].data) is not None])
+        pairs = zip(rows, samples, strict=True)
+        return b"".join(
+            _chunk_name(table, row) + bytes.fromhex(digest_of(sample))[:8] for row, sample in pairs
+        )
+
+    def check_attachments(
+        self, attachments: Sequence[bytes], attachment_of_rank: Ints, table: ChunkTable
+    ) -> None:
+        """Compare the samples of all ranks."""
+        found = find_divergences([np.frombuffer(samples, SAMPLE) for samples in attachments])
+        if not found:
+            return
+        labels = {_chunk_name(table, row): _label(table, row) for row in range(len(table))}
+        error = _divergence_error(sorted((labels[d.name], _with_ranks(d, attachment_of_rank)) for d in found))
+        if self.policy is Policy.ERROR:
+            raise error
+        log.warning("%s", error)
 
 
-def check_samples(
-    packed: Sequence[bytes], of_rank: npt.NDArray[np.int64], table: ChunkTable, policy: Policy
-) -> None:
-    """Compare the samples of all ranks. Pure but for the log.
-
-    packed has every distinct list of samples once, and of_rank the number of the list of each rank. table has
-    the chunks of all ranks. With WARN what differs is logged.
-
-    Raises:
-        MismatchError: with ERROR, what differs, and on which ranks.
-    """
-    found = find_divergences([np.frombuffer(samples, SAMPLE) for samples in packed])
-    if not found:
-        return
-    label = {_name_of(table, row): _label(table, row) for row in range(len(table))}
-    named = sorted((label[divergence.name], _on_ranks(divergence, of_rank)) for divergence in found)
-    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in named]
-    (key, _), first = named[0]
-    error = MismatchError(
+def _divergence_error(found: list[tuple[tuple[str, str], Divergence]]) -> MismatchError:
+    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in found]
+    (key, _), first = found[0]
+    return MismatchError(
         f"Ranks declare the same chunk of a tensor, as replicas of each other, and hold different bits in "
         f"it:\n{truncated_list(lines)}\n"
         f"If each of these ranks holds a part of the tensor, only one part would be stored: declare how it "
@@ -82,14 +93,11 @@ def check_samples(
         key=key,
         rank=first.camps[-1][0],
     )
-    if policy is Policy.ERROR:
-        raise error
-    log.warning("%s", error)
 
 
-def _on_ranks(divergence: Divergence, of_rank: npt.NDArray[np.int64]) -> Divergence:
-    """Return the same with ranks in place of the numbers of their lists."""
-    camps = [np.flatnonzero(np.isin(of_rank, camp)).tolist() for camp in divergence.camps]
+def _with_ranks(divergence: Divergence, attachment_of_rank: Ints) -> Divergence:
+    """Return a divergence between attachments as one between the ranks that sent them."""
+    camps = [np.flatnonzero(np.isin(attachment_of_rank, camp)).tolist() for camp in divergence.camps]
     return replace(divergence, camps=tuple(sorted(map(tuple, camps), key=lambda camp: (-len(camp), camp))))
 
 
@@ -97,67 +105,69 @@ def _label(table: ChunkTable, row: int) -> tuple[str, str]:
     return table.arrays[int(table.array[row])].key, table.describe(row)
 
 
-def _name_of(table: ChunkTable, row: int) -> bytes:
+def _chunk_name(table: ChunkTable, row: int) -> bytes:
     key, box = _label(table, row)
     return bytes.fromhex(digest_of(f"{key} {box}".encode()))[:8]
 
 
-def _bits_of(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """Return the sample of each tensor: all of a small one, else its begin, middle and end."""
+def _sample_bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return the sample of each tensor: all of a small one, else its start, middle and end."""
     parts = [part for tensor in tensors for part in _parts_of(tensor.detach())]
-    lengths = np.array([part.numel() for part in parts], np.int64).reshape(-1, len(_PLACES)).sum(axis=1)
+    lengths = np.array([part.numel() for part in parts], np.int64).reshape(-1, len(_POSITIONS)).sum(axis=1)
     on_host = np.empty(int(lengths.sum()), np.uint8)
     first = np.cumsum([0, *(part.numel() for part in parts)])
-    for device in {part.device for part in parts}:  # one copy from each device
+    # One copy from each device: many small copies would each wait for the device.
+    for device in {part.device for part in parts}:
         chosen = [number for number, part in enumerate(parts) if part.device == device]
         joined = torch.cat([parts[number] for number in chosen]).cpu().numpy()
-        begin = 0
+        start = 0
         for number in chosen:
             count = int(first[number + 1] - first[number])
-            on_host[first[number] : first[number + 1]] = joined[begin : begin + count]
-            begin += count
+            on_host[first[number] : first[number + 1]] = joined[start : start + count]
+            start += count
     ends = np.cumsum(lengths)
     return [on_host[end - count : end].tobytes() for end, count in zip(ends, lengths, strict=True)]
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return a flat uint8 tensor for each place; the later ones are empty where the first has everything."""
-    fits = tensor.numel() * tensor.element_size() <= _PLACE_BYTES
+    """Return a flat uint8 tensor for each position; if the first has all bytes, the others are empty."""
+    fits = tensor.numel() * tensor.element_size() <= _POSITION_BYTES
     # Torch calls any strides of a single element contiguous, but does not view them as bytes.
-    is_run = tensor.is_contiguous() and tensor.numel() > 1
-    if is_run and not tensor.is_conj() and not tensor.is_neg():
+    is_contiguous = tensor.is_contiguous() and tensor.numel() > 1
+    if is_contiguous and not tensor.is_conj() and not tensor.is_neg():
         flat, width = tensor.view(-1).view(torch.uint8), tensor.element_size()
         if fits:
-            return [flat, *[flat[:0]] * (len(_PLACES) - 1)]
-        runs = [_run_at(tensor.shape, width, place) for place in _PLACES]
-        return [flat[start * width : (start + length) * width] for start, length in runs]
+            return [flat, *[flat[:0]] * (len(_POSITIONS) - 1)]
+        ranges = [_flat_range_at(tensor.shape, width, position) for position in _POSITIONS]
+        return [flat[start * width : (start + length) * width] for start, length in ranges]
     if fits:
-        whole = _flat_bytes(tensor)
-        return [whole, *[whole[:0]] * (len(_PLACES) - 1)]
-    return [_flat_bytes(_narrowed(tensor, place)) for place in _PLACES]
+        everything = _flat_bytes(tensor)
+        return [everything, *[everything[:0]] * (len(_POSITIONS) - 1)]
+    return [_flat_bytes(_box_at(tensor, position)) for position in _POSITIONS]
 
 
-def _run_at(shape: Sequence[int], width: int, place: float) -> tuple[int, int]:
-    """Return where the elements of `_narrowed` begin in a contiguous tensor, and how many they are."""
+def _flat_range_at(shape: Sequence[int], width: int, position: float) -> tuple[int, int]:
+    """Return start and length, in elements, of what `_box_at` returns of a contiguous tensor."""
     start, inner = 0, math.prod(shape)
     for extent in shape:
         inner //= extent
-        kept = max(1, min(extent, _PLACE_BYTES // (inner * width)))
-        start += int((extent - kept) * place) * inner
+        kept = max(1, min(extent, _POSITION_BYTES // (inner * width)))
+        start += int((extent - kept) * position) * inner
         if kept > 1:
             return start, kept * inner
     return start, inner
 
 
-def _narrowed(tensor: torch.Tensor, place: float) -> torch.Tensor:
-    """Return a box of at most _PLACE_BYTES, or one element, at a place of the tensor.
+def _box_at(tensor: torch.Tensor, position: float) -> torch.Tensor:
+    """Return a box of at most _POSITION_BYTES, or of one element, at a position of the tensor.
 
-    Along one dim it has several slices, before that one each and behind it all: one run in row-major order.
+    It has one index along the outer dims, several along one dim, and all along the dims after that, so its
+    elements are one range of the row-major order.
     """
     for dim, extent in enumerate(tensor.shape):
         slice_bytes = tensor.numel() // extent * tensor.element_size()
-        kept = max(1, min(extent, _PLACE_BYTES // slice_bytes))
-        tensor = tensor.narrow(dim, int((extent - kept) * place), kept)
+        kept = max(1, min(extent, _POSITION_BYTES // slice_bytes))
+        tensor = tensor.narrow(dim, int((extent - kept) * position), kept)
     return tensor
 
 

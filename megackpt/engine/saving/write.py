@@ -1,21 +1,16 @@
-"""Carrying out a save that was planned: write, collect receipts, write parity and the index, commit.
-
-Owns the order of these steps. Each that can fail on one rank ends in a meeting of all, where a failure
-becomes the same error everywhere; then what was written is removed.
-"""
+"""The second half of a save: write the chunks that were planned, write the index, commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather, run_on_all_ranks
+from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint import manifest
-from megackpt.engine.saving.parity import write_parity
+from megackpt.engine.saving.save_hook import PlanCompletion, SaveHook, WrittenChunks
 from megackpt.formats.strategy import ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints
 from megackpt.planning import SavePlan
@@ -29,27 +24,29 @@ class PlannedSave:
     Attributes:
         attempt: the id of this attempt.
         plan: the plan; at least this rank's own rows of it.
-        pieces: the bytes of one of this rank's rows.
+        parts: returns the bytes of a row that this rank writes.
         common: what is stored as common state, or its files, made already; that of rank 0 counts.
-        earlier: what was at the place before; known to rank 0. None: nobody has looked.
-        report: what this rank tells rank 0 when it has written.
+        strategy: writes the format.
+        leftovers: the leftover files of earlier saves; known to rank 0. None: the store was not searched yet.
+        report: what this rank sends to rank 0 when it has written.
         complete: makes the plan of all ranks from the reports, on rank 0; None where `plan` is that already.
-        parity: at most how many files are protected together; None for no parity.
         kept: `plan` before it had the sizes of this save's objects: the same object in every save that takes
             the same plan.
         sizes: those sizes, in bytes.
+        hooks: optional features of this save.
     """
 
     attempt: str
     plan: SavePlan
-    pieces: ChunkParts
+    parts: ChunkParts
     common: Any  # whatever the user saves
-    earlier: manifest.LeftoverFiles | None = field(default_factory=manifest.LeftoverFiles)
+    strategy: SaveStrategy
+    leftovers: manifest.LeftoverFiles | None = field(default_factory=manifest.LeftoverFiles)
     report: bytes = b""
-    complete: Callable[[Sequence[bytes]], SavePlan] | None = None
-    parity: int | None = None
+    complete: PlanCompletion | None = None
     kept: SavePlan | None = None
     sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    hooks: tuple[SaveHook, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,165 +55,145 @@ class CommonFiles:
 
     Attributes:
         files: the files by name, in the order of writing.
-        said: what `SaveStrategy.write_common` returned.
+        manifest_fields: what `SaveStrategy.write_common` returned.
     """
 
     files: tuple[tuple[str, bytes], ...]
-    said: Json
+    manifest_fields: Json
 
     @classmethod
     def of(cls, common: Any, strategy: SaveStrategy, *, attempt: str) -> CommonFiles:
-        """Let a format write it, into memory."""
+        """Let a format write common state into memory."""
         store = MemoryStore()
-        said = strategy.write_common(store, attempt=attempt, common=common)
+        manifest_fields = strategy.write_common(store, attempt=attempt, common=common)
         files = tuple((name, store.read(name, max_bytes=store.size(name))) for name in store.names())
-        return cls(files, said)
+        return cls(files, manifest_fields)
 
     def put(self, store: Store) -> Json:
-        """Write them; their content is durable when this returns, their names after `store.sync()`."""
+        """Write the files. Their content is durable when this returns, their names after `store.sync()`."""
         for name, data in self.files:
             store.write(name, data)
-        return self.said
+        return self.manifest_fields
 
 
-def write_out(planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group) -> None:
-    """Write this rank's part; when all have, commit. Collective over the group.
+def write_and_commit(planned: PlannedSave, store: Store, group: Group) -> None:
+    """Write this rank's chunks; when all ranks have written theirs, commit. Collective over the group.
 
     Raises:
-        CheckpointError: the same on every rank. The checkpoint at this place is the previous one, if any, or
-            this one if only the last meeting, after the commit, failed.
+        CheckpointError: the same on every rank. The checkpoint at this location is the previous one, if any,
+            or this one if only the last synchronisation, after the commit, failed.
     """
+    strategy = planned.strategy
     try:
-        if planned.earlier is None:
-            planned = _looked(planned, store, strategy, group)
-        receipts, reports = write_rounds(planned, store, strategy, group)
-        parity: list[bytes] = []
-        if planned.parity is not None:
-            parity = write_parity(
-                store,
-                strategy,
-                group,
-                attempt=planned.attempt,
-                most=planned.parity,
-                written=lambda: (_whole_plan(planned, reports), receipts),
-            )
-
-        def finish() -> Numbers:
+        if planned.leftovers is None:
+            planned = _with_leftovers(planned, store, group)
+        written = write_chunks(planned, store, group)
+        receipts = [hook.after_writing(written, store, strategy, group) for hook in planned.hooks]
+        with errors_on_all_ranks(group, "writing the index"):
             if group.rank == 0:
-                plan = _whole_plan(planned, reports)
-                finish_attempt(planned, plan, receipts, store, strategy, world_size=group.size, parity=parity)
-            return Numbers(())
-
-        run_and_compare(group, finish, equal=0, doing="writing the index")
+                commit_attempt(planned, written, store, world_size=group.size, hook_receipts=receipts)
     except Exception:
         if group.rank == 0:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
         raise
 
 
-def _looked(planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group) -> PlannedSave:
-    """Make the place on rank 0, and see what is there; nobody writes before."""
-    found: list[manifest.LeftoverFiles] = []
-
-    def look() -> Numbers:
+def _with_leftovers(planned: PlannedSave, store: Store, group: Group) -> PlannedSave:
+    """Create the store's directory and look for leftover files, on rank 0, before any rank writes."""
+    leftovers = manifest.LeftoverFiles()
+    with errors_on_all_ranks(group, "looking for an earlier checkpoint"):
         if group.rank == 0:
             store.create()
-            found.append(manifest.find_leftover_files(store, strategy))
-        return Numbers(())
-
-    run_and_compare(group, look, equal=0, doing="looking at the place")
-    return replace(planned, earlier=found[0] if found else manifest.LeftoverFiles())
+            leftovers = manifest.find_leftover_files(store, planned.strategy)
+    return replace(planned, leftovers=leftovers)
 
 
-def write_rounds(
-    planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group
-) -> tuple[list[list[bytes]], list[bytes]]:
-    """Write this rank's chunks, round by round; return receipts by rank and round, and reports, on rank 0.
-
-    Collective over the group.
+def write_chunks(planned: PlannedSave, store: Store, group: Group) -> WrittenChunks:
+    """Write this rank's chunks, round by round; return what all ranks report, on rank 0. Collective.
 
     Raises:
-        CheckpointError: the same on every rank; what was written is still there.
+        CheckpointError: the same on every rank. What was written is not removed.
     """
-    rounds: list[Ints] = []
-
-    def begin() -> bytes:
-        if group.rank == 0:
-            strategy.begin(store, attempt=planned.attempt)
-        rounds.extend(strategy.rounds(planned.plan, group.rank))
-        return b""
-
-    def write(number: int) -> bytes:
-        if not rounds:  # not known yet; if the strategy refuses, all ranks are to hear of it
-            rounds.extend(strategy.rounds(planned.plan, group.rank))
-        report = b"" if number else planned.report
-        receipt = strategy.write_chunks(
-            store,
-            attempt=planned.attempt,
-            rank=group.rank,
-            plan=planned.plan,
-            rows=rounds[number],
-            parts=planned.pieces,
-        )
-        return len(report).to_bytes(8, "little") + report + receipt
-
+    strategy, plan, rank = planned.strategy, planned.plan, group.rank
     if strategy.capabilities.writes_in_place:
-        run_on_all_ranks(group, begin, doing="clearing the place")
-    told: list[list[tuple[bytes, bytes]]] = []
-    while not told or len(told) < len(rounds):
-        step = partial(write, len(told))
-        told.append([_split(t) for t in run_and_gather(group, step, doing="writing its chunks")])
-    receipts = [[receipt for _, receipt in of_rank] for of_rank in zip(*told, strict=True)]
-    return receipts, [report for report, _ in told[0]]
+        with errors_on_all_ranks(group, "removing the files of the checkpoint that is replaced"):
+            if rank == 0:
+                strategy.begin(store, attempt=planned.attempt)
+    messages_of_rounds: list[list[bytes]] = []
+    rounds: Sequence[Ints] = ()
+    while not messages_of_rounds or len(messages_of_rounds) < len(rounds):
+        with gather_step(group, "writing its chunks") as step:
+            # Computed in the step, as it may raise an error on one rank only.
+            rounds = rounds or strategy.rounds(plan, rank)
+            receipt = strategy.write_chunks(
+                store,
+                attempt=planned.attempt,
+                rank=rank,
+                plan=plan,
+                rows=rounds[len(messages_of_rounds)],
+                parts=planned.parts,
+            )
+            step.data = _pack_report(b"" if messages_of_rounds else planned.report, receipt)
+        messages_of_rounds.append(step.results)
+    unpacked = [[_unpack_report(message) for message in messages] for messages in messages_of_rounds]
+    return WrittenChunks(
+        attempt=planned.attempt,
+        receipts=[[receipt for _, receipt in of_rank] for of_rank in zip(*unpacked, strict=True)],
+        reports=[report for report, _ in unpacked[0]],
+        own_plan=plan,
+        complete=planned.complete,
+    )
 
 
-def _whole_plan(planned: PlannedSave, reports: Sequence[bytes]) -> SavePlan:
-    return planned.complete(reports) if planned.complete is not None else planned.plan
+def _pack_report(report: bytes, receipt: bytes) -> bytes:
+    return len(report).to_bytes(8, "little") + report + receipt
 
 
-def _split(told: bytes) -> tuple[bytes, bytes]:
-    """Take a report and the receipt behind it apart."""
-    end = 8 + int.from_bytes(told[:8], "little")
-    return told[8:end], told[end:]
+def _unpack_report(message: bytes) -> tuple[bytes, bytes]:
+    stop = 8 + int.from_bytes(message[:8], "little")
+    return message[8:stop], message[stop:]
 
 
-def finish_attempt(
+def commit_attempt(
     planned: PlannedSave,
-    plan: SavePlan,
-    receipts: list[list[bytes]],
+    written: WrittenChunks,
     store: Store,
-    strategy: SaveStrategy,
     *,
     world_size: int,
-    parity: Sequence[bytes] = (),
+    hook_receipts: Sequence[list[bytes]] = (),
 ) -> None:
-    """Write what is not chunks, and commit. Rank 0 only, after every rank has written its chunks.
+    """Write common state and index, and commit. Rank 0 only, after every rank has written its chunks.
 
-    plan is that of all ranks; receipts are by rank and round. parity are the receipts of parity files, by
-    rank, where there are some.
+    Args:
+        planned: the save.
+        written: what all ranks have reported.
+        store: where the chunks were written.
+        world_size: number of ranks.
+        hook_receipts: what `SaveHook.after_writing` returned, one list for each hook of the save.
 
     Raises:
-        CheckpointError: see `write_out`; nothing is removed here.
+        CheckpointError: see `write_and_commit`; nothing is removed here.
     """
-    attempt = planned.attempt
-    said = {
+    attempt, strategy = planned.attempt, planned.strategy
+    manifest_fields = {
         "sharded_backend": strategy.backend,
         "sharded_backend_version": strategy.version,
         "common_backend": strategy.backend,
         "common_backend_version": strategy.version,
         "attempt": attempt,
         "world_size": world_size,
-        **_write_common(planned, store, strategy),
-        **strategy.write_index(store, attempt=attempt, plan=plan, receipts=receipts),
+        **_write_common(planned, store),
+        **strategy.write_index(store, attempt=attempt, plan=written.plan(), receipts=written.receipts),
     }
-    if parity:
-        said |= strategy.list_parity(store, attempt=attempt, receipts=list(parity))
+    for hook, receipts in zip(planned.hooks, hook_receipts, strict=True):
+        manifest_fields |= hook.index_fields(receipts, store, strategy, attempt=attempt)
+    # Every file has to be durable before the manifest names it.
     store.sync()
-    earlier = planned.earlier or manifest.LeftoverFiles()
-    manifest.commit(store, said, attempt=attempt, earlier=earlier, strategy=strategy)
+    leftovers = planned.leftovers or manifest.LeftoverFiles()
+    manifest.commit(store, manifest_fields, attempt=attempt, earlier=leftovers, strategy=strategy)
 
 
-def _write_common(planned: PlannedSave, store: Store, strategy: SaveStrategy) -> Json:
+def _write_common(planned: PlannedSave, store: Store) -> Json:
     if isinstance(planned.common, CommonFiles):
         return planned.common.put(store)
-    return strategy.write_common(store, attempt=planned.attempt, common=planned.common)
+    return planned.strategy.write_common(store, attempt=planned.attempt, common=planned.common)

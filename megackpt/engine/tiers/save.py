@@ -13,11 +13,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megackpt.comm import Group, Numbers, run_and_compare, run_and_gather
+from megackpt.comm import Group, errors_on_all_ranks, gather_step
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name, step_of
-from megackpt.engine.saving.write import PlannedSave, finish_attempt, write_rounds
+from megackpt.engine.saving.write import PlannedSave, commit_attempt, write_chunks
 from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_files, from_rank, send_to_keepers
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
@@ -51,9 +51,7 @@ class NodeLocation:
         return LocalSteps.at(self.root).open(step_name(self.step))
 
 
-def save_on_nodes(
-    planned: PlannedSave, store: Store, strategy: SaveStrategy, group: Group, place: NodeLocation
-) -> None:
+def save_on_nodes(planned: PlannedSave, store: Store, group: Group, place: NodeLocation) -> None:
     """Write this rank's part into store, the place opened; when all have theirs, commit on each node.
 
     Collective over the group. The format must name files by attempt and writer, as the native one does.
@@ -62,30 +60,24 @@ def save_on_nodes(
         CheckpointError: the same on every rank. Nothing was committed, unless committing itself failed on
             some nodes: then the checkpoint is whole over all nodes, and those that have the commit say so.
     """
-    is_leader = group.rank in place.nodes.leaders()
-    earlier = [manifest.LeftoverFiles()]
-
-    def begin() -> Numbers:
+    is_leader, strategy = group.rank in place.nodes.leaders(), planned.strategy
+    leftovers = manifest.LeftoverFiles()
+    with errors_on_all_ranks(group, "opening the directory of its node"):
         store.create()
         if is_leader:
-            earlier[0] = manifest.find_leftover_files(store, strategy)
-        return Numbers(())
-
-    run_and_compare(group, begin, equal=0, doing="opening the directory of its node")
+            leftovers = manifest.find_leftover_files(store, strategy)
     keepers = place.nodes.keepers(copies=place.replication_factor, jump=place.jump)
     try:
-        said = _write_and_copy(planned, store, strategy, group, keepers, is_leader=is_leader)
+        manifest_fields = _write_and_copy(planned, store, group, keepers, is_leader=is_leader)
     except Exception:
         if is_leader:
             manifest.discard(store, attempt=planned.attempt, strategy=strategy)
         raise
-
-    def commit() -> Numbers:
+    with errors_on_all_ranks(group, "committing on its node"):
         if is_leader:
-            manifest.commit(store, said, attempt=planned.attempt, earlier=earlier[0], strategy=strategy)
-        return Numbers(())
-
-    run_and_compare(group, commit, equal=0, doing="committing on its node")
+            manifest.commit(
+                store, manifest_fields, attempt=planned.attempt, earlier=leftovers, strategy=strategy
+            )
 
 
 def clean_node(place: NodeLocation, *, rank: int) -> None:
@@ -109,53 +101,46 @@ def clean_node(place: NodeLocation, *, rank: int) -> None:
 def _write_and_copy(
     planned: PlannedSave,
     store: Store,
-    strategy: SaveStrategy,
     group: Group,
     keepers: Sequence[Sequence[int]],
     *,
     is_leader: bool,
 ) -> Json:
     """Put all files where they belong; return what the commit is to hold. Collective."""
-    receipts, reports = write_rounds(planned, store, strategy, group)
-
-    mine: list[bytes] = []
-
-    def tell() -> bytes:
-        mine.append(json.dumps(_written(store, strategy, planned.attempt, group.rank)).encode())
-        return mine[0]
-
-    everyone = run_and_gather(group, tell, doing="listing what it has written")
-    said_by = {group.rank: mine[0], **send_to_keepers(group, mine[0], keepers)}
-    files = {rank: _sized(said) for rank, said in said_by.items()}
+    strategy = planned.strategy
+    written = write_chunks(planned, store, group)
+    with gather_step(group, "listing what it has written") as step:
+        own_files = json.dumps(_written_files(store, strategy, planned.attempt, group.rank)).encode()
+        step.data = own_files
+    listed_by_rank = {group.rank: own_files, **send_to_keepers(group, own_files, keepers)}
+    files = {rank: _sized(listed) for rank, listed in listed_by_rank.items()}
     copy_files(group, files, keepers, store, doing="copying its data to another node")
 
     # In memory first: rank 0 may have no data file of the attempt but its own, and every node gets the same.
-    names = [name for said in everyone for name, _ in _sized(said)]
+    names = [name for listed in step.results for name, _ in _sized(listed)]
     drafts = MemoryStore(store.location, files=dict.fromkeys(names, b""))
-    small: list[SizedFile] = []
 
-    def finish() -> bytes:
-        plan = planned.complete(reports) if planned.complete is not None else planned.plan
-        alone = replace(planned, earlier=manifest.LeftoverFiles())
-        finish_attempt(alone, plan, receipts, drafts, strategy, world_size=group.size)
-        said = drafts.read(MANIFEST, max_bytes=1 << 62)
-        named = strategy.files_of(parse_document(said, where=drafts.location))
-        return json.dumps([[(name, drafts.size(name)) for name in named], said.decode()]).encode()
+    def write_index() -> bytes:
+        draft = replace(planned, leftovers=manifest.LeftoverFiles(), hooks=())
+        commit_attempt(draft, written, drafts, world_size=group.size)
+        document = drafts.read(MANIFEST, max_bytes=1 << 62)
+        named = strategy.files_of(parse_document(document, where=drafts.location))
+        return json.dumps([[(name, drafts.size(name)) for name in named], document.decode()]).encode()
 
-    listed, said = json.loads(from_rank(group, finish, source=0, doing="writing the index"))
-    small.extend((name, nbytes) for name, nbytes in listed)
+    listed, document = json.loads(from_rank(group, write_index, source=0, doing="writing the index"))
+    small: list[SizedFile] = [(name, nbytes) for name, nbytes in listed]
     takes = {name for name, _ in small} if is_leader else set()
     broadcast_files(
         group, small, source=0, read_from=drafts, write_to=store, takes=takes, doing="writing the index"
     )
-    return parse_document(said.encode(), where=f"{store.location}/{MANIFEST}")
+    return parse_document(document.encode(), where=f"{store.location}/{MANIFEST}")
 
 
-def _sized(said: bytes) -> list[SizedFile]:
-    return [(name, nbytes) for name, nbytes in json.loads(said)]
+def _sized(listed: bytes) -> list[SizedFile]:
+    return [(name, nbytes) for name, nbytes in json.loads(listed)]
 
 
-def _written(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> list[SizedFile]:
+def _written_files(store: Store, strategy: SaveStrategy, attempt: str, rank: int) -> list[SizedFile]:
     """Return the data files that a rank has written in an attempt."""
     named = {"sharded_backend": strategy.backend, "sharded_backend_version": strategy.version}
     reader = load_strategy(named, where=store.location)

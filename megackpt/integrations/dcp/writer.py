@@ -22,7 +22,8 @@ from megackpt.codec import pack, unpack
 from megackpt.engine.checkpoint import manifest
 from megackpt.engine.data.device_copies import host_parts
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.write import PlannedSave, finish_attempt
+from megackpt.engine.saving.save_hook import WrittenChunks
+from megackpt.engine.saving.write import PlannedSave, commit_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import ChunkParts
@@ -218,12 +219,19 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 planned = PlannedSave(
                     attempt=self._attempt,
                     plan=plan,
-                    pieces=_NoParts(),  # every rank has written its own
+                    parts=_NoParts(),  # every rank has written its own
                     common={"state_dict": common, "content_metadata": self._content_metadata},
-                    earlier=self._earlier,
+                    strategy=strategy,
+                    leftovers=self._earlier,
                 )
-                receipts = [w.receipts for w in written]
-                finish_attempt(planned, plan, receipts, store, strategy, world_size=len(written))
+                chunks = WrittenChunks(
+                    attempt=self._attempt,
+                    receipts=[w.receipts for w in written],
+                    reports=[],
+                    own_plan=plan,
+                    complete=None,
+                )
+                commit_attempt(planned, chunks, store, world_size=len(written))
             except Exception:
                 manifest.discard(store, attempt=self._attempt, strategy=strategy)
                 raise

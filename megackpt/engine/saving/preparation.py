@@ -1,0 +1,265 @@
+"""The first half of a save up to planning: every rank prepares its state, then all ranks compare digests.
+
+The digests show whether ranks save with equal settings, whether common state is equal, and whether a cached
+plan fits on all ranks. Only small messages are exchanged; their length does not depend on the state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from megackpt.comm import Group, Numbers, compare_step, run_on_all_ranks
+from megackpt.engine.checkpoint import manifest
+from megackpt.engine.checkpoint.manifest import new_attempt
+from megackpt.engine.saving.local_state import LocalState, make_local_state
+from megackpt.engine.saving.plan_cache import CachedPlan
+from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.settings import as_number, check_settings
+from megackpt.errors import DeclarationError
+from megackpt.metadata import ChunkTable
+from megackpt.options import SaveOptions
+from megackpt.storage import Store
+
+WriterStatus: TypeAlias = tuple[int, int, int]
+"""Numbers about the writer process of an asynchronous save, of which all ranks receive the maximum."""
+
+_PLANS_COMPARED = 8
+"""Ranks look for a plan that fits on all of them among so many plans that they have used last."""
+
+# What ranks compare, in the order of `Numbers.equal`.
+_SETTINGS, _COMMON, _VALUES, _CACHE, _ASSUMES = range(5)
+_EQUAL = 5
+
+# What ranks maximise, in the order of `Numbers.largest`: the attempt id of rank 0 in two numbers; for each
+# cached plan, whether it does not fit; whether the format is not imported yet; the status of the writer.
+_MISFITS = slice(2, 2 + _PLANS_COMPARED)
+_NOT_IMPORTED = 2 + _PLANS_COMPARED
+_WRITER_STATUS = slice(_NOT_IMPORTED + 1, _NOT_IMPORTED + 4)
+_LARGEST = _NOT_IMPORTED + 4
+
+_DOING = "preparing the save"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedState:
+    """The state of this rank, and what all ranks know after they have compared digests.
+
+    Attributes:
+        local: this rank's state.
+        attempt: id of the attempt; equal on all ranks.
+        leftovers: the leftover files of earlier saves, on rank 0; None if the store was not searched.
+        settings_differ: whether ranks save with different settings, an error that planning raises.
+        caches_are_equal: whether all ranks have the same cached plans.
+        fitting_plan: name of a cached plan that fits on all ranks; None if there is none.
+        all_assume_structure: whether all ranks use that plan without comparing anything else.
+        common_is_equal: whether common state is known to be equal on all ranks.
+        values_are_equal: whether replicated values and copies of chunks are known to be equal.
+        writer_status: the element-wise maximum over all ranks.
+        settings: the settings of this rank, as JSON.
+    """
+
+    local: LocalState
+    attempt: str
+    leftovers: manifest.LeftoverFiles | None
+    settings_differ: bool
+    caches_are_equal: bool
+    fitting_plan: str | None
+    all_assume_structure: bool
+    common_is_equal: bool
+    values_are_equal: bool
+    writer_status: WriterStatus
+    settings: bytes
+
+
+def prepare_on_all_ranks(
+    request: SaveRequest,
+    store: Store | None,
+    group: Group,
+    options: SaveOptions,
+    *,
+    writer_status: Callable[[], WriterStatus] | None = None,
+) -> PreparedState:
+    """Prepare this rank's state, and compare digests with other ranks. Collective.
+
+    Args:
+        request: what is saved.
+        store: where it will be written: rank 0 looks for leftover files. None to do so when it is written.
+        group: the ranks.
+        options: tunables.
+        writer_status: returns the status of this rank's writer process; given on all ranks or on none.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    local: LocalState | None = None
+    leftovers: manifest.LeftoverFiles | None = None
+    with compare_step(group, _DOING, equal=_EQUAL, largest=_LARGEST) as step:
+        spread_label = request.spread_label()  # it may be collective: no rank may leave it out
+        unimported = request.not_imported()
+        if unimported is not None:
+            settings = _settings(request, unimported, options)
+            step.numbers = _numbers_before_import(settings)
+        else:
+            local, settings = _prepare(request, options, group, spread_label)
+            leftovers = _leftovers(local, store, group)
+            step.numbers = _numbers(local, settings, writer_status)
+    if step.reduced.largest[_NOT_IMPORTED]:
+        # Some ranks have compared their settings only. An import takes seconds, so it begins when all ranks
+        # are known to want the same format.
+        if not step.reduced.equal[_SETTINGS]:
+            raise_different_settings(settings, group)
+        with compare_step(group, _DOING, equal=_EQUAL, largest=_LARGEST) as step:
+            if local is None:
+                local, settings = _prepare(request, options, group, spread_label)
+                leftovers = _leftovers(local, store, group)
+            step.numbers = _numbers(local, settings, writer_status)
+    assert local is not None
+    return _prepared_state(local, leftovers, settings, step.reduced)
+
+
+def _prepare(
+    request: SaveRequest, options: SaveOptions, group: Group, spread_label: int
+) -> tuple[LocalState, bytes]:
+    """Choose the strategy and prepare this rank's state; return the state and the settings. Local."""
+    strategy = request.choose()
+    for hook in request.hooks:
+        strategy = hook.strategy_for(strategy)
+    if strategy.capabilities.writes_in_place and not request.validate:
+        raise DeclarationError(
+            f"Format {strategy.backend} version {strategy.version} needs validate_access_integrity=True: "
+            f"ranks have to know of each other what they write, to keep out of each other's way."
+        )
+    local = make_local_state(request, strategy, spread_label=spread_label, rank=group.rank, ranks=group.size)
+    return local, _settings(request, (strategy.backend, strategy.version), options)
+
+
+def _leftovers(local: LocalState, store: Store | None, group: Group) -> manifest.LeftoverFiles | None:
+    if store is None:
+        return None
+    if group.rank != 0:
+        return manifest.LeftoverFiles()
+    store.create()
+    return manifest.find_leftover_files(store, local.strategy)
+
+
+def _prepared_state(
+    local: LocalState, leftovers: manifest.LeftoverFiles | None, settings: bytes, reduced: Numbers
+) -> PreparedState:
+    """Say what the reduced numbers mean."""
+    plans, misfits = local.request.plans, reduced.largest[_MISFITS]
+    caches_are_equal = bool(reduced.equal[_CACHE])
+    has_fitting_plan = caches_are_equal and 0 in misfits
+    # A rank that assumes its structure sends no digests of common state and values. What only some ranks have
+    # sent, or none, is not known to be equal.
+    all_assume = bool(reduced.equal[_ASSUMES]) and local.request.assumes_structure
+    was_compared = bool(reduced.equal[_ASSUMES]) and not all_assume
+    attempt_high, attempt_low = reduced.largest[:2]
+    has_failed, is_busy, is_apart = reduced.largest[_WRITER_STATUS]
+    return PreparedState(
+        local=local,
+        attempt=f"{attempt_high:08x}{attempt_low:08x}",
+        leftovers=leftovers,
+        settings_differ=not reduced.equal[_SETTINGS],
+        caches_are_equal=caches_are_equal,
+        fitting_plan=plans.names[misfits.index(0)] if plans is not None and has_fitting_plan else None,
+        all_assume_structure=all_assume,
+        common_is_equal=was_compared and bool(reduced.equal[_COMMON]),
+        values_are_equal=was_compared and bool(reduced.equal[_VALUES]),
+        writer_status=(has_failed, is_busy, is_apart),
+        settings=settings,
+    )
+
+
+def _numbers(local: LocalState, settings: bytes, writer_status: Callable[[], WriterStatus] | None) -> Numbers:
+    """Return what this rank compares: digests of what must be equal, and which cached plans do not fit."""
+    request, plans = local.request, local.request.plans
+    attempt = new_attempt() if local.rank == 0 else "0" * 16  # rank 0's is the maximum
+    assumes = request.assumes_structure
+    fits = [False] * _PLANS_COMPARED
+    if request.validate and plans is not None:
+        digest = local.structure_digest()
+        names = plans.names[:1] if assumes else plans.names[:_PLANS_COMPARED]
+        fits[: len(names)] = [plans.peek(name).structure_digest == digest for name in names]
+        if assumes and not fits[0]:
+            raise _structure_error(local, plans.peek(names[0]))
+    sends_digests = request.validate and not assumes
+    equal = (
+        as_number(settings),
+        as_number(local.common_digests()) if sends_digests else 0,
+        as_number(json.dumps(local.value_digests(), sort_keys=True).encode()) if sends_digests else 0,
+        as_number(json.dumps(plans.names if plans is not None else []).encode()),
+        int(assumes),
+    )
+    status = (0, 0, 0) if writer_status is None else writer_status()
+    misfits = (int(not fit) for fit in fits)
+    return Numbers(equal, (int(attempt[:8], 16), int(attempt[8:], 16), *misfits, 0, *status))
+
+
+def _numbers_before_import(settings: bytes) -> Numbers:
+    """Return the numbers of a rank that has not imported its format yet; only its settings count."""
+    largest = [0] * _LARGEST
+    largest[_NOT_IMPORTED] = 1
+    return Numbers((as_number(settings), *(0,) * (_EQUAL - 1)), tuple(largest))
+
+
+def _settings(request: SaveRequest, format_name: tuple[str, int], options: SaveOptions) -> bytes:
+    """Return the settings that must be equal on all ranks, as JSON."""
+    of_options = {
+        "SaveOptions.timeout_s": float(options.timeout_s),
+        "SaveOptions.plain_tensors": options.plain_tensors,
+        "SaveOptions.rank0_values": list(options.rank0_values),
+        "SaveOptions.parity": options.parity,
+        "SaveOptions.compare_replicas": options.compare_replicas.value,
+        "SaveOptions.sample_replicas": options.sample_replicas.value,
+        "SaveOptions.array_digests": options.array_digests,
+    }
+    return json.dumps(request.settings(*format_name) | of_options).encode()
+
+
+def raise_different_settings(settings: bytes, group: Group) -> None:
+    """Raise an error that names the setting that differs between ranks. Collective.
+
+    Raises:
+        DeclarationError: the same on every rank.
+    """
+    settings_of_ranks = run_on_all_ranks(group, lambda: settings, doing="comparing settings")
+    check_settings([json.loads(encoded) for encoded in settings_of_ranks], what="Ranks save differently")
+
+
+def _structure_error(local: LocalState, cached: CachedPlan) -> DeclarationError:
+    """Return the error of a state that is not declared as when the plan was made, naming an array if any."""
+    planned, declared = cached.plan, local.declared.table
+    changed_keys = [
+        planned.table.arrays[int(planned.table.array[row])].key
+        for row in planned.rows_of(local.rank).tolist()
+        if not _is_within(planned.table, row, declared, int(planned.entity[row]))
+    ]
+    subject = f"{changed_keys[0]!r}: the" if changed_keys else "The"
+    return DeclarationError(
+        f"{subject} structure of the state dict has changed since the last save, which "
+        f"assume_constant_structure rules out. Save without it once, or leave it out.",
+        key=changed_keys[0] if changed_keys else None,
+        rank=local.rank,
+    )
+
+
+def _is_within(table: ChunkTable, row: int, declared: ChunkTable, entity: int) -> bool:
+    """Return whether a planned row is the declared chunk of an entity, or a part of it."""
+    if entity >= len(declared):
+        return False
+    array = table.arrays[int(table.array[row])]
+    if array != declared.arrays[int(declared.array[entity])]:
+        return False
+    dims = len(array.global_shape)
+    start, shape = table.start[row, :dims], table.shape[row, :dims]
+    first, extents = declared.start[entity, :dims], declared.shape[entity, :dims]
+    if np.array_equal(start, first) and np.array_equal(shape, extents):
+        # The same box: a row may be a part of its flat range.
+        low, high = declared.flat_start[entity], declared.flat_stop[entity]
+        return bool(low <= table.flat_start[row] and table.flat_stop[row] <= high)
+    return bool(((first <= start) & (start + shape <= first + extents)).all())
