@@ -1,8 +1,9 @@
-"""The transport over point-to-point messages of gloo, the engine of torch.distributed for hosts.
+"""Transports over point-to-point messages of gloo, the engine of torch.distributed for hosts.
 
-Each pair of ranks that sends each other something has a process group of its own, of two ranks. So an error
-of gloo tells which peer it is about, a deadline that passes closes no other connection, and a job of many
-ranks has as few connections as it needs. `start_messages` also serves process groups of more ranks.
+The ranks of a training job have a gloo process group already, which `MeshTransport` uses. Writer processes
+have none: in a `PairTransport` each pair of ranks that sends each other something has a process group of two
+ranks. So an error of gloo tells which peer it is about, a deadline that passes closes no other connection,
+and a job of many ranks has as few connections as it needs.
 """
 
 from __future__ import annotations
@@ -60,6 +61,45 @@ def tensor_over(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
+class MeshTransport(Transport):
+    """A transport over one gloo process group that connects all ranks.
+
+    gloo closes all connections of the group if a deadline passes. while_waiting is not called: gloo cannot be
+    interrupted.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def exchange(
+        self,
+        sends: Sequence[PeerBuffer],
+        receives: Sequence[PeerBuffer],
+        *,
+        timeout_s: float,
+        while_waiting: Callable[[], None],
+        look_every_s: float,
+    ) -> None:
+        """Move bytes between this rank and its peers; see `Transport.exchange`."""
+        deadline = time.monotonic() + timeout_s
+        works = [
+            (peer, work)
+            for peer, (outgoing, incoming) in by_peer(sends, receives).items()
+            for work in start_messages(self._group, peer, sends=outgoing, receives=incoming)
+        ]
+        for peer, work in works:
+            try:
+                work.wait(_until(deadline))
+            except RuntimeError as error:
+                if time.monotonic() < deadline - _NEAR_S:
+                    raise LostPeerError(peer, error) from error
+                raise LatePeersError([peer]) from error
+
+    def close(self) -> None:
+        """Leave the process group to its owner."""
+        self._group = None
+
+
 class PairTransport(Transport):
     """A transport with one gloo process group for each pair of ranks; arguments as of `open_transport`."""
 
@@ -95,7 +135,7 @@ class PairTransport(Transport):
                 continue
             del under_way[peer]
             if error is not None and time.monotonic() < deadline - _NEAR_S:
-                raise LostPeerError(peer, error)
+                raise LostPeerError(peer, error) from error
             if error is not None:
                 late.append(peer)
         if late:

@@ -1,60 +1,97 @@
-"""Which ranks are missing after a collective broke, asked in the rendezvous store of torch.distributed.
+"""The ranks that are missing after a collective broke, found out through the store of torch.distributed.
 
-That store may be what is lost: it is served by rank 0, by the launcher, or by a process of its own, which may
-be stopped as well. So every question has a deadline.
+That store may be what is lost: rank 0, the launcher or a process of its own serves it, and that process may
+be stopped. So every request has a deadline.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from megackpt.comm.messages import describe_ranks
 from megackpt.comm.store_client import StoreClient
 
-ROLL_CALL_S = 3.0
-"""How long survivors of a broken collective wait for each other's names before they say who is missing."""
-
+_REPORTS_S = 3.0  # how long the survivors of a collective wait for the reports of the others
 _PAUSE_S = 0.05
 
 
-def find_missing_ranks(
+def describe_missing_ranks(
+    name: str, ranks: Sequence[int], mark: int, tolerance: int, waited_s: float, timeout_s: float
+) -> tuple[int | None, str, str]:
+    """Find out which ranks are missing after a collective broke. Every rank that notices it calls this.
+
+    Args:
+        name: of the group and the kind of failure.
+        ranks: members of the group, as ranks of torch.distributed.
+        mark: which collective broke.
+        tolerance: reports whose mark differs by more than this are about another failure.
+        waited_s: how long this rank waited in the collective.
+        timeout_s: deadline of the group.
+
+    Returns:
+        The first missing rank of torch.distributed, or None; text for all missing ranks; and a further
+        sentence for the error, or "".
+    """
+    reports = _missing_and_late(
+        name,
+        rank=ranks.index(dist.get_rank()),
+        size=len(ranks),
+        mark=mark,
+        tolerance=tolerance,
+        waited_s=waited_s,
+        timeout_s=min(_REPORTS_S, timeout_s),
+    )
+    if reports is None:
+        return rendezvous_rank(), "a rank", f" {describe_lost_rendezvous()}"
+    missing, late = ([ranks[r] for r in numbers] for numbers in reports)
+    if missing:
+        return missing[0], f"rank(s) {describe_ranks(missing)}", ""
+    if late:
+        return late[0], f"rank(s) {describe_ranks(late)}, which answered only later,", ""
+    return None, "a rank that has answered since", ""
+
+
+def _missing_and_late(
     name: str, *, rank: int, size: int, mark: int, tolerance: int, waited_s: float, timeout_s: float
 ) -> tuple[list[int], list[int]] | None:
-    """Return the ranks of a group that do not report that it broke, and those that came late. Local.
+    """Report this rank to the others, and return the ranks that do not report, and those that came late.
 
-    Every rank reports a mark, and how long it waited in the collective. A mark that differs by more than
-    `tolerance` belongs to another failure. A rank came late if it waited less than half as long as this
-    one: it was busy while this one waited, for instance with a writer process that does not answer.
+    A rank came late if it waited less than half as long as this one: it was busy while this one waited, for
+    instance with a writer process that does not answer.
 
     Returns:
         Missing and late ranks of the group; None if the rendezvous store does not answer.
     """
     try:
         port = rendezvous_port()
-        store = StoreClient(lambda: _reports(name), port=port, connect_s=timeout_s, answer_s=timeout_s)
+        store = StoreClient(
+            lambda: _store_of_reports(name), port=port, connect_s=timeout_s, answer_s=timeout_s
+        )
         store.set(str(rank), f"{mark} {waited_s:.3f}")
         deadline = time.monotonic() + timeout_s
-        absent = [r for r in range(size) if r != rank]
+        missing = [r for r in range(size) if r != rank]
         late: list[int] = []
-        while absent and time.monotonic() < deadline:
-            for other in list(absent):
-                waited = _reported_wait(store, other, mark, tolerance)
-                if waited is None:
+        while missing and time.monotonic() < deadline:
+            for peer in list(missing):
+                peer_waited_s = _reported_wait(store, peer, mark, tolerance)
+                if peer_waited_s is None:
                     continue
-                absent.remove(other)
-                if waited < waited_s / 2:
-                    late.append(other)
+                missing.remove(peer)
+                if peer_waited_s < waited_s / 2:
+                    late.append(peer)
             time.sleep(_PAUSE_S)
-    except RuntimeError:  # its host is gone, or does not answer
+    except RuntimeError:  # the host of the store is gone, or does not answer
         return None
-    return absent, sorted(late)
+    return missing, sorted(late)
 
 
 def describe_lost_rendezvous() -> str:
-    """Say which process is gone or stopped if the rendezvous store does not answer."""
+    """Return a text that says which process is gone or stopped if the rendezvous store does not answer."""
     port = rendezvous_port()
     where = f" at port {port}" if port is not None else ""
     host = "the launcher (torchrun)" if _is_of_launcher() else "rank 0, unless a launcher does"
@@ -65,7 +102,7 @@ def describe_lost_rendezvous() -> str:
 
 
 def rendezvous_rank() -> int | None:
-    """Return the rank that hosts the rendezvous store, as far as is known; None for no rank."""
+    """Return the rank that hosts the rendezvous store; None if the launcher does."""
     return None if _is_of_launcher() else 0
 
 
@@ -77,7 +114,7 @@ def rendezvous_port() -> int | None:
     return getattr(store, "port", None)
 
 
-def _reports(name: str) -> Any:
+def _store_of_reports(name: str) -> Any:
     store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 

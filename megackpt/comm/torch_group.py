@@ -1,7 +1,7 @@
-"""A Group over torch.distributed.
+"""The group over torch.distributed.
 
-Owns a CPU (gloo) process group of its own with its own deadline, so that checkpointing neither waits behind
-the training's collectives nor hangs with them, and names the ranks that did not answer.
+A `TorchGroup` has its own CPU (gloo) process group with its own deadline. So checkpointing neither waits
+behind the collectives of the training nor hangs with them, and an error names the ranks that did not answer.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ import torch
 import torch.distributed as dist
 
 from megackpt.comm.group import MAX_NUMBERS, Group, PeerBuffer, all_gather_by_exchange
-from megackpt.comm.messages import check_same_step, describe_ranks, read_step_header
+from megackpt.comm.messages import check_same_step, first_line, read_step_header
 from megackpt.comm.missing_ranks import (
-    ROLL_CALL_S,
     describe_lost_rendezvous,
-    find_missing_ranks,
+    describe_missing_ranks,
     rendezvous_port,
     rendezvous_rank,
 )
-from megackpt.comm.store_client import CallThread
+from megackpt.comm.store_client import CallThread, StoreClient
 from megackpt.errors import RankFailedError
 
 T = TypeVar("T")
 _c10d: Any = dist.distributed_c10d  # gloo's class and options: not all builds of torch have them
 
-# How many groups of the same ranks were connected, in each world.
+# How many groups of the same ranks were connected, for each default process group of torch.distributed.
 _CONNECTED: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 _ALL_GATHER, _GATHER, _MAXIMUM, _SCATTER, _COLLECT = 1, 2, 3, 4, 5
-_WORDS = 3 + MAX_NUMBERS
-_MOST_ENCLOSED_BYTES = 2048  # by each rank, of what a meeting gathers: the rest is sent afterwards
+_HEAD_NUMBERS = 3 + MAX_NUMBERS
+_MAX_ENCLOSED_BYTES = 2048  # of each rank's data that go with the first message of a gather
 _STEP_BYTES = 200
-_SMALL_BYTES = 2**20  # of all ranks together: up to this, one collective is faster than messages one by one
+_SMALL_BYTES = 2**20  # of all ranks in sum: up to this, one collective is faster than single messages
 
-_ENDING_S = 2.0  # longer than the deadline: torch says itself what is wrong where it can
+_EXTRA_S = 2.0  # beyond the deadline, so that torch can raise its own error first
+_LOOK_EVERY_S = 60.0  # nothing is looked at while a transport of this group waits
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """What a rank has heard as a meeting began.
+class _FirstMessages:
+    """What a rank received in the first message of every rank of a collective.
 
     Attributes:
-        numbers: the largest that ranks gave, number by number.
-        enclosed: on rank 0, the first bytes of what each had for it, padded; nothing on others.
+        numbers: element-wise maximum of the numbers of all ranks.
+        enclosed: on rank 0, the first bytes of each rank's data, padded; empty on the other ranks.
     """
 
     numbers: list[int]
@@ -63,14 +63,17 @@ class _Opened:
 
 
 class TorchGroup(Group):
-    """Messages between the ranks of a torch process group, each with a deadline.
+    """A group of ranks of torch.distributed, with connections and a deadline of its own.
 
-    ranks are those of torch.distributed, ascending; None for all of them. Creating one is a collective over
-    these ranks, and over no others. Messages may have different lengths on each rank.
+    To create one is a collective over its ranks, and over no others.
+
+    Args:
+        ranks: ranks of torch.distributed, ascending; None for all of them.
+        timeout_s: how long a rank waits for the others, in seconds; equal on all ranks.
 
     Raises:
-        RankFailedError: from every method, when a rank did not answer within `timeout_s`; also when they
-            cannot be connected.
+        RankFailedError: from every method, when a rank did not answer within timeout_s; from the constructor
+            also when the ranks cannot be connected.
     """
 
     def __init__(self, *, ranks: Sequence[int] | None = None, timeout_s: float) -> None:
@@ -78,21 +81,23 @@ class TorchGroup(Group):
         self._ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         self.rank = self._ranks.index(dist.get_rank())
         self.size = len(self._ranks)
-        self._name, self._group = self._connected()
-        self._meetings = 0  # how often all have waited for each other
-        self._opening_work: Any = None  # dist.Work of the meeting that was begun last
-        self._has_returned = True  # as far as it was waited for
+        self._name, self._group = self._connect()
+        self._transport: Any = None  # a Transport, opened by the first exchange
+        self._collectives = 0  # how many collectives this rank has begun
+        self._first_work: Any = None  # dist.Work of the first messages of the last collective
+        self._has_returned = True  # whether the last collective has returned without an error
         self._process = os.getpid()
-        # Rank 0 is sent so many by all, in every meeting: to begin with all meetings have to be alike.
-        self._enclosed_bytes = max(8, min(_MOST_ENCLOSED_BYTES, _SMALL_BYTES // self.size))
+        # The first messages of all collectives have one length, so that none is taken for another: every rank
+        # sends rank 0 so many bytes of data in each of them.
+        self._enclosed_bytes = max(8, min(_MAX_ENCLOSED_BYTES, _SMALL_BYTES // self.size))
 
-    def _connected(self) -> tuple[str, Any]:
-        """Return a new gloo process group of the ranks, and the name under which they met in its store.
+    def _connect(self) -> tuple[str, Any]:
+        """Return a name that only this group has, and a new gloo process group of the ranks.
 
-        Not by `dist.new_group`: with use_local_synchronization=True it takes the name, under which ranks find
-        each other, from the number of groups that this process is a member of. Under pipeline parallelism
-        that number differs between ranks, so they would wait for each other under different names. Our name
-        is made of the ranks, and of how many groups of just these ranks there were.
+        `dist.new_group` is not used: with use_local_synchronization=True it makes the name, under which ranks
+        find each other, from the number of groups that this process is a member of. Under pipeline
+        parallelism that number differs between ranks, so they would wait under different names. The name here
+        is made of the ranks, and of the number of groups of exactly these ranks.
         """
         counts = _CONNECTED.setdefault(dist.group.WORLD, Counter())
         members = tuple(self._ranks)
@@ -105,7 +110,7 @@ class TorchGroup(Group):
             return _c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
 
         # The store has no deadline if the process that serves it is stopped; gloo has one.
-        most_s = self._timeout_s + _ENDING_S
+        most_s = self._timeout_s + _EXTRA_S
         began = time.monotonic()
         try:
             group = CallThread(rendezvous_port()).call(connect, timeout_s=most_s)
@@ -116,17 +121,17 @@ class TorchGroup(Group):
                 rank=rendezvous_rank(),
             ) from None
         except RuntimeError as error:  # what the rendezvous store and gloo raise
-            tolerance = int(self._timeout_s) + 6
-            first, who, hint = self._absent(
-                f"{name}/unmet", int(time.time()), tolerance=tolerance, waited_s=time.monotonic() - began
+            waited_s, tolerance = time.monotonic() - began, int(self._timeout_s) + 6
+            first, who, hint = describe_missing_ranks(
+                f"{name}/unmet", self._ranks, int(time.time()), tolerance, waited_s, self._timeout_s
             )
             raise RankFailedError(
                 f"The ranks could not be connected: no answer from {who} (seen by rank {dist.get_rank()}): "
-                f"{error}. Look at the logs of the others, and call with an equal timeout_s and equal groups "
-                f"on all of them.{hint}",
+                f"{first_line(error)}. Look at the logs of the others, and call with an equal timeout_s and "
+                f"equal groups on all of them.{hint}",
                 rank=first,
             ) from error
-        counts[members] += 1  # not before: a rank that failed has to find the others at its next try
+        counts[members] += 1  # only now: a rank that failed must use the same name at its next attempt
         return name, group
 
     @property
@@ -141,48 +146,47 @@ class TorchGroup(Group):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way: what this rank has begun is over, and was not broken off.
-
-        Never in a fork of the process, which has none of the threads.
-        """
-        work = self._opening_work
+        """Whether every collective of this rank has ended without an error; False in a forked process."""
+        work = self._first_work
         is_over = self._has_returned and (work is None or work.is_completed())
         return is_over and self._process == os.getpid()
 
     def close(self) -> None:
-        """Let go of the connections; the group cannot be used any more. Every rank calls it, or ends."""
-        self._group = self._opening_work = None
+        """Close the connections. The group cannot be used afterwards; all ranks close it, or end."""
+        if self._transport is not None:
+            self._transport.close()
+        self._group = self._first_work = self._transport = None
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in rank order."""
-        self._meetings += 1
+        """Return the data of every rank, in rank order."""
+        self._collectives += 1
         return self._guarded(lambda: self._all_gather(data))
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return on rank 0 what every rank gave; nothing on the others."""
-        self._meetings += 1
+        """Return on rank 0 the data of every rank, and an empty list on the other ranks."""
+        self._collectives += 1
         return self._guarded(lambda: self._gather(data))
 
     def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
-        """Return the largest of what the ranks gave, number by number; each sends each one small message."""
+        """Return the element-wise maximum over all ranks. Each rank sends each other rank a small message."""
         return self.begin_all_reduce_max(numbers, step=step)()
 
     def begin_all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> Callable[[], list[int]]:
         """Send the numbers; return a function that waits for the other ranks and returns the maximum."""
-        self._meetings += 1
-        opened = self._guarded(lambda: self._opening(_MAXIMUM, numbers, step))
-        return lambda: self._guarded(lambda: opened().numbers[: len(numbers)])
+        self._collectives += 1
+        wait = self._guarded(lambda: self._send_first(_MAXIMUM, numbers, step))
+        return lambda: self._guarded(lambda: wait().numbers[: len(numbers)])
 
     def all_reduce_max_then_gather(
         self, numbers: Sequence[int], data: bytes, *, step: bytes
     ) -> tuple[list[int], Callable[[], list[bytes]]]:
-        """`all_reduce_max`, and what `gather` returns, by a function that all call next or none."""
-        self._meetings += 1
-        return self._guarded(lambda: self._collect(numbers, data, step))
+        """Return the element-wise maximum, and a function that gathers data on rank 0."""
+        self._collectives += 1
+        return self._guarded(lambda: self._reduce_then_gather(numbers, data, step))
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part; rank 0 gives those of all."""
-        self._meetings += 1
+        """Return this rank's part; rank 0 gives the parts of all ranks."""
+        self._collectives += 1
         return self._guarded(lambda: self._scatter(parts))
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
@@ -190,11 +194,12 @@ class TorchGroup(Group):
         self._guarded(lambda: self._exchange(sends, receives))
 
     def broadcast(self, data: memoryview, *, root: int) -> None:
-        """Fill data on every rank with what root has in it."""
+        """Fill data on every rank with the bytes that root has in it."""
         if data.nbytes:
             options = _c10d.BroadcastOptions()
             options.rootRank = root
-            self._guarded(lambda: self._group.broadcast([_tensor_over(data)], options).wait())
+            tensor = torch.frombuffer(data, dtype=torch.uint8)
+            self._guarded(lambda: self._group.broadcast([tensor], options).wait())
 
     def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
         """Fill gathered with the data of each rank, in rank order.
@@ -204,98 +209,114 @@ class TorchGroup(Group):
         all_gather_by_exchange(self, data, gathered)
 
     def _exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        # The tag is the number of the message between two ranks, so that none takes another's place.
-        coming, going = Counter[int](), Counter[int]()
-        under_way: list[Any] = []  # dist.Work, which torch has only where it was built with it
-        for peer, data in receives:
-            under_way.append(self._group.recv([_tensor_over(data)], peer, coming[peer]))
-            coming[peer] += 1
-        for peer, data in sends:
-            under_way.append(self._group.send([_tensor_over(data)], peer, going[peer]))
-            going[peer] += 1
-        for work in under_way:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-    def _open(self, kind: int, numbers: Sequence[int], said: bytes, data: bytes = b"") -> _Opened:
-        """Begin a meeting, and wait for the others; see `_opening`."""
-        return self._opening(kind, numbers, said, data)()
-
-    def _opening(
-        self, kind: int, numbers: Sequence[int], said: bytes, data: bytes = b""
-    ) -> Callable[[], _Opened]:
-        """Begin a meeting: all of them alike, so that none is taken for another.
-
-        Return a function that waits for the others; it raises RankFailedError if they are in a meeting of
-        another kind. said begins with the name of a step.
-        """
-        words = [kind, -kind, *numbers]
-        head = struct.pack(f"<{_WORDS}q", *words, *[0] * (_WORDS - len(words)))
-        enclosed = data[: self._enclosed_bytes].ljust(self._enclosed_bytes, b"\0")
-        told = bytearray(head + enclosed + head * (self.size - 1))
-        longer = len(head) + len(enclosed)
-        heard = torch.empty(self.size * (len(head) if self.rank else longer), dtype=torch.uint8)
-        # Not gloo's all-reduce: that is a ring of 4 (size - 1) messages a rank, each waiting for the one
-        # before. Here it is size - 1, all at once; and whoever is gone is missed by all at once.
-        work = self._group.alltoall_base(
-            heard,
-            torch.frombuffer(told, dtype=torch.uint8),
-            [len(head) if self.rank else longer] * self.size,
-            [longer] + [len(head)] * (self.size - 1),
+        if self._transport is None:
+            self._transport = self._open_transport()
+        self._transport.exchange(
+            sends,
+            receives,
+            timeout_s=self._timeout_s,
+            while_waiting=lambda: None,
+            look_every_s=_LOOK_EVERY_S,
         )
-        self._opening_work = work
 
-        def opened() -> _Opened:
+    def _open_transport(self) -> Any:
+        from megackpt.comm import transport
+
+        if transport.transport_name() == "gloo":
+            from megackpt.comm.gloo_transport import MeshTransport
+
+            return MeshTransport(self._group)
+        client = StoreClient(
+            _c10d._get_default_store,
+            port=rendezvous_port(),
+            connect_s=self._timeout_s,
+            answer_s=self._timeout_s,
+        )
+        return transport.open_transport(client, prefix=self._name, rank=self.rank, host="")
+
+    def _send_first(
+        self, kind: int, numbers: Sequence[int], step: bytes, data: bytes = b""
+    ) -> Callable[[], _FirstMessages]:
+        """Send the first messages of a collective; they have one form, so that none is taken for another.
+
+        Args:
+            kind: of the collective.
+            numbers: at most MAX_NUMBERS + 1, to maximise.
+            step: a message that begins with a step header, or an empty one.
+            data: for rank 0, as much as there is room for.
+
+        Returns:
+            A function that waits for the first messages of the other ranks. It raises RankFailedError if they
+            have begun a collective of another kind.
+        """
+        head_numbers = [kind, -kind, *numbers]
+        padding = [0] * (_HEAD_NUMBERS - len(head_numbers))
+        head = struct.pack(f"<{_HEAD_NUMBERS}q", *head_numbers, *padding)
+        enclosed = data[: self._enclosed_bytes].ljust(self._enclosed_bytes, b"\0")
+        sent = bytearray(head + enclosed + head * (self.size - 1))
+        to_rank_0 = len(head) + len(enclosed)
+        received = torch.empty(self.size * (len(head) if self.rank else to_rank_0), dtype=torch.uint8)
+        # gloo's all-reduce is a ring of 4 (size - 1) messages a rank, each of which waits for the one before.
+        # This is size - 1 messages at once, and all ranks notice at the same time that a rank is gone.
+        work = self._group.alltoall_base(
+            received,
+            torch.frombuffer(sent, dtype=torch.uint8),
+            [len(head) if self.rank else to_rank_0] * self.size,
+            [to_rank_0] + [len(head)] * (self.size - 1),
+        )
+        self._first_work = work
+
+        def wait() -> _FirstMessages:
             work.wait()
-            return self._heard(heard, len(head), said)
+            return self._read_first(received, len(head), step)
 
-        return opened
+        return wait
 
-    def _heard(self, heard: torch.Tensor, head: int, said: bytes) -> _Opened:
-        """Take apart what all ranks have sent, head bytes of numbers each."""
-        of_ranks = heard.numpy().reshape(self.size, -1)
-        found: list[int] = of_ranks[:, :head].copy().view(np.int64).max(0).tolist()
-        if found[0] != -found[1]:  # every rank sees it, so they can ask each other
-            step = read_step_header(said)[:_STEP_BYTES]
-            check_same_step(self._gather_equal(_padded(step, _STEP_BYTES)), step)
+    def _read_first(self, received: torch.Tensor, head_bytes: int, step: bytes) -> _FirstMessages:
+        """Split the first messages of all ranks into numbers, which are reduced, and enclosed data."""
+        messages = received.numpy().reshape(self.size, -1)
+        numbers: list[int] = messages[:, :head_bytes].copy().view(np.int64).max(0).tolist()
+        # The maximum of the kinds differs from their minimum. All ranks see that, so they send their steps.
+        if numbers[0] != -numbers[1]:
+            header = read_step_header(step)[:_STEP_BYTES]
+            check_same_step(self._gather_equal(_padded(header, _STEP_BYTES)), header)
             raise RankFailedError(
                 "Ranks are at different steps, which have no names. Call the same functions in the same "
                 "order on all ranks, with equal options."
             )
-        return _Opened(found[2:], [] if self.rank else [one[head:].tobytes() for one in of_ranks])
+        return _FirstMessages(
+            numbers[2:], [] if self.rank else [message[head_bytes:].tobytes() for message in messages]
+        )
 
     def _gather_equal(self, data: torch.Tensor) -> list[bytes]:
-        """All-gather buffers that are equally long."""
+        """All-gather messages of equal length."""
         received = torch.empty(self.size * len(data), dtype=torch.uint8)
         self._group.allgather([list(received.chunk(self.size))], [data]).wait()
-        everyone, length = received.numpy().tobytes(), len(data)
-        return [everyone[i : i + length] for i in range(0, len(everyone), length)]
+        return [message.tobytes() for message in received.numpy().reshape(self.size, -1)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        longest = self._open(_ALL_GATHER, [len(data)], data).numbers[0]
+        longest = self._send_first(_ALL_GATHER, [len(data)], data)().numbers[0]
         head = len(data).to_bytes(8, "little")
         received = self._gather_equal(_padded(head + data, 8 + longest))
         return [m[8 : 8 + int.from_bytes(m[:8], "little")] for m in received]
 
-    def _collect(
+    def _reduce_then_gather(
         self, numbers: Sequence[int], data: bytes, step: bytes
     ) -> tuple[list[int], Callable[[], list[bytes]]]:
-        opened = self._open(_COLLECT, [len(data), *numbers], step, _headed(data))
-        gathered = partial(self._guarded, lambda: self._gathered(data, opened))
-        return opened.numbers[1 : 1 + len(numbers)], gathered
+        first = self._send_first(_COLLECT, [len(data), *numbers], step, _with_length(data))()
+        gather = partial(self._guarded, lambda: self._gather_rest(data, first))
+        return first.numbers[1 : 1 + len(numbers)], gather
 
     def _gather(self, data: bytes) -> list[bytes]:
-        return self._gathered(data, self._open(_GATHER, [len(data)], data, _headed(data)))
+        return self._gather_rest(data, self._send_first(_GATHER, [len(data)], data, _with_length(data))())
 
-    def _gathered(self, data: bytes, opened: _Opened) -> list[bytes]:
-        """Send rank 0 what the opening of the meeting had no room for: see `_open`, and `_Opened`.
-
-        The first of the largest numbers is the length of the longest.
-        """
-        padded = 8 + opened.numbers[0]
-        lengths = [int.from_bytes(part[:8], "little") for part in opened.enclosed]
+    def _gather_rest(self, data: bytes, first: _FirstMessages) -> list[bytes]:
+        """Gather data on rank 0; the first number of the first messages is the length of the longest data."""
+        padded = 8 + first.numbers[0]
+        lengths = [int.from_bytes(enclosed[:8], "little") for enclosed in first.enclosed]
+        # Short data came with the first messages. Longer data takes one collective, long data a message each.
         if padded <= self._enclosed_bytes:
-            return [part[8 : 8 + n] for n, part in zip(lengths, opened.enclosed, strict=True)]
+            return [enclosed[8 : 8 + n] for n, enclosed in zip(lengths, first.enclosed, strict=True)]
         if padded * self.size <= _SMALL_BYTES:
             sent = _padded(data, padded)
             received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else []
@@ -310,16 +331,16 @@ class TorchGroup(Group):
         return []
 
     def _scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Send each what is its own, as `_gather` does."""
-        padded = 8 + self._open(_SCATTER, [max(map(len, parts), default=0)], b"").numbers[0]
+        """Send each rank its part: in one collective if the parts are small, else one message each."""
+        padded = 8 + self._send_first(_SCATTER, [max(map(len, parts), default=0)], b"")().numbers[0]
         is_small = padded * self.size <= _SMALL_BYTES
-        mine = torch.empty(padded if is_small else 8, dtype=torch.uint8)
+        received = torch.empty(padded if is_small else 8, dtype=torch.uint8)
         heads = [len(p).to_bytes(8, "little") + (p if is_small else b"") for p in parts]
-        sent = [[_padded(head, len(mine)) for head in heads]] if self.rank == 0 else []
-        self._group.scatter([mine], sent, _c10d.ScatterOptions()).wait()
-        length = int.from_bytes(bytes(mine[:8].numpy()), "little")
+        sent = [[_padded(head, len(received)) for head in heads]] if self.rank == 0 else []
+        self._group.scatter([received], sent, _c10d.ScatterOptions()).wait()
+        length = int.from_bytes(bytes(received[:8].numpy()), "little")
         if is_small:
-            return bytes(mine[8 : 8 + length].numpy())
+            return bytes(received[8 : 8 + length].numpy())
         if self.rank == 0:
             self._exchange([(r, memoryview(bytearray(p))) for r, p in enumerate(parts) if r and p], [])
             return parts[0]
@@ -329,6 +350,7 @@ class TorchGroup(Group):
         return bytes(buffer)
 
     def _guarded(self, exchange: Callable[[], T]) -> T:
+        """Run a part of a collective, and raise an error that names the missing ranks if it fails."""
         if self._group is None:
             raise RankFailedError("The connections of this group are closed. Take another group.")
         began = time.monotonic()
@@ -339,11 +361,11 @@ class TorchGroup(Group):
             return returned
         except RankFailedError:  # a RuntimeError, too, that says already what happened
             raise
-        except (RuntimeError, ValueError) as error:  # what gloo raises for a lost peer or a passed deadline
+        except (RuntimeError, ValueError) as error:  # of gloo or a transport: a rank is lost or late
             waited_s = time.monotonic() - began
-            # Some get further than others before they notice, but none past the meeting behind the next one.
-            first, who, hint = self._absent(
-                f"{self._name}/lost", self._meetings, tolerance=2, waited_s=waited_s
+            # A rank may begin two more collectives before it notices, but no third one.
+            first, who, hint = describe_missing_ranks(
+                f"{self._name}/lost", self._ranks, self._collectives, 2, waited_s, self._timeout_s
             )
             if waited_s < 0.95 * self._timeout_s:
                 text = (
@@ -358,35 +380,10 @@ class TorchGroup(Group):
                 )
             raise RankFailedError(text + hint, rank=first) from error
 
-    def _absent(
-        self, name: str, mark: int, *, tolerance: int, waited_s: float
-    ) -> tuple[int | None, str, str]:
-        """Ask which ranks are missing: return the first of them, text that names all, and a further hint."""
-        reports = find_missing_ranks(
-            name,
-            rank=self.rank,
-            size=self.size,
-            mark=mark,
-            tolerance=tolerance,
-            waited_s=waited_s,
-            timeout_s=min(ROLL_CALL_S, self._timeout_s),
-        )
-        if reports is None:
-            return rendezvous_rank(), "a rank", f" {describe_lost_rendezvous()}"
-        missing, late = ([self._ranks[r] for r in ranks] for ranks in reports)
-        if missing:
-            return missing[0], f"rank(s) {describe_ranks(missing)}", ""
-        if late:
-            return late[0], f"rank(s) {describe_ranks(late)}, which answered only later,", ""
-        return None, "a rank that has answered since", ""
 
-
-def _headed(data: bytes) -> bytes:
-    return len(data).to_bytes(8, "little") + data[:_MOST_ENCLOSED_BYTES]
-
-
-def _tensor_over(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8)
+def _with_length(data: bytes) -> bytes:
+    """Return the length of data and as many of its bytes as may be enclosed in a first message."""
+    return len(data).to_bytes(8, "little") + data[:_MAX_ENCLOSED_BYTES]
 
 
 def _padded(data: bytes, length: int) -> torch.Tensor:

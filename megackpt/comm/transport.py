@@ -19,7 +19,7 @@ TRANSPORT_VARIABLE = "MEGACKPT_TRANSPORT"
 """Environment variable that names the transport: `gloo`, the default, or `nixl`; equal on all ranks."""
 
 
-class LostPeerError(Exception):
+class LostPeerError(RuntimeError):
     """The connection to a rank broke.
 
     Attributes:
@@ -32,7 +32,7 @@ class LostPeerError(Exception):
         self.rank, self.why = rank, why
 
 
-class LatePeersError(Exception):
+class LatePeersError(RuntimeError):
     """Ranks did not send, or did not accept, all their bytes before the deadline.
 
     Attributes:
@@ -91,9 +91,20 @@ def open_transport(client: StoreClient, *, prefix: str, rank: int, host: str) ->
     Raises:
         DeclarationError: the name is unknown, or the package of the transport is not installed.
     """
-    name = os.environ.get(TRANSPORT_VARIABLE, "gloo")
+    name = transport_name()
     if name == "gloo":
         from megackpt.comm.gloo_transport import PairTransport
 
         return PairTransport(client, prefix=prefix, rank=rank, host=host)
-    raise DeclarationError(f"{TRANSPORT_VARIABLE}={name} names no transport. Give 'gloo', or leave it out.")
+    if name == "nixl":
+        from megackpt.comm.nixl_transport import NixlTransport
+
+        return NixlTransport(client, prefix=prefix, rank=rank)
+    raise DeclarationError(
+        f"{TRANSPORT_VARIABLE}={name} names no transport. Give gloo or nixl, or leave it out."
+    )
+
+
+def transport_name() -> str:
+    """Return the name of the transport that the environment asks for."""
+    return os.environ.get(TRANSPORT_VARIABLE, "gloo")

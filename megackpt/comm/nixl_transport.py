@@ -1,0 +1,268 @@
+"""The transport over NIXL, which moves bytes by UCX: over RDMA, shared memory or TCP, whatever hosts share.
+
+A rank receives from each peer into a ring: memory of a few parts, which the peer writes to. The peer sends a
+notification of each part. The rank sends one back for each part that it has copied out, after which the peer
+may write there again. Needs the extra `nixl`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megackpt.comm.gloo_transport import by_peer
+from megackpt.comm.group import PeerBuffer
+from megackpt.comm.store_client import StoreClient
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
+from megackpt.errors import DeclarationError
+
+PART_BYTES = 1 << 20
+RING_PARTS = 8
+
+_SENT, _COPIED = b"s", b"c"  # first byte of a notification
+_BUSY_ROUNDS = 50  # without progress, before this rank sleeps between two rounds
+_PAUSE_S = 0.0005
+
+
+@dataclass(slots=True)
+class _Receiving:
+    """The ring that a peer writes to.
+
+    Attributes:
+        ring: memory of RING_PARTS parts.
+        lengths: of the parts that the peer has written, and that were not copied out yet.
+        copied: how many parts were copied out so far.
+    """
+
+    ring: np.ndarray
+    lengths: deque[int] = field(default_factory=deque)
+    copied: int = 0
+
+
+@dataclass(slots=True)
+class _Sending:
+    """The ring of a peer that this rank writes to.
+
+    Attributes:
+        address: of the ring in the peer's memory.
+        sent: how many parts were written so far.
+        copied: how many of them the peer has copied out.
+    """
+
+    address: int
+    sent: int = 0
+    copied: int = 0
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """What is left of one exchange.
+
+    Attributes:
+        parts: address and length of the parts to send, by peer.
+        buffers: what is to be filled, by peer; the first buffer of each is its rest.
+        under_way: peer and handle of the parts that are being written.
+        registered: memory that is registered for the exchange.
+    """
+
+    parts: dict[int, deque[tuple[int, int]]]
+    buffers: dict[int, deque[memoryview]]
+    under_way: list[tuple[int, Any]] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)
+
+    def unfinished(self) -> set[int]:
+        """Return the peers with which something is left to do."""
+        return {*self.parts, *self.buffers, *(peer for peer, _ in self.under_way)}
+
+
+class NixlTransport(Transport):
+    """A transport over an agent of NIXL; arguments as of `open_transport`.
+
+    Raises:
+        DeclarationError: NIXL is not installed.
+    """
+
+    def __init__(self, client: StoreClient, *, prefix: str, rank: int) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        try:
+            from nixl_cu12 import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise DeclarationError(
+                f"NIXL cannot be imported: {error}. Install the extra: pip install 'megackpt[nixl]'."
+            ) from error
+        self._client, self._prefix, self._rank = client, f"{prefix}/nixl", rank
+        # Without the thread of NIXL, which would poll all the time.
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent: Any = nixl_agent(self._name(rank), config)
+        self._receiving: dict[int, _Receiving] = {}
+        self._sending: dict[int, _Sending] = {}
+        self._own_keys: list[str] = []
+
+    def exchange(
+        self,
+        sends: Sequence[PeerBuffer],
+        receives: Sequence[PeerBuffer],
+        *,
+        timeout_s: float,
+        while_waiting: Callable[[], None],
+        look_every_s: float,
+    ) -> None:
+        """Move bytes between this rank and its peers; see `Transport.exchange`."""
+        deadline = time.monotonic() + timeout_s
+        exchange = self._begin(sends, receives)
+        looked_at, idle_rounds = time.monotonic(), 0
+        while peers := exchange.unfinished():
+            now = time.monotonic()
+            if now > deadline:
+                raise LatePeersError(sorted(peers))
+            if now - looked_at >= look_every_s:
+                looked_at = now
+                while_waiting()
+            # All three in each round: a peer may wait for any of them.
+            has_moved = self._read_notifications()
+            has_moved |= self._copy_out(exchange)
+            has_moved |= self._write(exchange)
+            idle_rounds = 0 if has_moved else idle_rounds + 1
+            if idle_rounds > _BUSY_ROUNDS:
+                time.sleep(_PAUSE_S)
+        for memory in exchange.registered:
+            self._agent.deregister_memory(memory)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._agent = None
+        try:
+            for key in self._own_keys:
+                self._client.delete_key(key)
+        except RuntimeError:  # the store is gone, and the keys with it
+            return
+
+    def _begin(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> _Exchange:
+        exchange = _Exchange({}, {})
+        for peer, (outgoing, incoming) in by_peer(sends, receives).items():
+            self._publish_ring(peer)  # also to a peer that only receives: it notifies this rank
+            if incoming:
+                exchange.buffers[peer] = deque(incoming)
+            for data in outgoing:
+                array = np.frombuffer(data, np.uint8)
+                address = array.ctypes.data
+                exchange.registered.append(
+                    self._agent.register_memory([(address, array.nbytes, 0, "")], "DRAM")
+                )
+                exchange.parts.setdefault(peer, deque()).extend(
+                    (address + begin, min(PART_BYTES, array.nbytes - begin))
+                    for begin in range(0, array.nbytes, PART_BYTES)
+                )
+        return exchange
+
+    def _publish_ring(self, peer: int) -> None:
+        """Let a peer know, through the store, how to reach this rank and where it may write to."""
+        if peer in self._receiving:
+            return
+        ring = np.empty(PART_BYTES * RING_PARTS, np.uint8)
+        self._agent.register_memory([(ring.ctypes.data, ring.nbytes, 0, "")], "DRAM")
+        key = f"{self._prefix}/{self._rank}/{peer}"
+        self._client.set(key, ring.ctypes.data.to_bytes(8, "little") + self._agent.get_agent_metadata())
+        self._own_keys.append(key)
+        self._receiving[peer] = _Receiving(ring)
+
+    def _find_ring(self, peer: int) -> _Sending | None:
+        """Return the ring of a peer; None if the peer has not published it yet."""
+        if peer not in self._sending:
+            key = f"{self._prefix}/{peer}/{self._rank}"
+            if not self._client.check([key]):
+                return None
+            published = self._client.get(key)
+            self._agent.add_remote_agent(published[8:])
+            self._sending[peer] = _Sending(int.from_bytes(published[:8], "little"))
+        return self._sending[peer]
+
+    def _read_notifications(self) -> bool:
+        """Note what peers have written and copied out; return whether there was anything."""
+        notifications = self._agent.get_new_notifs()
+        for name, messages in notifications.items():
+            peer = int(name.rpartition("/")[2])
+            for message in messages:
+                number = int.from_bytes(message[1:], "little")
+                if message[:1] == _SENT:
+                    self._receiving[peer].lengths.append(number)
+                else:
+                    self._sending[peer].copied = number
+        return bool(notifications)
+
+    def _copy_out(self, exchange: _Exchange) -> bool:
+        """Copy the parts that have come into the buffers; return whether there were any."""
+        has_moved = False
+        for peer, buffers in list(exchange.buffers.items()):
+            receiving = self._receiving[peer]
+            if not receiving.lengths or self._find_ring(peer) is None:
+                continue
+            has_moved = True
+            # Parts of the next exchange stay in the ring, as the peer may have begun with it.
+            while receiving.lengths and buffers:
+                length, begin = receiving.lengths.popleft(), receiving.copied % RING_PARTS * PART_BYTES
+                buffers[0][:length] = receiving.ring[begin : begin + length].data
+                buffers[0] = buffers[0][length:]
+                if not buffers[0]:
+                    buffers.popleft()
+                receiving.copied += 1
+                self._call(
+                    peer, self._agent.send_notif, self._name(peer), _notification(_COPIED, receiving.copied)
+                )
+            if not buffers:
+                del exchange.buffers[peer]
+        return has_moved
+
+    def _write(self, exchange: _Exchange) -> bool:
+        """Write parts into the rings of peers where there is room; return whether anything began or ended."""
+        has_moved = False
+        for peer, parts in list(exchange.parts.items()):
+            ring = self._find_ring(peer)
+            while ring is not None and parts and ring.sent - ring.copied < RING_PARTS:
+                exchange.under_way.append((peer, self._start(peer, ring, *parts.popleft())))
+                has_moved = True
+            if not parts:
+                del exchange.parts[peer]
+        written = [self._is_written(peer, handle) for peer, handle in exchange.under_way]
+        exchange.under_way = [
+            entry for entry, is_written in zip(exchange.under_way, written, strict=True) if not is_written
+        ]
+        return has_moved or any(written)
+
+    def _start(self, peer: int, ring: _Sending, address: int, length: int) -> Any:
+        to = ring.address + ring.sent % RING_PARTS * PART_BYTES
+        ring.sent += 1
+        local, remote = (self._agent.get_xfer_descs([(start, length, 0)], "DRAM") for start in (address, to))
+        handle = self._agent.initialize_xfer(
+            "WRITE", local, remote, self._name(peer), _notification(_SENT, length)
+        )
+        if self._call(peer, self._agent.transfer, handle) == "ERR":
+            raise LostPeerError(peer, OSError("NIXL could not write"))
+        return handle
+
+    def _is_written(self, peer: int, handle: Any) -> bool:
+        state = self._call(peer, self._agent.check_xfer_state, handle)
+        if state == "ERR":
+            raise LostPeerError(peer, OSError("NIXL could not write"))
+        if state == "DONE":
+            self._agent.release_xfer_handle(handle)
+        return bool(state == "DONE")
+
+    def _call(self, peer: int, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            raise LostPeerError(peer, error) from error
+
+    def _name(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+
+def _notification(kind: bytes, number: int) -> bytes:
+    return kind + number.to_bytes(8, "little")
