@@ -1,7 +1,6 @@
-"""Proof that common state is the same on all ranks.
+"""Proof that values which ranks share are equal on all of them, by digests of their leaves.
 
-Owns the comparison of leaf digests. Only rank 0's common state is stored, so what differs elsewhere would be
-lost.
+Only rank 0's common state and one copy of a replicated value are stored, so other values would be lost.
 """
 
 from __future__ import annotations
@@ -15,40 +14,42 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     """Compare the digests of the leaves of every rank's common state with those of rank 0.
 
     Raises:
-        CommonStateError: naming each path that differs, is missing or is extra, and the ranks where it is so.
+        CommonStateError: lists each path that differs, is missing or is extra, and the ranks where it does.
     """
     first = per_rank[0]
-    found: dict[tuple[str, str], list[int]] = {}  # (path, what about it) -> ranks
+    faults: dict[tuple[str, str], list[int]] = {}  # (path, note) -> ranks
     for rank, leaves in enumerate(per_rank[1:], start=1):
         if leaves == first:
             continue
         for path in first.keys() | leaves.keys():
             if path not in leaves:
-                found.setdefault((path, " (missing there)"), []).append(rank)
+                faults.setdefault((path, " (missing there)"), []).append(rank)
             elif path not in first:
-                found.setdefault((path, " (missing on rank 0)"), []).append(rank)
+                faults.setdefault((path, " (missing on rank 0)"), []).append(rank)
             elif first[path] != leaves[path]:
-                found.setdefault((path, ""), []).append(rank)
-    if not found:
+                faults.setdefault((path, ""), []).append(rank)
+    if not faults:
         return
-    lines = [f"{path!r} on rank(s) {rank_list(ranks)}{what}" for (path, what), ranks in sorted(found.items())]
+    lines = [
+        f"{path!r} on rank(s) {rank_list(ranks)}{note}" for (path, note), ranks in sorted(faults.items())
+    ]
     raise CommonStateError(
         f"Common state (what is not sharded) must be equal on all ranks, as only rank 0's is stored. It "
         f"differs from rank 0's at:\n{truncated_list(lines)}\n"
         f"Wrap what belongs to one rank in a ShardedObject (stored for each) or a "
-        f"LocalNonpersistentObject (not stored), or remove it. Where rank 0's value is to be stored whatever "
-        f"others have, as of the buffers of a BatchNorm, save with SaveOptions(rank0_values=(...)), globs of "
+        f"LocalNonpersistentObject (not stored), or remove it. To store rank 0's value although others "
+        f"differ, as for the buffers of a BatchNorm, save with SaveOptions(rank0_values=(...)), globs of "
         f"paths.",
-        path=min(path for path, _ in found),
-        rank=min(min(ranks) for ranks in found.values()),
+        path=min(path for path, _ in faults),
+        rank=min(min(ranks) for ranks in faults.values()),
     )
 
 
 def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
-    """Compare the digests of the replicated values that each rank holds, by key.
+    """Compare the digests of the replicated values of each rank, by key.
 
     Raises:
-        MismatchError: naming each key of which ranks hold different values, and which ranks agree.
+        MismatchError: lists each key with different values, and which ranks have equal ones.
     """
     differing = _differing(per_rank)
     if differing:
@@ -60,10 +61,10 @@ def check_replicated_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_copies_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
-    """Compare the digests of chunks that ranks declare as their own and others as theirs, by chunk.
+    """Compare the digests of chunks that ranks of different meshes declare as main replicas, by chunk.
 
     Raises:
-        MismatchError: naming each chunk of which ranks hold different values, and which ranks agree.
+        MismatchError: lists each chunk with different values, and which ranks have equal ones.
     """
     differing = _differing(per_rank)
     if differing:
@@ -79,13 +80,13 @@ def check_copies_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def _differing(per_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Say of each name that has several digests which ranks agree."""
-    holders: dict[str, dict[str, list[int]]] = {}
-    for rank, held in enumerate(per_rank):
-        for key, digest in held.items():
-            holders.setdefault(key, {}).setdefault(digest, []).append(rank)
+    """Return a line of text for each name that has several digests: which ranks have equal ones."""
+    ranks_of_digest: dict[str, dict[str, list[int]]] = {}
+    for rank, digests in enumerate(per_rank):
+        for key, digest in digests.items():
+            ranks_of_digest.setdefault(key, {}).setdefault(digest, []).append(rank)
     lines = {}
-    for key, versions in sorted(holders.items()):
+    for key, versions in sorted(ranks_of_digest.items()):
         if len(versions) > 1:
             groups = " and ".join(f"ranks {rank_list(ranks)}" for ranks in versions.values())
             lines[key] = f"{key!r}: {groups} hold different values"

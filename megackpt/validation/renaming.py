@@ -1,7 +1,4 @@
-"""Stored keys by other names.
-
-Owns patterns like `{"old.*": "new.*"}` and the proof that they keep keys apart.
-"""
+"""Renaming of stored keys by patterns like `{"old.*": "new.*"}`, so that no two keys get one name."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from megackpt.errors import DeclarationError, MismatchError
 
 
 def rename_keys(keys: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each key; a key that no pattern fits keeps its own.
+    """Return the new name of each key, by the first pattern that matches it; other keys keep their names.
 
     >>> rename_keys(["a.x.w", "b"], {"a.*.w": "z.*"})
     {'a.x.w': 'z.x', 'b': 'b'}
@@ -28,8 +25,7 @@ def rename_keys(keys: Iterable[str], patterns: Mapping[str, str]) -> dict[str, s
         if first.setdefault(new, key) != key:
             raise MismatchError(
                 f"rename gives the stored keys {first[new]!r} and {key!r} the same name {new!r}. Make the "
-                f"patterns "
-                f"narrower.",
+                f"patterns narrower.",
                 key=new,
             )
     return renamed
@@ -38,17 +34,16 @@ def rename_keys(keys: Iterable[str], patterns: Mapping[str, str]) -> dict[str, s
 def _compiled(pattern: str, new: str) -> re.Pattern[str]:
     if pattern.count("*") != new.count("*"):
         raise DeclarationError(
-            f"rename {{{pattern!r}: {new!r}}}: {pattern.count('*')} and {new.count('*')} stars. What a "
-            f"star stands for "
-            f"is put in place of the star at the same position, so give as many on both sides."
+            f"rename {{{pattern!r}: {new!r}}}: {pattern.count('*')} and {new.count('*')} stars. The text "
+            f"that a star matches replaces the star at the same position, so give as many on both sides."
         )
-    return re.compile("(.*)".join(re.escape(piece) for piece in pattern.split("*")), re.DOTALL)
+    return re.compile("(.*)".join(re.escape(text) for text in pattern.split("*")), re.DOTALL)
 
 
 def _renamed(key: str, compiled: list[tuple[re.Pattern[str], str]]) -> str:
     for pattern, new in compiled:
         match = pattern.fullmatch(key)
         if match:
-            fills = iter(match.groups())
-            return "".join(next(fills) if piece == "*" else piece for piece in re.split(r"(\*)", new))
+            matched = iter(match.groups())
+            return "".join(next(matched) if text == "*" else text for text in re.split(r"(\*)", new))
     return key

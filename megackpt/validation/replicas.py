@@ -1,6 +1,6 @@
-"""Copies that should be equal and are not: who holds which bits.
+"""Replicas that should be equal and are not: which ranks have which bits.
 
-Owns the comparison and its words. What is a copy of what, and the digests, come from the ranks.
+Ranks send a name and a digest for each of their chunks. Chunks with equal names are replicas of each other.
 """
 
 from __future__ import annotations
@@ -14,63 +14,67 @@ import numpy.typing as npt
 from megackpt.errors import rank_list
 
 REPLICA_DIGEST = np.dtype([("name", "V16"), ("digest", "V16")])
-"""What a rank says of a chunk that it holds: what stands for its key and box, and for its bits."""
+"""What a rank sends for one chunk: a hash of its key and box, and a digest of its bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Copies of one chunk that differ.
+    """Replicas of one chunk that differ.
 
     Attributes:
-        name: what stands for its key and box, bytes.
-        camps: the ranks that hold equal bits, most ranks first, then the lowest rank.
+        name: hash of the key and box of the chunk.
+        groups: the ranks that have equal bits; the group of most ranks first, then of the lowest rank.
     """
 
     name: bytes
-    camps: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
     @property
     def majority(self) -> tuple[int, ...] | None:
-        """The ranks of more than half of all copies; None if no bits are held by so many."""
-        largest = self.camps[0]
-        return largest if 2 * len(largest) > sum(map(len, self.camps)) else None
+        """The ranks with the bits of more than half of all replicas; None if there are no such bits."""
+        largest = self.groups[0]
+        return largest if 2 * len(largest) > sum(map(len, self.groups)) else None
 
     def __str__(self) -> str:
         if self.majority is None:
-            return f"no majority: {' | '.join(_ranks(camp) for camp in self.camps)} hold different bits"
-        others = " | ".join(_ranks(camp) for camp in self.camps[1:])
-        is_one = sum(map(len, self.camps[1:])) == 1
+            return f"no majority: {' | '.join(map(_ranks, self.groups))} hold different bits"
+        others = " | ".join(map(_ranks, self.groups[1:]))
+        is_one = sum(map(len, self.groups[1:])) == 1
         return f"{others} differ{'s' if is_one else ''} from the majority, {_ranks(self.majority)}"
 
 
-def find_divergences(said: Sequence[npt.NDArray[np.void]]) -> list[Divergence]:
-    """Compare what ranks say, an array of CLAIM of each, `[chunks]`; return what differs, by name. Pure.
+def find_divergences(digests: Sequence[npt.NDArray[np.void]]) -> list[Divergence]:
+    """Return the chunks whose replicas differ, sorted by name. Pure.
 
-    Names and digests may be shorter than those of CLAIM, and are as long on all ranks.
+    Args:
+        digests: an array of REPLICA_DIGEST for each rank, `[chunks]`. Names and digests may be shorter than
+            in REPLICA_DIGEST, if they are so on all ranks.
     """
-    if not said:
+    if not digests:
         return []
-    claims = np.concatenate(said)
-    rank = np.repeat(np.arange(len(said)), [len(of_rank) for of_rank in said])
-    _, name = np.unique(claims["name"], return_inverse=True)
-    _, digest = np.unique(claims["digest"], return_inverse=True)
+    sent = np.concatenate(digests)
+    rank = np.repeat(np.arange(len(digests)), [len(of_rank) for of_rank in digests])
+    # Small numbers in place of names and digests are compared and sorted faster.
+    _, name = np.unique(sent["name"], return_inverse=True)
+    _, digest = np.unique(sent["digest"], return_inverse=True)
     name, digest = name.reshape(-1), digest.reshape(-1)
-    lowest = np.full(int(name.max(initial=-1)) + 1, len(claims), np.int64)
+    # A name has different digests if its lowest and its highest number of a digest differ.
+    lowest = np.full(int(name.max(initial=-1)) + 1, len(sent), np.int64)
     highest = np.full_like(lowest, -1)
     np.minimum.at(lowest, name, digest)
     np.maximum.at(highest, name, digest)
     rows = np.flatnonzero(lowest[name] != highest[name])
     rows = rows[np.lexsort((rank[rows], digest[rows], name[rows]))]
-    found: dict[int, dict[int, list[int]]] = {}
+    ranks_of: dict[int, dict[int, list[int]]] = {}  # name -> digest -> ranks
     for row in rows.tolist():
-        found.setdefault(int(name[row]), {}).setdefault(int(digest[row]), []).append(int(rank[row]))
+        ranks_of.setdefault(int(name[row]), {}).setdefault(int(digest[row]), []).append(int(rank[row]))
     first = dict(zip(name[rows].tolist(), rows.tolist(), strict=True))
     return [
         Divergence(
-            claims["name"][first[number]].tobytes(),
-            tuple(sorted((tuple(c) for c in camps.values()), key=lambda c: (-len(c), c))),
+            sent["name"][first[number]].tobytes(),
+            tuple(sorted((tuple(ranks) for ranks in groups.values()), key=lambda g: (-len(g), g))),
         )
-        for number, camps in found.items()
+        for number, groups in ranks_of.items()
     ]
 
 

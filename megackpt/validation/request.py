@@ -1,7 +1,6 @@
-"""Proof that a request can be answered, or what about it is not as it should be.
+"""Comparison of a rank's request with the arrays of a checkpoint, before any byte is read.
 
-Owns the comparison of one rank's declarations with a checkpoint's arrays, before any byte is read, and the
-rules that make each difference an error, a warning or nothing.
+`LoadRules` decide whether a difference is an error, is logged as a warning, or is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadRules:
-    """What a load does about each difference: given rules, then the defaults of a mode."""
+    """What a load does about each difference: the first rule for the key, else the default of the mode."""
 
     def __init__(self, rules: Sequence[KeyRule], strict: StrictHandling) -> None:
         self._rules = rules
@@ -34,17 +33,17 @@ class LoadRules:
 
     @property
     def look_for_missing_keys(self) -> bool:
-        """Whether missing keys matter, so that the ranks must exchange what they ask for."""
+        """Whether missing keys matter, so that ranks must exchange their requested keys."""
         return self._strict.looks_for_missing_keys or any(
             r.missing not in (None, Policy.IGNORE) for r in self._rules
         )
 
     def policy(self, difference: str, key: str, *, default: Policy) -> Policy:
-        """Return what to do; difference is a field of KeyRule."""
+        """Return what to do about a difference, named by its field of KeyRule."""
         for rule in self._rules:
-            said: Policy | None = getattr(rule, difference)
-            if said is not None and fnmatchcase(key, rule.keys):
-                return said
+            policy: Policy | None = getattr(rule, difference)
+            if policy is not None and fnmatchcase(key, rule.keys):
+                return policy
         return default
 
     def on_unexpected(self, key: str) -> Policy:
@@ -64,21 +63,21 @@ class LoadRules:
 
     @property
     def about_missing_keys(self) -> list[str]:
-        """What decides about missing keys, to be compared between ranks: all must come to one result."""
+        """The rules about missing keys as text, by which ranks compare them: all must decide equally."""
         if not self.look_for_missing_keys:
             return []
         by_key = [f"{r.keys}: {r.missing.value}" for r in self._rules if r.missing is not None]
         return [f"*: {self._strict.on_missing.value}", *by_key]
 
     def on_missing(self, key: str) -> Policy:
-        """Return what to do about a key that no rank asks for."""
+        """Return what to do about a key that no rank requests."""
         return self.policy("missing", key, default=self._strict.on_missing)
 
-    def on_unasked(self, key: str) -> Policy:
-        """Return what to do about a key below an empty dict or list of the request, for which no rank asks.
+    def on_empty_container(self, key: str) -> Policy:
+        """Return what to do about a key that no rank requests, below an empty dict or list of the request.
 
-        Modes in which an unexpected key is an error take this for one as well: a request for nothing, where
-        there is something, is as a rule the state of an optimizer that has not been made yet.
+        It is an error in the modes in which an unexpected key is one: such a request is usually the state of
+        an optimizer that has not taken a step yet.
         """
         return self.policy("missing", key, default=self._strict.on_unexpected)
 
@@ -86,12 +85,18 @@ class LoadRules:
 def check_unexpected_keys(
     asked: Iterable[str], stored: Iterable[str], rules: LoadRules, *, where: str, plain: Container[str] = ()
 ) -> frozenset[str]:
-    """Return the keys asked for that are not stored; those must not be loaded.
+    """Return the requested keys that are not stored; nothing must be loaded for them.
 
-    plain has those that are paths of plain tensors, and keys of no entity.
+    Args:
+        asked: the requested keys of this rank.
+        stored: the keys of the checkpoint.
+        rules: what to do about them.
+        where: the checkpoint, for errors.
+        plain: those of the requested keys that are paths of plain tensors, not keys of entities.
 
     Raises:
-        MissingKeyError: for all of them that a rule makes an error, each with the most similar stored key.
+        MissingKeyError: rules make some of them errors. All of these are listed, each with the most similar
+            stored key.
     """
     known = set(stored)
     unexpected = sorted(set(asked) - known)
@@ -111,17 +116,17 @@ def check_unexpected_keys(
     def policy_of(key: str) -> Policy:
         return rules.on_unexpected_plain(key) if key in plain else rules.on_unexpected(key)
 
-    _settle(unexpected, policy_of, error)
+    _apply(unexpected, policy_of, error)
     return frozenset(unexpected)
 
 
 def check_missing_keys(
     asked: Iterable[str], stored: Iterable[str], rules: LoadRules, *, where: str
 ) -> frozenset[str]:
-    """Return the stored keys that are not among those asked for by all ranks.
+    """Return the stored keys that are not in asked, the requested keys of all ranks.
 
     Raises:
-        MissingKeyError: for all of them that a rule makes an error.
+        MissingKeyError: rules make some of them errors. All of these are listed.
     """
     missing = sorted(set(stored) - set(asked))
 
@@ -134,28 +139,29 @@ def check_missing_keys(
             path=where,
         )
 
-    _settle(missing, rules.on_missing, error)
+    _apply(missing, rules.on_missing, error)
     return frozenset(missing)
 
 
 def check_empty_containers(lost: Mapping[str, Iterable[str]], rules: LoadRules, *, where: str) -> None:
-    """Do what the rules say about stored keys below empty dicts or lists of the request.
+    """Apply the rules to stored keys below empty dicts or lists of the request.
 
-    lost has the keys that no rank asks for, by the name of the container.
+    Args:
+        lost: by the name of each container, the keys below it that no rank requests.
+        rules: what to do about them.
+        where: the checkpoint, for errors.
 
     Raises:
-        MissingKeyError: a mode or rule makes them an error; the text names each container, how many keys are
-            below it, and what to do.
+        MissingKeyError: rules make some of them errors. The text names each container and how many keys are
+            below it.
     """
-    name_of = {key: name for name, keys in lost.items() for key in keys}
+    container_of = {key: name for name, keys in lost.items() for key in keys}
 
     def error(keys: list[str]) -> MissingKeyError:
         below: dict[str, list[str]] = {}
         for key in keys:
-            below.setdefault(name_of[key], []).append(key)
-        lines = [
-            f"{name!r}: {len(found)} keys, {found[0]!r} for one" for name, found in sorted(below.items())
-        ]
+            below.setdefault(container_of[key], []).append(key)
+        lines = [f"{name!r}: {len(lost)} keys, {lost[0]!r} for one" for name, lost in sorted(below.items())]
         return MissingKeyError(
             f"{where} holds arrays or objects where the state dict has an empty dict or list, so none of "
             f"them would be loaded:\n{truncated_list(lines)}\n"
@@ -167,47 +173,48 @@ def check_empty_containers(lost: Mapping[str, Iterable[str]], rules: LoadRules, 
             path=where,
         )
 
-    _settle(sorted(name_of), rules.on_unasked, error)
+    _apply(sorted(container_of), rules.on_empty_container, error)
 
 
 def check_dtypes_and_shapes(
     requested: DeclaredChunks, stored: Mapping[str, ArraySpec], rules: LoadRules, *, where: str
 ) -> frozenset[str]:
-    """Compare dtypes and global shapes; return the keys whose arrays are padded or cut.
+    """Compare the dtypes and global shapes of arrays; return the keys whose arrays are padded or cut.
 
     Raises:
-        MismatchError: for all arrays that differ in a way that a rule, or the lack of one, makes an error.
+        MismatchError: rules, or the lack of one, make some differences errors. All of these are listed.
     """
-    flagged = {int(a) for a in requested.table.array[requested.resizable]}
+    # A tensor with allow_shape_mismatch makes its array resizable: a default that rules may override.
+    is_resizable = {int(a) for a in requested.table.array[requested.resizable]}
     resized: set[str] = set()
     faults: list[str] = []
     for number, asked in enumerate(requested.table.arrays):
-        found = stored[asked.key]
-        if asked == found:
+        spec = stored[asked.key]
+        if asked == spec:
             continue
         policies = [
             rules.policy(
                 name,
                 asked.key,
-                default=Policy.IGNORE if number in flagged and name != "cast" else Policy.ERROR,
+                default=Policy.IGNORE if number in is_resizable and name != "cast" else Policy.ERROR,
             )
-            for name in _differences(asked, found)
+            for name in _differences(asked, spec)
         ]
         if not policies:
             continue
-        incomparable = OBJECT in (asked.dtype, found.dtype) or len(asked.global_shape) != len(
-            found.global_shape
-        )
+        # Objects are never cast or resized, and arrays of other numbers of dims have no common elements.
+        incomparable = OBJECT in (asked.dtype, spec.dtype)
+        incomparable |= len(asked.global_shape) != len(spec.global_shape)
         if incomparable or Policy.ERROR in policies:
             faults.append(asked.key)
             continue
         if Policy.WARN in policies:
-            notice(log, f"{where}: {_said(asked, found)}")
-        if asked.global_shape != found.global_shape:
+            notice(log, f"{where}: {_difference_text(asked, spec)}")
+        if asked.global_shape != spec.global_shape:
             resized.add(asked.key)
     if faults:
         asked_by_key = {a.key: a for a in requested.table.arrays}
-        lines = [_said(asked_by_key[key], stored[key]) for key in faults]
+        lines = [_difference_text(asked_by_key[key], stored[key]) for key in faults]
         objects = any(OBJECT in (asked_by_key[key].dtype, stored[key].dtype) for key in faults)
         advice = (
             "Objects are never resharded: ask for them as they were saved, or leave their keys out. "
@@ -226,10 +233,10 @@ def check_dtypes_and_shapes(
 
 
 def check_resharding(arrays: Iterable[ArrayReport], rules: LoadRules, *, where: str) -> None:
-    """Do what the rules say about arrays that were stored in other chunks than this rank asks for.
+    """Apply the rules to arrays that were stored in other chunks than this rank requests.
 
     Raises:
-        MismatchError: for all of them that a rule makes an error.
+        MismatchError: rules make some of them errors. All of these are listed.
     """
 
     def error(keys: list[str]) -> MismatchError:
@@ -243,30 +250,39 @@ def check_resharding(arrays: Iterable[ArrayReport], rules: LoadRules, *, where: 
         )
 
     resharded = sorted(a.key for a in arrays if a.resharded)
-    _settle(resharded, lambda key: rules.policy("resharded", key, default=Policy.IGNORE), error)
+    _apply(resharded, lambda key: rules.policy("resharded", key, default=Policy.IGNORE), error)
 
 
 def report_arrays(
     requested: DeclaredChunks, stored: Mapping[str, ArraySpec], chunks: ChunkTable, copies: Copies
 ) -> tuple[ArrayReport, ...]:
-    """Return how each array of one rank's request is answered."""
+    """Return how each array of one rank's request is loaded.
+
+    Args:
+        requested: the declarations of this rank.
+        stored: the arrays of the checkpoint, by key.
+        chunks: its chunks.
+        copies: the load plan of this rank.
+    """
     table = requested.table
     entities = int(requested.entity.max(initial=-1)) + 1
     filled = np.bincount(
         copies.entity, copies.shape.prod(axis=1).astype(np.float64), minlength=entities
     ).astype(np.int64)
-    held = table.flat_stop - table.flat_start
-    itemsize = np.where(held > 0, table.nbytes // np.maximum(held, 1), 0)
-    padded = np.where(held > 0, held - filled[requested.entity], 0) * itemsize
-    moved = (held > 0) & ~_one_whole_chunk(requested, chunks, copies, entities)
+    # Elements of a request that no copy fills are padding. Empty requests are neither padded nor resharded.
+    numel = table.flat_stop - table.flat_start
+    itemsize = np.where(numel > 0, table.nbytes // np.maximum(numel, 1), 0)
+    padded = np.where(numel > 0, numel - filled[requested.entity], 0) * itemsize
+    is_resharded = (numel > 0) & ~_is_one_whole_chunk(requested, chunks, copies, entities)
+    # Sum the rows of each array up.
     arrays = len(table.arrays)
     nbytes = np.zeros(arrays, np.int64)
-    np.add.at(nbytes, table.array, np.where(held > 0, table.nbytes, 0))
+    np.add.at(nbytes, table.array, np.where(numel > 0, table.nbytes, 0))
     padded_nbytes = np.zeros(arrays, np.int64)
     np.add.at(padded_nbytes, table.array, padded)
     resharded = np.zeros(arrays, np.bool_)
-    np.logical_or.at(resharded, table.array, moved)
-    said = zip(table.arrays, nbytes.tolist(), padded_nbytes.tolist(), resharded.tolist(), strict=True)
+    np.logical_or.at(resharded, table.array, is_resharded)
+    columns = zip(table.arrays, nbytes.tolist(), padded_nbytes.tolist(), resharded.tolist(), strict=True)
     return tuple(
         ArrayReport(
             key=asked.key,
@@ -276,54 +292,55 @@ def report_arrays(
             global_shape=asked.global_shape,
             nbytes=size,
             padded_nbytes=padding,
-            resharded=is_resharded,
+            resharded=any_resharded,
         )
-        for asked, size, padding, is_resharded in said
+        for asked, size, padding, any_resharded in columns
         if asked.dtype != OBJECT
     )
 
 
-def _one_whole_chunk(
+def _is_one_whole_chunk(
     requested: DeclaredChunks, chunks: ChunkTable, copies: Copies, entities: int
 ) -> npt.NDArray[np.bool_]:
-    """Tell of each row requested whether it is answered by one stored chunk, and is all of that, `[n]`."""
+    """Return which requested rows are equal to one stored chunk, from which they are loaded, `[n]`."""
     table = requested.table
-    pieces = np.bincount(copies.entity, minlength=entities)[requested.entity]
+    copy_count = np.bincount(copies.entity, minlength=entities)[requested.entity]
+    # One of the stored chunks of each entity: the only one, where that is asked below.
     source = np.full(entities, -1, np.int64)
     source[copies.entity] = copies.stored
-    other = source[requested.entity]
+    chunk = source[requested.entity]
     if not len(chunks):
         return np.zeros(len(table), np.bool_)
     dims = min(table.dims, chunks.dims)  # rows are padded to the widest array, which may not be the same
     same: npt.NDArray[np.bool_] = (
-        (pieces == 1)
-        & (table.start[:, :dims] == chunks.start[other, :dims]).all(axis=1)
-        & (table.shape[:, :dims] == chunks.shape[other, :dims]).all(axis=1)
-        & (table.flat_start == chunks.flat_start[other])
-        & (table.flat_stop == chunks.flat_stop[other])
+        (copy_count == 1)
+        & (table.start[:, :dims] == chunks.start[chunk, :dims]).all(axis=1)
+        & (table.shape[:, :dims] == chunks.shape[chunk, :dims]).all(axis=1)
+        & (table.flat_start == chunks.flat_start[chunk])
+        & (table.flat_stop == chunks.flat_stop[chunk])
     )
     return same
 
 
-def _differences(asked: ArraySpec, found: ArraySpec) -> list[str]:
-    """Fields of KeyRule that apply."""
-    names = ["cast"] if asked.dtype != found.dtype else []
-    if len(asked.global_shape) != len(found.global_shape):
+def _differences(asked: ArraySpec, stored: ArraySpec) -> list[str]:
+    """Return the fields of KeyRule that name a difference of these arrays."""
+    names = ["cast"] if asked.dtype != stored.dtype else []
+    if len(asked.global_shape) != len(stored.global_shape):
         return [*names, "padded", "cut"]
-    pairs = list(zip(asked.global_shape, found.global_shape, strict=True))
+    pairs = list(zip(asked.global_shape, stored.global_shape, strict=True))
     names += ["padded"] if any(a > b for a, b in pairs) else []
     names += ["cut"] if any(a < b for a, b in pairs) else []
     return names
 
 
-def _said(asked: ArraySpec, found: ArraySpec) -> str:
+def _difference_text(asked: ArraySpec, stored: ArraySpec) -> str:
     return (
-        f"{asked.key!r}: stored as {found.dtype} {found.global_shape}, asked for as {asked.dtype} "
+        f"{asked.key!r}: stored as {stored.dtype} {stored.global_shape}, asked for as {asked.dtype} "
         f"{asked.global_shape}"
     )
 
 
-def _settle(
+def _apply(
     keys: list[str], policy_of: Callable[[str], Policy], error: Callable[[list[str]], CheckpointError]
 ) -> None:
     """Raise for the keys whose policy is ERROR, log those whose policy is WARN."""

@@ -1,7 +1,7 @@
-"""How strict a load is about keys that only one side has.
+"""The modes of `strict`: what a load does about keys that only the request or only the checkpoint has.
 
-Owns the modes of Megatron-Core and what each means for unexpected keys (asked for, not in the checkpoint)
-and missing ones (in the checkpoint, asked for by no rank).
+A key is unexpected if it is requested and not in the checkpoint, and missing if it is in the checkpoint and
+no rank requests it.
 
 Source: Megatron-Core `dist_checkpointing.validation.StrictHandling`.
 """
@@ -15,10 +15,9 @@ from megackpt.options import Policy
 
 
 class StrictHandling(Enum):
-    """What a load does about keys that only one side has.
+    """What a load does about unexpected and missing keys.
 
-    Missing keys are looked for in the modes `*_ALL` only: it takes an exchange of the requested keys between
-    ranks.
+    Only the modes `*_ALL` look for missing keys, because ranks have to exchange their requested keys for it.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -32,7 +31,7 @@ class StrictHandling(Enum):
 
     @classmethod
     def of(cls, mode: StrictHandling | str) -> StrictHandling:
-        """Return the mode for a mode or its value.
+        """Return the mode that is given as such or by its value.
 
         Raises:
             DeclarationError: there is no such mode.
@@ -47,22 +46,22 @@ class StrictHandling(Enum):
 
     @property
     def looks_for_missing_keys(self) -> bool:
-        """Whether the ranks exchange what they ask for."""
+        """Whether ranks exchange their requested keys."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
 
     @property
     def returns_keys(self) -> bool:
-        """Whether `load` returns missing and unexpected keys beside the state dict."""
+        """Whether `load` returns missing and unexpected keys together with the state dict."""
         return self in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
     @property
     def on_unexpected(self) -> Policy:
-        """What to do about a key that the checkpoint lacks; nothing is loaded for it if that is no error."""
+        """What to do about a key that the checkpoint lacks. If it is no error, nothing is loaded."""
         return _ON_UNEXPECTED[self]
 
     @property
     def on_missing(self) -> Policy:
-        """What to do about a key that no rank asks for."""
+        """What to do about a key that no rank requests."""
         return _ON_MISSING.get(self, Policy.IGNORE)
 
 

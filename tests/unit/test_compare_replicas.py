@@ -147,4 +147,4 @@ def test_divergences_are_those_of_a_slow_comparison() -> None:
                         camps.setdefault(bytes(claim["digest"]), []).append(rank)
             if len(camps) > 1:
                 expected[name] = sorted(map(tuple, camps.values()))
-        assert {d.name: sorted(d.camps) for d in find_divergences(said)} == expected
+        assert {d.name: sorted(d.groups) for d in find_divergences(said)} == expected

@@ -116,5 +116,5 @@ def _divergence_error(found: list[Divergence], labels: dict[str, list[str]]) -> 
         f"they were never made equal. Restart from a checkpoint, look at the devices of the ranks that are "
         f"alone, or copy the right values to all.",
         key=key,
-        rank=None if first.majority is None else first.camps[1][0],
+        rank=None if first.majority is None else first.groups[1][0],
     )

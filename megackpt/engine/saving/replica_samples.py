@@ -91,14 +91,14 @@ def _divergence_error(found: list[tuple[tuple[str, str], Divergence]]) -> Mismat
         f"offset. If they are copies that have drifted apart, make them equal, or save them anyway with "
         f"SaveOptions(sample_replicas=Policy.WARN).",
         key=key,
-        rank=first.camps[-1][0],
+        rank=first.groups[-1][0],
     )
 
 
 def _with_ranks(divergence: Divergence, attachment_of_rank: Ints) -> Divergence:
     """Return a divergence between attachments as one between the ranks that sent them."""
-    camps = [np.flatnonzero(np.isin(attachment_of_rank, camp)).tolist() for camp in divergence.camps]
-    return replace(divergence, camps=tuple(sorted(map(tuple, camps), key=lambda camp: (-len(camp), camp))))
+    groups = [np.flatnonzero(np.isin(attachment_of_rank, sent)).tolist() for sent in divergence.groups]
+    return replace(divergence, groups=tuple(sorted(map(tuple, groups), key=lambda g: (-len(g), g))))
 
 
 def _label(table: ChunkTable, row: int) -> tuple[str, str]:
