@@ -1,18 +1,17 @@
-"""What a layer tells the optimizer about a parameter, as attributes of the parameter.
+"""Attributes of parameters, which layers set and optimizers read.
 
-Owns the names. Layers set them; an optimizer reads them to know which gradients are summed over which axis
-and which parameters count in the global norm.
+They decide which gradients are summed over which axis, and which parameters count in the global norm.
 
     attribute               meaning where it is True
-    tensor_model_parallel   this rank holds a slice over tp; otherwise all of tp hold the same values, and the
+    tensor_model_parallel   this rank has a slice over tp; otherwise all of tp have the same values, and the
                             parameter counts once in the norm
     sequence_parallel       used on this rank's part of the sequence only: gradients are to be summed over tp
     shared_embedding        the tied embedding on the first and last stage: gradients are to be summed over
                             `groups.embedding`
     is_duplicate            the last stage's copy of the tied embedding: not counted in the norm
 
-A parameter that tp cuts may have rows of which several ranks hold the same: key and value heads where tp has
-more ranks than there are heads. `copied_rows` has the `RowRange`s that this rank holds as a copy; they do not
+A parameter that tp cuts may have rows that are the same on several ranks: key and value heads, where tp has
+more ranks than there are heads. `copied_rows` are the `RowRange`s that are a copy on this rank; they do not
 count in the norm.
 
 Source: the first two and `shared_embedding` carry Megatron-Core's names and meaning.
@@ -46,16 +45,16 @@ def mark(param: Tensor, *flags: ParameterFlag) -> None:
 
 
 def is_marked(param: Tensor, flag: ParameterFlag) -> bool:
-    """Say whether `flag` is set on `param`. Local."""
+    """Return whether `flag` is set on `param`. Local."""
     return bool(getattr(param, flag, False))
 
 
 def mark_copied_rows(param: Tensor, ranges: Sequence[RowRange]) -> None:
-    """Note the rows of `param` that this rank holds as a copy of another tp rank's. Local."""
+    """Mark the rows of `param` that are a copy of those of another tp rank. Local."""
     param.copied_rows = tuple(ranges)  # type: ignore[attr-defined]
 
 
 def copied_rows(param: Tensor) -> tuple[RowRange, ...]:
-    """Return the rows of `param` that this rank holds as a copy; none for most parameters. Local."""
-    found: tuple[RowRange, ...] = getattr(param, "copied_rows", ())
-    return found
+    """Return the rows of `param` that are a copy on this rank; none for most parameters. Local."""
+    rows: tuple[RowRange, ...] = getattr(param, "copied_rows", ())
+    return rows

@@ -1,10 +1,10 @@
 """Collectives that autograd can differentiate, over one `Axis`.
 
-Owns the exchange of activations between the ranks of an axis. Each function is a forward operation paired
-with the operation that carries gradients back; which pair is right depends on whether the computation beside
-it is the same on all ranks (replicated) or each rank does its own part (parallel).
+Each function is a forward operation paired with the operation that carries gradients back. Which pair is
+right depends on the computation before and after it: the same on all ranks (replicated), or a part of it on
+each rank (parallel).
 
-    function                 forward                   backward                  stands between
+    function                 forward                   backward                  before -> after
     copy_to                  identity                  sum over ranks            replicated -> parallel
     copy_to_neighbours       identity                  sum over neighbours       equal on them -> parallel
     reduce_from              sum over ranks            identity                  parallel -> replicated
@@ -46,16 +46,20 @@ _reduce_scatter_single: Callable[..., Any] = (
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Pass `x` on to computation that each rank does a part of; gradients are summed. Collective."""
+    """Return `x` for computation that each rank does a part of; gradients are summed. Collective."""
     return _exchange(x, axis, _identity, all_reduce)
 
 
 def copy_to_neighbours(x: Tensor, axis: Axis, rows: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Pass `x`, of which neighbouring ranks hold some rows in common, on to what each does for itself.
+    """Return `x`, some rows of which neighbouring ranks share, for computation of each rank by itself.
 
-    rows are `(start, stop, copies)` along dim 0: `copies` neighbours hold the same `x[start:stop]`. The
-    gradients of these rows are summed over the neighbours, and are equal on them to the bit. Collective over
-    the whole axis, whose size is a multiple of every `copies`.
+    The gradients of shared rows are summed over the neighbours, and are equal on them bit for bit. Collective
+    over the whole axis, whose size is a multiple of every `copies`.
+
+    Args:
+        x: the tensor.
+        axis: the ranks.
+        rows: `(start, stop, copies)` along dim 0: `copies` neighbours have the same `x[start:stop]`.
     """
     return _exchange(x, axis, _identity, partial(_sum_over_neighbours, rows=rows)) if rows else x
 
@@ -83,8 +87,7 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 def collect_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Join `[s/size, ...]` of the ranks to `[s, ...]`, for computation equal on all ranks. Collective.
 
-    Unlike `gather_sequence`, each rank's gradient is already the whole one, so that it is sliced and not
-    summed.
+    Unlike in `gather_sequence`, each rank has the whole gradient already: it is sliced and not summed.
     """
     return _exchange(x, axis, _gather_first, _split_first)
 
@@ -139,18 +142,18 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:
-    return x.view_as(x)  # a new tensor object: autograd may not return its input as it is
+    return x.view_as(x)  # a new tensor object: a function of autograd must not return its input itself
 
 
 def _sum_over_neighbours(x: Tensor, axis: Axis, rows: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Sum rows over runs of neighbouring ranks. One all-reduce over the axis: runs have no process group."""
+    """Sum rows over neighbouring ranks, by an all-reduce over the axis: neighbours have no process group."""
     result = x.clone(memory_format=torch.contiguous_format)
     for start, stop, copies in rows:
-        # Each run of neighbours adds up in a place of its own; the others add zeros to it.
-        runs = x.new_zeros((axis.size // copies, stop - start, *x.shape[1:]))
-        runs[axis.rank // copies] = x[start:stop]
-        dist.all_reduce(runs, group=_group(axis))
-        result[start:stop] = runs[axis.rank // copies]
+        # One entry for each set of neighbours; all other ranks add zeros to it.
+        sums = x.new_zeros((axis.size // copies, stop - start, *x.shape[1:]))
+        sums[axis.rank // copies] = x[start:stop]
+        dist.all_reduce(sums, group=_group(axis))
+        result[start:stop] = sums[axis.rank // copies]
     return result
 
 
@@ -173,9 +176,9 @@ def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _reduce_scatter_first(x: Tensor, axis: Axis) -> Tensor:
-    mine = torch.empty_like(_split(x, axis, 0))  # also checks that the dim divides
-    _reduce_scatter_single(mine, x.contiguous(), group=_group(axis))
-    return mine
+    own_slice = torch.empty_like(_split(x, axis, 0))  # also checks that the dim divides
+    _reduce_scatter_single(own_slice, x.contiguous(), group=_group(axis))
+    return own_slice
 
 
 def _split_last(x: Tensor, axis: Axis) -> Tensor:

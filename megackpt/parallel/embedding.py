@@ -1,8 +1,8 @@
 """The vocabulary cut over tp: token embedding, output logits, and cross entropy over logits that stay cut.
 
-Owns the padding of the vocabulary. The number of rows is rounded up until tp divides it, so it depends on
-tp; the padding rows are zero, are never looked up, and their logits take no part in the loss, so that they
-stay zero. The checkpoint may therefore hold another padding than the model asks for (`allow_shape_mismatch`).
+The number of rows is rounded up to a multiple of tp, so it depends on tp. The padding rows are zero and stay
+zero: they are never looked up, and their logits are not part of the loss. So the padding in a checkpoint may
+differ from that of the model (`allow_shape_mismatch`).
 
 Source: Shoeybi et al. 2019, section 3 (parallel embedding and cross entropy); `make_divisible` is
 Megatron-LM's `--make-vocab-size-divisible-by`.
@@ -31,7 +31,7 @@ _VOCABULARY = {"weight": TpSharding(dim=0, allow_shape_mismatch=True)}
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, make_divisible: int = 128) -> int:
-    """Return the smallest multiple of `tp * make_divisible` that holds `vocab_size` rows.
+    """Return the smallest multiple of `tp * make_divisible` that is at least `vocab_size`.
 
     >>> padded_vocab_size(50257, tp=8)
     51200
@@ -50,7 +50,7 @@ class VocabParallelEmbedding(ShardedModule):
         make_divisible: rows per rank are a multiple of this.
         sequence_parallel: cut the output along dim 0, which then has to be the sequence.
         dtype: dtype of the weight.
-        device: where the weight lies.
+        device: where the weight is.
     """
 
     tp_sharding = _VOCABULARY
@@ -98,7 +98,7 @@ class VocabParallelOutput(ShardedModule):
         make_divisible: rows per rank are a multiple of this; that of the embedding.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the weight.
-        device: where the weight lies.
+        device: where the weight is.
     """
 
     tp_sharding = _VOCABULARY
@@ -142,8 +142,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
     Args:
         logits: `[..., padded_vocab/size]`, this rank's slice.
         labels: token ids `[...]`, equal on all ranks of the axis.
-        axis: the ranks that hold the other slices.
-        vocab_size: number of token ids, without padding; logits at and behind it take no part.
+        axis: the ranks with the other slices.
+        vocab_size: number of token ids, without padding; logits from there on are not part of the loss.
 
     Raises:
         DeclarationError: a label outside of the vocabulary (looked for on the CPU only).
@@ -152,11 +152,11 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
     width = logits.shape[-1]
     ids = torch.arange(axis.rank * width, (axis.rank + 1) * width, device=logits.device)
     wide = logits.float().masked_fill(ids >= vocab_size, float("-inf"))
-    # Shifting by any constant leaves the result as it is; by the maximum, no exponential overflows.
+    # A shift by any constant does not change the result; after a shift by the maximum nothing overflows.
     shifted = wide - all_reduce(wide.detach().amax(dim=-1), axis, dist.ReduceOp.MAX).unsqueeze(-1)
     local, elsewhere = _local_ids(labels, width, axis)
     own = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-    both = reduce_from(torch.stack([shifted.exp().sum(dim=-1), own]), axis)  # one exchange for the two
+    both = reduce_from(torch.stack([shifted.exp().sum(dim=-1), own]), axis)  # one all-reduce for both
     return both[0].log() - both[1]
 
 

@@ -1,7 +1,7 @@
-"""Process groups of a parallel layout, as plain values that are handed to layers.
+"""Process groups of a parallel layout, as plain values that layers get as arguments.
 
-Owns the creation of groups. There is no global registry: whoever needs a group is given `ParallelGroups`.
-Communication over them is in `collectives` (autograd) and `pipeline` (neighbouring stages).
+There is no global registry: what needs a group takes `ParallelGroups` as an argument. Communication over
+groups is in `collectives` (autograd) and `pipeline` (neighbouring stages).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelGroups:
-    """Everything a layer or optimizer needs to know about the ranks around it.
+    """The ranks around one rank, for layers and optimizers.
 
     Attributes:
         layout: the layout of all ranks.
         rank: this global rank.
-        tp: ranks that hold the other slices of the same layers.
-        pp: ranks that hold the other stages of the same model replica.
-        dp: ranks that hold the same weights.
-        embedding: the first and the last stage of the same replica, which both hold a tied embedding; only
-            this rank itself when there is one stage, or on a stage between the two.
+        tp: ranks with the other slices of the same layers.
+        pp: ranks with the other stages of the same model replica.
+        dp: ranks with the same weights.
+        embedding: the first and the last stage of the same replica, which both have a tied embedding; only
+            this rank itself if there is one stage, or on a stage between the two.
     """
 
     layout: ParallelLayout
@@ -91,8 +91,8 @@ class ParallelGroups:
                 f"fits, if any."
             )
         rank = dist.get_rank() if running else 0
-        # Every rank makes every group, in this order: new_group is collective over the world, and two ranks
-        # that make them in different orders would wait for each other.
+        # Every rank creates every group, in this order: new_group is collective over the world, and two
+        # ranks that create them in different orders would wait for each other.
         axes = {name: _axis_with_group(layout.all_ranks_of(name), rank, backend) for name in _GROUPED}
         embedding = _axis_with_group(_embedding_ranks(layout), rank, backend)
         return cls(layout=layout, rank=rank, tp=axes["tp"], pp=axes["pp"], dp=axes["dp"], embedding=embedding)
@@ -101,17 +101,17 @@ class ParallelGroups:
     def offline(cls, layout: ParallelLayout, rank: int) -> ParallelGroups:
         """Return the groups of any rank of any layout, without the means to communicate. Local, pure.
 
-        Enough to build a model of `rank` and ask it for its declarations, in one process, for as many ranks
-        as wanted; a collective over an axis larger than 1 raises.
+        With them one process can build the models of any number of ranks and declare their state. A
+        collective over an axis larger than 1 raises an error.
         """
-        mine = [ranks for ranks in _embedding_ranks(layout) if rank in ranks] or [(rank,)]
+        embedding = [ranks for ranks in _embedding_ranks(layout) if rank in ranks] or [(rank,)]
         return cls(
             layout=layout,
             rank=rank,
             tp=Axis.of(layout.ranks_of("tp", rank), rank),
             pp=Axis.of(layout.ranks_of("pp", rank), rank),
             dp=Axis.of(layout.ranks_of("dp", rank), rank),
-            embedding=Axis.of(mine[0], rank),
+            embedding=Axis.of(embedding[0], rank),
         )
 
 
@@ -119,17 +119,17 @@ _GROUPED: tuple[AxisName, ...] = ("tp", "pp", "dp")
 
 
 def _embedding_ranks(layout: ParallelLayout) -> tuple[tuple[int, ...], ...]:
-    """Return the (first stage, last stage) pairs; of one rank each where there is one stage."""
+    """Return the (first stage, last stage) pairs; tuples of one rank if there is one stage."""
     return tuple(tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in layout.all_ranks_of("pp"))
 
 
 def _axis_with_group(partition: Sequence[Sequence[int]], rank: int, backend: str | None) -> Axis:
-    """Create the groups of `partition`; return this rank's, or one of itself alone. Collective."""
-    mine = Axis.of((rank,), rank)
+    """Create the groups of `partition`; return the axis of this rank's group. Collective."""
+    axis = Axis.of((rank,), rank)
     for ranks in partition:
         if len(ranks) == 1:
             continue
         group = dist.new_group(list(ranks), backend=backend)
         if rank in ranks:
-            mine = Axis.of(ranks, rank, group)
-    return mine
+            axis = Axis.of(ranks, rank, group)
+    return axis

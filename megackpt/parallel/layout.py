@@ -1,7 +1,6 @@
-"""Parallel layouts: how many ways a training job is cut along each axis, and which rank stands where.
+"""Parallel layouts: how many ranks there are along each axis, and the coordinates of each rank.
 
-Owns the arithmetic between ranks and coordinates, and nothing else: pure integers, no torch, no process group
-(those are in `groups`).
+Pure integers: no torch and no process groups (those are in `groups`).
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from megackpt.errors import DeclarationError
 
 AxisName = Literal["tp", "cp", "dp", "pp"]
 
-# Fastest first: neighbours in tp are neighbours in rank, so that the chattiest axis stays inside a node.
-# Expert parallelism is no axis of its own here: it will regroup ranks of dp.
+# Fastest first: neighbours in tp are neighbours in rank, so that the axis that communicates most stays inside
+# a node. Expert parallelism is not an axis of its own: it will regroup ranks of dp.
 RANK_ORDER: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Where one rank stands: its index along each axis, each in `[0, size of the axis)`."""
+    """The index of one rank along each axis, each in `[0, size of the axis)`."""
 
     tp: int = 0
     cp: int = 0
@@ -38,8 +37,8 @@ class ParallelLayout:
     (1, 5)
 
     Attributes:
-        tp: tensor parallel size: ranks that each hold a slice of every layer.
-        pp: pipeline parallel size: stages that each hold some of the layers.
+        tp: tensor parallel size: ranks that each have a slice of every layer.
+        pp: pipeline parallel size: stages that each have some of the layers.
         dp: data parallel size: replicas of the model on different samples.
         cp: context parallel size; only 1 so far.
         ep: expert parallel size, a divisor of `dp`; only 1 so far.
@@ -92,7 +91,7 @@ class ParallelLayout:
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where `rank` stands.
+        """Return the coordinates of `rank`.
 
         Raises:
             DeclarationError: `rank` is not in `[0, world_size)`.
@@ -109,19 +108,19 @@ class ParallelLayout:
             rest, index[name] = divmod(rest, self.size(name))
         return Coordinates(**index)
 
-    def rank_at(self, where: Coordinates) -> int:
-        """Return the rank that stands at `where`; the inverse of `coordinates`.
+    def rank_at(self, coordinates: Coordinates) -> int:
+        """Return the rank with these coordinates.
 
         Raises:
-            DeclarationError: a coordinate lies outside its axis.
+            DeclarationError: a coordinate is outside of its axis.
         """
         rank, stride = 0, 1
         for name in RANK_ORDER:
-            index = getattr(where, name)
+            index = getattr(coordinates, name)
             if not 0 <= index < self.size(name):
                 raise DeclarationError(
-                    f"{where} lies outside {self}: {name} must be in [0, {self.size(name)}). Give an index "
-                    f"that exists."
+                    f"{coordinates} is outside of {self}: {name} must be in [0, {self.size(name)}). Give an "
+                    f"index that exists."
                 )
             rank, stride = rank + index * stride, stride * self.size(name)
         return rank

@@ -1,11 +1,11 @@
 """Linear layers whose weight is cut over tp: by output features (column) or by input features (row).
 
-Owns the two layers and the fused forms of the first: an output made of named components (gate and up), and
-the fused query/key/value projection with grouped queries. A column layer followed by a row layer needs one
-exchange in the forward pass; with sequence parallelism that exchange is split in two halves around them.
+The column layer has fused forms: an output of named components (gate and up), and the query/key/value
+projection with grouped queries. A column layer followed by a row layer needs one all-reduce in the forward
+pass; with sequence parallelism it becomes an all-gather before them and a reduce-scatter after them.
 
-Initial values are drawn from torch's global generator and differ by layout; `models.init` shows how to make
-them a function of the key alone.
+Initial values are drawn from torch's global generator and depend on the layout; `models.init` shows how to
+make them depend on the key only.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2. nn.Linear stores the
 transpose of the papers' A, hence a column layer cuts dim 0 of the weight.
@@ -61,17 +61,17 @@ class ColumnParallelLinear(ShardedModule):
 
     Args:
         in_features: extent of the last dim of the input.
-        out_features: extent of the last dim of the whole output; given as a mapping, the output is made of
-            these named components, each cut over tp and stored on its own: a rank's slice is its piece of the
-            first component, then of the second, and so on.
+        out_features: extent of the last dim of the whole output. A mapping from names to extents makes it of
+            named components, each cut over tp and stored on its own: a rank's slice is its slice of the first
+            component, then of the second, and so on.
         groups: the ranks around this one.
         bias: whether there is a bias.
         gather_output: join the output over tp.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the parameters.
-        device: where the parameters lie.
-        copies: of named components, how many neighbouring ranks of tp hold the same slice, for components
-            that are cut into fewer slices than there are ranks. Their gradients are summed over these ranks.
+        device: where the parameters are.
+        copies: by component, how many neighbouring ranks of tp have the same slice, for components that are
+            cut into fewer slices than there are ranks. Their gradients are summed over these ranks.
 
     Raises:
         DeclarationError: tp does not divide the outputs or a component of them; gather_output with
@@ -92,13 +92,13 @@ class ColumnParallelLinear(ShardedModule):
         copies: Mapping[str, int] | None = None,
     ) -> None:
         components = None
-        held = {} if copies is None else copies
+        copies = {} if copies is None else copies
         if isinstance(out_features, int):
             local = divide_over_tp("out_features", out_features, groups)
         else:
             components = {
-                # As many times as large, of which each rank would have a slice of its own.
-                n: divide_over_tp(f"component {n!r} of out_features", s * held.get(n, 1), groups)
+                # A component with copies is cut as if it were so many times as large.
+                n: divide_over_tp(f"component {n!r} of out_features", s * copies.get(n, 1), groups)
                 for n, s in out_features.items()
             }
             local = sum(components.values())
@@ -107,9 +107,9 @@ class ColumnParallelLinear(ShardedModule):
                 f"gather_output would join the slices of components {list(components)} interleaved by rank. "
                 f"Leave it False and gather each component of split(output) by itself."
             )
-        for name, copies_of_part in held.items():
-            check_copies(f"component {name!r}", copies_of_part, groups)
-        sharding = TpSharding(dim=0, components=components, copies=held)
+        for name, count in copies.items():
+            check_copies(f"component {name!r}", count, groups)
+        sharding = TpSharding(dim=0, components=components, copies=copies)
         super().__init__(groups, tp_sharding={"weight": sharding, "bias": sharding})
         self.local_components = components
         self.shared_rows = sharding.shared_rows(local)
@@ -146,7 +146,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Input `[..., hidden]`; `split(output)` gives q `[..., heads/tp * head_dim]`, k and v
     `[..., query_groups/tp * head_dim]`. With more ranks in tp than query groups, k and v have one head each,
-    the one that this rank's query heads use: `tp / query_groups` neighbours hold the same one.
+    the one that this rank's query heads use: `tp / query_groups` neighbours have the same one.
 
     Args:
         hidden_size: extent of the last dim of the input.
@@ -157,7 +157,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: whether there is a bias.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the parameters.
-        device: where the parameters lie.
+        device: where the parameters are.
 
     Raises:
         DeclarationError: tp does not divide the heads, the query groups do not, or neither of tp and the
@@ -182,8 +182,8 @@ class QKVParallelLinear(ColumnParallelLinear):
                 f"num_heads {num_heads} is not a multiple of num_query_groups {num_query_groups}, so the "
                 f"query heads cannot share keys evenly. Choose a divisor of {num_heads}."
             )
-        # Checked on heads, not on features: a slice that ends inside a head would divide as well, and
-        # compute nonsense.
+        # Check heads, not features: tp may divide the features although a slice would end inside of a head,
+        # which computes nonsense.
         divide_over_tp("num_heads", num_heads, groups)
         copies = 1 if groups.tp.size % num_query_groups else groups.tp.size // num_query_groups
         divide_over_tp("num_query_groups", num_query_groups * copies, groups)
@@ -211,11 +211,11 @@ class RowParallelLinear(ShardedModule):
         out_features: extent of the last dim of the output.
         groups: the ranks around this one.
         bias: whether there is a bias, added after the sum over tp.
-        input_is_parallel: the input is cut over tp already; False for an input `[..., in]` equal on all
-            ranks.
+        input_is_parallel: whether the input is cut over tp; False for an input `[..., in]` that is equal on
+            all ranks.
         sequence_parallel: cut the output along the sequence, dim 0.
         dtype: dtype of the parameters.
-        device: where the parameters lie.
+        device: where the parameters are.
 
     Raises:
         DeclarationError: tp does not divide in_features; sequence_parallel with an input that is not

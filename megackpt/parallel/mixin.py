@@ -1,7 +1,7 @@
-"""How a module says which part of the checkpoint it holds.
+"""How a module declares which parts of the checkpoint it has.
 
-Owns the composition of `sharded_state_dict` over a tree of modules, and the one-line declaration of a
-layer's own sharding. A layer declares; it never computes an offset and never touches a file.
+A layer declares its sharding in one line and never computes an offset. `sharded_state_dict` combines the
+declarations over a tree of modules.
 
     class Scale(ShardedModule):
         tp_sharding = {"weight": 0}                      # dim 0 is cut over tp
@@ -11,8 +11,8 @@ layer's own sharding. A layer declares; it never computes an offset and never to
             self.weight = nn.Parameter(torch.ones(features // groups.tp.size))
 
 Replica ids are `(copy, tp, dp)`: a second copy of the same weight in the same model (tied embedding) has
-copy 1, a tensor that tp does not cut has its tp rank, and every data parallel rank its dp rank. A slice that
-several neighbours in tp hold is numbered among them by the second element.
+copy 1, a tensor that tp does not cut has its tp rank, and every data parallel rank its dp rank. If several
+neighbours in tp have the same slice, the second element counts them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megackpt.mapping import (
 from megackpt.parallel.attributes import RowRange, is_marked, mark, mark_copied_rows
 from megackpt.parallel.groups import ParallelGroups
 
-Metadata: TypeAlias = "Mapping[str, Any] | None"  # the caller's hints, handed down unread
+Metadata: TypeAlias = "Mapping[str, Any] | None"  # hints of the caller, passed on to children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,16 @@ class TpSharding:
     """How tp cuts one tensor; a plain int stands for `TpSharding(dim=...)`.
 
     Attributes:
-        dim: dim of the local tensor that is cut; each rank holds an equal slice.
-        components: where the slice is made of named components one after the other (gate and up; q, k and v),
-            their local extents along `dim`, in order. Each part is stored as a global array of its own,
-            `key.name`.
+        dim: dim of the local tensor that is cut; each rank has an equal slice.
+        components: names and local extents along `dim` of the components of the slice, in order (gate and up;
+            q, k and v). Each component is stored as a global array of its own, `key.name`.
         allow_shape_mismatch: the global extent may differ between checkpoint and model (vocabulary padding).
-        copies: how many neighbouring ranks hold the same slice, where tp has more ranks than there are slices
-            (key and value heads): a number, or one for each part that has such slices. The layer sums their
-            gradients over these ranks: see `copy_to_neighbours`.
+        copies: how many neighbouring ranks have the same slice, where tp has more ranks than there are slices
+            (key and value heads): a number, or a number by component. The layer sums their gradients over
+            these ranks: see `copy_to_neighbours`.
 
     Raises:
-        DeclarationError: both components and allow_shape_mismatch; copies of what is no component, or fewer
+        DeclarationError: both components and allow_shape_mismatch; copies of an unknown component, or fewer
             than 1.
     """
 
@@ -82,7 +81,7 @@ class TpSharding:
         return self.copies.get(component, 1) if isinstance(self.copies, Mapping) else self.copies
 
     def shared_rows(self, extent: int) -> tuple[tuple[int, int, int], ...]:
-        """Return `(start, stop, copies)` of the rows that several ranks hold; extent is that of the dim."""
+        """Return `(start, stop, copies)` of the rows that several ranks have, of a dim of this extent."""
         rows: list[tuple[int, int, int]] = []
         start = 0
         for name, size in (self.components or {"": extent}).items():
@@ -106,13 +105,12 @@ class ShardedModule(nn.Module):
         class RowCutLinear(ShardedModule, nn.Linear):
             tp_sharding = {"weight": 0, "bias": 0}
 
-        RowCutLinear(groups, 16, 8)                      # what follows groups goes to nn.Linear
+        RowCutLinear(groups, 16, 8)                      # arguments after groups are those of nn.Linear
 
     Attributes:
         groups: the ranks around this one.
-        tp_sharding: per name of an own parameter or persistent buffer, how tp cuts it. What is not named is
-            equal on all ranks of tp. May be a class attribute, or given to the constructor where it depends
-            on sizes.
+        tp_sharding: how tp cuts the module's own parameters and persistent buffers, by name. Others are equal
+            on all ranks of tp. A class attribute, or an argument of the constructor if it depends on sizes.
 
     Parameters named in it are marked `tensor_model_parallel` when they are assigned, for the optimizer.
     """
@@ -123,7 +121,7 @@ class ShardedModule(nn.Module):
     def __init__(
         self, groups: ParallelGroups, *args: Any, tp_sharding: Declarations | None = None, **kwargs: Any
     ) -> None:
-        # Before super().__init__, which may assign parameters already.
+        # Before super().__init__, which may assign parameters.
         self.groups = groups
         if tp_sharding is not None:
             self.tp_sharding = tp_sharding
@@ -134,17 +132,19 @@ class ShardedModule(nn.Module):
         super().register_parameter(name, param)
         if param is not None and name in self.tp_sharding:
             mark(param, "tensor_model_parallel")
-            how = _as_sharding(self.tp_sharding[name])
-            if 0 <= how.dim < param.dim():  # or else sharded_state_dict says what is wrong
-                shared = how.shared_rows(param.shape[how.dim])
-                copied = [RowRange(how.dim, a, b) for a, b, copies in shared if self.groups.tp.rank % copies]
+            sharding = _as_sharding(self.tp_sharding[name])
+            if 0 <= sharding.dim < param.dim():  # if not, sharded_state_dict raises an error
+                shared = sharding.shared_rows(param.shape[sharding.dim])
+                copied = [
+                    RowRange(sharding.dim, a, b) for a, b, copies in shared if self.groups.tp.rank % copies
+                ]
                 if copied:
                     mark_copied_rows(param, copied)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
     ) -> ShardedStateDict:
-        """Return what this rank holds of this module and its children; see `declare_module`."""
+        """Declare what this rank has of this module and its children; see `declare_module`."""
         return declare_module(
             self, self.groups, prefix, sharded_offsets, metadata, tp_sharding=self.tp_sharding
         )
@@ -157,16 +157,18 @@ def sharded_state_dict(
     sharded_offsets: Sequence[RankOffset] = (),
     metadata: Metadata = None,
 ) -> ShardedStateDict:
-    """Return what this rank holds of any `module`. Local.
+    """Declare what this rank has of any `module`. Local.
 
-    A module that has a `sharded_state_dict` of its own is asked. Any other is taken as equal on all ranks of
-    tp, and its children are treated likewise. Arguments and errors are those of `declare_module`.
+    Calls the module's own `sharded_state_dict` if it has one. Any other module is taken as equal on all ranks
+    of tp, and its children are treated in the same way. Arguments and errors are those of `declare_module`.
     """
-    ask = getattr(module, "sharded_state_dict", None)
-    if ask is None:
+    method = getattr(module, "sharded_state_dict", None)
+    if method is None:
         return declare_module(module, groups, prefix, sharded_offsets, metadata)
-    answer: ShardedStateDict = ask(prefix=prefix, sharded_offsets=tuple(sharded_offsets), metadata=metadata)
-    return answer
+    declared: ShardedStateDict = method(
+        prefix=prefix, sharded_offsets=tuple(sharded_offsets), metadata=metadata
+    )
+    return declared
 
 
 def declare_module(
@@ -178,29 +180,29 @@ def declare_module(
     *,
     tp_sharding: Declarations | None = None,
 ) -> ShardedStateDict:
-    """Declare what this rank holds of `module`, by `tp_sharding`, and of its children, by themselves. Local.
+    """Declare what this rank has of `module`, by `tp_sharding`, and of its children. Local.
 
-    What `ShardedModule.sharded_state_dict` does; for a module class that defines its own and cannot derive
-    from it. The module itself is not asked.
+    This is what `ShardedModule.sharded_state_dict` does, for a module class that cannot derive from it. The
+    module's own `sharded_state_dict` is not called; those of its children are. A child without one is taken
+    as equal on all ranks of tp.
 
     Parameters, persistent buffers and extra state are declared. The dict is flat, with the names of
-    `module.state_dict()` behind `prefix`; a loaded one can be given to `load_state_dict`. Entities wrap the
-    parameters themselves, so that an optimizer finds a parameter's entity by identity. A child with a
-    `sharded_state_dict` of its own is asked; any other is taken as equal on all ranks of tp.
+    `module.state_dict()` after `prefix`; a loaded one can be given to `load_state_dict`. Entities wrap the
+    parameters themselves, so that an optimizer finds the entity of a parameter by identity.
 
     Args:
         module: any module.
         groups: the ranks around this one.
-        prefix: put before every name and key.
-        sharded_offsets: `(axis, index, fragments)` of axes that stand before the tensors' own (a stack of
+        prefix: of every name and key.
+        sharded_offsets: `(axis, index, fragments)` of leading axes before the tensors' own (a stack of
             layers), for axes 0, 1, ...
-        metadata: handed to children.
+        metadata: passed to children.
         tp_sharding: how tp cuts `module`'s own tensors, by name.
 
     Raises:
-        DeclarationError: a declared name is no own parameter or persistent buffer; its dim does not exist; a
-            parameter marked `tensor_model_parallel` is not declared; sharded_offsets are not those of the
-            leading axes.
+        DeclarationError: a declared name is not a parameter or persistent buffer of the module; its dim does
+            not exist; a parameter marked `tensor_model_parallel` is not declared; sharded_offsets are not
+            those of the leading axes.
 
     Source: Megatron-Core `transformer.utils.sharded_state_dict_default` and
     `MegatronModule.sharded_state_dict`.
@@ -219,10 +221,10 @@ def declare_module(
 
 
 def second_copy(entity: ShardedTensor, key: str) -> ShardedTensor:
-    """Declare the parameter of `entity` as another copy of the array `key`, which also lies elsewhere. Local.
+    """Declare the parameter of `entity` as a second copy of the array `key`. Local.
 
-    For a weight that the model holds twice (a tied embedding on the first and last pipeline stage): the other
-    copy is the one that is saved, both are loaded. Its replica id begins with 1 instead of 0.
+    For a weight that the model has twice (a tied embedding on the first and last pipeline stage): the first
+    copy is saved, and both are loaded. The replica id of the second one begins with 1 instead of 0.
 
     Raises:
         DeclarationError: the entity has no data, or no `(copy, tp, dp)` replica id.
@@ -238,9 +240,9 @@ def second_copy(entity: ShardedTensor, key: str) -> ShardedTensor:
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """The module's own entries of its state dict: the parameters and buffers themselves, and extra state."""
+    """Return the module's own entries of its state dict: parameters and buffers themselves, extra state."""
     own: dict[str, Any] = {}
-    # Not state_dict(), which would go into the children. Modules override this to change what they store.
+    # Not state_dict(), which includes the children. Modules override this method to change what they store.
     module._save_to_state_dict(own, "", True)
     return own
 
@@ -262,17 +264,17 @@ def _declare(
         return ShardedTensor.from_rank_offsets(
             key, value, *stack, replica_id=replicated, prepend_axis_num=len(stack)
         )
-    how = _as_sharding(declared)
+    sharding = _as_sharding(declared)
     placements = {
-        name: _placement(key, how.dim + len(stack), how.copies_of(name), groups, stack)
-        for name in how.components or [""]
+        name: _placement(key, sharding.dim + len(stack), sharding.copies_of(name), groups, stack)
+        for name in sharding.components or [""]
     }
-    if how.components is not None:
+    if sharding.components is not None:
         return ShardedLayout.split(
             key,
             value,
-            how.dim,
-            how.components,
+            sharding.dim,
+            sharding.components,
             replica_id=(0, 0, groups.dp.rank),
             prepend_axis_num=len(stack),
             placements=placements,
@@ -281,21 +283,21 @@ def _declare(
         key,
         value,
         *placements[""].rank_offsets,
-        replica_id=(0, groups.tp.rank % how.copies_of(""), groups.dp.rank),
+        replica_id=(0, groups.tp.rank % sharding.copies_of(""), groups.dp.rank),
         prepend_axis_num=len(stack),
-        allow_shape_mismatch=how.allow_shape_mismatch,
+        allow_shape_mismatch=sharding.allow_shape_mismatch,
     )
 
 
 def check_copies(what: str, copies: int, groups: ParallelGroups) -> None:
-    """Check that `copies` neighbours in tp can hold the same slice of `what`, and the next ones the next.
+    """Check that tp can be divided into sets of `copies` neighbours with the same slice of `what`.
 
     Raises:
         DeclarationError: tp is not a multiple of `copies`.
     """
     if copies < 1 or groups.tp.size % copies:
         raise DeclarationError(
-            f"{what}: {copies} neighbouring ranks cannot hold the same slice each with tp={groups.tp.size}. "
+            f"{what}: {copies} neighbouring ranks cannot have the same slice each with tp={groups.tp.size}. "
             f"Give a number of copies that divides tp.",
             rank=groups.rank,
         )
@@ -304,7 +306,7 @@ def check_copies(what: str, copies: int, groups: ParallelGroups) -> None:
 def _placement(
     key: str, axis: int, copies: int, groups: ParallelGroups, stack: tuple[RankOffset, ...]
 ) -> ComponentPlacement:
-    """Return where this rank's slice along an axis lies, of which `copies` neighbours in tp hold the same."""
+    """Return the placement of this rank's slice along an axis, which `copies` neighbours in tp have."""
     check_copies(repr(key), copies, groups)
     tp = groups.tp
     cut = (axis, tp.rank // copies, tp.size // copies)
@@ -320,7 +322,7 @@ def _leading_axes(prefix: str, sharded_offsets: Sequence[RankOffset]) -> tuple[R
     if [axis for axis, _, _ in stack] != list(range(len(stack))):
         raise DeclarationError(
             f"{prefix!r}: sharded_offsets {stack} do not describe axes 0 to {len(stack) - 1}. Give one "
-            f"(axis, index, fragments) for each axis that stands before the tensors' own; what tp cuts "
+            f"(axis, index, fragments) for each leading axis before the tensors' own; what tp cuts "
             f"belongs into tp_sharding.",
             path=prefix,
         )
@@ -331,14 +333,14 @@ def _check_declarations(
     module: nn.Module, prefix: str, own: Mapping[str, Any], declared: Declarations
 ) -> None:
     kind, present = type(module).__name__, _listed(own)
-    for name, how in declared.items():
+    for name, sharding in declared.items():
         value = own.get(name)
-        dim = _as_sharding(how).dim
+        dim = _as_sharding(sharding).dim
         if value is None and getattr(module, name, module) is None:
-            continue  # declared for all instances; this one was built without (bias=False)
+            continue  # declared for all instances; this one does not have it (bias=False)
         if not isinstance(value, Tensor):
             raise DeclarationError(
-                f"{prefix + name!r}: {kind}.tp_sharding declares {name!r}, which is no parameter or "
+                f"{prefix + name!r}: {kind}.tp_sharding declares {name!r}, which is not a parameter or "
                 f"persistent buffer of it; it has {present}. Correct the name, or remove the declaration.",
                 key=prefix + name,
             )

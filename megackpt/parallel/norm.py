@@ -1,8 +1,8 @@
-"""Normalisation over the hidden dim; its parameters are equal on all ranks of tp.
+"""RMSNorm and LayerNorm over the hidden dim; their parameters are equal on all ranks of tp.
 
-Owns RMSNorm and LayerNorm. With sequence parallelism each rank normalises its part of the sequence only, so
-that the gradients of the parameters are partial sums: they are marked `sequence_parallel`, and whoever
-reduces gradients sums them over tp.
+With sequence parallelism each rank normalises its part of the sequence only, so the gradients of the
+parameters are partial sums. The parameters are marked `sequence_parallel`, and the optimizer sums their
+gradients over tp.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RMSNorm(ShardedModule):
         eps: added to the mean square.
         sequence_parallel: the input is this rank's part of the sequence.
         dtype: dtype of the weight; the statistics are computed in float32.
-        device: where the weight lies.
+        device: where the weight is.
 
     Source: Zhang and Sennrich 2019, equation 4.
     """
@@ -47,7 +47,7 @@ class RMSNorm(ShardedModule):
             mark(self.weight, "sequence_parallel")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` `[..., hidden]`; shape and dtype stay."""
+        """Normalise `x` `[..., hidden]`; shape and dtype do not change."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide * self.weight.float()).to(x.dtype)
@@ -62,7 +62,7 @@ class LayerNorm(ShardedModule):
         eps: added to the variance.
         sequence_parallel: the input is this rank's part of the sequence.
         dtype: dtype of the parameters.
-        device: where the parameters lie.
+        device: where the parameters are.
     """
 
     def __init__(
@@ -84,5 +84,5 @@ class LayerNorm(ShardedModule):
             mark(self.bias, "sequence_parallel")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` `[..., hidden]`; shape and dtype stay."""
+        """Normalise `x` `[..., hidden]`; shape and dtype do not change."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,7 +1,6 @@
-"""Carrying out a pipeline plan: running one stage, and exchanging with the neighbouring stages.
+"""Executes a pipeline plan: runs one stage, and exchanges activations and gradients with its neighbours.
 
-Owns the point-to-point exchange and the life of activations between a forward and its backward; which comes
-when is decided in `schedule`.
+`schedule` decides the order of the actions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class MicroBatch(NamedTuple):
 
 
 class PipelineStage(Protocol):
-    """What a model has to offer to be run as a stage."""
+    """A model that can be run as a stage."""
 
     def __call__(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """Run the stage on tokens (first) or activations (others); the last returns the mean loss."""
@@ -61,8 +60,8 @@ def forward_backward(
     Raises:
         DeclarationError: no micro-batch is given.
     """
-    plan = plan_1f1b(groups.pp.size, groups.pp.rank, _counted(micro_batches))
-    return _StageRun(model, micro_batches, groups, grad=loss_scale / len(micro_batches)).carry_out(plan)
+    plan = plan_1f1b(groups.pp.size, groups.pp.rank, _count(micro_batches))
+    return _PlanExecution(model, micro_batches, groups, grad=loss_scale / len(micro_batches)).execute(plan)
 
 
 def forward_only(model: PipelineStage, micro_batches: Sequence[MicroBatch], groups: ParallelGroups) -> Tensor:
@@ -71,9 +70,9 @@ def forward_only(model: PipelineStage, micro_batches: Sequence[MicroBatch], grou
     Raises:
         DeclarationError: no micro-batch is given.
     """
-    plan = plan_forward(groups.pp.size, groups.pp.rank, _counted(micro_batches))
+    plan = plan_forward(groups.pp.size, groups.pp.rank, _count(micro_batches))
     with torch.no_grad():
-        return _StageRun(model, micro_batches, groups, grad=0.0).carry_out(plan)
+        return _PlanExecution(model, micro_batches, groups, grad=0.0).execute(plan)
 
 
 def share_losses(losses: Tensor, micro_batches: int, groups: ParallelGroups) -> Tensor:
@@ -88,15 +87,14 @@ def share_losses(losses: Tensor, micro_batches: int, groups: ParallelGroups) -> 
 def exchange(
     axis: Axis, peer: int, *, send: Tensor | None = None, receive: Tensor | None = None
 ) -> Tensor | None:
-    """Send to and receive from the rank at index `peer` of the axis, at once; return what was received.
+    """Send to and receive from the rank at index `peer` of the axis, in one batch; return what was received.
 
-    Blocks until both are done; the peer has to make the matching call. `receive` is the buffer that is
-    filled.
+    Blocks until both are done; the peer must make the matching call. `receive` is the buffer to fill.
     """
-    wanted = [(dist.isend, send), (dist.irecv, receive)]
+    operations = [(dist.isend, send), (dist.irecv, receive)]
     ops = [
         dist.P2POp(op, tensor.detach().contiguous(), axis.ranks[peer], axis.group)
-        for op, tensor in wanted
+        for op, tensor in operations
         if tensor is not None
     ]
     # One batch: NCCL would deadlock on two stages that each wait for their own send first.
@@ -106,8 +104,8 @@ def exchange(
 
 
 @dataclass(slots=True)
-class _StageRun:
-    """The state of one pass over the micro-batches: what has arrived and what waits for its backward."""
+class _PlanExecution:
+    """One execution of a plan: received tensors, and outputs that wait for their backward."""
 
     model: PipelineStage
     micro_batches: Sequence[MicroBatch]
@@ -118,7 +116,7 @@ class _StageRun:
     grads: dict[int, Tensor] = field(default_factory=dict)  # received gradients of outputs
     losses: list[Tensor] = field(default_factory=list)
 
-    def carry_out(self, plan: Sequence[Action]) -> Tensor:
+    def execute(self, plan: Sequence[Action]) -> Tensor:
         for action in plan:
             match action:
                 case Forward(k):
@@ -142,38 +140,38 @@ class _StageRun:
         if not pp.is_last or torch.is_grad_enabled():
             self.outputs[k] = output
         if not torch.is_grad_enabled():
-            self.inputs.pop(k, None)  # no backward will ask for it
+            self.inputs.pop(k, None)  # there is no backward that needs it
 
     def _backward(self, k: int) -> None:
         output = self.outputs.pop(k)
         grad = torch.full_like(output, self.grad) if self.groups.pp.is_last else self.grads.pop(k)
         torch.autograd.backward(output, grad)
 
-    def _exchange_with_previous(self, what: Transfer) -> None:
+    def _exchange_with_previous(self, transfer: Transfer) -> None:
         send = receive = None
-        if what.send is not None:
+        if transfer.send is not None:
             send = self.inputs.pop(
-                what.send
+                transfer.send
             ).grad  # of an activation that was received: never None after backward
-        if what.receive is not None:
-            receive = self.model.activation_buffer(self.micro_batches[what.receive].tokens)
+        if transfer.receive is not None:
+            receive = self.model.activation_buffer(self.micro_batches[transfer.receive].tokens)
         pp = self.groups.pp
         exchange(pp, pp.rank - 1, send=send, receive=receive)
-        if what.receive is not None and receive is not None:
-            self.inputs[what.receive] = receive.requires_grad_(torch.is_grad_enabled())
+        if transfer.receive is not None and receive is not None:
+            self.inputs[transfer.receive] = receive.requires_grad_(torch.is_grad_enabled())
 
-    def _exchange_with_next(self, what: Transfer) -> None:
-        send = None if what.send is None else self.outputs[what.send]
-        receive = None if what.receive is None else torch.empty_like(self.outputs[what.receive])
+    def _exchange_with_next(self, transfer: Transfer) -> None:
+        send = None if transfer.send is None else self.outputs[transfer.send]
+        receive = None if transfer.receive is None else torch.empty_like(self.outputs[transfer.receive])
         pp = self.groups.pp
         exchange(pp, pp.rank + 1, send=send, receive=receive)
-        if what.send is not None and not torch.is_grad_enabled():
-            del self.outputs[what.send]
-        if what.receive is not None and receive is not None:
-            self.grads[what.receive] = receive
+        if transfer.send is not None and not torch.is_grad_enabled():
+            del self.outputs[transfer.send]
+        if transfer.receive is not None and receive is not None:
+            self.grads[transfer.receive] = receive
 
 
-def _counted(micro_batches: Sequence[MicroBatch]) -> int:
+def _count(micro_batches: Sequence[MicroBatch]) -> int:
     if not micro_batches:
         raise DeclarationError(
             "there is no micro-batch to run. Give at least one, the same number on every rank."

@@ -1,8 +1,8 @@
 """Random streams of one rank, and dropout that draws from them.
 
-Owns explicit generators: nothing here touches torch's global generator, so that a resumed run draws exactly
-what an uninterrupted one would, whatever else in the process uses random numbers. Initial weights are not
-drawn from here; they must not depend on the layout (see `models.init`).
+The generators are explicit and torch's global generator is not used. So a resumed run draws exactly what an
+uninterrupted one would, whatever else in the process uses random numbers. Initial weights are not drawn from
+these streams, as they must not depend on the layout (see `models.init`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megackpt.parallel.groups import ParallelGroups
 
 Stream = Literal["replicated", "distinct"]
 
-# Which coordinates make two ranks draw differently. "replicated" is for activations that all of tp hold:
-# they must agree on what is dropped.
+# The coordinates that the seed of a stream depends on. "replicated" is for activations that are equal on all
+# of tp: all of tp must drop the same elements.
 _COORDINATES: dict[Stream, tuple[str, ...]] = {"replicated": ("pp", "dp"), "distinct": ("pp", "dp", "tp")}
 
 
@@ -29,13 +29,12 @@ class ParallelRng:
 
     A stream's state follows from the base seed, the step of the last `reseed` and the rank's coordinates,
     and then from what was drawn. Resuming at the same layout restores the states: bit for bit the same run.
-    At another layout there is no state to restore (256 streams cannot become 128), so the defined meaning is
-    `reseed(step)`: fresh streams that are a function of seed, step and the new coordinates, the same
-    whatever layout came before.
+    At another layout there is no state to restore (256 streams cannot become 128); call `reseed(step)`, whose
+    streams depend on seed, step and the new coordinates only, not on the layout before.
 
     Args:
         seed: base seed of the job, equal on all ranks.
-        groups: where this rank stands.
+        groups: the ranks around this one.
         device: where the random numbers are wanted.
     """
 
@@ -49,12 +48,12 @@ class ParallelRng:
 
     @property
     def replicated(self) -> torch.Generator:
-        """The stream that all ranks of a tp axis draw alike."""
+        """The stream that is equal on all ranks of a tp axis."""
         return self._generators["replicated"]
 
     @property
     def distinct(self) -> torch.Generator:
-        """The stream that each rank draws for itself."""
+        """The stream of this rank only."""
         return self._generators["distinct"]
 
     def generator(self, stream: Stream) -> torch.Generator:
@@ -62,15 +61,15 @@ class ParallelRng:
         return self._generators[stream]
 
     def reseed(self, step: int) -> None:
-        """Begin both streams anew as a function of base seed, `step` and this rank's coordinates. Local.
+        """Restart both streams from the base seed, `step` and this rank's coordinates. Local.
 
         Call it on every rank after loading a checkpoint of step `step` at another layout than it was saved
         at.
         """
-        where = self.groups.layout.coordinates(self.groups.rank)
+        coordinates = self.groups.layout.coordinates(self.groups.rank)
         for stream, names in _COORDINATES.items():
-            coordinates = tuple(getattr(where, name) for name in names)
-            self._generators[stream].manual_seed(stable_seed(self.seed, step, stream, *coordinates))
+            indices = tuple(getattr(coordinates, name) for name in names)
+            self._generators[stream].manual_seed(stable_seed(self.seed, step, stream, *indices))
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed, layout `(pp, tp, dp)` and both states (uint8 tensors on the CPU). Local."""
@@ -99,14 +98,14 @@ class ParallelRng:
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Declare `prefix + "rng_state"`, one element per rank of an array `(pp, tp, dp)`. Local."""
-        where = self.groups.layout.coordinates(self.groups.rank)
+        coordinates = self.groups.layout.coordinates(self.groups.rank)
         key = f"{prefix}rng_state"
         return {
             key: ShardedObject(
                 key=key,
                 data=self.state_dict(),
                 global_shape=self._layout(),
-                global_offset=(where.pp, where.tp, where.dp),
+                global_offset=(coordinates.pp, coordinates.tp, coordinates.dp),
             )
         }
 
@@ -121,7 +120,8 @@ class ParallelDropout(nn.Module):
     Args:
         p: probability that an element becomes 0; in `[0, 1)`.
         rng: the streams; may be None where p is 0.
-        stream: `replicated` for activations that all of tp hold, `distinct` for those that differ by rank.
+        stream: `replicated` for activations that are equal on all of tp, `distinct` for those that differ by
+            rank.
 
     Raises:
         DeclarationError: p is out of range, or needs an rng and has none.
@@ -156,7 +156,7 @@ class ParallelDropout(nn.Module):
 def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
     """Drop elements of x with probability p, drawing from `generator` (on x's device). Local; advances it.
 
-    One float32 is drawn per element, whatever x's dtype, so that the mask does not depend on the precision.
+    One float32 is drawn for each element, so that the mask does not depend on x's dtype.
     """
     kept = torch.rand(x.shape, generator=generator, device=x.device) >= p
     return x * (kept / (1 - p)).to(x.dtype)

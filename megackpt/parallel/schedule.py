@@ -1,7 +1,6 @@
-"""Which layers a pipeline stage holds, and in which order it works: pure plans.
+"""The layers of each pipeline stage, and the order in which a stage works, as plain data.
 
-Owns the split of layers into stages and the one-forward-one-backward schedule, as plain data that can be
-simulated. Carrying a plan out is `pipeline`'s.
+Splits layers into stages, and plans the one-forward-one-backward schedule. `pipeline` executes a plan.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Backward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Exchange with one neighbour; done when everything in it is. Send and receive are posted together.
+    """Exchange with one neighbour. Send and receive are started in one batch, and both are awaited.
 
-    Between a stage and the next, activations go forward and gradients come back. Both neighbours may want to
-    send at once, so a stage that posted its send alone and waited could wait for ever.
+    Between a stage and the next, activations go forward and gradients come back. Both neighbours may have
+    something to send, so a stage that waited for its send before it receives could wait for ever.
 
     Attributes:
         peer: which neighbour.
@@ -53,8 +52,8 @@ Action: TypeAlias = "Forward | Backward | Transfer"
 def split_layers(num_layers: int, stages: int, *, counts: Sequence[int] | None = None) -> tuple[range, ...]:
     """Return the global layer indices of each stage, in order.
 
-    Without `counts` the stages differ by one layer at most, and the first ones have more: the last one has
-    the logits to compute besides.
+    Without `counts` the stages differ by one layer at most, and the first ones have more: the last one also
+    computes the logits.
 
     >>> split_layers(5, 2)
     (range(0, 3), range(3, 5))
@@ -62,10 +61,11 @@ def split_layers(num_layers: int, stages: int, *, counts: Sequence[int] | None =
     Args:
         num_layers: layers of the whole model.
         stages: number of pipeline stages.
-        counts: layers of each stage, for an uneven split; may be 0 where a stage has other work.
+        counts: layers of each stage, for an uneven split; 0 for a stage with other work.
 
     Raises:
-        DeclarationError: fewer layers than stages; counts that do not give each stage a number that add up.
+        DeclarationError: fewer layers than stages; or counts that are not one for each stage, or do not add
+            up.
     """
     if counts is None:
         if not 1 <= stages <= num_layers:
@@ -85,11 +85,10 @@ def split_layers(num_layers: int, stages: int, *, counts: Sequence[int] | None =
 
 
 def plan_1f1b(stages: int, stage: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return what `stage` does with `micro_batches`: forward and backward of each, one of each in turn. Pure.
+    """Return the actions of `stage`: forward and backward of each micro-batch, in turn. Pure.
 
-    A stage runs as many forwards ahead as there are stages behind it, then alternates: at most
-    `stages - stage` micro-batches are in flight, whatever their number. With one stage this is plain
-    gradient accumulation.
+    A stage first runs as many forwards as there are stages after it, then alternates: at most
+    `stages - stage` micro-batches are in flight. With one stage this is plain gradient accumulation.
 
     >>> plan_1f1b(1, 0, 2)
     (Forward(micro_batch=0), Backward(micro_batch=0), Forward(micro_batch=1), Backward(micro_batch=1))
@@ -117,7 +116,7 @@ def plan_1f1b(stages: int, stage: int, micro_batches: int) -> tuple[Action, ...]
 
 
 def plan_forward(stages: int, stage: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return what `stage` does to evaluate `micro_batches`: forwards only. Pure.
+    """Return the actions of `stage` for evaluation: forwards only. Pure.
 
     Raises:
         DeclarationError: no such stage, or a negative number of micro-batches.

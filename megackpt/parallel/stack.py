@@ -1,7 +1,7 @@
-"""A stack of equal layers, some of which this pipeline stage holds.
+"""A stack of equal layers, some of which are on this pipeline stage.
 
-Owns the numbering: in the checkpoint every tensor of the stack has a leading axis over all layers of the
-model, so that which stage holds a layer leaves no trace there.
+In the checkpoint every tensor of the stack has a leading axis over all layers of the model, so that the
+checkpoint does not depend on which stage has a layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megackpt.parallel.mixin import Metadata, ShardedModule, sharded_state_dict
 class LayerStack(ShardedModule):
     """Layers `owned` of a stack of `total`, applied in order. As collective as its layers.
 
-    `build(i)` makes global layer i. Length, iteration and indices are those of the layers of this stage. In
-    the state dict names count the layers of this stage (`0.weight`); in the checkpoint there is one key per
-    tensor (`weight`) with a leading axis of `total` layers.
+    Length, iteration and indices are those of the layers of this stage. Names in the state dict count the
+    layers of this stage (`0.weight`); the checkpoint has one key for each tensor (`weight`), with a leading
+    axis of `total` layers.
 
     Args:
-        build: makes the layer with a global index.
-        owned: global indices of the layers this stage holds; see `schedule.split_layers`.
+        build: returns the layer with a global index.
+        owned: global indices of the layers of this stage; see `schedule.split_layers`.
         total: number of layers over all stages.
         groups: the ranks around this one.
     """
@@ -40,7 +40,7 @@ class LayerStack(ShardedModule):
             self.add_module(str(local), build(index))
 
     def __len__(self) -> int:
-        """Return how many layers this stage holds."""
+        """Return the number of layers of this stage."""
         return len(self.owned)
 
     def __iter__(self) -> Iterator[nn.Module]:
