@@ -36,7 +36,7 @@ from megackpt import (
 from megackpt.comm import Group
 from megackpt.formats.damage import Damage
 from megackpt.formats.torch_dist import TorchDistSaveStrategy
-from megackpt.formats.torch_dist.values import MOST_VALUES
+from megackpt.formats.torch_dist.values import MAX_VALUES
 from megackpt.metadata import DTYPES
 from megackpt.storage import MemoryStore
 from megackpt.testing.faulty_store import FaultyStore
@@ -424,7 +424,7 @@ def test_copies_for_dcp_are_no_arrays_of_ours_and_stay_with_their_common_state(t
 
 
 def test_state_of_very_many_values_has_no_copies(tmp_path: Path) -> None:
-    save({"many": {str(i): i for i in range(MOST_VALUES + 1)}}, tmp_path / "c", "torch_dist")
+    save({"many": {str(i): i for i in range(MAX_VALUES + 1)}}, tmp_path / "c", "torch_dist")
     assert not list((tmp_path / "c").glob("values-*"))
     save({"few": 1}, tmp_path / "d", TorchDistSaveStrategy(values_for_dcp=False))
     assert not list((tmp_path / "d").glob("values-*"))

@@ -1,7 +1,7 @@
 """What is wrong with the files of a torch_dist checkpoint of ours, besides the bytes of its chunks.
 
-Owns the comparison of what we note and index with what other libraries read instead: `.metadata`, common.pt,
-and the zip records around each tensor. What other libraries have saved says nothing twice.
+Our note and index are compared with what other libraries read instead: `.metadata`, common.pt, and the zip
+records around each tensor. Checkpoints of other libraries contain nothing twice that could be compared.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megackpt.formats.torch_dist.notes import COMMON_MAX_BYTES, MANIFEST_CONTENT
 from megackpt.metadata import OBJECT, StoredChunks
 from megackpt.storage import Store, digest_of
 
-_CRC = struct.Struct("<4sI")  # what follows the bytes of a tensor: a signature, and their CRC-32
+_CRC = struct.Struct("<4sI")  # follows the bytes of a tensor: a signature, and their CRC-32
 
 
 def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
-    """Yield what is wrong; see `LoadStrategy.check_files`. manifest may be one that was made up."""
+    """Yield what is wrong with files; see `LoadStrategy.check_files`. manifest may be one of `detect`."""
     notes = [name for name in store.names("megackpt-") if names.note_of(name) is not None]
     try:
         if not notes or not store.exists(names.METADATA):
@@ -64,7 +64,7 @@ def _check_fixed_names(store: Store, note: Json, holder: str) -> Iterator[Damage
 
 
 def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
-    """Compare what stands around each tensor with what a save writes there, and the ends of files."""
+    """Compare the bytes around each tensor with those that a save writes, and check the ends of files."""
     table = stored.table
     ends = np.zeros(len(stored.files), np.int64)
     for row in np.lexsort((stored.offset_bytes, stored.file)).tolist():
@@ -77,7 +77,7 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
             end = raw - len(frame.head) + frame.length
             try:
                 fault = _fault_of(store, name, frame, raw)
-            except CheckpointError:  # who looks for the files of chunks says that it is gone, or too short
+            except CheckpointError:  # the caller reports files that are missing or too short
                 fault = None
             if fault:
                 yield Damage(
@@ -95,7 +95,7 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
 
 
 def _fault_of(store: Store, name: str, frame: Frame, raw: int) -> tuple[str, int, int] | None:
-    """Say what is wrong around a tensor whose bytes begin at raw, and from where to where."""
+    """Return what is wrong around a tensor whose bytes begin at raw, and the byte range; None if nothing."""
     head = bytearray(len(frame.head))
     if raw < len(head):
         return "the tensor begins where no room is for the zip records before it", 0, raw
@@ -105,7 +105,7 @@ def _fault_of(store: Store, name: str, frame: Frame, raw: int) -> tuple[str, int
     begin = raw + frame.nbytes
     tail = bytearray(frame.length - len(head) - frame.nbytes)
     store.read_into(name, begin, memoryview(tail))
-    # The checksum stands there twice, so that a changed one is seen without the tensor's bytes.
+    # The checksum is there twice, so a changed one is found without reading the tensor's bytes.
     if tail != frame.tail(_CRC.unpack_from(tail)[1]):
         return "the zip records behind the tensor are not those that were saved", begin, begin + len(tail)
     return None

@@ -1,8 +1,4 @@
-"""Data files: items one after the other.
-
-Owns what one rank writes: the cut of its rows into rectangles, their spread over files, and the layout and
-writing of each file.
-"""
+"""The data files of one rank: its rows cut into rectangles, spread over files, laid out and written."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from megackpt.storage import BlockDigester, Store
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """Rows cut into rectangles, one item each, in the order of the rows.
+    """The rectangles of some rows, one item each, in the order of the rows.
 
     Attributes:
         row: position of the row among the rows, `[n]`.
@@ -33,7 +29,7 @@ class Items:
 
 
 def items_of(table: ChunkTable, rows: Ints) -> Items:
-    """Cut rows into rectangles: DCP knows no other chunks. Each is contiguous in the bytes of its row."""
+    """Return the rectangles of rows, as DCP knows no other chunks. Each is contiguous in its row's bytes."""
     chunks = table.take(rows)
     cut = rectangles_of(chunks.shape, chunks.flat_start, chunks.flat_stop)
     numel = cut.shape.prod(axis=1)
@@ -52,8 +48,8 @@ def items_of(table: ChunkTable, rows: Ints) -> Items:
     )
 
 
-def balanced(nbytes: Ints, bins: int) -> list[Ints]:
-    """Spread rows over bins, largest first, each to the one with the fewest bytes; each bin ascending."""
+def spread_evenly(nbytes: Ints, bins: int) -> list[Ints]:
+    """Return the rows of each bin, ascending. Largest rows first, each is put into the emptiest bin."""
     members: list[list[int]] = [[] for _ in range(min(bins, len(nbytes)))]
     load = [0] * len(members)
     for row in np.argsort(-nbytes, kind="stable").tolist():
@@ -64,10 +60,10 @@ def balanced(nbytes: Ints, bins: int) -> list[Ints]:
 
 
 class DataFile:
-    """One data file: the items of some rows one after the other, each aligned."""
+    """One data file: the items of some rows, one after the other, each aligned."""
 
     def __init__(self, table: ChunkTable, item: Ints, rows: list[tuple[int, list[int]]]) -> None:
-        self.item = item  # which items it holds, in its order
+        self.item = item  # numbers of its items, in file order
         self._rows = rows  # (row of the plan, positions in `item`)
         self._table = table
         frames = [_frame(table, i) for i in item.tolist()]
@@ -80,47 +76,48 @@ class DataFile:
 
     @classmethod
     def of(cls, items: Items, rows: Ints, members: Ints) -> DataFile:
-        """Lay out the items of the rows at these positions."""
+        """Return the layout of a file with the items of the rows at these positions."""
         first = np.searchsorted(items.row, members)
         last = np.searchsorted(items.row, members, side="right")
         chosen: list[int] = []
-        of_row = []
+        row_items = []
         for member, a, b in zip(members.tolist(), first.tolist(), last.tolist(), strict=True):
-            of_row.append((int(rows[member]), list(range(len(chosen), len(chosen) + b - a))))
+            row_items.append((int(rows[member]), list(range(len(chosen), len(chosen) + b - a))))
             chosen += range(a, b)
-        return cls(items.table, np.array(chosen, np.int64), of_row)
+        return cls(items.table, np.array(chosen, np.int64), row_items)
 
     def write(self, store: Store, name: str, parts: ChunkParts) -> None:
-        """Write all of it, and keep the digests of the tensors' bytes."""
+        """Write the file, and keep the digests of the tensors' bytes."""
         total = int(self.start[-1] + self.length[-1])
         with store.open_writer(name, total) as writer:
             position = 0
             in_order = parts.in_order([row for row, _ in self._rows])
-            for (_, items), of_row in zip(self._rows, in_order, strict=True):
-                rest = _RowReader(of_row)
-                for at in items:
-                    for part in self._item(at, rest, position):
+            for (_, items), row_parts in zip(self._rows, in_order, strict=True):
+                reader = _RowReader(row_parts)
+                for number in items:
+                    for part in self._item(number, reader, position):
                         writer.write(part)
-                    position = int(self.start[at] + self.length[at])
+                    position = int(self.start[number] + self.length[number])
 
-    def _item(self, at: int, rest: _RowReader, position: int) -> Iterator[memoryview]:
-        item = int(self.item[at])
-        if position < self.start[at]:
-            yield memoryview(bytes(int(self.start[at]) - position))
+    def _item(self, number: int, reader: _RowReader, position: int) -> Iterator[memoryview]:
+        """Yield the padding before an item, and its bytes."""
+        item = int(self.item[number])
+        if position < self.start[number]:
+            yield memoryview(bytes(int(self.start[number]) - position))
         digester = BlockDigester(DIGEST_BLOCK_BYTES)
 
         def digested() -> Iterator[memoryview]:
-            for part in rest.take(int(self._table.nbytes[item])):
+            for part in reader.take(int(self._table.nbytes[item])):
                 digester.update(part)
                 yield part
 
-        frame = self._frames[at][0]
+        frame = self._frames[number][0]
         yield from digested() if frame is None else stream(frame, digested())
         self.digests.append(digester.result())
 
 
 def _frame(table: ChunkTable, item: int) -> tuple[Any, int, int]:
-    """Return the frame of an item (None: it is an object), where its data begins, and its length."""
+    """Return the frame of an item, None for an object; where its data begins; and its length."""
     spec = table.arrays[int(table.array[item])]
     if spec.dtype == OBJECT:
         return None, 0, int(table.nbytes[item])
@@ -129,17 +126,17 @@ def _frame(table: ChunkTable, item: int) -> tuple[Any, int, int]:
 
 
 class _RowReader:
-    """The bytes of a row, taken in parts."""
+    """Divides the bytes of a row among its items."""
 
     def __init__(self, parts: Iterator[memoryview]) -> None:
         self._parts = parts
-        self._open = memoryview(b"")
+        self._rest = memoryview(b"")  # of the current part
 
     def take(self, nbytes: int) -> Iterator[memoryview]:
         """Yield the next nbytes bytes."""
         while nbytes:
-            if not len(self._open):
-                self._open = memoryview(next(self._parts)).cast("B")
-            part, self._open = self._open[:nbytes], self._open[nbytes:]
+            if not len(self._rest):
+                self._rest = memoryview(next(self._parts)).cast("B")
+            part, self._rest = self._rest[:nbytes], self._rest[nbytes:]
             nbytes -= len(part)
             yield part

@@ -1,9 +1,9 @@
-"""One tensor of a checkpoint as DCP stores it: what `torch.save` makes of it, a zip file.
+"""One tensor of a checkpoint as DCP stores it: a zip file, as `torch.save` writes it.
 
-Owns the bytes around a tensor's own bytes. Writing, they are made from dtype and shape alone, so that a
-tensor of any size is streamed from where it lies and the length of the item is known before. Reading, the
-place of the tensor's bytes is found in the first bytes of an item; an item that is not plainly a row-major
-tensor is not decided here (`locate` says None) and is left to torch.
+This module has the bytes around a tensor's own bytes. When an item is written, they are made from dtype and
+shape alone, so that a tensor of any size is streamed from its memory, and the length of the item is known
+before. When an item is read, the position of the tensor's bytes is found in the first bytes of the item. If
+the item is not plainly a row-major tensor, `locate` returns None, and torch reads it.
 
 Source: the zip format, PKWARE APPNOTE 6.3.9 sections 4.3 and 4.5.3; the records of torch.save,
 torch/serialization.py `_save`.
@@ -32,10 +32,10 @@ ALIGNMENT = 64
 """The tensor's bytes begin at a multiple of this in the item, as torch's do."""
 
 HEAD_BYTES = 1024
-"""What torch writes before the tensor's bytes fits into this."""
+"""More than torch writes before the tensor's bytes."""
 
 ZIP64_FROM = 0xFFFFFFFF
-"""Sizes and positions from here on do not fit into the 32-bit fields of a zip file."""
+"""The least size or position that does not fit into a 32-bit field of a zip file."""
 
 _SEE_ZIP64 = 0xFFFFFFFF
 
@@ -43,7 +43,7 @@ _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _STREAMED = 0x0008  # flag: checksum and sizes follow the record
 _UTF8 = 0x0800
-_FOLDER = "archive"  # as torch.save names it where the stream has no name
+_FOLDER = "archive"  # torch.save uses this name if the stream has none
 
 # The dtypes with a storage class of their own; torch saves others through the untyped storage.
 _STORAGE_CLASSES = {
@@ -65,12 +65,13 @@ _DTYPE_OF_CLASS = {name: dtype for dtype, name in _STORAGE_CLASSES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around the bytes of one tensor.
+    """The bytes around those of one tensor.
 
     Attributes:
-        head: before them.
-        nbytes: how many they are.
-        length: of the whole item.
+        head: the bytes before the tensor's.
+        nbytes: number of bytes of the tensor.
+        length: length of the whole item.
+        records: the records of the zip file.
     """
 
     head: bytes
@@ -79,13 +80,13 @@ class Frame:
     records: tuple[_Record, ...]
 
     def tail(self, crc: int) -> bytes:
-        """Return what comes after the tensor's bytes, whose CRC-32 is given."""
+        """Return the bytes after the tensor's, which have the CRC-32 crc."""
         return _tail(self.records, self.nbytes, len(self.head), crc)
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A small record, or (content None) the tensor's own."""
+    """A small record; or the tensor's own, whose content is None."""
 
     name: bytes
     content: bytes | None
@@ -93,7 +94,7 @@ class _Record:
 
 
 def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """Return what torch.save puts around a row-major tensor.
+    """Return the bytes that torch.save writes around a row-major tensor.
 
     dtype is a name of `DTYPES`.
     """
@@ -109,7 +110,7 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
     records.append(_Record(path, None, len(head)))
     extra = _zip64_extra(0, 0) if nbytes >= ZIP64_FROM else b""
     room = -(len(head) + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
-    # An extra field of a kind that nobody reads ("FB", as torch's) fills up to the boundary.
+    # An extra field that nobody reads ("FB", as torch's) fills the gap up to the boundary.
     extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
     head += _local(path, None, extra, is_zip64=nbytes >= ZIP64_FROM)
     frozen = tuple(records)
@@ -146,7 +147,7 @@ def _zip64_extra(*values: int) -> bytes:
 
 
 def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) -> bytes:
-    """Sizes and checksum of the tensor's bytes, the version record, the directory, and the end of it."""
+    """Return sizes and checksum of the tensor's bytes, the version record, the directory and its end."""
     sizes = "<4sIQQ" if nbytes >= ZIP64_FROM else "<4sIII"
     tail = struct.pack(sizes, b"PK\7\10", crc, nbytes, nbytes)
     version = _Record(f"{_FOLDER}/version".encode(), b"3\n", data_start + nbytes + len(tail))
@@ -188,14 +189,14 @@ def _central(record: _Record, nbytes: int, crc: int) -> bytes:
 
 
 class _Placeholder:
-    """Stands for the storage while a tensor's description is pickled."""
+    """Replaces the storage while a tensor's description is pickled."""
 
     def __init__(self, storage_class: Any, numel: int) -> None:
         self.persistent_id = ("storage", storage_class, "0", "cpu", numel)
 
 
 class _PickledTensor:
-    """Pickles as a tensor does."""
+    """Is pickled as a tensor is."""
 
     def __init__(self, *reduced: Any) -> None:
         self._reduced = reduced
@@ -210,40 +211,40 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Pickle a tensor's description, as torch.save does: its storage by number, not by value."""
+    """Return the pickle of a tensor's description, as torch.save writes it: the storage is a number."""
     numel = math.prod(shape)
-    how: list[Any] = [0, shape, row_major_strides(shape), False, OrderedDict()]
+    arguments: list[Any] = [0, shape, row_major_strides(shape), False, OrderedDict()]
     if dtype in _STORAGE_CLASSES:
         rebuild: Any = torch._utils._rebuild_tensor_v2
         storage = _Placeholder(getattr(torch, _STORAGE_CLASSES[dtype]), numel)
     else:
         rebuild = torch._utils._rebuild_tensor_v3
         storage = _Placeholder(torch.storage.UntypedStorage, numel * DTYPES[dtype].itemsize)
-        how.append(getattr(torch, dtype))
+        arguments.append(getattr(torch, dtype))
     out = io.BytesIO()
-    _Pickler(out, 2).dump(_PickledTensor(rebuild, (storage, *how)))
+    _Pickler(out, 2).dump(_PickledTensor(rebuild, (storage, *arguments)))
     return out.getvalue()
 
 
 def locate(head: bytes, *, length: int, dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Return where the bytes of a row-major tensor begin in an item, from the first bytes of the item.
+    """Return where the bytes of a row-major tensor begin in an item; head is the beginning of the item.
 
-    None: they cannot be told from these bytes, or are not those of a plain row-major tensor of this dtype
-    and shape in this machine's byte order. length is that of the item.
+    None if head is too short to say, or the item is not a plain row-major tensor of this dtype and shape in
+    this machine's byte order. length is that of the item.
     """
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     position = 0
-    described: _Tensor | None = None
+    tensor: _TensorDescription | None = None
     while position + _LOCAL.size <= len(head):
-        found = _record_at(head, position)
-        if found is None:
+        record = _record_at(head, position)
+        if record is None:
             return None
-        name, start, size = found
+        name, start, size = record
         inner = name.partition(b"/")[2]
         if inner == b"data/0":
-            if described is None or not described.is_plain(dtype, shape):
+            if tensor is None or not tensor.is_plain(dtype, shape):
                 return None
-            first = start + described.offset * DTYPES[dtype].itemsize
+            first = start + tensor.offset * DTYPES[dtype].itemsize
             return first if first + nbytes <= length else None
         size = _size_of(head, start) if size is None else size
         if size is None or start + size > len(head):
@@ -252,7 +253,7 @@ def locate(head: bytes, *, length: int, dtype: str, shape: tuple[int, ...]) -> i
         if inner == b"byteorder" and content != sys.byteorder.encode():
             return None
         if inner == b"data.pkl":
-            described = _described(content)
+            tensor = _decode_description(content)
         position = start + size + (16 if _is_streamed(head, position) else 0)
     return None
 
@@ -262,7 +263,7 @@ def _is_streamed(head: bytes, position: int) -> bool:
 
 
 def _record_at(head: bytes, position: int) -> tuple[bytes, int, int | None] | None:
-    """Return name, start of the content, and size (None: it stands behind) of a stored record."""
+    """Return name, start and size of a record's content; size None if it follows the content."""
     magic, _, flags, method, _, _, _, packed, size, name, extra = _LOCAL.unpack_from(head, position)
     start = position + _LOCAL.size + name + extra
     if magic != b"PK\3\4" or method or flags & ~(_STREAMED | _UTF8) or packed != size or start > len(head):
@@ -272,7 +273,7 @@ def _record_at(head: bytes, position: int) -> tuple[bytes, int, int | None] | No
 
 
 def _size_of(head: bytes, start: int) -> int | None:
-    """Find the end of a small record whose size and checksum stand behind it."""
+    """Return the size of a small record's content that its size and checksum follow; None if not found."""
     end = head.find(b"PK\7\10", start)
     while end >= 0 and end + 16 <= len(head):
         crc, packed, size = map(int, struct.unpack_from("<III", head, end + 4))
@@ -283,8 +284,8 @@ def _size_of(head: bytes, start: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """What the description of a tensor says; dtype None: it is in a form that is not decoded here."""
+class _TensorDescription:
+    """A tensor's dtype, the number of elements of its storage, and its part of them."""
 
     dtype: str | None
     numel: int
@@ -303,22 +304,22 @@ class _Tensor:
         return math.prod(shape) == 0 or all(used)
 
 
-def _described(content: bytes) -> _Tensor | None:
-    """Decode a tensor's description; None where it is anything out of the ordinary."""
+def _decode_description(content: bytes) -> _TensorDescription | None:
+    """Return a tensor's description; None if it is not an ordinary one."""
     try:
         check_opcodes(content)
-        found = _Unpickler(io.BytesIO(content)).load()
-    except Exception:  # noqa: BLE001 - torch decides about items that are not understood here
+        tensor = _Unpickler(io.BytesIO(content)).load()
+    except Exception:  # noqa: BLE001 - torch reads items that are not understood here
         return None
-    return found if isinstance(found, _Tensor) else None
+    return tensor if isinstance(tensor, _TensorDescription) else None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Decodes a tensor's description into plain values; knows no class but those of tensors."""
+    """Decodes a tensor's description into plain values; classes of other objects are errors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _rebuilt
+            return _rebuild
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch" and name in _DTYPE_OF_CLASS:
@@ -336,9 +337,9 @@ class _Unpickler(pickle.Unpickler):
         return dtype, numel
 
 
-def _rebuilt(
+def _rebuild(
     storage: tuple[str, int], offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any
-) -> _Tensor | None:
+) -> _TensorDescription | None:
     dtype, numel = storage
     if dtype == "untyped":
         if not rest or rest[0] not in DTYPES:
@@ -348,4 +349,4 @@ def _rebuilt(
     numbers = (numel, offset, *size, *stride)
     if hooks or any(r is not None for r in rest) or not all(type(n) is int for n in numbers):
         return None  # hooks, or a lazy conjugate or negative
-    return _Tensor(dtype, numel, offset, tuple(size), tuple(stride))
+    return _TensorDescription(dtype, numel, offset, tuple(size), tuple(stride))

@@ -1,7 +1,7 @@
 """Chunks of a checkpoint that DCP or Megatron-Core wrote.
 
-Owns the way from an item to the bytes of its tensor. Of an ordinary item, one small read finds where they
-begin; any other is loaded whole, through torch, and its bytes are served row-major.
+For an ordinary item, one small read finds where the bytes of its tensor begin. Any other item is loaded as a
+whole by torch, and its bytes are returned in row-major order.
 """
 
 from __future__ import annotations
@@ -26,41 +26,40 @@ from megackpt.metadata import DTYPES, OBJECT, ChunkTable
 from megackpt.storage import Store
 
 LONG_HEAD_BYTES = 64 * 1024
-"""Second try, for an item with a longer description or longer names than torch gives."""
+"""Size of the second try, for an item with a longer description or longer names than torch writes."""
 
 SAFETENSORS_HEAD_BYTES = 100 * 1000 * 1000
 """Source: the safetensors format bounds its header."""
 
 PLAIN_OBJECT = 0
 LISTED_OBJECT = 1
-"""First byte of an object's chunk: whether its item holds it, or a list of it alone."""
+"""First byte of an object's chunk: whether its item is the object, or a list with the object alone."""
 
 _REPEATED_BYTES = 64 * 1024 * 1024
-"""What a tensor that repeats fewer elements, by its strides, may take when it is written out."""
+"""Limit of a tensor's size if its strides repeat fewer elements."""
 
 KEPT_ITEMS = 4
-"""Items loaded whole that are kept: as many as are usually read at once."""
+"""Items loaded as a whole that are kept: as many as are usually read at once."""
 
 
 class ItemChunks(Chunks):
-    """Chunks in items; see `Chunks` for what its methods do. There are no digests.
+    """Chunks in items. There are no digests.
 
-    Of an object, the first byte says how its item holds it; the item follows.
+    The first byte of an object's chunk says how the item contains it; the item follows.
     """
 
     def __init__(self, store: Store, table: ChunkTable, items: list[Item], *, allow_unsafe: bool) -> None:
         self._store = store
         self._items = items
         self._allow_unsafe = allow_unsafe
-        self._raw: dict[
-            int, int | None
-        ] = {}  # row -> where its tensor's bytes begin; None: not plainly there
-        self._whole: OrderedDict[int, memoryview] = OrderedDict()
+        # By row: where the bytes of its tensor begin in the file; None if the item has to be loaded.
+        self._tensor_start: dict[int, int | None] = {}
+        self._loaded: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
         self.table = table
         sizes: dict[str, int] = {}
         for item in items:
-            if item.dtype == OBJECT:  # it will be read as a whole: not before its length is known to be true
+            if item.dtype == OBJECT:  # it is read as a whole, so its length is checked first
                 self._check_inside(item, sizes)
 
     @cached_property
@@ -74,7 +73,7 @@ class ItemChunks(Chunks):
         return position
 
     def describe(self, row: int) -> str:
-        """Name the file and the item."""
+        """Return the file and the item of a chunk."""
         item = self._items[row]
         return (
             f"item {item.name!r} (bytes {item.offset_bytes}:{item.offset_bytes + item.nbytes}) of "
@@ -82,7 +81,7 @@ class ItemChunks(Chunks):
         )
 
     def file_ranges(self) -> FileRanges:
-        """Return where the items lie, each with all that stands around its tensor's bytes."""
+        """Return where the items lie, with the bytes around their tensors."""
         files = tuple(sorted({item.file for item in self._items}))
         number = {name: i for i, name in enumerate(files)}
         start = np.array([item.offset_bytes for item in self._items], np.int64)
@@ -102,11 +101,11 @@ class ItemChunks(Chunks):
         if item.dtype == OBJECT:
             self._read_object(item, start, out)
             return
-        if row not in self._raw:
-            self._raw[row] = self._locate(item)
-        raw = self._raw[row]
-        if raw is not None:
-            self._store.read_into(item.file, raw + start, out)
+        if row not in self._tensor_start:
+            self._tensor_start[row] = self._locate(item)
+        tensor_start = self._tensor_start[row]
+        if tensor_start is not None:
+            self._store.read_into(item.file, tensor_start + start, out)
         else:
             data = self._load(row)
             out[:] = data[start : start + len(out)]
@@ -124,9 +123,9 @@ class ItemChunks(Chunks):
             head = self._head(item, nbytes)
             if head[:4] != b"PK\3\4":
                 return self._locate_in_safetensors(item, head)
-            found = locate(head, length=item.nbytes, dtype=item.dtype, shape=item.shape)
-            if found is not None:
-                return item.offset_bytes + found
+            begin = locate(head, length=item.nbytes, dtype=item.dtype, shape=item.shape)
+            if begin is not None:
+                return item.offset_bytes + begin
             if len(head) == item.nbytes:
                 break
         return None
@@ -137,9 +136,9 @@ class ItemChunks(Chunks):
         return bytes(head)
 
     def _locate_in_safetensors(self, item: Item, head: bytes) -> int | None:
-        """Find a tensor in the safetensors file that DCP, asked to, writes behind the objects of a file.
+        """Find a tensor in the safetensors file that DCP, if asked to, writes behind the objects of a file.
 
-        The item's place is then the beginning of that file, and its length that of the tensor alone.
+        The item's offset is then that of the safetensors file, and its length that of the tensor alone.
 
         Source: torch.distributed.checkpoint `FileSystemWriter(serialization_format=SAFETENSORS)`.
         """
@@ -164,21 +163,21 @@ class ItemChunks(Chunks):
         return item.offset_bytes + 8 + nbytes + begin
 
     def _load(self, row: int) -> memoryview:
-        """Load an item that is not plainly a row-major tensor; return its elements in row-major order."""
+        """Load an item that is not plainly a row-major tensor; return its bytes in row-major order."""
         with self._lock:  # one at a time: each takes memory for a whole item
-            if row in self._whole:
-                self._whole.move_to_end(row)
-                return self._whole[row]
+            if row in self._loaded:
+                self._loaded.move_to_end(row)
+                return self._loaded[row]
             item = self._items[row]
             self._check_inside(item, {})
             data = bytearray(item.nbytes)
             self._store.read_into(item.file, item.offset_bytes, memoryview(data))
             where = f"{self._store.location}: {self.describe(row)}"
-            found = load_value(memoryview(data), where=where, allow_unsafe=self._allow_unsafe)
-            self._whole[row] = _row_major(found, item, where)
-            while len(self._whole) > KEPT_ITEMS:
-                self._whole.popitem(last=False)
-            return self._whole[row]
+            value = load_value(memoryview(data), where=where, allow_unsafe=self._allow_unsafe)
+            self._loaded[row] = _row_major(value, item, where)
+            while len(self._loaded) > KEPT_ITEMS:
+                self._loaded.popitem(last=False)
+            return self._loaded[row]
 
     def _check_inside(self, item: Item, sizes: dict[str, int]) -> None:
         if item.file not in sizes:
@@ -199,12 +198,13 @@ class ItemChunks(Chunks):
             )
 
 
-def _row_major(found: Any, item: Item, where: str) -> memoryview:
-    fits = isinstance(found, torch.Tensor) and found.layout == torch.strided and not found.is_quantized
-    if not fits or tuple(found.shape) != item.shape or str(found.dtype) != f"torch.{item.dtype}":
-        said = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, torch.Tensor) else type(found)
+def _row_major(value: Any, item: Item, where: str) -> memoryview:
+    """Return the bytes of a tensor in row-major order, after checking that it is the one of the item."""
+    fits = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
+    if not fits or tuple(value.shape) != item.shape or str(value.dtype) != f"torch.{item.dtype}":
+        actual = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
         raise FormatError(
-            f"{where}: it holds {said}, not a dense tensor {item.shape} of torch.{item.dtype}. The "
+            f"{where}: it holds {actual}, not a dense tensor {item.shape} of torch.{item.dtype}. The "
             f"checkpoint is damaged.",
             key=item.name,
             path=item.file,
@@ -216,5 +216,5 @@ def _row_major(found: Any, item: Item, where: str) -> memoryview:
             key=item.name,
             path=item.file,
         )
-    plain = found.detach().resolve_conj().resolve_neg().contiguous()
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
     return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())

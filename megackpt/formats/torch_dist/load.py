@@ -1,4 +1,4 @@
-"""Reading the format torch_dist, whoever wrote it. Nothing in a file is believed before it is checked."""
+"""Reading the format torch_dist, whoever wrote it. Everything in a file is checked before it is used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMON_OBJECT = f"{COMMON_STATE}/shard_0_1"
 
 
 class TorchDistLoadStrategy(LoadStrategy):
-    """Loads what torch.distributed.checkpoint, Megatron-Core or megackpt saved as `torch_dist`."""
+    """Loads checkpoints of torch.distributed.checkpoint, and of Megatron-Core or megackpt as `torch_dist`."""
 
     backend = names.BACKEND
     version = names.VERSION
@@ -45,7 +45,7 @@ class TorchDistLoadStrategy(LoadStrategy):
         return dict(MANIFEST_CONTENT) if store.exists(names.METADATA) else None
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-        """Yield what is wrong with documents, index and frames of items, of what a save of ours wrote."""
+        """Yield what is wrong with documents, the index and zip records, if megackpt wrote the checkpoint."""
         return check_files(store, manifest)
 
     def writer_of(self, name: str) -> int | None:
@@ -53,7 +53,7 @@ class TorchDistLoadStrategy(LoadStrategy):
         return names.rank_of(name)
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
-        """Open by our own index where it belongs to the present `.metadata`, else by that alone."""
+        """Open with our own index if it belongs to the present `.metadata`, else with `.metadata` alone."""
         if allow_unsafe_pickle:
             warn_of_unsafe_pickle(store.location)
         data = read_metadata(store)
@@ -63,8 +63,8 @@ class TorchDistLoadStrategy(LoadStrategy):
             return _open_own(store, *note, identity=digest, allow_unsafe=allow_unsafe_pickle)
         where = f"{store.location}/{names.METADATA}"
         metadata = load_metadata(data, where=where, allow_unsafe=allow_unsafe_pickle)
-        described = DcpMetadata(metadata, location=store.location)
-        return _open_foreign(store, described, identity=digest, allow_unsafe=allow_unsafe_pickle)
+        dcp_metadata = DcpMetadata(metadata, location=store.location)
+        return _open_foreign(store, dcp_metadata, identity=digest, allow_unsafe=allow_unsafe_pickle)
 
 
 def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsafe: bool) -> Contents:
@@ -87,35 +87,35 @@ def _open_own(store: Store, note: Json, name: str, *, identity: str, allow_unsaf
     )
 
 
-def _open_foreign(store: Store, described: DcpMetadata, *, identity: str, allow_unsafe: bool) -> Contents:
-    arrays = dict(described.arrays)
+def _open_foreign(store: Store, metadata: DcpMetadata, *, identity: str, allow_unsafe: bool) -> Contents:
+    arrays = dict(metadata.arrays)
 
     def decode(data: bytes, where: str) -> Any:
         value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
         return _only_one(value, where) if data[0] == LISTED_OBJECT else value
 
     def chunks(keys: Iterable[str]) -> ItemChunks:
-        table, items = described.chunks(keys)
+        table, items = metadata.chunks(keys)
         return ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
 
-    common = _foreign_common(store, described, arrays, allow_unsafe)
+    common = _foreign_common(store, metadata, arrays, allow_unsafe)
     return Contents(
         arrays=arrays,
         chunks=chunks,
         common=common,
         decode_object=decode,
         identity=identity,
-        unreadable=described.unreadable,
+        unreadable=metadata.unreadable,
         names_save=False,  # .metadata of DCP is the same for all saves of one structure
     )
 
 
 def _foreign_common(
-    store: Store, described: DcpMetadata, arrays: dict[str, Any], allow_unsafe: bool
+    store: Store, metadata: DcpMetadata, arrays: dict[str, Any], allow_unsafe: bool
 ) -> Callable[[], Json]:
-    """Return how to read common state; the object that holds it is taken out of arrays."""
-    # Megatron-Core writes the file in each save, maybe with the bytes of before; DCP alone never does.
-    by_megatron = described.is_of_megatron
+    """Return a function that reads common state; the object with common state is removed from arrays."""
+    # Megatron-Core writes the file in each save, possibly with the same bytes; DCP alone never writes it.
+    by_megatron = metadata.is_of_megatron
     if store.exists(names.COMMON) and (by_megatron or not _is_of_another_save(store)):
 
         def from_file() -> Json:
@@ -124,12 +124,12 @@ def _foreign_common(
             return _split_common(load_value(data, where=where, allow_unsafe=allow_unsafe), where=where)
 
         return from_file
-    if described.has_object(COMMON_OBJECT) and COMMON_STATE in arrays:
+    if metadata.has_object(COMMON_OBJECT) and COMMON_STATE in arrays:
         del arrays[COMMON_STATE]
 
         def from_object() -> Json:
-            item = described.object_item(COMMON_OBJECT, is_listed=True)
-            table, items = described.chunks([COMMON_STATE])
+            item = metadata.object_item(COMMON_OBJECT, is_listed=True)
+            table, items = metadata.chunks([COMMON_STATE])
             row = items.index(item)
             data = bytearray(int(table.nbytes[row]))
             chunks = ItemChunks(store, table, items, allow_unsafe=allow_unsafe)
@@ -143,16 +143,16 @@ def _foreign_common(
 
 
 def _is_of_another_save(store: Store) -> bool:
-    """Say whether common.pt was written by a save of ours, whose `.metadata` another library has replaced."""
+    """Return whether a save of ours wrote common.pt, and another library has replaced its `.metadata`."""
     digest = digest_of(store.read(names.COMMON, max_bytes=COMMON_MAX_BYTES))
     for name in store.names("megackpt-"):
         if names.note_of(name) is None:
             continue
         try:
-            said = read_document(store, name)["common"]["xxh3_128"]
+            noted_digest = read_document(store, name)["common"]["xxh3_128"]
         except (FormatError, KeyError, TypeError):
-            continue  # a note that is not of this `.metadata` must not keep it from being read
-        if said == digest:
+            continue  # a damaged note of another `.metadata` must not prevent the load
+        if noted_digest == digest:
             notice(
                 log,
                 f"{store.location}: {names.COMMON} was written together with another {names.METADATA}, which "
@@ -163,7 +163,7 @@ def _is_of_another_save(store: Store) -> bool:
 
 
 def _only_one(value: Any, where: str) -> Any:
-    """Take an object out of the list that it is stored in.
+    """Return an object from the list in which it is stored.
 
     Source: Megatron-Core `mcore_to_pyt_state_dict`: objects of one key on one rank are saved as a list.
     """

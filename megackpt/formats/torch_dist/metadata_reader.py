@@ -1,7 +1,6 @@
-"""What a `.metadata` says, as arrays and chunks.
+"""Reading a `.metadata`: the classes of DCP as arrays and chunks. `metadata_writer` has the other direction.
 
-Owns the translation of DCP's classes into ours; `describing` has the other direction. What an unpickled
-object holds is checked where it is used.
+Everything in the unpickled object is checked where it is used.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ _UNIQUE_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[\d.]*)_(?P<shape>[\d.]*
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One stored item: a tensor or an object, as torch.save made it.
+    """One stored item: a tensor or an object, as torch.save wrote it.
 
     Attributes:
-        name: the key under which `.metadata` lists it.
-        file: the file that holds it.
-        offset_bytes: where it begins there.
+        name: its key in `.metadata`.
+        file: the file that contains it.
+        offset_bytes: where it begins in the file.
         nbytes: its length.
-        dtype: of the tensor, or OBJECT.
-        offsets: place of the tensor in what DCP takes for the array.
-        shape: of the tensor.
-        is_listed: whether an object is stored as a list that holds it alone, as Megatron-Core does.
+        dtype: dtype of the tensor, or OBJECT.
+        offsets: start of the tensor in the array, as DCP sees the array.
+        shape: shape of the tensor.
+        is_listed: whether an object is stored as a list with one element, as Megatron-Core does.
     """
 
     name: str
@@ -101,29 +100,29 @@ class DcpMetadata:
             self.arrays[key] = ArraySpec(key, OBJECT, shape)
 
     def has_object(self, name: str) -> bool:
-        """Tell whether an object of this name is listed."""
+        """Return whether an object of this name is listed."""
         return isinstance(self._entries.get(name), BytesStorageMetadata)
 
     def object_item(self, name: str, *, is_listed: bool) -> Item:
-        """Return where an object lies, by the name that it is listed under."""
+        """Return where the object with this name in `.metadata` lies."""
         return self._item(name, None, OBJECT, (), is_listed=is_listed)
 
     def chunks(self, keys: Iterable[str]) -> tuple[ChunkTable, list[Item]]:
         """Return the chunks of some arrays, sorted as in an index, and the item of each.
 
-        An object has one byte more than its item; `ItemChunks` puts it there.
+        An object has one byte more than its item, which `ItemChunks` adds.
 
         Raises:
-            FormatError: what `.metadata` says about one of them cannot be.
+            FormatError: what `.metadata` says about an array is impossible.
         """
         wanted = sorted(set(keys) & set(self.arrays))
         arrays = tuple(self.arrays[key] for key in wanted)
-        found: list[tuple[_Row, Item]] = []
+        pairs: list[tuple[_Row, Item]] = []
         for number, spec in enumerate(arrays):
-            found += self._objects_of(number, spec) if spec.dtype == OBJECT else self._chunks_of(number, spec)
-        found.sort(key=lambda pair: pair[0])
-        rows = [row for row, _ in found]
-        items = [item for _, item in found]
+            pairs += self._objects_of(number, spec) if spec.dtype == OBJECT else self._chunks_of(number, spec)
+        pairs.sort(key=lambda pair: pair[0])
+        rows = [row for row, _ in pairs]
+        items = [item for _, item in pairs]
         dims = max([len(a.global_shape) for a in arrays], default=1) or 1
         array = np.array([r.array for r in rows], np.int64)
         flat_start, flat_stop = (
@@ -145,7 +144,7 @@ class DcpMetadata:
         return ChunkTable.from_columns(table.to_columns(), where=self._where), items
 
     def _find_objects(self) -> dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]]:
-        """Sort objects into arrays: key -> (shape, {offset: (listed name, whether it is in a list)})."""
+        """Return the arrays of objects: key -> (shape, {offset: (name in `.metadata`, is_listed)})."""
         plain: list[str] = []
         sharded: dict[str, dict[str, tuple[Extents, Extents]]] = {}
         for name, entry in self._entries.items():
@@ -158,26 +157,26 @@ class DcpMetadata:
             if self._is_copy(name):
                 continue
             match = _UNIQUE_KEY.fullmatch(name)
-            placed = _place(match["offset"], match["shape"]) if match else None
-            if match and placed:
-                sharded.setdefault(match["key"], {})[name] = placed
+            location = _offset_and_shape(match["offset"], match["shape"]) if match else None
+            if match and location:
+                sharded.setdefault(match["key"], {})[name] = location
             else:
                 plain.append(name)
-        found: dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]] = {}
+        objects: dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]] = {}
         for key, members in sharded.items():
             shape = _common_shape(list(members.values()))
             if shape is None or (key in self._entries and not self._is_copy(key)):
-                # Shapes that contradict each other, or a tensor of the same name: each stands for itself.
+                # Shapes contradict each other, or a tensor has the same name: each is an array of its own.
                 for name in members:
-                    found[name] = ((1,), {(0,): (name, True)})
+                    objects[name] = ((1,), {(0,): (name, True)})
             else:
-                found[key] = (shape, {offset: (name, True) for name, (offset, _) in members.items()})
+                objects[key] = (shape, {offset: (name, True) for name, (offset, _) in members.items()})
         for name in plain:
-            found[name] = ((1,), {(0,): (name, False)})
-        return found
+            objects[name] = ((1,), {(0,): (name, False)})
+        return objects
 
     def _is_copy(self, name: str) -> bool:
-        """Say whether an entry is a copy for DCP, of what stands in common.pt or among the objects."""
+        """Return whether an entry is a copy, for DCP, of a value in common.pt or of an object."""
         info = self._storage.get(MetadataIndex(name))
         return names.is_values_file(str(getattr(info, "relative_path", None)))
 
@@ -194,15 +193,15 @@ class DcpMetadata:
         return ArraySpec(key, dtype, shape)
 
     def _original_shape(self, key: str) -> Extents | None:
-        """Shape of an array that Megatron-Core up to 0.15 has stored in another one; None for others."""
-        said = self._reformulated.get(key)
-        original = said.get("nd_reformulated_orig_global_shape") if isinstance(said, dict) else None
+        """Return the shape of an array that Megatron-Core (up to 0.15) stored in another one; else None."""
+        entry = self._reformulated.get(key)
+        original = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
         return None if original is None else self._extents(key, original)
 
     def _chunks_of(self, number: int, spec: ArraySpec) -> list[tuple[_Row, Item]]:
         key, entry = spec.key, self._entries[spec.key]
         fragments = self._fragments(spec, entry) if self._original_shape(key) is not None else None
-        found: dict[Extents, tuple[_Row, Item]] = {}
+        by_offsets: dict[Extents, tuple[_Row, Item]] = {}
         total = 0
         for chunk in getattr(entry, "chunks", None) or ():
             offsets = self._extents(key, getattr(chunk, "offsets", None))
@@ -214,18 +213,19 @@ class DcpMetadata:
                 row = _Row(number, offsets, shape, 0, numel)
             else:
                 row = self._reformulated_row(number, spec, fragments, offsets, shape)
-            if offsets in found:  # one place has one item: the chunk is listed twice, or `.metadata` is wrong
-                if found[offsets][0] != row:
+            # DCP finds items by offsets: the chunk is listed twice, or `.metadata` is damaged.
+            if offsets in by_offsets:
+                if by_offsets[offsets][0] != row:
                     raise self._damaged(key, f"two chunks begin at {offsets}")
                 continue
-            found[offsets] = row, self._item(key, offsets, spec.dtype, shape)
+            by_offsets[offsets] = row, self._item(key, offsets, spec.dtype, shape)
             total += numel
         if total > spec.numel:
             raise self._damaged(key, f"chunks overlap ({total} elements of an array of {spec.numel})")
-        return list(found.values())
+        return list(by_offsets.values())
 
     def _fragments(self, spec: ArraySpec, entry: Any) -> Extents:
-        """How many boxes the array was cut into along each axis, each flattened into the last axis stored."""
+        """Return how many boxes the array has along each dim; each is flattened into the last dim stored."""
         *fragments, numel = self._extents(spec.key, getattr(entry, "size", None)) or (0,)
         fits = len(fragments) == len(spec.global_shape) and all(
             f > 0 and n % f == 0 for n, f in zip(spec.global_shape, fragments, strict=True)
@@ -239,7 +239,7 @@ class DcpMetadata:
     def _reformulated_row(
         self, number: int, spec: ArraySpec, fragments: Extents, offsets: Extents, shape: Extents
     ) -> _Row:
-        """Translate a range of the last axis at one fragment into a flat range of that fragment's box.
+        """Return the flat range of a fragment's box that is stored as a range of the last dim.
 
         Source: Megatron-Core 0.8 to 0.15, `sharded_tensor_to_torch_sharded_tensor`: an array [X, Y] in boxes
         [x, y] is stored as [X/x, Y/y, x*y].
@@ -253,27 +253,27 @@ class DcpMetadata:
         return _Row(number, start, box, offsets[-1], offsets[-1] + shape[-1])
 
     def _objects_of(self, number: int, spec: ArraySpec) -> list[tuple[_Row, Item]]:
-        _, places = self._objects[spec.key]
-        one = (1,) * len(spec.global_shape)
+        _, by_offset = self._objects[spec.key]
+        single = (1,) * len(spec.global_shape)
         return [
-            (_Row(number, offset, one, 0, 1), self.object_item(name, is_listed=is_listed))
-            for offset, (name, is_listed) in places.items()
+            (_Row(number, offset, single, 0, 1), self.object_item(name, is_listed=is_listed))
+            for offset, (name, is_listed) in by_offset.items()
         ]
 
     def _item(
         self, name: str, offsets: Extents | None, dtype: str, shape: Extents, *, is_listed: bool = False
     ) -> Item:
-        found = self._storage.get(MetadataIndex(name, offsets))
-        if found is None:
+        info = self._storage.get(MetadataIndex(name, offsets))
+        if info is None:
             at = "" if offsets is None else f" at {offsets}"
             raise self._damaged(name, f"no file is named for what begins{at}" if at else "no file is named")
-        file, offset, nbytes = (getattr(found, a, None) for a in ("relative_path", "offset", "length"))
+        file, offset, nbytes = (getattr(info, a, None) for a in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
             raise self._damaged(name, "its place in a file is malformed")
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
             raise self._damaged(name, f"no file has {nbytes} bytes at {offset}")
         check_name(file, location=self._location)
-        transforms = getattr(found, "transform_descriptors", None)
+        transforms = getattr(info, "transform_descriptors", None)
         if transforms:
             raise FormatError(
                 f"{self._where}: {name!r} went through {transforms!r:.100} when it was stored, which is not "
@@ -300,8 +300,8 @@ def _check_unicode(name: Any, where: str) -> None:
         raise FormatError(f"{where}: {name!r:.100} is no key. The file is damaged.", path=where) from error
 
 
-def _place(offset: str, shape: str) -> tuple[Extents, Extents] | None:
-    """Decode the end of a unique key; None if it is another text. Old keys lack the last extent (-1)."""
+def _offset_and_shape(offset: str, shape: str) -> tuple[Extents, Extents] | None:
+    """Decode the end of a unique key; None if it is another text. Old keys lack the last extent, here -1."""
     try:
         start, extents = (tuple(int(n) for n in t.split(".")) if t else () for t in (offset, shape))
     except ValueError:
@@ -314,18 +314,21 @@ def _place(offset: str, shape: str) -> tuple[Extents, Extents] | None:
     return (start, extents) if fits and math.prod(abs(n) for n in extents) <= MAX_NUMEL else None
 
 
-def _common_shape(places: list[tuple[Extents, Extents]]) -> Extents | None:
-    """Return the one shape that objects give, its last extent from their offsets where it is not known."""
-    shapes = {shape for _, shape in places}
-    if len(shapes) > 1 or len({offset for offset, _ in places}) < len(places):
+def _common_shape(locations: list[tuple[Extents, Extents]]) -> Extents | None:
+    """Return the shape that all objects give; None if there are several, or two objects have one offset.
+
+    If the last extent is not known, it follows from the offsets.
+    """
+    shapes = {shape for _, shape in locations}
+    if len(shapes) > 1 or len({offset for offset, _ in locations}) < len(locations):
         return None
     (shape,) = shapes
     if shape[-1:] == (-1,):
-        return (*shape[:-1], 1 + max(offset[-1] for offset, _ in places))
+        return (*shape[:-1], 1 + max(offset[-1] for offset, _ in locations))
     return shape
 
 
 def key_of(name: str) -> str:
-    """Return the key of the array that a listed name belongs to."""
+    """Return the key of the array that a name in `.metadata` belongs to."""
     match = _UNIQUE_KEY.fullmatch(name)
-    return match["key"] if match and _place(match["offset"], match["shape"]) else name
+    return match["key"] if match and _offset_and_shape(match["offset"], match["shape"]) else name

@@ -1,7 +1,4 @@
-"""A `.metadata` for what was saved.
-
-Owns the translation of our chunks into DCP's classes; `described` has the other direction.
-"""
+"""Making a `.metadata`: our chunks as the classes of DCP. `metadata_reader` has the other direction."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def unique_key(spec: ArraySpec, start: Extents) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrittenItems:
-    """Where a save has put the rows of a table: columns of plain numbers, and names of files."""
+    """Where the items of a save lie: a row of the table each, with columns of plain numbers."""
 
     table: ChunkTable
     file: list[int]
@@ -48,12 +45,12 @@ class WrittenItems:
 
 
 def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt: str) -> Metadata:
-    """Return what DCP must know of a checkpoint whose rows are whole boxes.
+    """Return the metadata of a checkpoint whose rows are whole boxes, as DCP needs it.
 
-    values are listed under keys that no array has.
+    values are listed as well, under keys that no array has.
 
     Raises:
-        DeclarationError: two chunks of an array begin at one place, or two keys are the same to DCP.
+        DeclarationError: two chunks of an array begin at the same offset, or DCP takes two keys for one.
 
     Source: torch.distributed.checkpoint `create_default_global_save_plan` and `FileSystemWriter.finish`.
     """
@@ -96,10 +93,10 @@ def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt:
         storage[MetadataIndex(value.key)] = _StorageInfo(value.file, value.offset_bytes, value.length)
         if value.path is not None:
             paths[value.key] = value.path
-    found = Metadata(entries, planner_data=paths, storage_data=storage)
-    found.storage_meta = StorageMeta(save_id=attempt)
-    found.version = "1.0.0"
-    return found
+    metadata = Metadata(entries, planner_data=paths, storage_data=storage)
+    metadata.storage_meta = StorageMeta(save_id=attempt)
+    metadata.version = "1.0.0"
+    return metadata
 
 
 def _properties(dtype: str) -> TensorProperties:
@@ -109,7 +106,7 @@ def _properties(dtype: str) -> TensorProperties:
 def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:
     """Return the same metadata without the arrays whose keys begin with key_prefix.
 
-    Copies of common state stay, as that does.
+    Copies of common state stay, as common state itself does.
     """
     copies = {
         index.fqn
@@ -118,27 +115,27 @@ def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:
     }
 
     def kept(table: Any) -> dict[Any, Any]:
-        named: Mapping[Any, Any] = table if isinstance(table, dict) else {}
-        listed = {k: str(getattr(k, "fqn", k)) for k in named}
+        entries: Mapping[Any, Any] = table if isinstance(table, dict) else {}
+        fqns = {k: str(getattr(k, "fqn", k)) for k in entries}
         return {
             k: v
-            for k, v in named.items()
-            if listed[k] in copies or not key_of(listed[k]).startswith(key_prefix)
+            for k, v in entries.items()
+            if fqns[k] in copies or not key_of(fqns[k]).startswith(key_prefix)
         }
 
-    found = Metadata(
+    remaining = Metadata(
         kept(metadata.state_dict_metadata),
         planner_data=kept(getattr(metadata, "planner_data", None)),
         storage_data=kept(metadata.storage_data),
     )
-    found.storage_meta = getattr(metadata, "storage_meta", None)
-    found.version = getattr(metadata, "version", None)
+    remaining.storage_meta = getattr(metadata, "storage_meta", None)
+    remaining.version = getattr(metadata, "version", None)
     if isinstance(getattr(metadata, "mcore_data", None), dict):
-        found.mcore_data = kept(metadata.mcore_data)  # type: ignore[attr-defined]  # Megatron's own addition
-    return found
+        remaining.mcore_data = kept(metadata.mcore_data)  # type: ignore[attr-defined]  # Megatron's own addition
+    return remaining
 
 
 def data_files_of(metadata: Any) -> set[str]:
     """Return the data files that a `.metadata` names."""
-    named = (getattr(info, "relative_path", None) for info in metadata.storage_data.values())
-    return {name for name in named if isinstance(name, str) and name.endswith(".distcp")}
+    files = (getattr(info, "relative_path", None) for info in metadata.storage_data.values())
+    return {name for name in files if isinstance(name, str) and name.endswith(".distcp")}

@@ -21,7 +21,7 @@ _VALUES = re.compile(r"values-[0-9a-f]{16}-(?:state|objects)\.distcp")
 
 
 def data_file(attempt: str, rank: int, number: int) -> str:
-    """Name of one of the data files of a rank."""
+    """Return the name of one of the data files of a rank."""
     return f"__{rank}_{number}_{attempt}.distcp"
 
 
@@ -32,7 +32,7 @@ def rank_of(name: str) -> int | None:
 
 
 def index_file(attempt: str, *, revision: int = 0) -> str:
-    """Name of our own index; a revision above 0 is one that was written again with fewer arrays."""
+    """Return the name of our own index; revisions above 0 are later ones, with fewer arrays."""
     return f"megackpt-{attempt}-{revision:05d}.safetensors" if revision else f"megackpt-{attempt}.safetensors"
 
 
@@ -43,7 +43,7 @@ def revision_of(index: str) -> int:
 
 
 def note_file(attempt: str, metadata_digest: str) -> str:
-    """Name of the note that says what belongs to the `.metadata` with this digest."""
+    """Return the name of the note about the `.metadata` with this digest."""
     return f"megackpt-{attempt}-{metadata_digest}.json"
 
 
@@ -54,25 +54,25 @@ def note_of(name: str) -> tuple[str, str] | None:
 
 
 def common_file(attempt: str) -> str:
-    """Name of an attempt's own copy of common.pt."""
+    """Return the name of an attempt's own copy of common.pt."""
     return f"common-{attempt}.pt"
 
 
 def staged_metadata_file(attempt: str) -> str:
-    """Name under which `.metadata` waits for its publication."""
+    """Return the name of the file that becomes `.metadata` at the commit."""
     return f"metadata-{attempt}.pickle"
 
 
 def values_file(attempt: str, kind: str) -> str:
-    """Name of an attempt's copies of values for DCP: of common state (`state`), or of `objects`."""
+    """Return the name of an attempt's copies for DCP; kind is `state` (of common state) or `objects`."""
     return f"values-{attempt}-{kind}.distcp"
 
 
 def is_values_file(name: str, *, kind: str = "") -> bool:
-    """Say whether a file holds such copies, of one kind or of any."""
+    """Return whether a file has copies of values for DCP, of one kind or of any."""
     return _VALUES.fullmatch(name) is not None and name.endswith(f"{kind}.distcp")
 
 
 def is_attempts_common(name: str) -> bool:
-    """Say whether a file is an attempt's own copy of common.pt."""
+    """Return whether a file is an attempt's own copy of common.pt."""
     return _COMMON.fullmatch(name) is not None

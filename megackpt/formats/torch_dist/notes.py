@@ -1,6 +1,7 @@
-"""Files of fixed names, and the note by which a save of ours says what belongs to its `.metadata`.
+"""Files with fixed names, and the note that a save of ours writes about its `.metadata`.
 
-Owns what these may hold, and finding the note of the `.metadata` that is there.
+The note names the files that belong to the `.metadata` with a certain digest. If another library has replaced
+`.metadata` since, no note belongs to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from megackpt.storage import Store
 
 METADATA_MAX_BYTES = 2 << 30
 COMMON_MAX_BYTES = 4 << 30
-"""What the two files may take; they are read whole."""
+"""Limits of the two files, which are read as a whole."""
 
 CONTENT_METADATA = "content_metadata"
 """Key of content metadata in common.pt. Source: Megatron-Core `dist_checkpointing.serialization`."""
@@ -24,14 +25,14 @@ MANIFEST_CONTENT: Json = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""All that metadata.json may hold: Megatron-Core up to 0.16 fails on any other field."""
+"""The whole content of metadata.json: Megatron-Core up to 0.16 fails on any other field."""
 
 
 def read_metadata(store: Store) -> bytes:
     """Return the bytes of `.metadata`.
 
     Raises:
-        FormatError: there is none, or it is too large.
+        FormatError: it is missing, or too large.
     """
     if not store.exists(names.METADATA):
         raise FormatError(
@@ -43,10 +44,10 @@ def read_metadata(store: Store) -> bytes:
 
 
 def find_note(store: Store, metadata_digest: str) -> tuple[Json, str] | None:
-    """Return what a save of ours noted about the `.metadata` with this digest, and the name of the note."""
+    """Return the note about the `.metadata` with this digest, and its name; None if there is none."""
     for name in store.names("megackpt-"):
-        found = names.note_of(name)
-        if found is None or found[1] != metadata_digest:
+        attempt_and_digest = names.note_of(name)
+        if attempt_and_digest is None or attempt_and_digest[1] != metadata_digest:
             continue
         return read_document(store, name), name
     return None

@@ -1,4 +1,4 @@
-"""Writing the format torch_dist: what stock DCP and Megatron-Core read, and an index of our own beside it."""
+"""Writing the format torch_dist: the files that stock DCP and Megatron-Core read, and an index of our own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megackpt.formats.index_file import (
 from megackpt.formats.safe_pickle import save_value
 from megackpt.formats.strategy import MANIFEST, Capabilities, ChunkParts, Json, SaveStrategy
 from megackpt.formats.torch_dist import names
-from megackpt.formats.torch_dist.data_file import DataFile, Items, balanced, items_of
+from megackpt.formats.torch_dist.data_file import DataFile, Items, items_of, spread_evenly
 from megackpt.formats.torch_dist.metadata_reader import DcpMetadata
 from megackpt.formats.torch_dist.metadata_unpickler import load_metadata
 from megackpt.formats.torch_dist.metadata_writer import WrittenItems, data_files_of, metadata_of, without_keys
@@ -49,7 +49,7 @@ from megackpt.metadata import (
 from megackpt.planning import SavePlan, first_of_equal_chunks
 from megackpt.storage import Store, digest_of
 
-PICKLE_PROTOCOL = 4  # what the oldest supported Python of a reader knows
+PICKLE_PROTOCOL = 4  # the newest that the oldest supported Python of a reader knows
 
 _TEMPORARY = re.compile(TORCH_DIST_TEMPORARY)
 
@@ -57,13 +57,13 @@ _TEMPORARY = re.compile(TORCH_DIST_TEMPORARY)
 class TorchDistSaveStrategy(SaveStrategy):
     """Saves format `torch_dist` version 1.
 
-    thread_count is how many files each rank writes at the same time, one thread each. Arrays and objects
-    whose key begins with separation_hint go to files of their own, for which half of the threads are used:
-    removing them later removes whole files.
+    Each rank writes thread_count files at the same time, one thread each. Arrays and objects whose key
+    begins with separation_hint are written to files of their own by half of the threads, so that removing
+    them later removes whole files.
 
     With values_for_dcp the values of common state, and objects of shape (1,), are written a second time, each
-    under its own name, so that stock `dcp.load` finds them. Megatron-Core then refuses to load in its strict
-    modes (`raise_all`, `log_all` and the like), as it knows no such names: set it to False for these.
+    under its own name, so that stock `dcp.load` finds them. The strict modes of Megatron-Core (`raise_all`,
+    `log_all` and the like) do not know these names and raise an error: set it to False for them.
 
     Raises:
         DeclarationError: thread_count is below 1, or below 2 with a separation_hint.
@@ -99,17 +99,17 @@ class TorchDistSaveStrategy(SaveStrategy):
         self.capabilities = Capabilities(needs_own_rows_only=True, writes_in_order=thread_count == 1)
 
     def check_common(self, common: Any) -> None:
-        """Refuse what cannot be pickled, or could not be loaded without running code."""
+        """Check that common state can be pickled, and loaded without running code."""
         _encoded_common(common)
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
-        """Return what torch.save makes of a list of the value alone, as Megatron-Core stores objects."""
+        """Return the bytes of torch.save for a list with the value alone, as Megatron-Core stores objects."""
         return save_value([value], path=path)
 
     def write_chunks(
         self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
-        """Write the rows as items of up to thread_count files; return where they lie and their digests."""
+        """Write the rows as items of up to thread_count files; return where they lie, and their digests."""
         if not len(rows):
             return b""
         items = items_of(plan.table, rows)
@@ -129,14 +129,15 @@ class TorchDistSaveStrategy(SaveStrategy):
         """Return the positions in rows that each file takes."""
         nbytes = table.nbytes[rows]
         if self.separation_hint is None:
-            return balanced(nbytes, self.thread_count)
+            return spread_evenly(nbytes, self.thread_count)
         has_prefix = np.array([a.key.startswith(self.separation_hint) for a in table.arrays], np.bool_)
         is_apart = has_prefix[table.array[rows]]
-        halves = (np.flatnonzero(~is_apart), np.flatnonzero(is_apart))
-        return [half[bin_] for half in halves for bin_ in balanced(nbytes[half], self.thread_count // 2)]
+        groups = (np.flatnonzero(~is_apart), np.flatnonzero(is_apart))
+        threads = self.thread_count // 2
+        return [group[bin_] for group in groups for bin_ in spread_evenly(nbytes[group], threads)]
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
-        """Write our own index, and `.metadata` under the name that it has until it is published."""
+        """Write our own index, and `.metadata` under a name of the attempt until it is published."""
         stored, length = _stored(attempt, plan, [r[0] for r in receipts])
         check_files_exist(store, stored, prefix="__")
         written = WrittenItems(
@@ -146,32 +147,32 @@ class TorchDistSaveStrategy(SaveStrategy):
             length["item"].tolist(),
             length["nbytes"].tolist(),
         )
-        said: Json = {}
+        entries: Json = {}
         if self.values_for_dcp:
-            said = write_objects(store, attempt=attempt, stored=stored, lengths=written.length)
+            entries = write_objects(store, attempt=attempt, stored=stored, lengths=written.length)
         values = written_values(store, attempt=attempt)
         data = pickle.dumps(metadata_of(written, values, attempt=attempt), protocol=PICKLE_PROTOCOL)
-        return said | {
+        return entries | {
             "index": write_index(store, names.index_file(attempt), compact(stored)),
             "metadata": write_small_file(store, names.staged_metadata_file(attempt), data),
         }
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
         """Write this attempt's copy of common.pt, and its values as DCP stores them."""
-        said: Json = {}
+        entries: Json = {}
         if self.values_for_dcp:
-            said = write_state(store, attempt=attempt, state=common["state_dict"])
-        return said | {
+            entries = write_state(store, attempt=attempt, state=common["state_dict"])
+        return entries | {
             "common": write_small_file(store, names.common_file(attempt), _encoded_common(common)),
             CONTENT_METADATA: common["content_metadata"] is not None,
         }
 
     def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
-        """Note what belongs to the new `.metadata`, then put it in place: the commit; then common.pt.
+        """Write the note about the new `.metadata`, replace `.metadata` (the commit), then common.pt.
 
-        A reader of ours takes common state from the attempt's own copy, so that it finds the old checkpoint
-        or the new one at any moment between. Over a checkpoint of another format, replacing its metadata.json
-        is the commit.
+        megackpt reads common state from the attempt's own copy, so it finds the old checkpoint or the new one
+        at any moment between. If a checkpoint of another format is replaced, replacing its metadata.json is
+        the commit.
         """
         data = store.read(entries["metadata"]["file"], max_bytes=METADATA_MAX_BYTES)
         note = {key: value for key, value in entries.items() if key != "metadata"} | {"attempt": attempt}
@@ -182,11 +183,11 @@ class TorchDistSaveStrategy(SaveStrategy):
         before = {name: _content(store, name) for name in (names.COMMON, *others, names.METADATA)}
         store.replace(names.METADATA, data)
         try:
-            for name in others:  # whose common.pt the next file may be
+            for name in others:  # first: common.pt may be a file of that format
                 store.replace(name, json.dumps(MANIFEST_CONTENT, indent=1, sort_keys=True).encode())
             store.replace(names.COMMON, common)
         except Exception:
-            # Old common state first: only beside it is the old metadata the old checkpoint for every reader.
+            # Common state first: for other readers, old metadata with new common state is no checkpoint.
             with contextlib.suppress(StorageError):
                 for name, content in before.items():
                     _put_back(store, name, content)
@@ -197,7 +198,7 @@ class TorchDistSaveStrategy(SaveStrategy):
         return dict(MANIFEST_CONTENT)
 
     def committed_attempt(self, store: Store) -> str | None:
-        """Return the attempt that noted the present `.metadata`."""
+        """Return the attempt that wrote the note about the present `.metadata`."""
         if not store.exists(names.METADATA):
             return None
         manifest = read_manifest_file(store)
@@ -208,40 +209,40 @@ class TorchDistSaveStrategy(SaveStrategy):
         return attempt if isinstance(attempt, str) else None
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
-        """Put a `.metadata` without some arrays in place, and an index that belongs to it.
+        """Replace `.metadata` by one without some arrays, and write an index that belongs to it.
 
-        The files are not rewritten; those that hold nothing else become stale.
+        Data files are not rewritten; those that hold nothing else become stale.
         """
         data = read_metadata(store)
         metadata = load_metadata(data, where=f"{store.location}/{names.METADATA}")
-        DcpMetadata(metadata, location=store.location)  # which refuses what is damaged
+        DcpMetadata(metadata, location=store.location)  # raises an error if it is damaged
         kept = without_keys(metadata, key_prefix=key_prefix)
         new = pickle.dumps(kept, protocol=PICKLE_PROTOCOL)
         stale = sorted(data_files_of(metadata) - data_files_of(kept))
         note = find_note(store, digest_of(data))
         if note is not None:
-            said, name = note
-            old = said["index"]["file"]
-            attempt = said["attempt"]
-            index = without_arrays(read_index(store, said, document_name=name), key_prefix=key_prefix)
+            entries, name = note
+            old = entries["index"]["file"]
+            attempt = entries["attempt"]
+            index = without_arrays(read_index(store, entries, document_name=name), key_prefix=key_prefix)
             file = names.index_file(attempt, revision=names.revision_of(old) + 1)
-            gone = [e for e in names.VALUES_ENTRIES if e in said and said[e]["file"] in stale]
-            said = {key: value for key, value in said.items() if key not in gone}
-            said = said | {"index": write_index(store, file, index)}
-            _write_note(store, attempt, digest_of(new), said)
-            # Where nothing was removed, the new note has the name of the old one.
+            gone = [e for e in names.VALUES_ENTRIES if e in entries and entries[e]["file"] in stale]
+            entries = {key: value for key, value in entries.items() if key not in gone}
+            entries = entries | {"index": write_index(store, file, index)}
+            _write_note(store, attempt, digest_of(new), entries)
+            # If nothing was removed, the new note has the name of the old one.
             stale += [old] if digest_of(new) == digest_of(data) else [old, name]
         store.sync()
         store.replace(names.METADATA, new)
         return dict(MANIFEST_CONTENT), stale
 
     def files_of(self, manifest: Json) -> list[str]:
-        """Return the index, `.metadata` before its publication, this attempt's common state, and copies."""
+        """Return the index, `.metadata` before its publication, the attempt's common state, and copies."""
         entries = ("index", "metadata", "common", *names.VALUES_ENTRIES)
         return [manifest[entry]["file"] for entry in entries if entry in manifest]
 
     def fixed_names(self, store: Store) -> list[str]:
-        """Return `.metadata` if a note of ours belongs to it, and common.pt if it is the copy of ours."""
+        """Return `.metadata` if a note of ours belongs to it, and common.pt if it equals a copy of ours."""
         listed = store.names()
         temporary = [n for n in listed if _TEMPORARY.fullmatch(n)]
         digests = {note[1] for note in map(names.note_of, listed) if note is not None}
@@ -253,7 +254,7 @@ class TorchDistSaveStrategy(SaveStrategy):
 
 
 def _encoded_common(common: Any) -> bytes:
-    """Return what common.pt holds: common state, and content metadata in it."""
+    """Return the content of common.pt: common state, with content metadata in it."""
     state, content = dict(common["state_dict"]), common["content_metadata"]
     if content is not None:
         if CONTENT_METADATA in state:
@@ -277,7 +278,7 @@ def _are_equal(store: Store, first: str, second: str) -> bool:
 
 
 def _manifest_of_another_format(store: Store) -> list[str]:
-    """Return metadata.json if it is there, and is that of another format."""
+    """Return metadata.json if it is there and belongs to another format."""
     with contextlib.suppress(FormatError):  # a damaged one is of no format
         manifest = read_manifest_file(store)
         return [] if manifest is None or manifest.get("sharded_backend") == names.BACKEND else [MANIFEST]
@@ -298,7 +299,7 @@ def _write_note(store: Store, attempt: str, metadata_digest: str, note: Json) ->
 
 
 def _receipt(items: Items, files: list[DataFile]) -> bytes:
-    """Say of each item, in their order, in which file it lies, where, and what its digests are."""
+    """Return for each item, in their order, the file, where it lies in it, and its digests."""
     count = len(items.row)
     columns = {name: np.zeros(count, np.int64) for name in ("file", "item", "nbytes", "raw")}
     digests: list[Any] = [None] * count
@@ -313,7 +314,7 @@ def _receipt(items: Items, files: list[DataFile]) -> bytes:
 
 
 def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[StoredChunks, dict[str, Ints]]:
-    """Put what ranks have written into the order of an index; also the places of whole items."""
+    """Return what ranks have written in index order, and where whole items lie."""
     tables: list[ChunkTable] = []
     columns: dict[str, list[Any]] = {name: [] for name in ("file", "item", "nbytes", "raw", "digest")}
     files: list[str] = []
@@ -329,18 +330,18 @@ def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[Stored
             values.append(file if name == "file" else receipt[name])
     empty = plan.table.take(np.zeros(0, np.int64))
     table = _concatenated([empty, *tables])
-    found = {
+    merged = {
         n: np.concatenate([np.zeros(0, np.int64), *columns[n]]) for n in ("file", "item", "nbytes", "raw")
     }
     digests = np.concatenate([np.zeros(0, np.uint64), *columns["digest"]])
     blocks = block_counts(table.nbytes)
     stored = StoredChunks(
-        table, found["file"], found["raw"], np.cumsum(blocks) - blocks, digests, tuple(files)
+        table, merged["file"], merged["raw"], np.cumsum(blocks) - blocks, digests, tuple(files)
     )
     order = np.lexsort((table.shape_keys(), table.start_keys()))
-    # Of a chunk that several ranks have written, which happens without validation, the first is enough.
+    # Without validation, several ranks may have written the same chunk: the first copy is listed.
     order = order[first_of_equal_chunks(table.take(order))]
-    return stored.take(order), {n: found[n][order] for n in ("item", "nbytes")}
+    return stored.take(order), {n: merged[n][order] for n in ("item", "nbytes")}
 
 
 def _concatenated(tables: list[ChunkTable]) -> ChunkTable:

@@ -1,7 +1,7 @@
-"""Values that are no tensors, once more as stock DCP stores them: each under its own name.
+"""Copies of values that are not tensors, as stock DCP stores them: each under its own name.
 
-Owns these copies. Common state lies in common.pt, and objects in lists under `KEY/shard_OFFSET_SHAPE`, as
-Megatron-Core stores both; `dcp.load` looks for neither. A load of ours takes nothing from here.
+Common state is in common.pt, and objects are in lists under `KEY/shard_OFFSET_SHAPE`, as Megatron-Core stores
+both; `dcp.load` looks for neither. A load by megackpt does not read these copies.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megackpt.storage import Store
 
 log = logging.getLogger(__name__)
 
-MOST_VALUES = 10_000
-"""Each value is an item, which takes about 0.1 ms and 1 KB. State of more leaves is in common.pt only."""
+MAX_VALUES = 10_000
+"""Common state with more leaves is not copied: each is an item, which takes about 0.1 ms and 1 KB."""
 
-MOST_OBJECT_BYTES = 64 << 20
-"""An object is read again to be copied. Larger ones are not."""
+MAX_OBJECT_BYTES = 64 << 20
+"""Larger objects are not copied: each is read again for its copy."""
 
 _LENGTH_BYTES = 8  # of the table's length, at the end of a file
 
@@ -41,9 +41,9 @@ class Value:
     Attributes:
         key: its path in the state dict, joined with dots, as DCP flattens one.
         path: the steps of that path; None where they are not known.
-        file: the file that holds it.
-        offset_bytes: where it begins there.
-        length: of the item, in bytes.
+        file: the file that contains it.
+        offset_bytes: where it begins in the file.
+        length: length of the item, in bytes.
     """
 
     key: str
@@ -54,9 +54,9 @@ class Value:
 
 
 def write_state(store: Store, *, attempt: str, state: Mapping[str, Any]) -> Json:
-    """Write the leaves of common state; return what is to be known of the file, nothing if there is none.
+    """Write the leaves of common state; return the entry of the file, empty if there are no leaves.
 
-    Source: torch.distributed.checkpoint `flatten_state_dict`, for what is a leaf and how it is named.
+    Source: torch.distributed.checkpoint `flatten_state_dict`, which defines leaves and their names.
     """
     leaves: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
@@ -64,39 +64,40 @@ def write_state(store: Store, *, attempt: str, state: Mapping[str, Any]) -> Json
         leaves.setdefault(".".join(map(str, path)), (path, value))
 
     traverse_state_dict(dict(state), visit)
-    if len(leaves) > MOST_VALUES:
+    if len(leaves) > MAX_VALUES:
         log.info(
             "common state has %d values, of which dcp.load sees none: more than %d are not copied",
             len(leaves),
-            MOST_VALUES,
+            MAX_VALUES,
         )
         leaves.clear()
-    # That each may be stored was checked with all of common state.
+    # `check_common` has checked all of common state.
     items = [(key, _as_json(path), save_known_value(value)) for key, (path, value) in leaves.items()]
     return _write(store, names.values_file(attempt, "state"), items, entry="values")
 
 
 def write_objects(store: Store, *, attempt: str, stored: StoredChunks, lengths: Iterable[int]) -> Json:
-    """Write objects of shape (1,) that a save has stored in lists; lengths are those of all items, in bytes.
+    """Write copies of the objects of shape (1,); lengths are those of all items, in bytes.
 
-    Such an object is what became of a value that DCP had saved.
+    A value that DCP has saved becomes such an object when it is loaded and saved again.
     """
     items: list[tuple[str, tuple[Any, ...] | None, bytes]] = []
     for row, length in enumerate(lengths):
         spec = stored.table.arrays[int(stored.table.array[row])]
-        if spec.dtype != OBJECT or spec.global_shape != (1,) or length > MOST_OBJECT_BYTES:
+        if spec.dtype != OBJECT or spec.global_shape != (1,) or length > MAX_OBJECT_BYTES:
             continue
         data, name = bytearray(length), stored.files[int(stored.file[row])]
         store.read_into(name, int(stored.offset_bytes[row]), memoryview(data))
-        with contextlib.suppress(FormatError, UnserializableError):  # it is in its list all the same
+        # Without a copy, the object is still stored in its list.
+        with contextlib.suppress(FormatError, UnserializableError):
             (value,) = load_value(bytes(data), where=f"{store.location}: object {spec.key!r}")
             items.append((spec.key, None, save_value(value, path=spec.key)))
     return _write(store, names.values_file(attempt, "objects"), items, entry="value_objects")
 
 
 def written_values(store: Store, *, attempt: str) -> list[Value]:
-    """Return what this attempt has written, common state first."""
-    found: list[Value] = []
+    """Return the copies of this attempt, those of common state first."""
+    written: list[Value] = []
     for kind in ("state", "objects"):
         name = names.values_file(attempt, kind)
         if not store.exists(name):
@@ -104,17 +105,17 @@ def written_values(store: Store, *, attempt: str) -> list[Value]:
         data = store.read(name, max_bytes=store.size(name))
         length = int.from_bytes(data[-_LENGTH_BYTES:], "little")
         table = json.loads(data[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
-        found += [Value(k, None if p is None else tuple(p), name, at, n) for k, p, at, n in table]
-    return found
+        written += [Value(k, None if p is None else tuple(p), name, at, n) for k, p, at, n in table]
+    return written
 
 
 def _as_json(path: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a path if JSON can hold it; None if a key in it is anything but text or a number."""
+    """Return a path if JSON can hold it; None if it has a key that is neither text nor a number."""
     return path if all(type(step) in (str, int) for step in path) else None
 
 
 def _write(store: Store, name: str, items: list[tuple[str, Any, bytes]], *, entry: str) -> Json:
-    """Write items, and behind them a table of their places, which DCP does not look at."""
+    """Write items, and behind them a table of their offsets, which DCP does not read."""
     if not items:
         return {}
     table, position = [], 0
