@@ -1,7 +1,7 @@
 """Tensors of common state that are stored as global arrays, so that all ranks write and read them.
 
-A save takes them out of common state and leaves a reference, `ArrayReference`, at the place of each. A load
-puts the tensors back. Formats that hold common state as other programs read it keep it whole.
+A save replaces each of them in common state by an `ArrayReference`, and a load puts the tensors back.
+Formats that store common state in a form that other programs read do not do this.
 """
 
 from __future__ import annotations
@@ -21,59 +21,65 @@ from megackpt.metadata import DTYPES
 
 
 def find_arrays(common: Any, taken: Container[str]) -> dict[Steps, ShardedTensor]:
-    """Return the tensors of common state that can be global arrays, as whole ones; taken keys are left out.
+    """Declare the tensors of common state that can be stored as global arrays, by their steps.
 
-    The key is the path joined with dots. A tensor stays common state if it has no dims or no elements, if
-    another has the same key, or if common state would refuse it or not give it back as it is.
+    The key of each is its path joined with dots. A tensor stays in common state if it has no dims or no
+    elements, if another one has the same key, or if it could not be loaded again as it is.
+
+    Args:
+        common: common state.
+        taken: keys of other entities, which are not used again.
     """
-    found = {
+    candidates = {
         steps: leaf
         for steps, leaf in _leaves(common, ())
         if isinstance(leaf, torch.Tensor) and _can_be_array(leaf) and _is_name(steps)
     }
-    names = Counter(map(dotted, found))
+    counts = Counter(map(dotted, candidates))
     arrays = {}
-    for steps, leaf in found.items():
+    for steps, leaf in candidates.items():
         key, shape = dotted(steps), tuple(leaf.shape)
-        if names[key] == 1 and key not in taken:
+        if counts[key] == 1 and key not in taken:
             arrays[steps] = ShardedTensor(key, leaf, leaf.dtype, shape, shape, (0,) * len(shape))
     return arrays
 
 
 def with_references(common: Any, arrays: Mapping[Steps, ShardedTensor]) -> Any:
-    """Return common state with a reference in the place of each of these tensors."""
+    """Return common state with each of these tensors replaced by a reference to its array."""
 
-    def referred(steps: Steps, leaf: Any) -> Any:
+    def reference_or_leaf(steps: Steps, leaf: Any) -> Any:
         array = arrays.get(steps)
         return leaf if array is None else ArrayReference(array.key)
 
-    return map_common(referred, common) if arrays else common
+    return map_common(reference_or_leaf, common) if arrays else common
 
 
 def array_references(common: Any) -> dict[Steps, str]:
-    """Return the keys of the arrays that stored common state refers to, by their places."""
+    """Return the keys of the arrays that stored common state refers to, by the steps of the references."""
     return {steps: leaf.key for steps, leaf in _leaves(common, ()) if isinstance(leaf, ArrayReference)}
 
 
 def value_steps(common: Any) -> set[Steps]:
-    """Return the places of stored common state that hold a value, and no reference to an array."""
+    """Return the steps to the leaves of stored common state that are no references to arrays."""
     return {steps for steps, leaf in _leaves(common, ()) if not isinstance(leaf, ArrayReference)}
 
 
 def with_tensors(common: Any, tensors: Mapping[Steps, Any]) -> Any:
-    """Return stored common state with tensors in the place of references; those without one are left out."""
+    """Return stored common state with references replaced by tensors; other references are left out."""
 
-    def resolved(steps: Steps, leaf: Any) -> Any:
+    def tensor_or_leaf(steps: Steps, leaf: Any) -> Any:
         return tensors.get(steps, ABSENT) if isinstance(leaf, ArrayReference) else leaf
 
-    result = map_common(resolved, common)
+    result = map_common(tensor_or_leaf, common)
     return {} if result is ABSENT else result
 
 
 def map_common(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) -> Any:
-    """Like `map_leaves`, by steps, and an OrderedDict stays one. A list that loses leaves becomes a dict.
+    """Return a tree of common state with each leaf replaced by `fn(steps, leaf)`, or left out if that is
+    ABSENT.
 
-    Containers of other classes, also derived ones, are leaves.
+    It differs from `map_leaves` in that an OrderedDict stays an OrderedDict, and a list that loses leaves
+    becomes a dict by position. Containers of other classes, derived classes included, are leaves.
     """
     if type(tree) not in _CONTAINERS:
         return fn(steps, tree)
@@ -93,7 +99,7 @@ _CONTAINERS = (dict, OrderedDict, list)
 
 
 def _leaves(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
-    """Yield the places and values that `map_common` maps."""
+    """Yield steps and values of the leaves that `map_common` visits."""
     if type(tree) not in _CONTAINERS:
         yield steps, tree
         return
@@ -102,7 +108,7 @@ def _leaves(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
 
 
 def _is_name(steps: Steps) -> bool:
-    """Say whether steps joined with dots are a key: text that can be stored."""
+    """Say whether steps joined with dots are a key that can be stored as text."""
     try:
         return all(type(step) in (str, int) for step in steps) and bool(dotted(steps).encode())
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Tensors of common state read back from the arrays in which a checkpoint stores them.
+"""Reading common state as a whole, with the tensors that a checkpoint stores as arrays.
 
-For everything that needs common state whole: formats that hold it as other programs read it, comparisons with
-these, and `load_common_state_dict`.
+Used where all of common state is needed at once: `load_common_state_dict`, comparison, and conversion to
+formats that store it as a whole.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megackpt.storage import Store
 
 
 def stored_references(common: Any, contents: Contents) -> dict[Steps, str]:
-    """Return the keys of the arrays that common state refers to and that are stored, by their places.
+    """Return the keys of the stored arrays that common state refers to, by the steps of the references.
 
-    Those that `remove_sharded_tensors` has removed are left out.
+    References to arrays that `remove_sharded_tensors` has removed are left out.
     """
     return {
-        place: key
-        for place, key in array_references(common).items()
+        steps: key
+        for steps, key in array_references(common).items()
         if key in contents.arrays and contents.arrays[key].dtype != OBJECT
     }
 
@@ -40,10 +40,12 @@ def stored_references(common: Any, contents: Contents) -> dict[Steps, str]:
 def read_referenced(
     references: Mapping[Steps, str], contents: Contents, store: Store
 ) -> dict[Steps, torch.Tensor]:
-    """Return the arrays at these places of common state as whole tensors in host memory. Local.
+    """Return the arrays that references name as whole tensors in host memory, by the steps of the references.
+
+    Local.
 
     Raises:
-        IntegrityError, FormatError, StorageError: they are damaged, or cannot be read.
+        IntegrityError, FormatError, StorageError: an array is damaged, or cannot be read.
     """
     keys = sorted(set(references.values()))
     if not keys:
@@ -57,14 +59,14 @@ def read_referenced(
     copies = plan_load(requested, chunks.table, where=store.location)
     read_tensors(chunks, copies, tensors, LoadOptions())
     data = {tensor.key: tensor.data for tensor in tensors if tensor.data is not None}
-    return {place: data[key] for place, key in references.items()}
+    return {steps: data[key] for steps, key in references.items()}
 
 
 def read_whole_common(contents: Contents, store: Store) -> tuple[Any, Any]:
     """Return common state with all of its tensors, and content metadata. Local.
 
     Raises:
-        IntegrityError, FormatError, StorageError: they are damaged, or cannot be read.
+        IntegrityError, FormatError, StorageError: a file is damaged, or cannot be read.
     """
     common, content = read_common_and_references(contents, where=store.location)
     tensors = read_referenced(stored_references(common, contents), contents, store)
@@ -72,7 +74,7 @@ def read_whole_common(contents: Contents, store: Store) -> tuple[Any, Any]:
 
 
 def without_referenced(contents: Contents, store: Store) -> Contents:
-    """Return a checkpoint without the arrays that its common state refers to. Local."""
+    """Return the contents of a checkpoint without the arrays that common state refers to. Local."""
     common, _ = read_common_and_references(contents, where=store.location)
     referenced = set(stored_references(common, contents).values())
     return replace(contents, arrays={k: spec for k, spec in contents.arrays.items() if k not in referenced})

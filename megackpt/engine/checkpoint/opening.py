@@ -1,7 +1,6 @@
-"""A stored checkpoint, opened: of any known format, checked as far as its commit and common state tell.
+"""Opening a stored checkpoint of any known format, and checks before its arrays are read.
 
-Owns what loads, verification, comparison and conversion begin with. What is asked for, and whether that fits,
-is up to them.
+Loads, verification, comparison and conversion begin with these functions.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ def open_checkpoint(store: Store, *, allow_unsafe_pickle: bool = False) -> Conte
     """Open a committed checkpoint of any known format. Local.
 
     Raises:
-        NotACheckpointError, FormatError, IntegrityError: it is not one, or is damaged.
+        NotACheckpointError: nothing was committed in the store.
+        FormatError, IntegrityError: the checkpoint is damaged, or of an unknown format.
     """
     manifest = read_manifest(store)
     strategy = load_strategy(manifest, where=store.location)
@@ -32,20 +32,20 @@ def open_checkpoint(store: Store, *, allow_unsafe_pickle: bool = False) -> Conte
 
 
 def read_common(contents: Contents, *, where: str) -> tuple[Any, Any]:
-    """Return the common state dict and the content metadata of a checkpoint, without what is in arrays.
+    """Return common state and content metadata. Tensors that are stored as arrays are left out. Local.
 
     Raises:
-        FormatError: the common state is not what a save writes.
+        FormatError: the common state does not have the form in which a save writes it.
     """
     common, content = read_common_and_references(contents, where=where)
     return with_tensors(common, {}), content
 
 
 def read_common_and_references(contents: Contents, *, where: str) -> tuple[Any, Any]:
-    """Return the same with a `ArrayReference` in the place of each tensor that is stored as an array.
+    """Return common state and content metadata, with an `ArrayReference` for each tensor stored as an array.
 
     Raises:
-        FormatError: the common state is not what a save writes.
+        FormatError: the common state does not have the form in which a save writes it.
     """
     common = contents.common()
     if not isinstance(common, dict) or not {"state_dict", "content_metadata"} <= set(common):
@@ -54,30 +54,40 @@ def read_common_and_references(contents: Contents, *, where: str) -> tuple[Any, 
 
 
 def check_readable(keys: Iterable[str], unreadable: Mapping[str, str], *, where: str) -> None:
-    """Refuse keys that are stored as what cannot be loaded; unreadable is that of `Contents`.
+    """Check that no requested key is stored in a form that cannot be loaded.
+
+    Args:
+        keys: the requested keys.
+        unreadable: keys that cannot be loaded, with the reason; see `Contents.unreadable`.
+        where: location of the checkpoint, for the error.
 
     Raises:
-        FormatError: there are such.
+        FormatError: some of the keys cannot be loaded.
     """
-    found = sorted(set(keys) & set(unreadable))
-    if found:
-        lines = truncated_list([f"{key!r} {unreadable[key]}" for key in found])
-        raise FormatError(f"{where}: not all of it can be loaded:\n{lines}", key=found[0], path=where)
+    faults = sorted(set(keys) & set(unreadable))
+    if faults:
+        lines = truncated_list([f"{key!r} {unreadable[key]}" for key in faults])
+        raise FormatError(f"{where}: not all of it can be loaded:\n{lines}", key=faults[0], path=where)
 
 
 def check_arrays_complete(store: Store, chunks: Chunks, keys: Collection[str]) -> None:
-    """Refuse arrays that chunks do not cover, and chunks that end behind their files. Local; reads no chunk.
+    """Check that files hold every element of some arrays, before memory is allocated for these. Local.
 
-    keys are those of the arrays; chunks are all of theirs.
+    No chunk is read. A load into given tensors needs no such check, since it allocates nothing.
+
+    Args:
+        store: the store of the checkpoint.
+        chunks: all chunks of the arrays.
+        keys: keys of the arrays.
 
     Raises:
-        FormatError: there are such.
+        FormatError: an element is in no chunk or in several, or a chunk ends beyond its file.
     """
     table = chunks.table
     for fault in coverage_faults(table, keys):
-        place = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
+        region = ", ".join(f"{a}:{b}" for a, b in zip(fault.start, fault.stop, strict=True))
         raise FormatError(
-            f"{store.location}: {fault.spec.key!r} {fault.spec.global_shape}: [{place}] is not in exactly "
+            f"{store.location}: {fault.spec.key!r} {fault.spec.global_shape}: [{region}] is not in exactly "
             f"one chunk. The checkpoint is damaged; load another one.",
             key=fault.spec.key,
             path=store.location,

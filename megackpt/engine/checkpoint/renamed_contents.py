@@ -1,7 +1,6 @@
-"""Contents of a checkpoint with its keys under other names.
+"""A view of a checkpoint in which stored arrays have the names that `LoadOptions.rename` gives them.
 
-Owns the view that answers for new names with what is stored under old ones. What becomes of a name is decided
-in `validation.renaming`.
+`validation.renaming` decides the new name of each key.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megackpt.validation.renaming import rename_keys
 
 
 def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Contents:
-    """Return the same contents with stored keys under other names."""
+    """Return the same contents with keys renamed by patterns, which are those of `LoadOptions.rename`."""
     if not patterns:
         return contents
     new_name = rename_keys(contents.arrays, patterns)
@@ -34,7 +33,7 @@ def with_renamed_keys(contents: Contents, patterns: Mapping[str, str]) -> Conten
 
 
 class _RenamedChunks(Chunks):
-    """The same chunks with their arrays under other names."""
+    """The same chunks; only the keys of their arrays differ."""
 
     def __init__(self, chunks: Chunks, new_name: Mapping[str, str]) -> None:
         self._chunks = chunks
@@ -63,5 +62,5 @@ class _RenamedChunks(Chunks):
 
 
 def _with_keys(table: ChunkTable, new_name: Mapping[str, str]) -> ChunkTable:
-    """Return the same table with arrays under other names."""
+    """Return the same table with the keys of its arrays replaced."""
     return replace(table, arrays=tuple(replace(a, key=new_name[a.key]) for a in table.arrays))
