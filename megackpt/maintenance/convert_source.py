@@ -84,7 +84,7 @@ class SourceCheckpoint:
             yield memoryview(self.blobs[row])
             return
         start = int(self.start[row])
-        yield from buffers.pieces(
+        yield from buffers.parts(
             self.chunks,
             int(self.plan.entity[row]),
             start=start,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megackpt import ShardedTensor, load, save
-from megackpt.engine.data.read import placed_in
+from megackpt.engine.data.read import with_target_strides
 from megackpt.mapping.describe import describe
 from megackpt.metadata import DIGEST_BLOCK_BYTES, StoredChunks, block_counts, merge_declarations
 from megackpt.planning import plan_load, plan_main_replicas, plan_reads
@@ -40,7 +40,7 @@ def test_a_read_is_whole_blocks_within_bounds_and_holds_its_copies(data: st.Data
         target = torch.empty(shape, dtype=dtype, device="meta")
         asked.append(ShardedTensor("w", target, dtype, shape, (rows, columns), (top, left)))
     copies = plan_load(describe(asked, rank=0), stored.table, where="here")
-    placed = placed_in(copies, asked, [t.data for t in asked if t.data is not None])
+    placed = with_target_strides(copies, asked, [t.data for t in asked if t.data is not None])
     reads = plan_reads(placed, stored.table, position=np.arange(len(stored)), block_bytes=DIGEST_BLOCK_BYTES)
     nbytes = int(stored.table.nbytes[0])
     copied = 0

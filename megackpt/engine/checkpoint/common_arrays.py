@@ -75,8 +75,7 @@ def with_tensors(common: Any, tensors: Mapping[Steps, Any]) -> Any:
 
 
 def map_common(fn: Callable[[Steps, Any], Any], tree: Any, steps: Steps = ()) -> Any:
-    """Return a tree of common state with each leaf replaced by `fn(steps, leaf)`, or left out if that is
-    ABSENT.
+    """Return a tree of common state with each leaf replaced by `fn(steps, leaf)`; ABSENT removes the leaf.
 
     It differs from `map_leaves` in that an OrderedDict stays an OrderedDict, and a list that loses leaves
     becomes a dict by position. Containers of other classes, derived classes included, are leaves.

@@ -1,7 +1,4 @@
-"""The bytes of stored chunks, a bounded part at a time.
-
-Owns the buffers for that, and how a chunk is cut so that its format can check each part.
-"""
+"""Reading the bytes of stored chunks in bounded parts, each of which its format can check."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from megackpt.formats.contents import Chunks
 def parts_of(
     chunks: Chunks, row: int, *, buffer_bytes: int, start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges in which a chunk, or its bytes `[start, stop)`, are read, in order.
+    """Yield the parts in which a chunk, or its bytes `[start, stop)`, are read, as byte ranges in order.
 
-    Each begins where the format can begin to read, and is no longer than buffer_bytes, or one block of the
-    format where that is longer.
+    Each part begins where the format can begin to read. It is at most buffer_bytes long, or one block of the
+    format if that is longer.
     """
     block = chunks.block_bytes
     step = max(buffer_bytes // block, 1) * block
@@ -29,18 +26,19 @@ def parts_of(
 
 
 class ReadBuffers:
-    """Buffers that are used again: fresh memory costs more than reading into it. Safe for many threads."""
+    """Buffers that are reused, since new memory costs more than reading into it. Safe for many threads."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
 
-    def pieces(
+    def parts(
         self, chunks: Chunks, row: int, *, start: int, stop: int, buffer_bytes: int
     ) -> Iterator[memoryview]:
-        """Yield the bytes `[start, stop)` of a chunk, checked, each part valid until the next is taken.
+        """Yield the bytes `[start, stop)` of a chunk in parts, each checked, and valid until the next one.
 
         Raises:
-            IntegrityError, FormatError, StorageError: they cannot be read, or are not those that were saved.
+            IntegrityError, FormatError, StorageError: the bytes cannot be read, or are not those that were
+                saved.
         """
         buffer = self._take(chunks, row, buffer_bytes)
         try:

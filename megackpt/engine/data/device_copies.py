@@ -187,9 +187,9 @@ class Uploads:
             torch.cuda.current_stream(device).wait_stream(_side_stream(device))
             _side_stream(device).synchronize()
 
-    def beside(self, device: torch.device) -> AbstractContextManager[None]:
+    def ordered_with_copies(self, device: torch.device) -> AbstractContextManager[None]:
         """Within the block, what torch does on a device is in order with copies to it."""
-        return _beside(device)
+        return _on_side_stream(device)
 
     def copy(self, source: npt.NDArray[Any], target: torch.Tensor) -> None:
         """Begin to copy a block, strided on either side, into a block of a tensor of the same shape and bits.
@@ -199,7 +199,7 @@ class Uploads:
         buffer = self._buffers.take()
         packed = as_elements(buffer[: source.nbytes], target.element_size()).view(target.shape)
         np.copyto(packed.numpy(), source)
-        with _beside(target.device):
+        with _on_side_stream(target.device):
             target.copy_(packed, non_blocking=True)
             copied = _event(target.device)
         self._buffers.give(buffer, copied)
@@ -213,7 +213,7 @@ class _Download:
         self._buffers = buffers
         self._buffer = buffers.take()
         self._nbytes = part.numel() * part.element_size()
-        with _beside(part.device):
+        with _on_side_stream(part.device):
             bits = as_bits(part)
             into = as_elements(self._buffer[: self._nbytes], bits.element_size()).view(bits.shape)
             # What contiguous() makes is memory of this stream, which no other takes over before the copy.
@@ -244,7 +244,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
+def _on_side_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""How far a long piece of work has come: the protocol by which whoever draws it is told."""
+"""The protocol by which long work reports its progress to whoever displays it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Is told how far this rank has come. Several threads may tell it at once."""
+    """Receives the progress of this rank. Several threads may report at once."""
 
     def begin(self, doing: str, nbytes: int) -> None:
-        """A part of the work begins, in which this rank moves so many bytes."""
+        """Report that a phase of the work begins, in which this rank moves nbytes."""
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more have been moved."""
+        """Report that nbytes more have been moved."""
 
 
 class NoProgress:
-    """A `Progress` that nobody looks at."""
+    """A `Progress` that displays nothing."""
 
     def begin(self, doing: str, nbytes: int) -> None:
         """Do nothing."""

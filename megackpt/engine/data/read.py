@@ -1,7 +1,8 @@
-"""Reading: carries a read plan out, several reads at once.
+"""Reading a load plan into tensors, with several reads under way at once.
 
-Owns the threads, and which way the bytes of a read take. What is read for which tensor was decided by
-`planning`.
+`planning` decides what is read for which tensor. This module decides how: a long contiguous read goes
+straight into its tensor, short reads that are neighbours in a file are joined, and other reads go through a
+buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megackpt.storage import COMMON_POOL, MAX_BORROWED_BYTES
 _PROBED_BYTES = 1024 * 1024
 
 STRAIGHT_BYTES = 256 * 1024
-"""Shorter reads are worth being joined with their neighbours, even if a copy more is made of them."""
+"""Shorter reads are joined with their neighbours in the file, though that costs a further copy."""
 
 
 def read_tensors(
@@ -47,7 +48,13 @@ def read_tensors(
     tensors: Sequence[ShardedTensor],
     options: LoadOptions,
 ) -> None:
-    """Fill the tensors' data in place as the copies say; entities index into tensors. Local.
+    """Fill the data of tensors in place. Local.
+
+    Args:
+        chunks: the stored chunks.
+        copies: copies from chunks into tensors; entity i is tensor i.
+        tensors: tensors with data.
+        options: `verify` and `threads`.
 
     Raises:
         IntegrityError: a block does not have the digest it was stored with.
@@ -55,7 +62,7 @@ def read_tensors(
     """
     dtypes = {a.key: a.dtype for a in chunks.table.arrays}
     targets = [Target.of(t, dtypes) for t in tensors]
-    placed = placed_in(copies, tensors, [t.memory for t in targets])
+    placed = with_target_strides(copies, tensors, [t.memory for t in targets])
     reads = plan_reads(placed, chunks.table, position=chunks.position, block_bytes=chunks.block_bytes)
     with Uploads([t.memory for t in targets]) as uploads:
         reader = _Reader(chunks, targets, uploads, verify=options.verify)
@@ -64,10 +71,10 @@ def read_tensors(
 
 
 def probe_chunk(chunks: Chunks, row: int) -> None:
-    """Refuse a long chunk whose file is shorter than its index says, before memory is taken for it.
+    """Check that a long chunk does not end beyond its file, before memory is allocated for it.
 
     Raises:
-        FormatError: the file ends before.
+        FormatError: the file ends before the chunk does.
     """
     nbytes = int(chunks.table.nbytes[row])
     if nbytes > _PROBED_BYTES:
@@ -75,11 +82,11 @@ def probe_chunk(chunks: Chunks, row: int) -> None:
 
 
 def read_chunk(chunks: Chunks, row: int) -> bytes:
-    """Return the bytes of a whole (small) chunk, checked.
+    """Return all bytes of a chunk, checked against its digests. For small chunks, such as objects.
 
     Raises:
-        FormatError: it is longer than its file, or than memory.
-        IntegrityError: its bytes are not those that were saved.
+        FormatError: the chunk is longer than its file, or does not fit into memory.
+        IntegrityError: the bytes are not those that were saved.
     """
     nbytes = int(chunks.table.nbytes[row])
     probe_chunk(chunks, row)
@@ -99,12 +106,11 @@ def read_chunk(chunks: Chunks, row: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the elements of one entity go.
+    """The memory of one entity that is read into.
 
     Attributes:
-        memory: its tensor, seen as integers where bits are moved.
-        element: dtype of the stored elements as they are to be read: that of memory, unless values are
-            converted.
+        memory: its tensor, viewed as integers if bits are moved and no values are converted.
+        element: dtype in which stored elements are read: that of memory, unless values are converted.
     """
 
     memory: torch.Tensor
@@ -112,8 +118,8 @@ class Target:
 
     @classmethod
     def of(cls, tensor: ShardedTensor, stored_dtypes: Mapping[str, str]) -> Target:
-        """Find it for a tensor, given the dtypes of stored arrays by key."""
-        assert tensor.data is not None  # the load has allocated what was declared without data
+        """Return the target of a tensor with data, given the dtypes of the stored arrays by key."""
+        assert tensor.data is not None  # the load has allocated tensors that were declared without data
         stored: torch.dtype = getattr(torch, stored_dtypes.get(tensor.key, dtype_name(tensor.dtype)))
         memory = as_bits(tensor.data) if stored == tensor.dtype else tensor.data.detach()
         return cls(memory, memory.dtype if stored == tensor.dtype else stored)
@@ -124,16 +130,23 @@ class Target:
         return self.element != self.memory.dtype
 
 
-def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]) -> Copies:
-    """Replace row-major targets by real strides where a tensor is a view that is not contiguous."""
+def with_target_strides(
+    copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[torch.Tensor]
+) -> Copies:
+    """Return copies with the strides of the targets, which planning takes to be contiguous.
+
+    bits are the targets as `as_bits` views them, by entity.
+    """
     first, stride = copies.target_first.copy(), copies.target_stride.copy()
+    # Only targets that are not contiguous have other strides than planning has computed.
     for entity in [i for i, b in enumerate(bits) if not b.is_contiguous()]:
         rows = np.flatnonzero(copies.entity == entity)
-        if tensors[entity].flattened_range is not None:  # 1-D: positions in it are linear already
+        if tensors[entity].flattened_range is not None:  # the target is 1-D, and positions in it are linear
             first[rows] *= bits[entity].stride(0)
             stride[rows] *= bits[entity].stride(0)
             continue
-        # Prepended axes and the padding behind have extent 1 and so no stride.
+        # Prepended axes, and the columns that pad to the widest array, have extent 1: their stride is never
+        # used.
         real = np.zeros(stride.shape[1], np.int64)
         axis = tensors[entity].prepend_axis_num
         real[axis : axis + bits[entity].ndim] = bits[entity].stride()
@@ -143,12 +156,12 @@ def placed_in(copies: Copies, tensors: Sequence[ShardedTensor], bits: Sequence[t
 
 
 def _is_plain(target: Target) -> bool:
-    """Whether elements go as they are into memory without gaps that can be seen as bytes."""
+    """Say whether stored bytes can be copied as they are into contiguous host memory."""
     return target.memory.is_cpu and not target.is_cast and target.memory.is_contiguous()
 
 
 class _Reader:
-    """Performs reads, in three ways: straight into a tensor, several at once, or one through a buffer."""
+    """Performs reads: straight into a tensor, several neighbours at once, or through a buffer."""
 
     def __init__(self, chunks: Chunks, targets: Sequence[Target], uploads: Uploads, *, verify: bool) -> None:
         self._chunks = chunks
@@ -158,11 +171,11 @@ class _Reader:
         table = chunks.table
         self._itemsize = itemsizes(table.arrays)[table.array] if len(table) else np.zeros(0, np.int64)
         self._raw = chunks.raw_ranges()
-        # As bytes, where they can be: to make such a view for each read would take longer than a short read.
-        self._octets = [byte_view(t.memory) if _is_plain(t) else None for t in targets]
+        # Views as bytes are made once: making one for each read would take longer than a short read.
+        self._flat_bytes = [byte_view(t.memory) if _is_plain(t) else None for t in targets]
 
     def jobs(self, reads: Reads) -> Iterator[Callable[[], None]]:
-        """Yield what is to be done for all reads, in their order as far as they are of one kind."""
+        """Yield one job for each read or group of reads; straight reads come first."""
         is_straight = self._are_straight(reads)
         yield from self._straight_jobs(reads, np.flatnonzero(is_straight))
         others = np.flatnonzero(~is_straight)
@@ -175,45 +188,47 @@ class _Reader:
                 yield partial(self._read_buffered, reads, read)
 
     def _straight_jobs(self, reads: Reads, rows: Ints) -> Iterator[Callable[[], None]]:
-        """Yield what is to be done for reads of one contiguous copy each."""
+        """Yield one job for each read that is a single contiguous copy."""
         stored, entity = reads.stored[rows], reads.all_copies.entity[reads.first[rows]]
         into = reads.all_copies.target[reads.first[rows]] * self._itemsize[stored]
         lengths = reads.stop[rows] - reads.start[rows]
         columns = (rows, entity, stored, reads.start[rows], into, into + lengths)
         for read, number, row, start, begin, end in zip(*(c.tolist() for c in columns), strict=True):
-            octets = self._octets[number]
-            if octets is None:
+            flat_bytes = self._flat_bytes[number]
+            if flat_bytes is None:
                 yield partial(self._read_strided, reads, read)
             else:
-                yield partial(self._chunks.read_into, row, start, octets[begin:end], verify=self._verify)
+                yield partial(self._chunks.read_into, row, start, flat_bytes[begin:end], verify=self._verify)
 
     def _are_straight(self, reads: Reads) -> npt.NDArray[np.bool_]:
-        """Whether each is long and one contiguous copy, which can go where it belongs at once, `[n]`."""
+        """Return which reads are long and one contiguous copy, so that they need no buffer, `[n]`."""
         takes_bytes = np.array([not t.is_cast and t.memory.is_cpu for t in self._targets], np.bool_)
         blocks, first = reads.all_copies, reads.first[:-1]
         width = self._itemsize[reads.stored]
         begin = blocks.source * self._itemsize[blocks.stored]
+        # The first copy takes all bytes of the read.
         is_whole = (begin[first] == reads.start) & (
             begin[first] + blocks.source_lengths()[first] * width == reads.stop
         )
-        is_one_run = (
+        # The target of the single copy is one stretch of host memory of the same dtype.
+        is_one_stretch = (
             (np.diff(reads.first) == 1) & blocks.are_contiguous()[first] & takes_bytes[blocks.entity[first]]
         )
         is_long = reads.stop - reads.start >= (0 if self._raw is None else STRAIGHT_BYTES)
-        return np.asarray(is_whole & is_one_run & is_long)
+        return np.asarray(is_whole & is_one_stretch & is_long)
 
     def _read_strided(self, reads: Reads, read: int) -> None:
-        """Read one contiguous copy into a tensor that is not contiguous itself."""
+        """Read one contiguous copy into a tensor that as a whole is not contiguous."""
         ((copy,),) = reads.copies([read])
         into = contiguous_bytes(self._targets[copy.entity].memory, copy)
-        assert into is not None  # by _are_straight
+        assert into is not None  # see _are_straight
         self._chunks.read_into(int(reads.stored[read]), int(reads.start[read]), into, verify=self._verify)
 
     def _read_group(self, borrow: Borrow, reads: Reads, group: Sequence[int]) -> None:
         columns = (reads.stored[group], reads.start[group], reads.stop[group])
         parts = [Part(*part) for part in zip(*(c.tolist() for c in columns), strict=True)]
-        with borrow(parts, self._verify) as lent:
-            for copies, part, data in zip(reads.copies(group), parts, lent, strict=True):
+        with borrow(parts, self._verify) as buffers:
+            for copies, part, data in zip(reads.copies(group), parts, buffers, strict=True):
                 self._copy_out(copies, data, part.start)
 
     def _read_buffered(self, reads: Reads, read: int) -> None:
@@ -227,13 +242,13 @@ class _Reader:
     def _copy_out(self, copies: Sequence[StridedCopy], data: memoryview, begins: int) -> None:
         for copy in copies:
             target = self._targets[copy.entity]
-            octets = self._octets[copy.entity]
-            if octets is not None:
-                copy_to_flat_bytes(data, begins, target.element.itemsize, octets, copy)
+            flat_bytes = self._flat_bytes[copy.entity]
+            if flat_bytes is not None:
+                copy_to_flat_bytes(data, begins, target.element.itemsize, flat_bytes, copy)
             elif not target.memory.is_cuda:
                 copy_bytes(data, begins, target.element, target.memory, copy)
-            elif target.is_cast:  # by the host, as for tensors in its memory
-                with self._uploads.beside(target.memory.device):
+            elif target.is_cast:  # the host converts, as for tensors in its memory
+                with self._uploads.ordered_with_copies(target.memory.device):
                     copy_bytes(data, begins, target.element, target.memory, copy)
             else:
                 block = source_block(data, begins, target.element.itemsize, copy)

@@ -1,7 +1,4 @@
-"""Many short jobs, done by a few threads.
-
-Owns how jobs are handed out, and that a failure ends all.
-"""
+"""Running many short jobs on a few threads. A failure ends all of them."""
 
 from __future__ import annotations
 
@@ -13,29 +10,31 @@ Job = Callable[[], object]
 
 
 def useful_threads(threads: int, *, waits: bool) -> int:
-    """Return how many of at most `threads` threads are worth having.
+    """Return how many threads to use, of at most `threads`.
 
-    All of them, if jobs wait for a disk or a network. If they only need processors, as many as there are for
-    each rank of this machine: more take turns, which costs a tenth to a fifth of the time of a load out of
-    memory by 4 ranks on 2 processors. Without torchrun's LOCAL_WORLD_SIZE this process counts as the only
-    rank.
+    If jobs wait for a disk or a network, all of them. If they only need processors, as many as the machine
+    has for each of its ranks: with more, a load from memory by 4 ranks on 2 processors takes a tenth to a
+    fifth longer. Without torchrun's LOCAL_WORLD_SIZE this process counts as the only rank.
     """
     if waits:
         return threads
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(said) if said.isdecimal() else 1
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local_world_size) if local_world_size.isdecimal() else 1
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(threads, processors // max(1, ranks)))
 
 
 def run_jobs(jobs: Iterable[Job], *, threads: int, name: str) -> None:
-    """Do every job, in about this order, on at most `threads` threads; the calling one is among them.
+    """Run every job, about in this order, on at most `threads` threads, one of which is the caller's.
+
+    When this returns or raises, no job is running any more.
 
     Raises:
-        Exception: what a job has raised; of several that failed the first in the order of jobs. Jobs that had
-            not begun by then are left out. No job is under way any more.
+        Exception: the error of a job; of several failed jobs, of the first one in order. Jobs that had not
+            begun when a job failed are not run.
     """
-    # One iterator for all: a queue of futures wakes a thread for each job, which costs more than a short one.
+    # All threads share one iterator: a queue of futures wakes a thread for each job, which costs more than a
+    # short job.
     numbered = list(enumerate(jobs))
     todo = iter(numbered)
     failed: list[tuple[int, BaseException]] = []
@@ -56,9 +55,9 @@ def run_jobs(jobs: Iterable[Job], *, threads: int, name: str) -> None:
             thread.start()
             others.append(thread)
         work()
-    except BaseException as error:  # noqa: BLE001 - an interrupt, or no thread to be had; raised below
+    except BaseException as error:  # noqa: BLE001 - an interrupt, or no thread could start; raised below
         failed.append((-1, error))
-    # None may touch the memory of the jobs after this returns, whatever happened.
+    # No thread may touch the memory of the jobs after this returns, whatever happened.
     for thread in others:
         thread.join()
     if failed:

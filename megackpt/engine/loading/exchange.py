@@ -17,7 +17,7 @@ import torch
 
 from megackpt.comm import Group
 from megackpt.comm.device_group import DeviceGroup
-from megackpt.engine.data.read import Target, placed_in
+from megackpt.engine.data.read import Target, with_target_strides
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
 from megackpt.engine.loading.prepare import PreparedLoad, ReadResult
 from megackpt.engine.loading.transport import Arrival, Buffers, Step, steps_of, transport_for
@@ -324,7 +324,7 @@ def _with_real_targets(
     """Give this rank's own copies the strides of its tensors; those of others are only read from."""
     of_rank = np.repeat(plan.deliveries.rank, np.diff(plan.deliveries.first))
     mine = np.flatnonzero(of_rank == rank)
-    placed = placed_in(plan.copies.take(mine), tensors, [t.memory for t in targets])
+    placed = with_target_strides(plan.copies.take(mine), tensors, [t.memory for t in targets])
     first, stride = plan.copies.target_first.copy(), plan.copies.target_stride.copy()
     first[mine], stride[mine] = placed.target_first, placed.target_stride
     return replace(plan.copies, target_first=first, target_stride=stride)
