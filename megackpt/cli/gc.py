@@ -1,8 +1,9 @@
-"""`megackpt gc`: removes what torn saves left, and steps that are not to be kept."""
+"""`megackpt gc`: remove leftovers of incomplete saves, and steps that no rule keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from megackpt.checkpointer.retention import Removals
 
 _RUNNING = (
-    "A job may be saving there right now: leftovers that are newer than the newest commit are left alone, "
-    "and so is what was written to within --min-age. Its own retention goes on by its own options."
+    "A job may be saving there right now: leftovers that are newer than the newest commit, and steps that "
+    "were written to within --min-age, were not touched. The job goes on removing steps by its own options."
 )
 
 
-class _Best(click.ParamType["KeepBest"]):
+class _KeepBestType(click.ParamType["KeepBest"]):
     """METRIC, METRIC:N or METRIC:N:max."""
 
     name = "metric"
@@ -43,26 +44,29 @@ class _Best(click.ParamType["KeepBest"]):
 
 @click.command(name="gc", epilog=EXIT_CODES)
 @click.argument("root", metavar="ROOT")
-@click.option("--keep-last", type=click.IntRange(1), metavar="N", help="The newest N steps stay.")
-@click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Steps that K divides stay.")
+@click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep the newest N steps.")
+@click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Keep steps that K divides.")
 @click.option(
-    "--keep-best", type=_Best(), metavar="METRIC[:N[:max]]", help="The best N by a metric of the run stay."
+    "--keep-best",
+    type=_KeepBestType(),
+    metavar="METRIC[:N[:max]]",
+    help="Keep the best N steps by a metric of the run.",
 )
-@click.option("--keep-all", is_flag=True, help="All committed steps stay; only leftovers go.")
+@click.option("--keep-all", is_flag=True, help="Keep all committed steps; remove leftovers only.")
 @click.option(
     "--min-age",
     default=60.0,
     show_default=True,
     type=float,
     metavar="MINUTES",
-    help="What a save has begun and not committed goes only if nothing was written to it for so long.",
+    help="Remove an incomplete step only if nothing was written to it for so long.",
 )
 @click.option(
     "--incomplete-newest",
     is_flag=True,
-    help="Incomplete steps newer than the newest commit go, too: no job must be saving them.",
+    help="Also remove incomplete steps newer than the newest commit: no job must be saving them.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
 def command(
     root: str,
@@ -76,12 +80,12 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Remove from the run in ROOT, a directory or an URL, what torn saves left and steps that nothing keeps.
+    """Remove leftovers of incomplete saves, and steps that no rule keeps, from the run in ROOT.
 
-    One of the --keep options must be given: a step stays if any of them asks for it. Whatever they say, the
-    newest step stays, pinned ones do, and the newest in which nothing is wrong that can be seen without
-    reading its chunks. What incomplete saves left goes only if a newer step is committed, or with
-    --incomplete-newest, and if nothing was written to it lately.
+    ROOT is a directory or a URL. One of the --keep options must be given: a step is kept if any of them keeps
+    it. In any case the newest step, pinned steps, and the newest step without visible damage (found without
+    reading its chunks) are kept. An incomplete step is removed only if a newer step is committed, or with
+    --incomplete-newest, and only if nothing was written to it within --min-age.
     """
     from megackpt.checkpointer.options import Retention
     from megackpt.checkpointer.retention import Cleanup
@@ -91,48 +95,56 @@ def command(
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if retention.keeps_all != keep_all:
         raise click.UsageError(
-            "Say what is to stay: --keep-last, --keep-every, --keep-best, or --keep-all alone. "
-            "What is removed does not come back, so nothing is assumed."
+            "Say what to keep: --keep-last, --keep-every, --keep-best, or --keep-all alone. Removed steps do "
+            "not come back, so there is no default."
         )
     check_number("--min-age", min_age, most=MOST_SECONDS, may_be_0=True)
     check_run_root(root)
-    places = step_directories(root, objects=None)
-    found = scan(places)
-    if not found.committed:
+    directories = step_directories(root, objects=None)
+    steps = scan(directories)
+    if not steps.committed:
         raise NotACheckpointError(
-            f"{root} has no committed step, so nothing in it is known to be superfluous. Name the directory "
-            f"that a Checkpointer saves to.",
+            f"{root} has no committed step, so nothing in it can be removed safely. Name the directory that "
+            f"a Checkpointer saves to.",
             path=root,
         )
     if keep_best is not None:
-        _check_metric(keep_best.metric, {s: read_metrics(places.root, s) for s in found.committed}, root)
-    keeping = Cleanup(places, retention)
-    whole = keeping.newest_undamaged(found.committed)
-    newest = (
-        max(found.committed[-1], *found.incomplete)
-        if incomplete_newest and found.incomplete
-        else found.committed[-1]
+        _check_metric(keep_best.metric, [read_metrics(directories.root, s) for s in steps.committed], root)
+    cleanup = Cleanup(directories, retention)
+    undamaged = cleanup.newest_undamaged(steps.committed)
+    newest = steps.committed[-1]
+    if incomplete_newest:
+        newest = max((newest, *steps.incomplete))
+    plan = cleanup.plan(steps, upto=newest, good=() if undamaged is None else (undamaged,))
+    busy = cleanup.being_saved(plan, within_s=60 * min_age)
+    removals = plan.without(busy)
+    to_remove = (*removals.incomplete, *removals.retention.removed)
+    # Metrics of steps without a directory stay (upto=0): a job that saves a step again stores them first.
+    removed = to_remove if dry_run else cleanup.remove(removals, steps, upto=0)
+    result = _Result(
+        root=root,
+        dry_run=dry_run,
+        plan=plan,
+        removed=tuple(removed),
+        not_removed=tuple(sorted(set(to_remove) - set(removed))),
+        left_alone=tuple(sorted(busy)),
+        incomplete_newest=tuple(step for step in steps.incomplete if step > newest),
     )
-    planned = keeping.plan(found, upto=newest, good=() if whole is None else (whole,))
-    waiting = [step for step in found.incomplete if step > newest]
-    busy = keeping.being_saved(planned, within_s=60 * min_age)
-    chosen = planned.without(busy)
-    todo = (*chosen.incomplete, *chosen.retention.removed)
-    # A job that saves an older step again may have stored its metrics, and nothing else yet.
-    removed = todo if dry_run else keeping.remove(chosen, found, upto=0)
-    left = sorted(set(todo) - set(removed))
     if as_json:
-        said = _json(root, planned, removed, left, dry_run=dry_run)
-        print_result({**said, "left_alone": sorted(busy), "incomplete_newest": waiting}, "", as_json=True)
+        print_result(result.to_json(), "", as_json=True)
     else:
-        _show(root, planned, removed, left, busy, waiting, dry_run=dry_run)
+        result.show()
         click.echo(_RUNNING, err=True)
-    return FAILED_CHECK if left else 0
+    return FAILED_CHECK if result.not_removed else 0
 
 
-def _check_metric(name: str, metrics: Mapping[int, Mapping[str, float]], root: str) -> None:
-    """Refuse a metric that no step has: it would keep none, and may be misspelt."""
-    known = sorted({each for of_step in metrics.values() for each in of_step})
+def _check_metric(name: str, metrics: Sequence[Mapping[str, float]], root: str) -> None:
+    """Check that a metric is known: one that no step has may be misspelt, and would keep no step.
+
+    Raises:
+        DeclarationError: no committed step was saved with it.
+    """
+    known = sorted({metric for of_step in metrics for metric in of_step})
     if name not in known:
         raise DeclarationError(
             f"--keep-best {name}: no committed step of {root} was saved with that metric; "
@@ -141,38 +153,50 @@ def _check_metric(name: str, metrics: Mapping[int, Mapping[str, float]], root: s
         )
 
 
-def _json(
-    root: str, planned: Removals, removed: tuple[int, ...], left: list[int], *, dry_run: bool
-) -> dict[str, object]:
-    return {
-        "root": root,
-        "dry_run": dry_run,
-        "removed": [{"step": s, "state": _state(planned, s)} for s in sorted(removed)],
-        "not_removed": left,
-        "kept": [{"step": s, "because": list(why)} for s, why in planned.retention.kept.items()],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What was removed, or would be.
 
+    Attributes:
+        plan: what the rules remove and keep.
+        removed: steps that were removed.
+        not_removed: steps that could not be removed.
+        left_alone: steps that were written to within --min-age.
+        incomplete_newest: incomplete steps newer than the newest commit.
+    """
 
-def _show(
-    root: str,
-    planned: Removals,
-    removed: tuple[int, ...],
-    left: list[int],
-    busy: Collection[int],
-    waiting: Collection[int],
-    *,
-    dry_run: bool,
-) -> None:
-    went = "would be removed" if dry_run else "removed"
-    rows = {s: (_state(planned, s), went, "") for s in removed}
-    rows |= {s: (_state(planned, s), "could not be removed, or is pinned now", "") for s in left}
-    rows |= {s: (_state(planned, s), "left alone", "written to within --min-age") for s in busy}
-    rows |= {s: ("torn", "left alone", "newer than the newest commit: --incomplete-newest") for s in waiting}
-    rows |= {s: ("committed", "stays", ", ".join(why)) for s, why in planned.retention.kept.items()}
-    cells = [(str(step), *rows[step]) for step in sorted(rows)]
-    show(table_of(root, cells, left=("step", "state", "what", "because")))
-    show(f"{len(removed)} {went}, {len(planned.retention.kept)} stay.")
+    root: str
+    dry_run: bool
+    plan: Removals
+    removed: tuple[int, ...]
+    not_removed: tuple[int, ...]
+    left_alone: tuple[int, ...]
+    incomplete_newest: tuple[int, ...]
 
+    def to_json(self) -> dict[str, object]:
+        kept = self.plan.retention.kept
+        return {
+            "root": self.root,
+            "dry_run": self.dry_run,
+            "removed": [{"step": step, "state": self._state(step)} for step in sorted(self.removed)],
+            "not_removed": list(self.not_removed),
+            "kept": [{"step": step, "because": list(reasons)} for step, reasons in kept.items()],
+            "left_alone": list(self.left_alone),
+            "incomplete_newest": list(self.incomplete_newest),
+        }
 
-def _state(planned: Removals, step: int) -> str:
-    return "torn" if step in planned.incomplete else "committed"
+    def show(self) -> None:
+        done = "would be removed" if self.dry_run else "removed"
+        kept = self.plan.retention.kept
+        rows = {step: (self._state(step), done, "") for step in self.removed}
+        rows |= {s: (self._state(s), "could not be removed, or is pinned now", "") for s in self.not_removed}
+        rows |= {s: (self._state(s), "left alone", "written to within --min-age") for s in self.left_alone}
+        reason = "newer than the newest commit: --incomplete-newest"
+        rows |= {step: ("incomplete", "left alone", reason) for step in self.incomplete_newest}
+        rows |= {step: ("committed", "kept", ", ".join(reasons)) for step, reasons in kept.items()}
+        cells = [(str(step), *rows[step]) for step in sorted(rows)]
+        show(table_of(self.root, cells, left=("step", "state", "what", "because")))
+        show(f"{len(self.removed)} {done}, {len(kept)} kept.")
+
+    def _state(self, step: int) -> str:
+        return "incomplete" if step in self.plan.incomplete else "committed"

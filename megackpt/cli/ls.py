@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -23,25 +24,25 @@ from megackpt.formats.strategy import MANIFEST
 if TYPE_CHECKING:
     from megackpt.engine.checkpoint.steps import StepDirectories, StepFile
 
-_AT_ONCE = 16  # steps that are looked at
+_THREADS = 16
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A directory of a step.
+    """A step of a run.
 
     Attributes:
         step: its number.
-        state: `committed`; `torn`, if its save or its removal did not finish; `unreadable`, if its commit is
-            damaged.
-        latest: whether it is the newest committed one.
-        age_s: seconds since it was committed, or last written to; None where the store does not tell.
+        state: `committed`; `incomplete`, if its save or its removal did not finish; `unreadable`, if its
+            commit is damaged.
+        latest: whether it is the newest committed step.
+        age_s: seconds since it was committed, or last written to; None if the store does not tell.
         nbytes: bytes of its files.
         format: backend and version; None unless committed.
-        world_size: number of ranks that saved it, where its commit says so.
-        pinned: whether nothing may remove it.
-        metrics: what it was saved with; as text, where it is no finite number.
+        world_size: number of ranks that saved it; None if its commit does not tell.
+        pinned: whether it is protected from removal.
+        metrics: the metrics that it was saved with; as text if they are not finite.
     """
 
     step: int
@@ -59,81 +60,78 @@ class Step:
 @click.argument("root", metavar="ROOT")
 @json_option
 def command(root: str, *, as_json: bool) -> None:
-    """List the steps that a Checkpointer keeps in ROOT, a directory or an URL, oldest first.
+    """List the steps that a Checkpointer keeps in ROOT, a directory or a URL, oldest first.
 
-    A step that is torn holds what a save left that did not finish, or is being written right now: it is never
-    loaded. The latest is the newest that is committed.
+    An incomplete step is left of a save that did not finish, or is being written right now. It is never
+    loaded. The latest step is the newest committed one.
     """
     steps = list_steps(root)
     latest = next((step.step for step in steps if step.latest), None)
     if as_json:
         print_result({"root": root, "latest": latest, "steps": [asdict(s) for s in steps]}, "", as_json=True)
-        return
-    if not steps:
+    elif steps:
+        columns = ("age", "size", "ranks")
+        left = ("step", "state", "format", "metrics")
+        show(table_of(root, map(_cells, steps), left=left, right=columns))
+    else:
         print_result({}, f"{root}: no steps.", as_json=False)
-        return
-    columns = ("age", "size", "ranks")
-    left = ("step", "state", "format", "metrics")
-    show(table_of(root, map(_cells, steps), left=left, right=columns))
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[Step]:
-    """Return the steps below a directory or URL, ascending.
+    """Return the steps in a directory or behind a URL, ascending.
 
     Raises:
-        NotACheckpointError: it is no directory, or is itself a checkpoint.
+        NotACheckpointError: it is not a directory, or is itself a checkpoint.
     """
     from megackpt.checkpointer.root_files import read_pins, scan
     from megackpt.engine.checkpoint.step_roots import step_directories
 
     check_run_root(str(root))
-    places = step_directories(root, objects=None)
-    if places.root.exists(MANIFEST):
+    directories = step_directories(root, objects=None)
+    if directories.root.exists(MANIFEST):
         raise NotACheckpointError(
             f"{root} is a single checkpoint and has no steps. Look into it with `megackpt inspect`, or name "
             f"the directory above it.",
             path=str(root),
         )
-    found = scan(places)
-    newest = found.committed[-1] if found.committed else None
-    pins = read_pins(places.root)
-
-    def described(step: int) -> Step | None:
-        return _step(places, step, is_committed=step in found.committed, latest=step == newest, pins=pins)
-
-    steps = sorted({*found.committed, *found.incomplete})
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="megackpt-ls") as threads:
-        return [step for step in threads.map(described, steps) if step is not None]
+    found = scan(directories)
+    describe = partial(
+        _describe_step, directories, committed=found.committed, pins=read_pins(directories.root)
+    )
+    numbers = sorted({*found.committed, *found.incomplete})
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="megackpt-ls") as threads:
+        return [step for step in threads.map(describe, numbers) if step is not None]
 
 
-def _step(
-    places: StepDirectories, step: int, *, is_committed: bool, latest: bool, pins: frozenset[int]
+def _describe_step(
+    directories: StepDirectories, step: int, *, committed: Sequence[int], pins: frozenset[int]
 ) -> Step | None:
-    """Describe a step; None if it is gone meanwhile."""
+    """Return the description of a step; None if it was removed meanwhile."""
     from megackpt.checkpointer.root_files import read_metrics
     from megackpt.engine.checkpoint.manifest import read_manifest
     from megackpt.engine.checkpoint.steps import step_name
 
-    state, backend, world_size = ("committed" if is_committed else "torn"), None, None
-    files = places.files(step_name(step))
+    files = directories.files(step_name(step))
     if files is None:
         return None
-    if is_committed:
-        with contextlib.closing(places.open(step_name(step))) as store:
+    state, backend, world_size = "incomplete", None, None
+    if step in committed:
+        with contextlib.closing(directories.open(step_name(step))) as store:
             try:
                 manifest = read_manifest(store)
             except CheckpointError:
                 state = "unreadable"
             else:
+                state = "committed"
                 backend = f"{manifest.get('sharded_backend')}:{manifest.get('sharded_backend_version')}"
                 ranks = manifest.get("world_size")
                 world_size = ranks if type(ranks) is int else None
-    metrics = read_metrics(places.root, step)
+    metrics = read_metrics(directories.root, step)
     return Step(
         step=step,
         state=state,
-        latest=latest,
-        age_s=_age_s(files) if files else places.idle_s(step_name(step)),
+        latest=bool(committed) and step == committed[-1],
+        age_s=_age_s(files) if files else directories.idle_s(step_name(step)),
         nbytes=sum(file.nbytes for file in files),
         format=backend,
         world_size=world_size,
@@ -143,7 +141,7 @@ def _step(
 
 
 def _age_s(files: Sequence[StepFile]) -> float | None:
-    """Return how long ago a step was committed, or last written to; None where the store does not tell."""
+    """Return seconds since a step was committed, or last written to; None if the store does not tell."""
     times = [file.modified_s for file in files if file.modified_s is not None and file.name == MANIFEST]
     times = times or [file.modified_s for file in files if file.modified_s is not None]
     return max(time.time() - max(times), 0.0) if times else None
@@ -166,7 +164,7 @@ def _number(value: float | str) -> str:
 
 
 def age_as_text(seconds: float) -> str:
-    """Return a time as a person says it, in the largest unit of which it is two.
+    """Return a time as text, in the largest unit that it has at least two of.
 
     >>> age_text(3.2), age_text(100), age_text(7300), age_text(86400 * 30)
     ('3 s', '100 s', '2 h', '30 d')

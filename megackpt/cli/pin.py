@@ -1,4 +1,4 @@
-"""`megackpt pin`: steps that nothing removes."""
+"""`megackpt pin`: protect steps from removal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megackpt.cli.locations import check_run_root
 @click.command(name="pin", epilog=EXIT_CODES)
 @click.argument("root", metavar="ROOT")
 @click.argument("step", metavar="[STEP]", type=click.IntRange(0), required=False)
-@click.option("--remove", is_flag=True, help="Let STEP be removed again.")
-@click.option("--list", "only_list", is_flag=True, help="Change nothing; say which steps are pinned.")
+@click.option("--remove", is_flag=True, help="Unpin STEP, so that it can be removed.")
+@click.option("--list", "only_list", is_flag=True, help="Change nothing; list the pinned steps.")
 @json_option
 def command(root: str, step: int | None, *, remove: bool, only_list: bool, as_json: bool) -> None:
-    """Pin the committed STEP of the run in ROOT, a directory or an URL.
+    """Pin the committed STEP of the run in ROOT, a directory or a URL.
 
-    No job and no `megackpt gc` removes it until it is unpinned, also one that is running now.
+    No job and no `megackpt gc` removes a pinned step until it is unpinned. This holds for running jobs, too.
     """
     if only_list == (step is not None):
         raise click.UsageError("Give a STEP to pin or unpin, or --list; not both.")
     if only_list and remove:
-        raise click.UsageError("--remove needs a STEP, and changes something, which --list does not.")
+        raise click.UsageError("--remove needs a STEP and cannot be combined with --list.")
     from megackpt.checkpointer.run import Run
 
     check_run_root(root)

@@ -1,8 +1,8 @@
-"""Tables on stdout, for the commands that look into checkpoints.
+"""Tables on stdout.
 
-Keys are free text from files: what would move the cursor is escaped. On a terminal, keys too long for
-their column wrap at dots and follow the table in full, each on a line of its own, to be copied. Elsewhere
-nothing wraps: a row is a line.
+Keys are text from files that anybody may have written, so characters that move the cursor are escaped. On a
+terminal, a key that is too long for its column wraps at dots, and is repeated below the table on a line of
+its own, to be copied. In a file or pipe nothing wraps: a row is a line.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-_PIPED_WIDTH = 1 << 20  # columns of a table that goes to a file: as many as it needs
+_PIPED_WIDTH = 1 << 20  # characters of a line in a file: more than any table needs
 _NUMBER = re.compile(r"([0-9]+)")
-_LEAST_WIDTH = 16  # of a column of keys, in characters
+_MIN_KEY_WIDTH = 16  # characters
 
 
 def stdout() -> Console:
@@ -29,7 +29,7 @@ def stdout() -> Console:
 
 
 def show(*tables: RenderableType) -> None:
-    """Print tables; keys in full may be longer than a line of the terminal, which wraps them itself."""
+    """Print tables. Repeated keys may be longer than a line of the terminal, which wraps them itself."""
     console = stdout()
     for table in tables:
         console.print(table, crop=False)
@@ -38,7 +38,7 @@ def show(*tables: RenderableType) -> None:
 def table_of(
     title: str, rows: Iterable[Sequence[str]], *, left: Sequence[str], right: Sequence[str] = ()
 ) -> Group:
-    """Return a table of plain text below its title; the columns of text come first, then those of numbers."""
+    """Return a table of plain text with a title; left are columns of text, right are columns of numbers."""
     table = Table()
     for name in left:
         table.add_column(name, overflow="fold")
@@ -49,20 +49,20 @@ def table_of(
         cells = [_printable(cell) for cell in row]
         keys: list[RenderableType] = [_Key(cell, wrapped) for cell in cells[: len(left)]]
         table.add_row(*keys, *map(Text, cells[len(left) :]))
-    return Group(Text(_printable(title)), table, _InFull(wrapped))
+    return Group(Text(_printable(title)), table, _WrappedKeys(wrapped))
 
 
 def limited_table(
     title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str]], limit: int
 ) -> Group:
-    """Return a table of the first rows, whose title says so; of all for a limit of 0."""
+    """Return a table of the first rows, with a title that says so; of all rows if limit is 0."""
     shown = rows[:limit] if limit else rows
     more = f", the first {limit}" if len(shown) < len(rows) else ""
     return table_of(f"{title}{more}", shown, left=left, right=right)
 
 
 def natural(key: str) -> list[tuple[int, str]]:
-    """Return what sorts keys so that numbers in them are in order.
+    """Return a sort key by which numbers in keys are in order.
 
     >>> sorted(["layers.10", "layers.2"], key=natural)
     ['layers.2', 'layers.10']
@@ -71,14 +71,14 @@ def natural(key: str) -> list[tuple[int, str]]:
 
 
 class _Key:
-    """Text that wraps at dots and slashes, and notes in `wrapped` that it did."""
+    """A cell that wraps at dots and slashes, and adds its text to `wrapped` if it does."""
 
     def __init__(self, text: str, wrapped: dict[str, None]) -> None:
         self._text, self._wrapped = text, wrapped
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         length = Text(self._text).cell_len
-        return Measurement(min(length, _LEAST_WIDTH), length).clamp(max_width=options.max_width)
+        return Measurement(min(length, _MIN_KEY_WIDTH), length).clamp(max_width=options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if Text(self._text).cell_len <= options.max_width:
@@ -91,8 +91,8 @@ class _Key:
             yield Text(self._text, overflow="fold")
 
 
-class _InFull:
-    """Keys that a table above has wrapped, a line each."""
+class _WrappedKeys:
+    """The keys that the table above has wrapped, a line for each."""
 
     def __init__(self, wrapped: dict[str, None]) -> None:
         self._wrapped = wrapped
@@ -103,7 +103,7 @@ class _InFull:
 
 
 def _lines(key: str, width: int) -> list[str]:
-    """Cut a key into lines, behind dots and slashes where a part fits into a line.
+    """Cut a key into lines after dots and slashes; a part that is longer than a line stays whole.
 
     >>> _lines("decoder.layers.3.mlp", 10)
     ['decoder.', 'layers.3.', 'mlp']
@@ -117,5 +117,5 @@ def _lines(key: str, width: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return text without what would move the cursor, or worse: keys may come from a stranger's file."""
+    """Return text with characters escaped that move the cursor or control the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

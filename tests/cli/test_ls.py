@@ -20,7 +20,7 @@ from tests.s3_server import BUCKET, S3Server, options_for
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 1 and 2 committed, 3 torn, 4 with a damaged commit; a directory of somebody else."""
+    """Steps 1 and 2 committed, 3 incomplete, 4 with a damaged commit; a directory of somebody else."""
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3, 4):
             tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(100 * step))
@@ -38,7 +38,7 @@ def test_steps_come_with_state_format_ranks_and_size(root: Path, capsys: pytest.
     assert found == [
         (1, "committed", "torch_dist:1", None),
         (2, "committed", "megackpt:1", 1),
-        (3, "torn", None, None),
+        (3, "incomplete", None, None),
         (4, "unreadable", None, None),
     ]
     files = [f for f in (root / "iter_0000002").rglob("*") if f.is_file()]
@@ -71,7 +71,7 @@ def test_a_table_marks_the_latest(root: Path, capsys: pytest.CaptureFixture[str]
     assert main(["ls", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if "committed, latest" in line] == ["2"]
-    assert any("torn" in line for line in lines)
+    assert any("incomplete" in line for line in lines)
 
 
 def test_a_root_without_steps_is_fine_and_anything_else_is_not(
@@ -89,7 +89,7 @@ def test_a_root_without_steps_is_fine_and_anything_else_is_not(
 
 
 @pytest.mark.multiprocess
-def test_an_url_is_listed_as_a_directory_is(
+def test_a_url_is_listed_as_a_directory_is(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = options_for(s3_server.port)
@@ -109,8 +109,10 @@ def test_an_url_is_listed_as_a_directory_is(
     assert said["latest"] == 2
     found = [(s["step"], s["state"], s["format"], s["pinned"]) for s in said["steps"]]
     assert found == [
-        (1, "committed", "megackpt:1", True), (2, "committed", "megackpt:1", False), (3, "torn", None, False)
-    ]  # fmt: skip
+        (1, "committed", "megackpt:1", True),
+        (2, "committed", "megackpt:1", False),
+        (3, "incomplete", None, False),
+    ]
     second = ObjectStore(f"{url}/iter_0000002")
     assert said["steps"][1]["nbytes"] == sum(map(second.size, second.names()))
     assert said["steps"][1]["metrics"] == {"loss": 0.5}

@@ -17,7 +17,7 @@ from tests.slow_strategy import SlowStrategy
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 1 to 6 with a loss, of which 2, 5 and 7 are torn; 7 is newer than the newest commit."""
+    """Steps 1 to 6 with a loss, of which 2, 5 and 7 are incomplete; 7 is newer than the newest commit."""
     with Checkpointer(tmp_path) as checkpointer:
         for step in range(1, 8):
             checkpointer.save(step, {"step": step}, metrics={"loss": abs(step - 3) + 0.5})
@@ -39,7 +39,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, objec
     return {"code": code, **json.loads(capsys.readouterr().out)}
 
 
-def test_gc_removes_what_is_torn_and_what_the_policy_does_not_keep(
+def test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pin", str(root), "1"]) == 0
@@ -50,9 +50,9 @@ def test_gc_removes_what_is_torn_and_what_the_policy_does_not_keep(
     done = said(capsys, *arguments)
     assert done["removed"] == planned["removed"]
     assert done["removed"] == [
-        {"step": 2, "state": "torn"},
+        {"step": 2, "state": "incomplete"},
         {"step": 4, "state": "committed"},
-        {"step": 5, "state": "torn"},
+        {"step": 5, "state": "incomplete"},
     ]
     assert done["kept"] == [
         {"step": 1, "because": ["pinned"]},
@@ -75,7 +75,9 @@ def test_gc_removes_an_incomplete_newest_step_only_when_told_to(
     assert main(["gc", str(root), "--keep-all"]) == 0
     assert "newer than the newest commit: --incomplete-newest" in capsys.readouterr().out
     flags = ("--keep-all", "--incomplete-newest")
-    assert said(capsys, "gc", str(root), *flags, "--dry-run")["removed"] == [{"step": 7, "state": "torn"}]
+    assert said(capsys, "gc", str(root), *flags, "--dry-run")["removed"] == [
+        {"step": 7, "state": "incomplete"}
+    ]
     assert newest.is_dir()
     (newest / "now").write_text("")  # a job may be saving it
     assert said(capsys, "gc", str(root), *flags)["left_alone"] == []  # it holds a file that is not ours
@@ -83,12 +85,12 @@ def test_gc_removes_an_incomplete_newest_step_only_when_told_to(
     os.utime(newest)
     assert said(capsys, "gc", str(root), *flags)["left_alone"] == [7]
     make_older(root)
-    assert said(capsys, "gc", str(root), *flags)["removed"] == [{"step": 7, "state": "torn"}]
+    assert said(capsys, "gc", str(root), *flags)["removed"] == [{"step": 7, "state": "incomplete"}]
     assert not newest.exists()
     assert Checkpointer(root).steps() == (1, 3, 4, 6)
 
 
-@pytest.mark.parametrize("step", [2, 4], ids=["torn before", "committed before"])
+@pytest.mark.parametrize("step", [2, 4], ids=["incomplete before", "committed before"])
 def test_gc_leaves_a_step_alone_that_a_job_saves_again(
     root: Path, capsys: pytest.CaptureFixture[str], step: int
 ) -> None:
@@ -143,7 +145,7 @@ def test_gc_does_not_guess_what_is_to_stay(root: Path, capsys: pytest.CaptureFix
     before = sorted(root.rglob("*"))
     for arguments in ([], ["--keep-all", "--keep-last", "2"], ["--keep-last", "0"], ["--keep-best", "l:0"]):
         assert main(["gc", str(root), *arguments]) == 2
-    assert "Say what is to stay" in capsys.readouterr().err
+    assert "Say what to keep" in capsys.readouterr().err
     (root / "empty").mkdir()
     assert main(["gc", str(root / "empty"), "--keep-all"]) == 3
     assert main(["gc", str(root / "iter_0000001"), "--keep-all"]) == 3
@@ -151,7 +153,7 @@ def test_gc_does_not_guess_what_is_to_stay(root: Path, capsys: pytest.CaptureFix
     assert sorted(root.rglob("*")) == before
     assert main(["gc", str(root), "--keep-all"]) == 0
     out, err = capsys.readouterr()
-    assert "2 removed, 4 stay" in out
+    assert "2 removed, 4 kept" in out
     assert "A job may be saving there right now" in err
     assert Checkpointer(root).steps() == (1, 3, 4, 6)
 

@@ -218,7 +218,7 @@ def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(memory_path:
         (run.node(node) / "iter_0000003" / "metadata.json").unlink()
         if node:  # killed while the nodes commit: one of them has
             (run.node(node) / "iter_0000002" / "metadata.json").unlink()
-    assert [(s.step, s.state) for s in list_steps(run.node(0))] == [(2, "committed"), (3, "torn")]
+    assert [(s.step, s.state) for s in list_steps(run.node(0))] == [(2, "committed"), (3, "incomplete")]
     assert run.load().step == 2
     assert [run.kept(node) for node in range(4)] == [["iter_0000002"]] * 4
     assert [step.state for step in list_steps(run.node(3))] == ["committed"]
