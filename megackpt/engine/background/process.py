@@ -55,6 +55,7 @@ _GRACE_S = 3.0
 
 Other ranks know more of what is wrong, so they are to report it first.
 """
+_STUCK_ADVICE = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
 
 
 class WriterProcess:
@@ -89,10 +90,9 @@ class WriterProcess:
         self._outbox: queue.SimpleQueue[ToWriter | SubmittedJob | None] = queue.SimpleQueue()
         self._process, self._connection = start_writer(kind, memory.descriptor)
         try:
-            threads = {"listen": self._receive_messages, "send": self._send_messages}
             self._threads = [
-                threading.Thread(target=run, name=f"megackpt-{name}", daemon=True)
-                for name, run in threads.items()
+                threading.Thread(target=self._receive_messages, name="megackpt-listen", daemon=True),
+                threading.Thread(target=self._send_messages, name="megackpt-send", daemon=True),
             ]
             for thread in self._threads:
                 thread.start()
@@ -152,7 +152,7 @@ class WriterProcess:
         return numbered[0]
 
     def next_job(self) -> tuple[int, int]:
-        """Return the number of the next job, and the position of the stream at which its bytes start."""
+        """Return the number of the next job, and the position of the stream at which it starts."""
         return next(self._numbers), self._position
 
     def submit(
@@ -301,9 +301,8 @@ class WriterProcess:
                 message = self._connection.recv()
                 watch.reset()
                 if isinstance(message, CommittedMessage):
-                    threading.Thread(
-                        target=self._follow_up, args=(message,), name="megackpt-follow", daemon=True
-                    ).start()
+                    arguments, name = (message,), "megackpt-follow"
+                    threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
                     continue
                 with self._changed:
                     if isinstance(message, ConsumedMessage):
@@ -386,8 +385,7 @@ class WriterProcess:
         return decode_error(first)
 
     def _loss_of(self, submitted: SubmittedJob) -> WriterFailedError:
-        look = " Look at the disk or mount that it writes to. Raise timeout_s if that is only slow."
-        advice = look if self._is_stuck else ""
+        advice = _STUCK_ADVICE if self._is_stuck else ""
         return WriterFailedError(
             f"The writer process of rank {self._rank} (process {self.pid}) {self._how_it_ended()} while "
             f"saving {submitted.job.label}. It is started again for the next save.{advice}",

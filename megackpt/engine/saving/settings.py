@@ -1,7 +1,4 @@
-"""Arguments that all ranks must give alike: compared by a digest, and named where they differ.
-
-Owns the comparison and its error. Which arguments these are, each caller knows.
-"""
+"""Arguments that must be equal on all ranks: compared by a digest, and named if they differ."""
 
 from __future__ import annotations
 
@@ -9,47 +6,52 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megackpt.comm import Group, Numbers, run_and_compare, run_on_all_ranks
+from megackpt.comm import Group, Numbers, compare_step, run_on_all_ranks
 from megackpt.errors import DeclarationError
 from megackpt.storage import digest_of
 
 Settings = Mapping[str, Any]
-"""Arguments by the names that a user knows; values are what JSON takes."""
+"""Arguments by the names that a user knows; values can be encoded as JSON."""
 
 
 def compare_settings(group: Group, settings: Settings, *, what: str, doing: str) -> None:
-    """Refuse ranks that were given different settings; one small message each where they are alike.
+    """Check that all ranks have equal settings, by one small message of each rank. Collective.
 
-    Collective. what begins the error's text, as in "Ranks save differently".
-
-    Raises:
-        DeclarationError: the same on every rank; it names the first that differs.
-        RankFailedError: a rank did not come, or is about to do something else.
-    """
-    said = json.dumps(settings).encode()
-    found = run_and_compare(group, lambda: Numbers((as_number(said),)), equal=1, doing=doing)
-    if not all(found.equal):
-        everyone = run_on_all_ranks(group, lambda: said, doing=doing)
-        check_settings([json.loads(one) for one in everyone], what=what)
-
-
-def check_settings(of_ranks: Sequence[Settings], *, what: str) -> None:
-    """Refuse settings that differ; the same on every rank, given those of all. Pure.
+    Args:
+        group: the ranks.
+        settings: of this rank.
+        what: start of the error's text: "Ranks save differently".
+        doing: name of the step, for the error's text.
 
     Raises:
-        DeclarationError: naming the first setting that differs, and a rank that differs from rank 0.
+        DeclarationError: settings differ; the same on every rank, naming the first that differs.
+        RankFailedError: a rank did not answer, or is at another step.
     """
-    for setting in dict.fromkeys(name for settings in of_ranks for name in settings):
-        values = [settings.get(setting) for settings in of_ranks]
+    encoded = json.dumps(settings).encode()
+    with compare_step(group, doing, equal=1) as step:
+        step.numbers = Numbers((as_number(encoded),))
+    if not all(step.reduced.equal):
+        settings_of_ranks = run_on_all_ranks(group, lambda: encoded, doing=doing)
+        check_settings([json.loads(settings) for settings in settings_of_ranks], what=what)
+
+
+def check_settings(settings_of_ranks: Sequence[Settings], *, what: str) -> None:
+    """Check that settings are equal, given those of all ranks. Pure.
+
+    Raises:
+        DeclarationError: names the first setting that differs, and a rank that differs from rank 0.
+    """
+    for name in dict.fromkeys(name for settings in settings_of_ranks for name in settings):
+        values = [settings.get(name) for settings in settings_of_ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise DeclarationError(
-                f"{what}: {setting} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}. Give "
+                f"{what}: {name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}. Give "
                 f"all ranks the same arguments.",
                 rank=other,
             )
 
 
 def as_number(data: bytes) -> int:
-    """Return a digest that fits among what `run_and_compare` compares."""
+    """Return a digest of data as one of the numbers that ranks compare."""
     return int(digest_of(data)[:15], 16)
