@@ -102,18 +102,18 @@ array lies on a mesh of only some ranks, so other ranks may declare copies of it
 
 
 def pack_declarations(
-    declared: DeclaredChunks, *, replicated: Set[str], part_of_ranks: Set[str]
+    declared: DeclaredChunks, *, replicated: Set[str], on_some_ranks: Set[str]
 ) -> PackedDeclarations:
     """Pack the declarations of one rank.
 
     Args:
         declared: the rows of one rank.
         replicated: keys of arrays whose rows get the mark REPLICATED_VALUE.
-        part_of_ranks: keys of arrays whose rows get the mark ON_SOME_RANKS.
+        on_some_ranks: keys of arrays whose rows get the mark ON_SOME_RANKS.
     """
     keys = [a.key for a in declared.table.arrays]
     marks = np.array(
-        [REPLICATED_VALUE * (k in replicated) | ON_SOME_RANKS * (k in part_of_ranks) for k in keys]
+        [REPLICATED_VALUE * (k in replicated) | ON_SOME_RANKS * (k in on_some_ranks) for k in keys]
     )
     marks = marks.astype(np.int64)[declared.table.array]
     # The main replica of a replicated value is not known yet, so its rows travel with the replicas.

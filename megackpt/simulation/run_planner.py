@@ -60,7 +60,7 @@ class Region:
 def list_of(declared: DeclaredChunks) -> tuple[PackedDeclarations, bytes, float]:
     """Pack what one rank sends; return it, the digest of its shared list, and how long that took."""
     began = time.thread_time()
-    lists = pack_declarations(declared, replicated=frozenset(), part_of_ranks=frozenset())
+    lists = pack_declarations(declared, replicated=frozenset(), on_some_ranks=frozenset())
     digest = bytes.fromhex(digest_of(lists.replica_rows))
     return lists, digest, time.thread_time() - began
 

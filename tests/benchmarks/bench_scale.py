@@ -170,7 +170,7 @@ def bench_ours(layout: Layout) -> dict[str, float]:
     own_s = np.zeros(ranks)
     for rank in range(ranks):
         clock.lap()
-        lists.append(pack_declarations(declared[rank], replicated=frozenset(), part_of_ranks=frozenset()))
+        lists.append(pack_declarations(declared[rank], replicated=frozenset(), on_some_ranks=frozenset()))
         digests.append(digest_of(lists[rank].replica_rows))
         own_s[rank] = clock.lap()
     first: dict[str, int] = {}

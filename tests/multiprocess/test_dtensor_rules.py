@@ -193,7 +193,7 @@ def _refused(path: str, kind: str) -> None:
             megackpt.DeclarationError,
             r"'a\.b': two tensors .*\['a'\]\['b'\] and \['a\.b'\]. Rename one of the dict keys",
         ),
-        ("tuple", megackpt.DeclarationError, r"a: a DTensor stands inside of a tuple. Use a list or a dict"),
+        ("tuple", megackpt.DeclarationError, r"a: a DTensor is inside of a tuple. Use a list or a dict"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_saying_what_to_do(

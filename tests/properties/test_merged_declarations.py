@@ -36,7 +36,7 @@ def described(world: World) -> list[DeclaredChunks]:
 
 def gathered(world: Sequence[DeclaredChunks]) -> tuple[MergedDeclarations, list[PackedDeclarations]]:
     """What rank 0 learns: the second list of each kind once."""
-    lists = [pack_declarations(declared, replicated=set(), part_of_ranks=set()) for declared in world]
+    lists = [pack_declarations(declared, replicated=set(), on_some_ranks=set()) for declared in world]
     kinds = list(dict.fromkeys(of.replica_rows for of in lists))
     owner_groups = [np.flatnonzero([of.replica_rows == kind for of in lists]) for kind in kinds]
     held, _ = merge_packed_declarations([of.main_rows for of in lists], kinds, owner_groups)

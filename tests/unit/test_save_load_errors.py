@@ -130,7 +130,7 @@ def test_a_value_without_a_codec_is_refused_at_save_by_its_path_and_type(tmp_pat
 
 def test_a_sharded_entity_in_a_tuple_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(
-        DeclarationError, match=r"model\.pair: a ShardedTensor stands inside of a tuple.*list or a dict"
+        DeclarationError, match=r"model\.pair: a ShardedTensor is inside of a tuple.*list or a dict"
     ):
         save({"model": {"pair": (whole("w", torch.zeros(1)),)}}, tmp_path / "c")
 

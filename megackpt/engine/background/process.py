@@ -79,14 +79,12 @@ class WriterProcess:
         self._plans: list[tuple[int, SavePlan]] = []  # the plan that was used last is the last
         self._position = 0
         self._changed = threading.Condition()
-        self._is_ready = self._is_lost = False
-        self._consumed = 0
-        self._capacity = 0
+        self._is_ready = self._is_lost = self._is_stuck = False
+        self._consumed = self._capacity = 0  # positions of the stream
         self._jobs: list[SubmittedJob] = []
         self._rank = 0
         self._host: StoreHost | None = None
         self._timeout_s = 0.0
-        self._is_stuck = False
         self._outbox: queue.SimpleQueue[ToWriter | SubmittedJob | None] = queue.SimpleQueue()
         self._process, self._connection = start_writer(kind, memory.descriptor)
         try:
@@ -255,9 +253,8 @@ class WriterProcess:
             self._process.kill()
             self._has_ended()
         if not self._has_ended(0.0):
-            log.warning(
-                "The writer process %s is killed, and does not end: the system waits for a disk.", self.pid
-            )
+            text = "The writer process %s is killed, and does not end: the system waits for a disk."
+            log.warning(text, self.pid)
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may run in any thread
                 thread.join(_END_S)

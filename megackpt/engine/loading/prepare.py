@@ -212,7 +212,7 @@ class PreparedLoad:
         shared = {steps for steps in self.filled if self.targets.is_shared(dotted(steps))}
         values = self.common.values_of(shared, self.filled) if shared else {}
         self.targets.check(self.where, values)
-        state: StateDict = self.flattened.finish(common, self.keys.unexpected)
+        state: StateDict = self.flattened.unflatten(common, self.keys.unexpected)
         return state
 
 

@@ -20,9 +20,9 @@ from megackpt.codec.paths import format_path
 from megackpt.engine.checkpoint.common_arrays import find_arrays, map_common, with_references
 from megackpt.engine.data.device_copies import follow, host_parts, parts_in_buffers, rows_to_host
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each
 from megackpt.engine.saving.plan_cache import CachedPlan
 from megackpt.engine.saving.save_request import SaveRequest
+from megackpt.engine.saving.unmarked_replicas import choose_lowest_rank_as_main, digests_of_unmarked_replicas
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError, UnsupportedError
 from megackpt.formats.strategy import ChunkParts, SaveStrategy
@@ -97,7 +97,7 @@ class LocalState:
         """
         values = {o.key: o.data for o in self.flattened.objects if o.key in self.flattened.replicated}
         replicated = {key: digest_of(encoded_leaf_digests(value)) for key, value in values.items()}
-        return {"replicated": replicated, "copies": digests_of_copies(self.flattened)}
+        return {"replicated": replicated, "copies": digests_of_unmarked_replicas(self.flattened)}
 
     def packed_declarations(self) -> PackedDeclarations:
         """Return the declarations as they are sent to rank 0."""
@@ -125,7 +125,7 @@ class LocalState:
 
     def independent_declarations(self) -> DeclaredChunks:
         """Return the declarations for a save in which ranks exchange none: each stores what it holds."""
-        return with_one_main_each(self.declared, set(self.flattened.replicated))
+        return choose_lowest_rank_as_main(self.declared, set(self.flattened.replicated))
 
     def object_sizes(self, plan: SavePlan) -> Ints:
         """Return the bytes of each object that this rank writes, in the order of the plan's rows."""
@@ -163,7 +163,7 @@ class LocalState:
     def _pack(self, declared: DeclaredChunks) -> PackedDeclarations:
         flattened = self.flattened
         return pack_declarations(
-            declared, replicated=flattened.replicated, part_of_ranks=flattened.part_of_ranks
+            declared, replicated=flattened.replicated, on_some_ranks=flattened.on_some_ranks
         )
 
 
@@ -312,7 +312,7 @@ def _declaration_source(flattened: FlattenedState, sizes: Sequence[int]) -> tupl
         for o, nbytes in zip(flattened.objects, sizes, strict=True)
     ]
     tensors = [tensor.declared() for tensor in flattened.tensors]
-    return flattened.replicated, flattened.part_of_ranks, objects, tensors
+    return flattened.replicated, flattened.on_some_ranks, objects, tensors
 
 
 def _with_object_sizes(declared: DeclaredChunks, sizes: Sequence[int]) -> DeclaredChunks:

@@ -21,9 +21,9 @@ from megackpt.comm import (
     run_on_all_ranks,
     scatter_step,
 )
-from megackpt.engine.saving.duplicates import with_mains_chosen
 from megackpt.engine.saving.local_state import LocalState
 from megackpt.engine.saving.save_hook import PlanCompletion
+from megackpt.engine.saving.unmarked_replicas import choose_main_replicas
 from megackpt.errors import CoverageError
 from megackpt.geometry import Ints
 from megackpt.metadata import (
@@ -241,7 +241,7 @@ def _checked_plan(
         [messages[rank].replica_rows for rank in senders],
         ranks_of_senders,
     )
-    merged = with_mains_chosen(merged, marks)
+    merged = choose_main_replicas(merged, marks)
     _check_coverage(merged)
     _check_attachments(local, messages, summaries["attachment"], merged.declared.table)
     if values:

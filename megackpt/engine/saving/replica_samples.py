@@ -58,7 +58,7 @@ class ReplicaSampleHook(SaveHook):
             for row, tensor in enumerate(tensors)
             if table.nbytes[row] > 0
             and tensor.flattened_range is None
-            and tensor.key not in flattened.part_of_ranks
+            and tensor.key not in flattened.on_some_ranks
         ]
         samples = _sample_bits([data for row in rows if (data := tensors[row].data) is not None])
         pairs = zip(rows, samples, strict=True)

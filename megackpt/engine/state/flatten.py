@@ -1,7 +1,7 @@
-"""A sharded state dict taken apart: entities to move, common values, and how to put the result together.
+"""Flattening of a sharded state dict into tensors, objects and common state, and the way back after a load.
 
-Owns the walk over the user's tree. It never changes the tree or its entities: factories and layouts are
-expanded beside them, and entities are copied before anything fills them.
+The user's tree and its entities are never changed: factories and layouts are expanded into new entities, and
+an entity is copied before anything fills it.
 """
 
 from __future__ import annotations
@@ -44,40 +44,53 @@ from megackpt.mapping.tree import (
     without_positions,
 )
 
-Dropped = Set[str]
+DroppedKeys = Set[str]
 """Keys for which nothing was loaded."""
-Finish = Callable[[Dropped], Any]
-"""Called after the load: returns the loaded leaf, or ABSENT if it was dropped."""
+LeafResult = Callable[[DroppedKeys], Any]
+"""Returns a leaf after the load; ABSENT if the key of the leaf was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlattenedState:
-    """What a sharded state dict stands for.
+    """A sharded state dict as lists of entities and common state.
 
     Attributes:
-        tensors: every ShardedTensor, factories and layouts expanded, in the order of the tree.
-        objects: every ShardedObject, likewise; per-rank and replicated values are among them.
+        tensors: every ShardedTensor, with factories and layouts expanded, in the order of the tree.
+        objects: every ShardedObject, also per-rank and replicated values, in the order of the tree.
         per_rank: the per-rank values, by key.
-        replicated: keys of replicated values; which rank's is the main replica is not decided yet.
-        part_of_ranks: keys of DTensors and of torch's ShardedTensors whose mesh or process group is not all
-            ranks: others may hold copies that no replica id tells apart.
+        replicated: keys of replicated values, whose main replica is not chosen yet.
+        on_some_ranks: keys of DTensors and of torch's ShardedTensors whose mesh or process group does not
+            have all ranks. Other ranks may hold replicas that are not marked as such by a replica id.
         common: the tree without sharded and non-persistent leaves.
-        finish: given the common state of a checkpoint and the keys that were not loaded, the loaded state
-            dict.
+        tree: the tree with all leaves.
+        leaf_results: for each leaf of the tree that is not common state, how to get it after a load.
     """
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
     per_rank: Mapping[str, PerRankValue]
     replicated: frozenset[str]
-    part_of_ranks: frozenset[str]
+    on_some_ranks: frozenset[str]
     common: Any
-    finish: Callable[[Any, Dropped], Any]
+    tree: Any
+    leaf_results: tuple[LeafResult, ...]
 
     @property
     def entities(self) -> list[ShardedTensor | ShardedObject]:
-        """Tensors, then objects: the entities of a declaration."""
+        """All entities, in the order of a declaration: tensors, then objects."""
         return [*self.tensors, *self.objects]
+
+    def unflatten(self, stored_common: Any, dropped: DroppedKeys) -> Any:
+        """Return the loaded state dict: the common state of a checkpoint, with the loaded leaves in it."""
+        results = iter([result(dropped) for result in self.leaf_results])
+
+        def loaded_leaf(_: str, leaf: Any) -> Any:
+            value = next(results) if isinstance(leaf, _NOT_COMMON) else ABSENT
+            return ABSENT if value is ABSENT else _LoadedLeaf(value)
+
+        loaded = map_leaves(loaded_leaf, self.tree)
+        merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
+        return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _LoadedLeaf) else leaf, merged)
 
 
 def flatten_state(
@@ -89,15 +102,21 @@ def flatten_state(
     common: Container[Steps] = (),
     in_host_memory: bool = False,
 ) -> FlattenedState:
-    """Take a sharded state dict apart, as that of one rank among ranks. Local.
+    """Flatten a sharded state dict. Local.
 
-    For a load, stored has the keys under which plain tensors of the state dict are global arrays of the
-    checkpoint: those are asked for whole, but for those at steps in common. in_host_memory replaces tensors
-    that are elsewhere by new ones.
+    Args:
+        sharded_state_dict: of this rank.
+        rank: number of this rank.
+        ranks: number of ranks.
+        stored: for a load, the keys of global arrays of the checkpoint: a plain tensor of the state dict
+            with such a key is filled with the whole array.
+        common: for a load, the steps of tensors that are not, because common state has them.
+        in_host_memory: for a load, replace tensors on devices by new ones in host memory.
 
     Raises:
-        DeclarationError: it is not a dict, or an entity stands inside of a tuple or set, or has no data to
-            save; or two tensors without a key get the same from their paths.
+        DeclarationError: it is not a dict; an entity is inside of a tuple or set, or has no data to save; or
+            two tensors without a key get the same key from their paths.
+        UnserializableError: the state dict contains itself.
     """
     if not isinstance(sharded_state_dict, dict):
         raise DeclarationError(
@@ -115,40 +134,20 @@ def flatten_state(
             "The state dict contains itself, or is nested too deeply to be walked. Remove the cycle."
         ) from error
     collector = _LeafCollector(rank, ranks, in_host_memory=in_host_memory)
-    finishes: list[Finish] = []  # in the order of the tree
-
-    def taken(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, _NOT_COMMON):
-            finishes.append(collector.add(path, leaf))
-            return ABSENT
-        _refuse_hidden_entities(leaf, path)
-        return leaf
-
-    rest = map_leaves(taken, state)
-
-    def finish(stored_common: Any, dropped: Dropped) -> Any:
-        values = iter([finish_one(dropped) for finish_one in finishes])
-
-        def finished(_: str, leaf: Any) -> Any:
-            value = next(values) if isinstance(leaf, _NOT_COMMON) else ABSENT
-            return ABSENT if value is ABSENT else _Loaded(value)
-
-        loaded = map_leaves(finished, state)
-        merged = stored_common if loaded is ABSENT else merge(stored_common, loaded)
-        return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, _Loaded) else leaf, merged)
-
+    common_state = map_leaves(collector.collect, state)
     return FlattenedState(
-        tuple(collector.tensors),
-        tuple(collector.objects),
-        collector.per_rank,
-        frozenset(collector.replicated),
-        frozenset(collector.part_of_ranks),
-        {} if rest is ABSENT else without_positions(rest),
-        finish,
+        tensors=tuple(collector.tensors),
+        objects=tuple(collector.objects),
+        per_rank=collector.per_rank,
+        replicated=frozenset(collector.replicated),
+        on_some_ranks=frozenset(collector.on_some_ranks),
+        common={} if common_state is ABSENT else without_positions(common_state),
+        tree=state,
+        leaf_results=tuple(collector.leaf_results),
     )
 
 
-# The most frequent class first: an isinstance of the very class of a value does not ask the abstract base.
+# The most frequent class is the first: isinstance with the exact class does not ask the abstract base.
 _NOT_COMMON = (
     ShardedTensor,
     ShardedBase,
@@ -160,27 +159,35 @@ _NOT_COMMON = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
-    """Holds a loaded leaf while trees are merged: a dict or list in it is not to be merged."""
+class _LoadedLeaf:
+    """Wraps a loaded leaf while trees are merged, so that a dict or list in it is not merged."""
 
     value: Any
 
 
 class _LeafCollector:
-    """Collects what the leaves stand for; each `add` returns how to get the loaded leaf."""
+    """Collects the entities of the leaves, and how to get each leaf after a load."""
 
     def __init__(self, rank: int, ranks: int, *, in_host_memory: bool) -> None:
         self.tensors: list[ShardedTensor] = []
         self.objects: list[ShardedObject] = []
         self.per_rank: dict[str, PerRankValue] = {}
         self.replicated: set[str] = set()
-        self.part_of_ranks: set[str] = set()
+        self.on_some_ranks: set[str] = set()
+        self.leaf_results: list[LeafResult] = []  # in the order of the tree
         self._rank = rank
         self._ranks = ranks
         self._in_host_memory = in_host_memory
 
-    def add(self, path: str, leaf: Any) -> Finish:
-        """Add any leaf that is not common state."""
+    def collect(self, path: str, leaf: Any) -> Any:
+        """Collect a leaf; return it if it is common state, else ABSENT."""
+        if isinstance(leaf, _NOT_COMMON):
+            self.leaf_results.append(self._add(path, leaf))
+            return ABSENT
+        _check_no_hidden_entities(leaf, path)
+        return leaf
+
+    def _add(self, path: str, leaf: Any) -> LeafResult:
         match leaf:
             case ShardedTensor():
                 return self._add_tensor(leaf)
@@ -193,11 +200,11 @@ class _LeafCollector:
             case ShardedObject():
                 return self._add_object(replace(leaf))
             case PerRankValue():
-                self._refuse_twice(path, leaf.key)
+                self._check_declared_once(path, leaf.key)
                 self.per_rank[leaf.key] = leaf
                 return self._add_object(leaf.on(self._rank, self._ranks))
             case ReplicatedValue():
-                self._refuse_twice(path, leaf.key)
+                self._check_declared_once(path, leaf.key)
                 self.replicated.add(leaf.key)
                 return self._add_object(leaf.on(self._rank))
             case ShardedTensorFactory():
@@ -206,7 +213,7 @@ class _LeafCollector:
             f"{path}: {type(leaf).__name__} is not an entity that can be saved.", path=path
         )
 
-    def _refuse_twice(self, path: str, key: str) -> None:
+    def _check_declared_once(self, path: str, key: str) -> None:
         if key in self.per_rank or key in self.replicated:
             raise DeclarationError(
                 f"{path}: a rank declares the plain value {key!r} twice. Give each value a key of its own.",
@@ -214,56 +221,56 @@ class _LeafCollector:
                 path=path,
             )
 
-    def _add_tensor(self, tensor: ShardedTensor) -> Finish:
-        held = tensor.with_data(self._placed(tensor.data))
-        self.tensors.append(held)
-        return lambda dropped: ABSENT if held.key in dropped or held.data is None else held.data
+    def _add_tensor(self, tensor: ShardedTensor) -> LeafResult:
+        target = tensor.with_data(self._on_host(tensor.data))
+        self.tensors.append(target)
+        return lambda dropped: ABSENT if target.key in dropped or target.data is None else target.data
 
-    def _placed(self, data: torch.Tensor | None) -> torch.Tensor | None:
+    def _on_host(self, data: torch.Tensor | None) -> torch.Tensor | None:
         if not self._in_host_memory or data is None or data.device.type == "cpu":
             return data
         return torch.empty_like(data, device="cpu", requires_grad=False)
 
-    def _add_torch_sharded(self, held: TorchShardedTensor) -> Finish:
-        self.tensors.extend(held.chunks)
-        if held.ranks < self._ranks:
-            self.part_of_ranks.add(held.key)
-        return lambda dropped: ABSENT if held.key in dropped else held.data
+    def _add_torch_sharded(self, tensor: TorchShardedTensor) -> LeafResult:
+        self.tensors.extend(tensor.chunks)
+        if tensor.ranks < self._ranks:
+            self.on_some_ranks.add(tensor.key)
+        return lambda dropped: ABSENT if tensor.key in dropped else tensor.data
 
-    def _add_layout(self, path: str, layout: ShardedLayout) -> Finish:
+    def _add_layout(self, path: str, layout: ShardedLayout) -> LeafResult:
         if layout.data is None:
             raise DeclarationError(
                 f"{path}: the layout {layout.key!r} has no data to save or fill.", key=layout.key
             )
-        layout = replace(layout, data=self._placed(layout.data))
-        parts = layout.tensors()
-        self.tensors.extend(parts)
-        return lambda dropped: ABSENT if any(part.key in dropped for part in parts) else layout.data
+        layout = replace(layout, data=self._on_host(layout.data))
+        tensors = layout.tensors()
+        self.tensors.extend(tensors)
+        return lambda dropped: ABSENT if any(t.key in dropped for t in tensors) else layout.data
 
-    def _add_object(self, filled: ShardedObject) -> Finish:
-        self.objects.append(filled)
-        return lambda dropped: ABSENT if filled.key in dropped else filled.data
+    def _add_object(self, target: ShardedObject) -> LeafResult:
+        self.objects.append(target)
+        return lambda dropped: ABSENT if target.key in dropped else target.data
 
-    def _add_factory(self, path: str, factory: ShardedTensorFactory) -> Finish:
-        def finish_of(inner: str, leaf: Any) -> Finish:
+    def _add_factory(self, path: str, factory: ShardedTensorFactory) -> LeafResult:
+        def result_of(inner: str, leaf: Any) -> LeafResult:
             if not isinstance(leaf, _NOT_COMMON):
                 raise DeclarationError(
                     f"{inner}: the factory of {factory.key!r} built a {type(leaf).__name__}. It must build "
                     f"sharded entities only, in dicts or lists.",
                     key=factory.key,
                 )
-            return self.add(inner, leaf)
+            return self._add(inner, leaf)
 
-        finishes = map_leaves(finish_of, _built(factory), path)
+        results = map_leaves(result_of, _built(factory), path)
 
-        def finish(dropped: Dropped) -> Any:
-            # Each leaf is finished once: it may be a factory whose merge_fn works in place.
-            loaded = {id(leaf): leaf(dropped) for _, leaf in iter_leaves([finishes])}
+        def merged(dropped: DroppedKeys) -> Any:
+            # Each result is computed once: it may be of a factory whose merge_fn works in place.
+            loaded = {id(result): result(dropped) for _, result in iter_leaves([results])}
             if any(value is ABSENT for value in loaded.values()):
                 return ABSENT
-            return factory.merge_fn(map_leaves(lambda _, leaf: loaded[id(leaf)], finishes))
+            return factory.merge_fn(map_leaves(lambda _, result: loaded[id(result)], results))
 
-        return finish
+        return merged
 
 
 def _built(factory: ShardedTensorFactory) -> Any:
@@ -298,18 +305,17 @@ def _with_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     return state
 
 
-def _refuse_hidden_entities(leaf: Any, path: str) -> None:
+def _check_no_hidden_entities(leaf: Any, path: str) -> None:
     if not isinstance(leaf, (tuple, set, frozenset, deque)):
         return
     for inner in leaf:
         if isinstance(inner, _NOT_COMMON) or is_torch_sharded(inner):
             raise DeclarationError(
-                f"{path}: a {type(inner).__name__} stands inside of a {type(leaf).__name__}. Use a list "
-                f"or a dict for "
-                f"sharded entities.",
+                f"{path}: a {type(inner).__name__} is inside of a {type(leaf).__name__}. Use a list or a "
+                f"dict for sharded entities.",
                 path=path,
             )
         for _, deeper in iter_leaves([inner]):
-            _refuse_hidden_entities(deeper, path)
+            _check_no_hidden_entities(deeper, path)
             if deeper is not inner and (isinstance(deeper, _NOT_COMMON) or is_torch_sharded(deeper)):
-                _refuse_hidden_entities((deeper,), path)
+                _check_no_hidden_entities((deeper,), path)

@@ -215,7 +215,7 @@ class MegackptLoadPlanner(LoadPlanner):
     def _put_together(self) -> None:
         """Write everything into the state dict, in place: nobody tells a planner that a load has ended."""
         common = replace_leaves(self._flattened.common, self._loaded)
-        update(self._state_dict, self._flattened.finish(common, self._missing))
+        update(self._state_dict, self._flattened.unflatten(common, self._missing))
 
 
 def _nothing_asked(name: str, keys: list[str]) -> MissingKeyError:

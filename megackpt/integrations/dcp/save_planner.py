@@ -34,7 +34,11 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt.codec import leaf_digests, pack
 from megackpt.engine.data.tensor_bytes import check_source
-from megackpt.engine.saving.duplicates import digests_of_copies, with_one_main_each, without_copies
+from megackpt.engine.saving.unmarked_replicas import (
+    choose_lowest_rank_as_main,
+    digests_of_unmarked_replicas,
+    keep_lowest_main,
+)
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError
 from megackpt.integrations.dcp.names import Steps, flatten
@@ -121,7 +125,7 @@ class MegackptSavePlanner(SavePlanner):
         self._flattened = flatten_state(state_dict, rank=self._rank, ranks=ranks)
         plain, self.common = _plain_tensors(self._flattened.common)
         self._tensors = (*self._flattened.tensors, *plain)
-        self._shared = self._flattened.part_of_ranks | {tensor.key for tensor in plain}
+        self._shared = self._flattened.on_some_ranks | {tensor.key for tensor in plain}
         for tensor in self._tensors:
             if tensor.data is None:
                 raise DeclarationError(
@@ -151,7 +155,7 @@ class MegackptSavePlanner(SavePlanner):
             entity_items=entity_items,
             shared=self._shared,
             replicated={key: str(sorted(leaf_digests(value).items())) for key, value in held.items()},
-            copies=digests_of_copies(self._flattened) if self._validate else {},
+            copies=digests_of_unmarked_replicas(self._flattened) if self._validate else {},
             common=leaf_digests(self._flattened.common) if self._validate else {},
             values={name: steps for name, (steps, _) in self._values.items()},
         )
@@ -166,8 +170,8 @@ class MegackptSavePlanner(SavePlanner):
         said: list[_Said] = [plan.planner_data for plan in all_plans]
         columns = [unpack_columns(s.columns, where=f"declarations of rank {r}") for r, s in enumerate(said)]
         merged = merge_declarations(decode_declarations(columns))
-        merged = with_one_main_each(merged, {key for s in said for key in s.replicated})
-        merged = without_copies(merged, {key for s in said for key in s.shared})
+        merged = choose_lowest_rank_as_main(merged, {key for s in said for key in s.replicated})
+        merged = keep_lowest_main(merged, {key for s in said for key in s.shared})
         if self._validate:
             check_coverage(merged)
             check_replicated_equal([s.replicated for s in said])
