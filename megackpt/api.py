@@ -71,39 +71,41 @@ def save(
 ) -> None:
     """Save a sharded state dict as one checkpoint, atomically and durably.
 
-    Collective: every rank of the group calls it with its own part. When it returns, the checkpoint is
-    committed; until then an older checkpoint in the same directory stays as it was (in zarr version 1,
-    unless the process dies while it is replaced). The state dict, its entities and tensors are only read.
+    Collective: every rank of the group calls it with its own part of the state. When it returns, the
+    checkpoint is committed. Until then, an older checkpoint in the same directory stays as it was (in zarr
+    version 1, unless the process dies while it is replaced). The state dict, its entities and its tensors are
+    not changed.
 
     Args:
-        sharded_state_dict: nested dicts and lists whose leaves are sharded entities or DTensors (global
-            arrays under their paths, joined with dots); any other leaf is common state, equal on all ranks,
-            of which rank 0's is stored.
-        checkpoint_dir: the directory of this checkpoint, e.g. `ckpt/iter_0000100`; made if it does not exist.
+        sharded_state_dict: nested dicts and lists. Leaves are sharded entities or DTensors, which become
+            global arrays under their paths, joined with dots. Any other leaf is common state, which must be
+            equal on all ranks; rank 0's is stored.
+        checkpoint_dir: the directory of this checkpoint, e.g. `ckpt/iter_0000100`; created if needed.
         sharded_strategy: the format: a strategy, `(backend, version)` or a backend name; None for the native
             one.
-        validate_access_integrity: prove before writing that every element has exactly one main replica and
-            that common state is equal on all ranks. False proves nothing and exchanges no declarations before
-            writing: each rank then writes its own main replicas.
+        validate_access_integrity: check before writing that every element has exactly one main replica and
+            that common state is equal on all ranks. False checks nothing and exchanges no declarations: each
+            rank then writes its own main replicas.
         preprocess_common_before_consistancy_check: takes the common state and returns what of it must be
-            equal.
+            equal on all ranks.
         content_metadata: any value that describes the content; see `load_content_metadata`.
         options: tunables.
-        group: who takes part; None for all ranks of torch.distributed, or this process alone without it.
-        plans: keeps the plans of earlier saves: ranks then exchange digests, and declarations only where the
-            structure is new. Give all ranks one of their own, and the same ranks each time.
-        spread_group: with `SaveOptions(spread="group")`, the ranks among which a chunk that several of them
-            hold may be written, this one among them: a group of ours or of torch, of this rank's own. Groups
-            of different ranks have no rank in common.
+        group: the ranks that save; None for all ranks of torch.distributed, or for this process only if
+            torch.distributed is not initialised.
+        plans: caches the plans of earlier saves. Ranks then exchange digests, and declarations only if the
+            structure is new. Each rank gives its own cache, and uses it with the same ranks each time.
+        spread_group: with `SaveOptions(spread="group")`, the ranks that may write a chunk which several of
+            them hold; this rank is one of them. A group of megackpt or of torch. Groups of different ranks
+            are equal or have no rank in common.
 
     Raises:
         CoverageError: an element has no main replica, or more than one.
         MismatchError: ranks disagree about an array or about common state.
-        UnserializableError: a value that no codec knows; the text names its path in the state dict.
-        StorageError: the store refused (disk full, no permission, ...).
-        RankFailedError: a rank died, is stuck, or raised something else.
-        CheckpointError: each of these, and every other error of a save; raised on all ranks, naming the
-            failing one.
+        UnserializableError: no codec can encode a value; the text names its path in the state dict.
+        StorageError: the store raised an error (disk full, no permission, ...).
+        RankFailedError: a rank died, is stuck, or raised an error of another class.
+        CheckpointError: base class of these and of every other error of a save. It is raised on all ranks,
+            and names the rank that failed.
 
     Source: Megatron-Core `dist_checkpointing.save`.
     """
@@ -144,7 +146,7 @@ def save_request(
     equal_arguments is that of `SaveRequest`.
 
     Raises:
-        DeclarationError: what is to prepare common state cannot be called.
+        DeclarationError: preprocess_common_before_consistancy_check cannot be called.
     """
     if not callable(preprocess_common_before_consistancy_check or len):
         raise DeclarationError(
@@ -170,18 +172,18 @@ def save_request(
 
 
 def label_to_spread(options: SaveOptions, spread_group: AnyGroup | None, *, rank: int) -> int:
-    """Return what tells a rank's spread group from others, 0 without one.
+    """Return a number that is equal on the ranks of one spread group; 0 without a group.
 
-    Collective over the group, unless it is one of torch's.
+    Collective over the spread group, unless it is a group of torch.
 
     Raises:
         DeclarationError: the options and the group do not fit each other.
     """
     if (spread_group is not None) != (options.spread == "group"):
-        given = "given" if spread_group is not None else "not given"
+        presence = "given" if spread_group is not None else "not given"
         raise DeclarationError(
-            f"spread_group is {given}, and SaveOptions.spread is {options.spread!r}. Give both, a group and "
-            f"spread='group', or neither."
+            f"spread_group is {presence}, and SaveOptions.spread is {options.spread!r}. Give both, a group "
+            f"and spread='group', or neither."
         )
     return 0 if spread_group is None else subgroup_label(spread_group, rank=rank)
 
