@@ -37,10 +37,18 @@ def start_messages(
 ) -> list[Any]:
     """Begin to send buffers to a peer of a gloo process group, and to receive from it; return the `Work`s.
 
-    A message has its number as its tag, so the i-th buffer sent fills the i-th buffer received.
+    The tag of a message is made of its number, so that the i-th buffer sent fills the i-th buffer received,
+    and of its direction. A group with two devices sends even tags over the first and odd tags over the
+    second: so each direction has a connection and a thread of its own.
     """
-    works = [group.recv([tensor_over(data)], peer, number) for number, data in enumerate(receives)]
-    works += [group.send([tensor_over(data)], peer, number) for number, data in enumerate(sends)]
+    is_higher = int(group.rank() > peer)
+    works = [
+        group.recv([tensor_over(data)], peer, 2 * number + 1 - is_higher)
+        for number, data in enumerate(receives)
+    ]
+    works += [
+        group.send([tensor_over(data)], peer, 2 * number + is_higher) for number, data in enumerate(sends)
+    ]
     return works
 
 
@@ -106,7 +114,8 @@ class PairTransport(Transport):
     def __init__(self, client: StoreClient, *, prefix: str, rank: int, host: str) -> None:
         self._rank = rank
         self._rendezvous = _Rendezvous(client, f"{prefix}/gloo")
-        self._device = _c10d.ProcessGroupGloo.create_device(hostname=host)
+        # One for each direction, see `start_messages`.
+        self._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host) for _ in range(2)]
         self._peers: dict[int, _PeerThread] = {}
 
     def exchange(
@@ -151,7 +160,7 @@ class PairTransport(Transport):
     def _connect(self, peer: int, deadline: float) -> tuple[Any, int]:
         """Return a process group of this rank and a peer, and the number of the peer in it."""
         options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [self._device]
+        options._devices = self._devices
         options._timeout = _until(deadline)
         low, high = sorted((self._rank, peer))
         store = dist.PrefixStore(f"{low}-{high}", self._rendezvous)  # type: ignore[attr-defined]

@@ -130,7 +130,7 @@ def flip(path: Path, at: int) -> None:
 def test_each_byte_is_on_as_many_nodes_as_asked_for_and_old_steps_go(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_transfer, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tier_transfer, "PART_BYTES", 1000)
     run = Run(memory_path)
     run.save(1, 2, 3)
     holders: dict[str, list[int]] = {}

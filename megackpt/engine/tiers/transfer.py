@@ -13,7 +13,7 @@ from typing import TypeAlias
 from megackpt.comm import Group, Numbers, run_and_compare
 from megackpt.storage import Store, StreamWriter
 
-PIECE_BYTES = 4 * 1024 * 1024
+PART_BYTES = 4 * 1024 * 1024
 
 SizedFile: TypeAlias = tuple[str, int]
 """Name and length of a file."""
@@ -70,7 +70,7 @@ def broadcast_files(
     """
     faults: list[Exception] = []
     longest = max((nbytes for _, nbytes in files), default=0)
-    buffer = memoryview(bytearray(min(PIECE_BYTES, longest)))
+    buffer = memoryview(bytearray(min(PART_BYTES, longest)))
     for name, nbytes in files:
         taker = _Taker(write_to, (name, nbytes) if name in takes else None, faults)
         for at, length in _pieces(nbytes):
@@ -148,11 +148,11 @@ def _sources(group: Group, keepers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _longest(file: SizedFile | None) -> int:
-    return min(PIECE_BYTES, file[1]) if file is not None else 0
+    return min(PART_BYTES, file[1]) if file is not None else 0
 
 
 def _pieces(nbytes: int) -> list[tuple[int, int]]:
-    return [(at, min(PIECE_BYTES, nbytes - at)) for at in range(0, nbytes, PIECE_BYTES)]
+    return [(at, min(PART_BYTES, nbytes - at)) for at in range(0, nbytes, PART_BYTES)]
 
 
 class _Taker:
