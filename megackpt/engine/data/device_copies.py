@@ -1,8 +1,8 @@
-"""Copies between devices and host memory, under way while something else is done.
+"""Copies between devices and host memory that are under way while other work is done.
 
-Owns the pinned buffers that they go through, which are kept for the life of the process, and the streams that
-they run on. Only tensors on CUDA devices have a stream beside the caller's; copies of all others are done at
-once. A buffer that cannot be pinned is used as it is: copies are slower then, and the same.
+Copies of CUDA tensors run on a stream of their own, through pinned buffers that this process keeps. Copies
+of other tensors are done at once. If memory cannot be pinned, buffers are used unpinned: slower, with the
+same result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megackpt.storage.buffers import BUFFER_BYTES
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""Copies to the host that are under way while the one before them is written. Each has a buffer."""
+"""How many copies to the host are under way while the previous one is written. Each has a buffer."""
 
 _KEPT = 8
 
@@ -37,10 +37,10 @@ Label = TypeVar("Label")
 
 
 class HostBuffers:
-    """Buffers of one size, `[buffer_bytes]` uint8, pinned where that is possible. Safe for many threads.
+    """Buffers of one size, `[buffer_bytes]` uint8, pinned if that is possible. Safe for many threads.
 
-    At most `limit` unused ones are kept, also while copies out of them are under way: then the next to come
-    waits for the oldest copy.
+    At most `limit` unused buffers are kept. A buffer counts as unused also while a copy out of it is under
+    way; whoever takes it waits for that copy.
     """
 
     def __init__(self, buffer_bytes: int, *, limit: int) -> None:
@@ -52,14 +52,15 @@ class HostBuffers:
 
     @property
     def nbytes(self) -> int:
-        """How much memory is kept."""
+        """Bytes of the unused buffers."""
         return len(self._idle) * self.buffer_bytes
 
     def take(self) -> torch.Tensor:
-        """Return a buffer with arbitrary content that no copy uses."""
+        """Return a buffer that no copy uses; its content is arbitrary."""
         with self._lock:
             is_full = len(self._idle) >= self._limit
-            oldest = self._idle.popleft() if self._idle and (is_full or _is_over(self._idle[0][1])) else None
+            can_take = bool(self._idle) and (is_full or _is_done(self._idle[0][1]))
+            oldest = self._idle.popleft() if can_take else None
         if oldest is None:
             return self._fresh()
         buffer, copied = oldest
@@ -68,16 +69,16 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: torch.Tensor, copied: torch.cuda.Event | None = None) -> None:
-        """Take a buffer back; `copied` is when the last copy that uses it will be over."""
+        """Put a buffer back; `copied` is recorded when the last copy that uses it is done."""
         with self._lock:
             if len(self._idle) < self._limit:
                 self._idle.append((buffer, copied))
                 return
-        if copied is not None:  # its memory may become another's
+        if copied is not None:  # its memory may be reused as soon as it is freed
             copied.synchronize()
 
     def _fresh(self) -> torch.Tensor:
-        with torch.inference_mode(False):  # what is made in that mode could not be filled outside of it
+        with torch.inference_mode(False):  # a tensor made in that mode could not be filled outside of it
             if self._pins:
                 try:
                     return self._empty(pinned=True)
@@ -93,35 +94,36 @@ class HostBuffers:
 
 
 COMMON_BUFFERS = HostBuffers(BUFFER_BYTES, limit=_KEPT)
-"""The buffers of this process. It keeps at most 32 MiB, and takes none for tensors in host memory."""
+"""The buffers of this process: at most 32 MiB are kept, and none is used for tensors in host memory."""
 
 
 def follow(tensors: Iterable[torch.Tensor]) -> None:
-    """Let copies of these tensors that are begun later wait for what the caller's streams are doing now.
+    """Make later copies of these tensors wait for the work that is now on the caller's streams.
 
-    For the thread in which the tensors were computed: other threads have other current streams.
+    Call it in the thread that has computed the tensors: other threads have other current streams.
     """
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         _side_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
 def host_parts(tensor: torch.Tensor, *, part_bytes: int) -> Iterator[memoryview]:
-    """Return the tensor's elements in row-major order as bytes.
+    """Yield the bytes of a tensor's elements, in row-major order.
 
-    A contiguous tensor in host memory is given as it lies, without a copy; anything else in copies of at
-    most part_bytes (at least one element), each valid until the next is asked for. From CUDA devices copies
-    are made ahead; there part_bytes is at most 4 MiB. They follow what the caller's stream is doing now.
+    A contiguous tensor in host memory is yielded as it is, without a copy. Any other tensor is yielded in
+    copied parts of at most part_bytes (at least one element), each valid until the next one. Parts of CUDA
+    tensors have at most 4 MiB and are copied ahead; these copies wait for the work that is now on the
+    caller's stream.
     """
     if not tensor.is_cuda:
         if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
             return iter([byte_view(as_bits(tensor))])
         return (byte_view(as_bits(part).cpu().contiguous()) for part in parts_of(tensor, part_bytes))
     follow([tensor])
-    return (piece for _, piece in to_host((None, part) for part in parts_in_buffers(tensor, part_bytes)))
+    return (part for _, part in to_host((None, part) for part in parts_in_buffers(tensor, part_bytes)))
 
 
 def parts_in_buffers(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield `parts_of` a tensor on a device that fit into the common buffers."""
+    """Yield `parts_of` a tensor that fit into the common buffers."""
     return parts_of(tensor, min(part_bytes, COMMON_BUFFERS.buffer_bytes))
 
 
@@ -154,22 +156,28 @@ def rows_to_host(
     as_they_lie: Callable[[int], Iterator[memoryview]],
     buffers: HostBuffers = COMMON_BUFFERS,
 ) -> Iterator[Iterator[memoryview]]:
-    """Yield the pieces of each row in turn. Copies run ahead from row to row.
+    """Yield the bytes of each row, in parts. Copies run ahead across rows.
 
-    Rows that are copied go through buffers, in parts, of which each has at least one; the bytes of others are
-    asked for when it is their turn. Pieces are valid until the next is taken, of this row or the next.
+    A part is valid until the next one is taken, of the same row or of the next.
+
+    Args:
+        rows: the rows, in order.
+        is_copied: says whether a row goes through buffers.
+        parts: returns the parts of a row that is copied; at least one.
+        as_they_lie: returns the bytes of any other row; called when it is the turn of the row.
+        buffers: where parts are copied to.
     """
     labelled = ((row, part) for row in rows if is_copied(row) for part in parts(row))
     arriving = groupby(to_host(labelled, buffers), key=itemgetter(0))
     for row in rows:
-        yield (piece for _, piece in next(arriving)[1]) if is_copied(row) else as_they_lie(row)
+        yield (part for _, part in next(arriving)[1]) if is_copied(row) else as_they_lie(row)
 
 
 class Uploads:
     """Copies into tensors on devices, under way while the next bytes are read. Any thread may copy.
 
-    Entered and left by the thread that has the tensors: copies follow what its streams were doing before, and
-    are over when it leaves.
+    The thread that owns the tensors enters and leaves the context. Copies wait for the work that its streams
+    had before, and are done when it leaves.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], buffers: HostBuffers = COMMON_BUFFERS) -> None:
@@ -188,13 +196,15 @@ class Uploads:
             _side_stream(device).synchronize()
 
     def ordered_with_copies(self, device: torch.device) -> AbstractContextManager[None]:
-        """Within the block, what torch does on a device is in order with copies to it."""
+        """Within the block, operations of torch on a device run in order with the copies to it."""
         return _on_side_stream(device)
 
     def copy(self, source: npt.NDArray[Any], target: torch.Tensor) -> None:
-        """Begin to copy a block, strided on either side, into a block of a tensor of the same shape and bits.
+        """Begin to copy a block of elements into a tensor.
 
-        It fits into a buffer, and may change as soon as this returns. target is seen as by `as_bits`.
+        Args:
+            source: the block, strided, small enough for a buffer. It may change as soon as this returns.
+            target: a view of the tensor as `as_bits` makes it, strided, of the same shape and element size.
         """
         buffer = self._buffers.take()
         packed = as_elements(buffer[: source.nbytes], target.element_size()).view(target.shape)
@@ -206,33 +216,33 @@ class Uploads:
 
 
 class _Download:
-    """One part of a tensor on its way into a buffer."""
+    """The copy of one part of a tensor into a buffer."""
 
     def __init__(self, part: torch.Tensor, buffers: HostBuffers) -> None:
-        self._part = part  # until it is copied, its memory must not become another tensor's
+        self._part = part  # kept until it is copied, so that its memory is not reused
         self._buffers = buffers
         self._buffer = buffers.take()
         self._nbytes = part.numel() * part.element_size()
         with _on_side_stream(part.device):
             bits = as_bits(part)
             into = as_elements(self._buffer[: self._nbytes], bits.element_size()).view(bits.shape)
-            # What contiguous() makes is memory of this stream, which no other takes over before the copy.
+            # contiguous() allocates on this stream: no other stream reuses the memory before the copy.
             into.copy_(bits.contiguous(), non_blocking=True)
             self._copied = _event(part.device)
 
     def wait(self) -> memoryview:
-        """Return the bytes when they are there."""
+        """Return the bytes when the copy is done."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._buffer.numpy().data[: self._nbytes]
 
     def release(self) -> None:
-        """Give the buffer back."""
+        """Put the buffer back."""
         self._buffers.give(self._buffer, self._copied)
 
 
 def _first_of(under_way: deque[tuple[Label, _Download]]) -> Iterator[tuple[Label, memoryview]]:
-    label, download = under_way[0]  # it stays there, so that it is released if nobody asks for more
+    label, download = under_way[0]  # stays in the queue, so that it is released if the caller stops
     yield label, download.wait()
     under_way.popleft()
     download.release()
@@ -248,15 +258,15 @@ def _on_side_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    # The device first: else, leaving the stream makes a context on device 0, where a new thread begins.
+    # The device first: otherwise leaving the stream creates a context on device 0, a new thread's device.
     with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
         yield
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Return when the copies begun so far are over; None: they are."""
+    """Return an event for the copies begun so far; None if they are done already."""
     return _side_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _is_over(copied: torch.cuda.Event | None) -> bool:
+def _is_done(copied: torch.cuda.Event | None) -> bool:
     return copied is None or bool(copied.query())  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
-"""Tensors as bytes: out in parts, in as strided blocks.
+"""Tensors as bytes: yielded in parts, or filled by strided blocks.
 
-Owns how the memory of the user's tensors is seen; `device_copies` copies what is not in host memory. Bits are
-moved, never values: every dtype is seen as integers of its size, so that NaN payloads and signed zeros
-survive.
+Bits are moved, never values: every dtype is viewed as integers of its size, so that NaN payloads and signed
+zeros are kept. `device_copies` copies what is not in host memory.
 """
 
 from __future__ import annotations
@@ -26,10 +25,14 @@ _MATERIALISE = "Give it memory first: to_empty(device=...), then load or initial
 
 
 def check_source(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
-    """Refuse a tensor whose elements cannot be read. on_meta says what to do about one on the meta device.
+    """Check that the elements of a tensor can be read.
+
+    Args:
+        tensor: a tensor with data.
+        on_meta: advice for the error if the tensor is on the meta device.
 
     Raises:
-        DeclarationError: it is sparse, quantized, or on the meta device.
+        DeclarationError: the tensor is sparse, quantized, or on the meta device.
     """
     data = tensor.data
     assert data is not None
@@ -48,10 +51,10 @@ def check_source(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
 
 
 def check_target(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
-    """Refuse a tensor whose elements cannot be written one by one. on_meta as for `check_source`.
+    """Check that the elements of a tensor can be written one by one. Arguments as for `check_source`.
 
     Raises:
-        DeclarationError: as `check_source`; or two of its elements share memory, or it is a lazy conjugate
+        DeclarationError: as `check_source`; or two elements share memory, or the tensor is a lazy conjugate
             or negative.
     """
     check_source(tensor, on_meta=on_meta)
@@ -66,7 +69,10 @@ def check_target(tensor: ShardedTensor, *, on_meta: str = _MATERIALISE) -> None:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place: a stride is shorter than all smaller ones reach."""
+    """Say whether two elements may share memory.
+
+    They may if a stride is not larger than what the dims with smaller strides span.
+    """
     if data.is_contiguous():
         return False
     reach = 0
@@ -78,9 +84,9 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield views that hold the tensor's elements in row-major order, one after the other.
+    """Yield views of a tensor that hold its elements in row-major order, one after the other.
 
-    A part has at most part_bytes (at least one element). Nothing is copied.
+    A part has at most part_bytes, and at least one element. Nothing is copied.
     """
     tensor = tensor.detach()
     if not tensor.numel():
@@ -104,8 +110,8 @@ def parts_of(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Tensor]:
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as integers of the size of its elements; 16-byte elements as complex128.
 
-    Shares memory with the tensor, except for lazily conjugated or negated ones, which are resolved into a
-    copy.
+    The view shares memory with the tensor, unless the tensor is lazily conjugated or negated: then it is a
+        copy.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     integer = _SAME_SIZE.get(tensor.element_size())
@@ -113,27 +119,32 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_elements(buffer: torch.Tensor, width: int) -> torch.Tensor:
-    """View bytes as elements of a width, in which bits are moved; they begin at a multiple of it."""
+    """View bytes as integers of `width` bytes, or complex128 for 16; they begin at a multiple of it."""
     return buffer.view(_SAME_SIZE.get(width, torch.complex128))
 
 
 def byte_view(bits: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    # By numpy, to which any strides of one element are contiguous: view() of torch would refuse them.
+    # Through numpy, for which one element is contiguous whatever its strides; view() of torch raises an
+    # error.
     return bits.numpy().reshape(-1).view(np.uint8).data
 
 
 def contiguous_bytes(bits: torch.Tensor, copy: StridedCopy) -> memoryview | None:
-    """Return the memory that a contiguous copy fills, or None where it has to go through a buffer."""
+    """Return the memory that a contiguous copy fills, or None if the copy has to go through a buffer."""
     if not copy.is_contiguous or not bits.is_cpu:
         return None
     return byte_view(_strided(bits, (copy.numel,), (1,), copy.target))
 
 
 def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: StridedCopy) -> None:
-    """Copy one strided block from a buffer into a tensor; values are converted where the dtypes differ.
+    """Copy one strided block from a buffer into a tensor; values are converted if the dtypes differ.
 
-    elements is a 1-D buffer whose first element is element `origin` of the stored chunk.
+    Args:
+        elements: a 1-D buffer with elements of the stored chunk.
+        origin: number in the chunk of its first element.
+        target: the tensor.
+        copy: the block in the chunk and in the tensor.
     """
     block = _strided(elements, copy.shape, copy.source_stride, copy.source - origin)
     target_block(target, copy).copy_(block)
@@ -142,29 +153,34 @@ def copy_block(elements: torch.Tensor, origin: int, target: torch.Tensor, copy: 
 def copy_bytes(
     data: memoryview, begins: int, element: torch.dtype, target: torch.Tensor, copy: StridedCopy
 ) -> None:
-    """Copy one strided block from flat bytes into a tensor; values are converted where the dtypes differ.
+    """Copy one strided block from flat bytes into a tensor; values are converted if the dtypes differ.
 
-    data holds the bytes of elements of dtype `element`, from byte `begins` of the stored chunk on.
+    Args:
+        data: bytes of the stored chunk.
+        begins: number in the chunk of the first of these bytes.
+        element: dtype of the stored elements.
+        target: the tensor.
+        copy: the block in the chunk and in the tensor.
     """
     width = element.itemsize
     if not target.is_cpu or target.dtype != element:
         aligned = data if _address_of(data) % width == 0 else memoryview(bytearray(data))
         copy_block(torch.frombuffer(aligned, dtype=element), begins // width, target, copy)
         return
-    # numpy, since torch would start as many threads for each copy as training has.
+    # numpy, since torch would start as many threads for each copy as training uses.
     np.copyto(target_block(target, copy).numpy(), source_block(data, begins, width, copy))
 
 
 def copy_to_flat_bytes(
     data: memoryview, begins: int, width: int, target: memoryview, copy: StridedCopy
 ) -> None:
-    """Like `copy_bytes`, for a contiguous tensor seen as flat bytes, and without conversion."""
+    """Like `copy_bytes`, without conversion, for a contiguous tensor that is given as flat bytes."""
     into = _block_in(target, copy.target * width, width, copy.shape, copy.target_stride)
     np.copyto(into, source_block(data, begins, width, copy))
 
 
 def source_block(data: memoryview, begins: int, width: int, copy: StridedCopy) -> npt.NDArray[Any]:
-    """Return the block to copy out of flat bytes; elements are integers of `width` bytes, or complex128.
+    """Return the block to copy as a view of flat bytes. Elements are integers of `width` bytes, or complex128.
 
     data begins at byte `begins` of the stored chunk.
     """
@@ -172,14 +188,14 @@ def source_block(data: memoryview, begins: int, width: int, copy: StridedCopy) -
 
 
 def target_block(target: torch.Tensor, copy: StridedCopy) -> torch.Tensor:
-    """Return the block of a tensor that is copied to."""
+    """Return the block of a tensor that a copy fills, as a view."""
     return _strided(target, copy.shape, copy.target_stride, copy.target)
 
 
 def _block_in(
     data: memoryview, first: int, width: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> npt.NDArray[Any]:
-    """Return a block of elements in flat bytes; first in bytes, stride in elements."""
+    """Return a view of a block of elements in flat bytes; `first` counts bytes, `stride` elements."""
     strides = [step * width for step in stride]
     block: npt.NDArray[Any] = np.ndarray(shape, _NUMPY_OF[width], data, first, strides)
     return block
