@@ -180,7 +180,7 @@ def copy_to_flat_bytes(
 
 
 def source_block(data: memoryview, begins: int, width: int, copy: StridedCopy) -> npt.NDArray[Any]:
-    """Return the block to copy as a view of flat bytes. Elements are integers of `width` bytes, or complex128.
+    """Return the block to copy as a view of flat bytes, in integers of `width` bytes or complex128.
 
     data begins at byte `begins` of the stored chunk.
     """
