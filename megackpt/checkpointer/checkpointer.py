@@ -33,14 +33,14 @@ from megackpt.checkpointer.options import (
 from megackpt.checkpointer.retention import Cleanup
 from megackpt.checkpointer.run import Run
 from megackpt.checkpointer.saving import OnError, RootSaving, SaveFailures
-from megackpt.checkpointer.schedule import DestinationChoice, Destinations, SaveTrigger, SignalWatch
+from megackpt.checkpointer.schedule import DestinationChoice, SaveTrigger, SignalWatch
 from megackpt.checkpointer.settings import RunSettings
+from megackpt.checkpointer.step_saving import StepSaving
 from megackpt.checkpointer.tiers import TierLoading, TierSaving, TierSet
 from megackpt.comm import Group, world_group
 from megackpt.engine.background.prepared_save import for_a_writer, pickled_for_a_writer
 from megackpt.engine.saving.plan_cache import PlanCache
 from megackpt.engine.saving.save_request import SaveRequest
-from megackpt.engine.saving.settings import compare_settings
 from megackpt.errors import CheckpointError, DeclarationError
 from megackpt.formats.registry import SaveChoice
 from megackpt.mapping import ShardedStateDict, StateDict
@@ -153,16 +153,7 @@ class Checkpointer(Run):
         self._is_compared = False
         self._plans = PlanCache()
         self._failures = SaveFailures(on_error)
-        self._root_saving = RootSaving(
-            directories=self._directories,
-            cleanup=Cleanup(self._directories, self.retention, allow_unsafe_pickle=trusted),
-            failures=self._failures,
-            options=self._save_options,
-            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
-        )
         tier_set = TierSet(self.tiers)
-        self._tier_saving = TierSaving(tier_set, self._save_options)
-        self._destinations = DestinationChoice(self.tiers)
         root_loading = RootLoading(
             directories=self._directories,
             options=self._load_options,
@@ -171,10 +162,17 @@ class Checkpointer(Run):
         self._loading: StepLoading = root_loading
         if len(tier_set):
             self._loading = TierLoading(tiers=tier_set, root=root_loading)
+        root_saving = RootSaving(
+            directories=self._directories,
+            cleanup=Cleanup(self._directories, self.retention, allow_unsafe_pickle=trusted),
+            failures=self._failures,
+            options=self._save_options,
+            verify=VerifyOptions(deep=True, allow_unsafe_pickle=trusted) if verify_after_save else None,
+        )
         self._async_saving: AsyncSaving | None = None
         if async_options is not None:
             self._async_saving = AsyncSaving(
-                self._root_saving,
+                root_saving,
                 tier_set,
                 async_options,
                 objects=objects,
@@ -184,6 +182,13 @@ class Checkpointer(Run):
         # Nothing after this line may fail: handlers of signals are set, and only `close` removes them.
         self._signals = SignalWatch(self.schedule.signals)
         self._trigger = SaveTrigger(self.schedule, self._signals)
+        self._step_saving = StepSaving(
+            root_saving=root_saving,
+            tier_saving=TierSaving(tier_set, self._save_options),
+            async_saving=self._async_saving,
+            choice=DestinationChoice(self.tiers),
+            trigger=self._trigger,
+        )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -294,42 +299,11 @@ class Checkpointer(Run):
         """
         step = checked_step(step)
         group = self._ranks(self._save_options.timeout_s)
-        destinations = self._destinations.of(step, to_root=to_root, is_signalled=self._trigger.is_signalled)
-        if self.tiers.tiers or self.tiers.root_every > 1 or to_root is not None:
-            self._check_destinations(step, to_root, destinations, group)
-        equal_arguments = {"step": step, "metrics given": metrics is not None}
+        destinations = self._step_saving.destinations(step, to_root, group)
         request = self._request(state, content_metadata, sharded_strategy, group)
+        equal_arguments = {"step": step, "metrics given": metrics is not None}
         request = replace(request, equal_arguments=equal_arguments)
-        async_saving = self._async_saving if destinations else None
-        if async_saving is not None and not async_saving.may_save(group, is_last=self.exit_requested):
-            self._destinations.skipped(destinations)
-            return False
-        self._destinations.saved(destinations)
-        try:
-            if async_saving is not None:
-                return async_saving.save(step, destinations, request, metrics, group)
-            # Tiers come first: an error of the root must not keep the step out of them.
-            tiers = destinations.tiers
-            is_in_tier = bool(tiers) and self._tier_saving.save(step, tiers, request, group)
-            if not destinations.root:
-                return is_in_tier
-            return self._root_saving.save(step, request, metrics, group)
-        finally:
-            self._trigger.saved(step)
-
-    def _check_destinations(
-        self, step: int, to_root: bool | None, destinations: Destinations, group: Group
-    ) -> None:
-        """Raise an error if ranks would save the step to different destinations. Collective."""
-        if to_root is not None:
-            check_flag("to_root", to_root)
-        values = {
-            "step": step,
-            "to_root": to_root,
-            "is for the root": destinations.root,
-            "tiers": list(destinations.tiers),
-        }
-        compare_settings(group, values, what="Ranks save differently", doing="choosing where a step goes")
+        return self._step_saving.save(step, destinations, request, metrics, group)
 
     def warm_up(
         self,

@@ -267,6 +267,11 @@ class DestinationChoice:
         self._tiers = tiers.tiers
         self._deferred = Destinations((), root=False)  # where a skipped step was to be saved
 
+    @property
+    def depends_on_step(self) -> bool:
+        """Whether steps may have different destinations, even if `to_root` is None."""
+        return bool(self._tiers) or self._root_every > 1
+
     def of(self, step: int, *, to_root: bool | None = None, is_signalled: bool = False) -> Destinations:
         """Return where a step is saved.
 
