@@ -237,7 +237,7 @@ def loaded(sharded_state_dict: Any) -> Any:
 
 def _elements(tensor: ShardedTensor) -> Tensor:
     everything = torch.arange(math.prod(tensor.global_shape)).view(tensor.global_shape)
-    box = tuple(slice(o, o + n) for o, n in zip(tensor.global_offset, tensor.block_shape, strict=True))
+    box = tuple(slice(o, o + n) for o, n in zip(tensor.global_offset, tensor.box_shape, strict=True))
     block = everything[box].reshape(-1)
     return block if tensor.flattened_range is None else block[tensor.flattened_range]
 

@@ -80,7 +80,7 @@ class MegatronCore:
             )
             for p in state.shards
         }
-        shapes = tuple((p.key, p.block_shape) for p in state.shards)
+        shapes = tuple((p.key, p.box_shape) for p in state.shards)
         return _Declared(tensors, (state.layout, shapes))
 
     def save(self, declared: _Declared, directory: Path) -> None:

@@ -101,7 +101,7 @@ def _declared(shard: Shard, state: RankState) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets_flat(
         shard.key,
         shard.data,
-        shard.block_shape,
+        shard.box_shape,
         *offsets,
         flattened_range=shard.flat,
         replica_id=shard.replica,

@@ -72,7 +72,7 @@ class Shard:
     Attributes:
         key: name of the array in the checkpoint.
         data: the block, or with `flat` its range of the row-major flattening of the block.
-        block_shape: shape of the block.
+        box_shape: shape of the box.
         tp_axis: as of its ModelArray.
         replica: 0 for the rank whose copy counts; then the others that hold the same.
         flat: the range of the block; None for all of it.
@@ -80,7 +80,7 @@ class Shard:
 
     key: str
     data: torch.Tensor
-    block_shape: tuple[int, ...]
+    box_shape: tuple[int, ...]
     tp_axis: int | None
     replica: tuple[int, int]
     flat: slice | None = None
@@ -161,7 +161,7 @@ def make_state(
                 data = torch.empty(block if flat is None else flat.stop - flat.start, dtype=kind)
             replica_of = replica if flat is None else (replica[0], 0)
             state.shards.append(
-                Shard(key=key, data=data, block_shape=block, tp_axis=axis, replica=replica_of, flat=flat)
+                Shard(key=key, data=data, box_shape=block, tp_axis=axis, replica=replica_of, flat=flat)
             )
     return state
 

@@ -1,4 +1,4 @@
-"""What one rank says it owns: the sharded entities and the trees they stand in."""
+"""What one rank declares: sharded entities, and the state dicts that hold them."""
 
 from megackpt.mapping.base import (
     RankOffset,

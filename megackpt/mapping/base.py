@@ -1,7 +1,4 @@
-"""What all sharded entities have in common.
-
-Owns the base class, replica ids and the aliases of state dicts; each kind of entity has a file of its own.
-"""
+"""The base class of sharded entities, replica ids, and the types of state dicts."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ ShardedStateDict: TypeAlias = dict[str, Any]  # leaves may also be sharded entit
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Say whether this replica is the one that stands for the chunk: 0, or all zeros.
+    """Return whether this is the id of the main replica of a chunk: 0, or all zeros.
 
     Source: Megatron-Core `dist_checkpointing.mapping.is_main_replica`.
     """
@@ -27,15 +24,15 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 class ShardedBase(ABC):
-    """A leaf of a sharded state dict that stands for a part of something global.
+    """A leaf of a sharded state dict that declares this rank's chunk of a global array or object.
 
-    Entities are declarations: cheap, mutable as in Megatron-Core (its models change `key` and `replica_id`
-    of the entities they are handed), and never changed by megackpt once given to `save` or `load`.
+    Entities are declarations: cheap, and mutable as in Megatron-Core, whose models change `key` and
+    `replica_id` of entities that they are given. `save` and `load` never change them.
 
     Attributes:
         key: unique name of the global array or object in the checkpoint.
         data: the local tensor or object; None in a declaration without data.
-        replica_id: which copy of the same chunk this is; see `is_main_replica`.
+        replica_id: which replica of the chunk this is; see `is_main_replica`.
     """
 
     key: str
@@ -43,17 +40,17 @@ class ShardedBase(ABC):
     replica_id: ReplicaId
 
     def __post_init__(self) -> None:  # noqa: B027 - an entity may have nothing to check
-        """Check the fields against each other; entities are dataclasses, which call it when they are made."""
+        """Check the fields against each other. Dataclasses call it when they are made."""
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
         """Return the same declaration with `data=None`."""
 
     def validate_metadata_integrity(self) -> None:
-        """Check the fields against each other, as is done when an entity is made.
+        """Check the fields against each other, as when the entity was made.
 
         Raises:
-            DeclarationError: naming the key and the fields that disagree.
+            DeclarationError: fields contradict each other; the text names the key and the fields.
         """
         self.__post_init__()
 
@@ -66,8 +63,12 @@ class ShardedBase(ABC):
         replica_id: ReplicaId | None = None,
         flattened_range: slice | None = None,
     ) -> ShardedBase:
-        """Declare another tensor that is sharded like this one, e.g. an optimizer state of a parameter.
+        """Declare another tensor that is sharded like this one, such as an optimizer state of a parameter.
 
-        data has the local shape of this entity or, with `flattened_range`, is that 1-D slice of it. The
-        dtype is that of data; replica_id stays where None is given.
+        Args:
+            key: unique name of the other global array.
+            data: a tensor of the local shape, or with flattened_range that 1-D slice of it; its dtype is that
+                of the array.
+            replica_id: None for the one of this entity.
+            flattened_range: which slice of the flattened local tensor data is; None for all of it.
         """

@@ -1,8 +1,7 @@
-"""Checks that the entities share: whether the fields of one declaration contradict each other.
+"""Checks of the fields of one entity, and the texts of their errors.
 
-Owns the wording of those errors. What several ranks declare together is for `validation` to prove. Every
-entity of a state is checked at every save and load, so loops stand where `any` and `all` would build a
-generator for two or three numbers.
+`validation` checks what several ranks declare. Every entity is checked at every save and load, so there are
+plain loops where `any` and `all` would make a generator for two or three numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megackpt.mapping.base import ReplicaId
 from megackpt.mapping.recognition import is_dtensor, is_torch_sharded
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Classes of tensors that are neither DTensors nor anything but tensors."""
+"""Classes of tensors that need no further look: neither DTensors nor other subclasses."""
 
 
 def declaration_error(key: object, what: str) -> DeclarationError:
-    """Return the error that says what is wrong with the entity of this key."""
+    """Return an error about the entity of this key."""
     return DeclarationError(f"{key!r}: {what}", key=key if isinstance(key, str) else None)
 
 
@@ -33,7 +32,7 @@ def check_key(key: object, kind: str) -> None:
 
 
 def check_replica_id(key: str, replica_id: ReplicaId) -> None:
-    """Check that the replica id is an int or a tuple of ints: anything else is never the main one."""
+    """Check that the replica id is an int or a tuple of ints: others would never be the main replica."""
     parts = replica_id if isinstance(replica_id, (tuple, list)) else (replica_id,)
     for part in parts:
         if not isinstance(part, int):
@@ -44,7 +43,7 @@ def as_extents(key: str, field: str, values: Sequence[int]) -> tuple[int, ...]:
     """Return a shape or offset as a tuple of plain ints.
 
     Raises:
-        DeclarationError: it is no sequence of ints, or one is negative.
+        DeclarationError: it is not a sequence of ints, or one is negative.
     """
     try:
         extents = tuple(map(index, values))
@@ -63,7 +62,7 @@ def check_box(
     *,
     prepended: int,
 ) -> None:
-    """Check that a local block with its prepended axes lies inside of the global array."""
+    """Check that the box of a local tensor, with its prepended axes, lies inside of the global array."""
     if not isinstance(prepended, int) or prepended < 0:
         raise declaration_error(key, f"prepend_axis_num {prepended!r} must be an int >= 0.")
     if len(global_shape) != len(global_offset):
@@ -72,35 +71,35 @@ def check_box(
             f"global_offset {global_offset} and global_shape {global_shape} differ in length. Give one "
             f"offset per global axis.",
         )
-    block = (1,) * prepended + tuple(local_shape)
-    if len(block) != len(global_shape):
+    box = (1,) * prepended + tuple(local_shape)
+    if len(box) != len(global_shape):
         raise declaration_error(
             key,
-            f"local_shape {local_shape} plus prepend_axis_num {prepended} makes {len(block)} axes, but "
+            f"local_shape {local_shape} plus prepend_axis_num {prepended} makes {len(box)} axes, but "
             f"global_shape {global_shape} has {len(global_shape)}.",
         )
-    for offset, extent, whole in zip(global_offset, block, global_shape, strict=True):
+    for offset, extent, whole in zip(global_offset, box, global_shape, strict=True):
         if offset + extent > whole:
             raise declaration_error(
                 key,
-                f"the block at global_offset {global_offset} of shape {block} does not lie inside the global "
+                f"the box at global_offset {global_offset} of shape {box} does not lie inside the global "
                 f"shape {global_shape}.",
             )
 
 
 def check_grid(
     key: str,
-    block: Sequence[int],
+    box: Sequence[int],
     global_shape: Sequence[int],
     global_offset: Sequence[int],
     fragments: Sequence[int],
     *,
     resizable: bool,
 ) -> None:
-    """Check that a block is one of `fragments` equal ones along each axis.
+    """Check that a box is one of `fragments` equal ones along each axis.
 
-    A block without elements may stand anywhere: it is what a rank has left of an array it holds nothing of.
-    Where the array may be resized (padding), the fragments need not make up its whole extent.
+    A box without elements may be anywhere: a rank declares it for an array of which it has nothing. If the
+    array may be resized (padding), the fragments need not make up its whole extent.
     """
     if len(fragments) != len(global_shape) or min(fragments, default=1) < 1:
         raise declaration_error(
@@ -108,15 +107,15 @@ def check_grid(
             f"axis_fragmentations {fragments} must give one number >= 1 for each axis of {global_shape}.",
         )
     advice = "so it is not on a regular grid. Set axis_fragmentations=None for an uneven split."
-    for offset, extent, whole, count in zip(global_offset, block, global_shape, fragments, strict=True):
+    for offset, extent, whole, count in zip(global_offset, box, global_shape, fragments, strict=True):
         if extent and offset % extent:
             raise declaration_error(
-                key, f"global_offset {global_offset} is not a multiple of the block {block}, {advice}"
+                key, f"global_offset {global_offset} is not a multiple of the box {box}, {advice}"
             )
         if extent and extent * count != whole and not resizable:
             raise declaration_error(
                 key,
-                f"{fragments} fragments of the block {block} do not make up the global shape {global_shape}, "
+                f"{fragments} fragments of the box {box} do not make up the global shape {global_shape}, "
                 f"{advice}",
             )
 
@@ -142,7 +141,7 @@ def check_flattened_range(key: str, flat: slice, local_shape: Sequence[int]) -> 
 def check_data(
     key: str, data: torch.Tensor, dtype: torch.dtype, local_shape: Sequence[int], flat: slice | None
 ) -> None:
-    """Check that data is what the declaration says of it."""
+    """Check that data has the dtype and shape that the entity declares."""
     is_plain = type(data) in _PLAIN
     if not is_plain and not isinstance(data, torch.Tensor):
         raise declaration_error(key, f"data must be a torch.Tensor or None, not {type(data).__name__}.")
@@ -150,8 +149,8 @@ def check_data(
         local = "to_local()" if is_dtensor(data) else "local_shards()[i].tensor"
         raise declaration_error(
             key,
-            f"data is a {type(data).__name__} of torch, which says by itself what this rank holds of which "
-            f"array. Put it into the state dict as it is, or declare its local tensor, {local}.",
+            f"data is a {type(data).__name__} of torch, which has its own global shape and sharding. Put it "
+            f"into the state dict as it is, or declare its local tensor, {local}.",
         )
     if data.dtype != dtype:
         raise declaration_error(key, f"dtype {dtype} is declared but data has {data.dtype}.")
@@ -162,5 +161,5 @@ def check_data(
 
 
 def data_shape(local_shape: Sequence[int], flat: slice | None) -> tuple[int, ...]:
-    """Return the shape that data has: the local one, or 1-D for a flat range of it."""
+    """Return the shape of data: the local shape, or 1-D for a flat range of it."""
     return tuple(local_shape) if flat is None else (flat.stop - flat.start,)

@@ -1,7 +1,4 @@
-"""Sharded entities as rows of the chunk table: where declarations leave torch behind.
-
-Owns the translation only. After it, planning and validation see columns of integers.
-"""
+"""Sharded entities as rows of a chunk table: from torch to columns of integers."""
 
 from __future__ import annotations
 
@@ -21,14 +18,16 @@ from megackpt.metadata import DTYPES, OBJECT, ArraySpec, ChunkTable, DeclaredChu
 def describe(
     entities: Sequence[ShardedTensor | ShardedObject], *, rank: int, object_nbytes: Sequence[int] = ()
 ) -> DeclaredChunks:
-    """Return this rank's declarations; row i declares entity i.
+    """Return this rank's declarations; row i declares entity i. Local, pure.
 
-    object_nbytes gives the encoded length of each ShardedObject in order (zeros, if empty: nothing is to be
-    written). Local, pure.
+    Args:
+        entities: tensors and objects, with or without data.
+        rank: number of this rank.
+        object_nbytes: the encoded length of each object, in order; empty if nothing is to be written.
 
     Raises:
         MismatchError: two entities of this rank give one key different dtypes or global shapes.
-        DeclarationError: a dtype that no checkpoint can hold.
+        DeclarationError: a checkpoint cannot hold this dtype, or a key is not valid Unicode.
     """
     specs: dict[str, ArraySpec] = {}
     for entity in entities:
@@ -37,9 +36,8 @@ def describe(
         if known is not spec and known != spec:
             raise MismatchError(
                 f"{spec.key!r}: rank {rank} declares {spec.dtype} {spec.global_shape} and "
-                f"{known.dtype} {known.global_shape} under this one key. Give each "
-                f"global array "
-                f"a key of its own.",
+                f"{known.dtype} {known.global_shape} under this one key. Give each global array a key of its "
+                f"own.",
                 key=spec.key,
                 rank=rank,
             )
@@ -56,7 +54,7 @@ def describe(
 
 @cache
 def dtype_name(dtype: object) -> str:
-    """Name of a torch dtype without its module: `bfloat16`."""
+    """Return the name of a torch dtype without its module: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -89,10 +87,11 @@ def _table(
 ) -> ChunkTable:
     number = {spec.key: i for i, spec in enumerate(arrays)}
     dims = max([len(a.global_shape) for a in arrays], default=1) or 1
-    shapes = [_block_of(e) for e in entities]
-    flats = [_flat_of(e, shape) for e, shape in zip(entities, shapes, strict=True)]
+    shapes = [_box_shape(e) for e in entities]
+    flats = [_flat_range(e, shape) for e, shape in zip(entities, shapes, strict=True)]
     array = np.array([number[e.key] for e in entities], np.int64)
     flat_start, flat_stop = (np.array([f[i] for f in flats], np.int64) for i in (0, 1))
+    # The itemsize of objects is 0, and their encoded lengths are put in afterwards.
     nbytes = (flat_stop - flat_start) * (itemsizes(arrays)[array] if len(arrays) else 1)
     if object_nbytes:
         nbytes[[not isinstance(e, ShardedTensor) for e in entities]] = object_nbytes
@@ -107,11 +106,11 @@ def _table(
     )
 
 
-def _block_of(entity: ShardedTensor | ShardedObject) -> tuple[int, ...]:
-    return entity.block_shape if isinstance(entity, ShardedTensor) else (1,) * len(entity.global_shape)
+def _box_shape(entity: ShardedTensor | ShardedObject) -> tuple[int, ...]:
+    return entity.box_shape if isinstance(entity, ShardedTensor) else (1,) * len(entity.global_shape)
 
 
-def _flat_of(entity: ShardedTensor | ShardedObject, shape: tuple[int, ...]) -> tuple[int, int]:
+def _flat_range(entity: ShardedTensor | ShardedObject, shape: tuple[int, ...]) -> tuple[int, int]:
     if isinstance(entity, ShardedTensor) and entity.flattened_range is not None:
         return entity.flattened_range.start, entity.flattened_range.stop
     return 0, math.prod(shape)

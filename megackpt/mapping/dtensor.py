@@ -1,7 +1,7 @@
-"""DTensors in a state dict as sharded entities: what each says of the global array that it is a part of.
+"""DTensors in a state dict as sharded entities: their placements as boxes of a global array.
 
-torch.distributed is never imported: where there is a DTensor, its modules are loaded already.
-`geometry.mesh_boxes` computes what a rank holds.
+`geometry.mesh_boxes` computes the boxes. torch.distributed is not imported here: if there is a DTensor, its
+modules are loaded already.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
 def declare_dtensor(key: str, dtensor: Any) -> TorchShardedTensor:
-    """Return what this rank holds of a DTensor, under a key. Local.
+    """Declare the local tensor of a DTensor under a key. Local.
 
     Raises:
-        DeclarationError: a placement is no Shard or Replicate, or the local tensor is not what the placements
-            say.
+        DeclarationError: a placement is neither Shard nor Replicate, or the local tensor does not have the
+            shape that the placements give it.
 
     Source: torch.distributed.tensor.DTensor.
     """
@@ -46,9 +46,9 @@ def declare_dtensor(key: str, dtensor: Any) -> TorchShardedTensor:
             f"{tuple(local.shape)}. Shard it as torch.chunk does (distribute_tensor), or declare what each "
             f"rank holds as a ShardedTensor.",
         )
-    # Copies stand at the other coordinates of the mesh dims that do not cut.
+    # Ranks that differ only along mesh dims that do not cut have replicas of the same boxes.
     replica = tuple(i for i, cut in zip(coordinate, cuts, strict=True) if cut is None)
-    parts = tuple(
+    chunks = tuple(
         ShardedTensor(
             key=key,
             data=_narrowed(local, b.local_start, b.box.shape),
@@ -60,14 +60,14 @@ def declare_dtensor(key: str, dtensor: Any) -> TorchShardedTensor:
         )
         for b in boxes
     )
-    return TorchShardedTensor(key, dtensor, parts, mesh.size())
+    return TorchShardedTensor(key, dtensor, chunks, mesh.size())
 
 
 def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | None:
-    """Translate one placement; None where it replicates."""
+    """Return how one mesh dim cuts the array; None if it replicates."""
     types = sys.modules[_PLACEMENTS]
     strided = getattr(types, "_StridedShard", ())
-    if isinstance(placement, strided):  # asked first: up to torch 2.9 it is a Shard, too
+    if isinstance(placement, strided):  # first, because up to torch 2.9 it is a Shard as well
         return MeshCut(int(placement.dim), int(placement.split_factor))
     if isinstance(placement, types.Shard):
         return MeshCut(int(placement.dim))
@@ -76,21 +76,21 @@ def _cut_of(key: str, placement: Any, placements: Sequence[Any]) -> MeshCut | No
     if isinstance(placement, types.Partial):
         raise declaration_error(
             key,
-            f"the DTensor is placed as {tuple(placements)}: a Partial is a sum that has not been made, so no "
-            f"rank holds its values. Call redistribute(placements=...) with Replicate() or Shard(dim) in its "
-            f"place before saving or loading.",
+            f"the DTensor is placed as {tuple(placements)}: a Partial is a sum that is not computed, so "
+            f"no rank has its values. Call redistribute(placements=...) with Replicate() or Shard(dim) "
+            f"instead of it before saving or loading.",
         )
     raise DeclarationError(
-        f"{key!r}: the DTensor is placed as {tuple(placements)}, and what {type(placement).__name__} means "
-        f"is not known here. Redistribute it to Shard and Replicate placements.",
+        f"{key!r}: the DTensor is placed as {tuple(placements)}; {type(placement).__name__} is not "
+        f"supported. Redistribute it to Shard and Replicate placements.",
         key=key,
     )
 
 
 def _order_of(dtensor: Any, cuts: Sequence[MeshCut | None]) -> list[int] | None:
-    """Return the order in which mesh dims cut, where it is not from left to right.
+    """Return the order in which mesh dims cut; None for from left to right.
 
-    Source: `DTensorSpec.shard_order`, from torch 2.10; with strided cuts the order is in these.
+    Source: `DTensorSpec.shard_order`, from torch 2.10. Strided cuts contain the order themselves.
     """
     entries = getattr(getattr(dtensor, "_spec", None), "shard_order", None)
     if not entries or any(cut is not None and cut.split_factor > 1 for cut in cuts):
@@ -99,7 +99,7 @@ def _order_of(dtensor: Any, cuts: Sequence[MeshCut | None]) -> list[int] | None:
 
 
 def _local_tensor(dtensor: Any) -> torch.Tensor:
-    """Return the local tensor itself, not a copy, and without autograd."""
+    """Return the local tensor itself, without autograd."""
     with torch.no_grad():
         local = dtensor.to_local()
     wait = getattr(local, "wait", None)  # of an AsyncCollectiveTensor: a collective may be under way

@@ -1,7 +1,7 @@
-"""ShardedTensorFactory: an opaque transformation between a local tensor and what is stored.
+"""ShardedTensorFactory: a tensor that functions of the user transform before saving and after loading.
 
-Owns the entity. The common cases (fused gate/up, fused QKV) are better declared as a `ShardedLayout`, which
-also works on flat optimizer shards without help and loads in place.
+Declare fused gate/up and QKV weights as a `ShardedLayout` instead: it also works for flat optimizer shards,
+and loads in place.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MergeFn = Callable[[Any], Any]  # the same structure with loaded tensors -> the 
 
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored as whatever `build_fn` makes of it.
+    """A tensor that is stored as the sharded state dict that `build_fn` makes of it.
 
     Attributes:
-        key: handed to `build_fn`.
-        data: the local tensor.
-        build_fn: `(key, data, replica_id, flattened_range) -> sharded state dict`; must depend on nothing
-            else, as it is also applied to optimizer states of the same parameter.
-        merge_fn: takes what `build_fn` gave with every entity replaced by its loaded value; returns the
-            tensor.
-        replica_id: handed to `build_fn`.
-        flattened_range: the slice of the flattened tensor that data is, or None; handed to `build_fn`.
+        key: passed to `build_fn`.
+        data: the local tensor; passed to `build_fn`.
+        build_fn: `(key, data, replica_id, flattened_range) -> sharded state dict`. It must depend on nothing
+            else, because it is also applied to optimizer states of the same parameter.
+        merge_fn: takes the result of `build_fn` with every entity replaced by its loaded value, and returns
+            the local tensor.
+        replica_id: passed to `build_fn`.
+        flattened_range: which slice of the flattened tensor data is, or None; passed to `build_fn`.
 
     Raises:
-        DeclarationError: no key, or a function that is none.
+        DeclarationError: there is no key, or build_fn or merge_fn is not callable.
 
     Source: Megatron-Core `dist_checkpointing.mapping.ShardedTensorFactory`.
     """
@@ -54,7 +54,7 @@ class ShardedTensorFactory(ShardedBase):
                 raise declaration_error(self.key, f"{name} must be a function, not {getattr(self, name)!r}.")
 
     def build(self) -> Any:
-        """Return the sharded state dict that stands for this tensor; may hold factories again."""
+        """Return the sharded state dict that is stored for this tensor; it may contain factories again."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def without_data(self) -> ShardedTensorFactory:

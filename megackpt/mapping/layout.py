@@ -1,10 +1,11 @@
-"""How one local tensor is made of named parts: the description, without a tensor.
+"""How one local tensor is made of named components: a description without a tensor.
 
-A fused gate/up or QKV weight holds, on every rank, a piece of each of its parts one after the other. Stored
-under one key the pieces of the ranks would interleave, and another tensor-parallel size would read them in
-the wrong order. A `Layout` says which elements each part has and through which axes it is stored; it only
-splits, permutes and cuts axes, so every part is a strided view of the local tensor, and of any flat shard
-of it. `ShardedLayout` places the parts in their global arrays.
+A fused gate/up or QKV weight has, on every rank, the rank's share of each component one after the other.
+Stored under one key, the shares of all ranks would interleave, and a load at another tensor-parallel size
+would read them in the wrong order. A `Layout` tells which elements each component has, and through which axes
+it is stored. It only splits, permutes and cuts axes, so every component is a strided view of the local
+tensor, and of any flat shard of it. `ShardedLayout` gives each component its position in a global array of
+its own.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from megackpt.mapping.checks import as_extents
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Named parts of a local tensor, each seen through axes of its own.
+    """Named components of a local tensor, each a view with axes of its own.
 
-    Every operation applies to all parts there are so far; axes are counted as they stand at that moment. A
-    part that is cut again is named `outer.inner`.
+    Every operation applies to all components made so far, and counts their present axes. A component that is
+    split again is named `outer.inner`.
 
     Attributes:
         local_shape: shape of the local tensor.
-        views: the parts by name; a tensor that is not cut is one part of the empty name.
-        key: the entity this is for, named in errors.
+        views: the components by name; a tensor that is not split is one component with an empty name.
+        key: the key of the entity, for errors.
 
     >>> qkv = Layout.of((12, 5)).interleave(0, {"q": 2, "k": 1, "v": 1})  # 3 groups of 2 + 1 + 1 rows
     >>> {name: view.shape for name, view in qkv.views.items()}
@@ -42,48 +43,49 @@ class Layout:
 
     @classmethod
     def of(cls, local_shape: Sequence[int], *, key: str = "layout") -> Layout:
-        """Return the layout of a tensor that is stored as it is."""
+        """Return the layout of a tensor that is not split."""
         shape = as_extents(key, "local_shape", local_shape)
         return cls(shape, {"": View.of(shape)}, key)
 
     def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout:
-        """Split an axis into several, row-major; one size may be -1, for what is left of each part.
+        """Split an axis into several, row-major; one size may be -1, for the rest of the extent.
 
         Raises:
-            DeclarationError: a part has no such axis, or the sizes do not multiply to its extent.
+            DeclarationError: a component has no such axis, or the sizes do not multiply to its extent.
         """
-        return self._each(lambda view: view.unflatten(axis, sizes))
+        return self._map_views(lambda view: view.unflatten(axis, sizes))
 
     def transpose(self, order: Sequence[int]) -> Layout:
-        """Put the axes in another order: axis i becomes what was axis `order[i]`.
+        """Put the axes in another order: the new axis i is the old axis `order[i]`.
 
         Raises:
             DeclarationError: order does not name every axis once.
         """
-        return self._each(lambda view: view.transpose(order))
+        return self._map_views(lambda view: view.transpose(order))
 
     def split(self, axis: int, sizes: Mapping[str, int]) -> Layout:
-        """Cut an axis into named parts of these extents, in order.
+        """Cut an axis into named components of these extents, in order.
 
         Raises:
-            DeclarationError: no such axis, the sizes do not add up to its extent, or a name is empty.
+            DeclarationError: there is no such axis, the sizes do not add up to its extent, or a name is
+                empty.
         """
-        parts: dict[str, View] = {}
+        components: dict[str, View] = {}
         for outer, view in self.views.items():
             self._check_sizes(view, axis, sizes)
             position = 0
             for name, size in sizes.items():
-                parts[f"{outer}.{name}" if outer else name] = view.narrow(axis, position, size)
+                components[f"{outer}.{name}" if outer else name] = view.narrow(axis, position, size)
                 position += size
-        return replace(self, views=parts)
+        return replace(self, views=components)
 
     def interleave(self, axis: int, sizes: Mapping[str, int]) -> Layout:
-        """Take an axis as a pattern of named parts that repeats: q q k v q q k v.
+        """Cut an axis along which a pattern of named components repeats: q q k v q q k v.
 
-        The repetitions become an axis of their own before it, along which grouped-query heads are sharded.
+        The repetitions become a new axis before it, along which grouped-query heads are sharded.
 
         Raises:
-            DeclarationError: no such axis, or its extent is not a multiple of the pattern's.
+            DeclarationError: there is no such axis, or its extent is not a multiple of the pattern's.
         """
         pattern = sum(sizes.values())
         for view in self.views.values():
@@ -95,16 +97,16 @@ class Layout:
         return self.unflatten(axis, (-1, pattern)).split(axis + 1, sizes)
 
     def stack(self, axis: int, count: int) -> Layout:
-        """Take an axis as `count` slabs side by side and stack them along a new first axis.
+        """Cut an axis into `count` equal slabs, and stack them along a new first axis.
 
         Raises:
-            DeclarationError: no such axis, or its extent is not a multiple of count.
+            DeclarationError: there is no such axis, or its extent is not a multiple of count.
         """
-        apart = self.unflatten(axis, (count, -1))
-        axes = range(len(next(iter(apart.views.values())).axes))
-        return apart.transpose((axis, *(a for a in axes if a != axis)))
+        slabs = self.unflatten(axis, (count, -1))
+        axes = range(len(next(iter(slabs.views.values())).axes))
+        return slabs.transpose((axis, *(a for a in axes if a != axis)))
 
-    def _each(self, change: Callable[[View], View]) -> Layout:
+    def _map_views(self, change: Callable[[View], View]) -> Layout:
         try:
             return replace(self, views={name: change(view) for name, view in self.views.items()})
         except GeometryError as error:
@@ -114,11 +116,13 @@ class Layout:
         extent = view.shape[axis] if 0 <= axis < len(view.shape) else None
         if sum(sizes.values()) != extent or min(sizes.values(), default=-1) < 0:
             raise self._error(
-                f"parts {dict(sizes)} do not add up to axis {axis} of the shape {view.shape}. Give the local "
-                f"size of every part, in order."
+                f"components {dict(sizes)} do not add up to axis {axis} of the shape {view.shape}. Give the "
+                f"local size of every component, in order."
             )
         if not all(isinstance(name, str) and name for name in sizes):
-            raise self._error(f"the parts {dict(sizes)} need non-empty names: each is stored under its own.")
+            raise self._error(
+                f"the components {dict(sizes)} need non-empty names: each is stored under its own."
+            )
 
     def _error(self, what: str) -> DeclarationError:
         return DeclarationError(f"{self.key!r}: {what}", key=self.key)

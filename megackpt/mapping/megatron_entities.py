@@ -1,7 +1,7 @@
-"""Sharded entities of Megatron-Core, taken as ours.
+"""Sharded entities of Megatron-Core, converted to entities of this library.
 
-Owns recognising them, by the name and module of their class and by their fields: nothing of Megatron-Core is
-imported, and none of it needs to be installed. The tensors are shared, so loading fills them in place.
+They are recognised by the name and module of their class. Megatron-Core is not imported, and need not be
+installed. The new entities have the same tensors, so a load fills them in place.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ _FACTORY_FIELDS = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
 def adopt_megatron_entities(sharded_state_dict: Any, kinds: Set[type]) -> Any:
-    """Return the tree with every entity of Megatron-Core as one of ours; the given tree is not changed.
+    """Return the tree with every entity of Megatron-Core converted; the given tree is not changed.
 
-    kinds are the classes of its leaves, or more: see `leaf_types`.
+    Args:
+        sharded_state_dict: nested dicts and lists.
+        kinds: the classes of its leaves; see `leaf_types`.
 
     Raises:
         DeclarationError: an entity lacks a field that it has in every version of Megatron-Core, or
@@ -54,13 +56,13 @@ def _adopt_leaf(path: str, leaf: Any) -> Any:
 
 
 def _known_class(kind: type) -> str | None:
-    """Return the name of the entity that a class is, or that it derives from; None for others."""
+    """Return the name of the entity class that a class is or derives from; None for other classes."""
     names = (cls.__name__ for cls in kind.__mro__ if cls.__module__ == MEGATRON_MODULE)
     return next((name for name in names if name in _ADOPT), None)
 
 
 def _tensor(path: str, leaf: Any) -> ShardedTensor:
-    # Versions before 0.15 have flat shards; afterwards the field is always None, and may go.
+    # Versions before 0.15 have flat shards. Later ones keep the field, always None, or lack it.
     return ShardedTensor(
         **_fields(path, leaf, _TENSOR_FIELDS), flattened_range=getattr(leaf, "flattened_range", None)
     )

@@ -1,7 +1,7 @@
 """Entities and tensors of other libraries, recognised by their classes without importing these libraries.
 
 A library that is not loaded has no instances. What a tensor or entity declares is read by an adapter
-(`dtensor`, `torch_sharded`, `xla`, `foreign`), which is imported only where a state dict holds one.
+(`dtensor`, `torch_sharded`, `xla`, `megatron_entities`), which is imported only where a state dict holds one.
 """
 
 from __future__ import annotations
@@ -65,56 +65,56 @@ class XlaTensor(Protocol):
 
 
 def is_megatron_class(kind: type) -> bool:
-    """Say whether a class is a sharded entity of Megatron-Core, or derives from one."""
+    """Return whether a class is a sharded entity of Megatron-Core or derives from one."""
     return any(cls.__module__ == MEGATRON_MODULE for cls in kind.__mro__)
 
 
 def is_dtensor(value: object) -> bool:
-    """Say whether a value is a DTensor of torch, without loading its module: before that there is none."""
+    """Return whether a value is a DTensor of torch, without importing its module."""
     return is_dtensor_class(type(value))
 
 
 def is_dtensor_class(kind: type) -> bool:
-    """Say whether a class is DTensor of torch, or derives from it."""
+    """Return whether a class is DTensor of torch or derives from it."""
     cls: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return issubclass(kind, cls)
 
 
 def is_torch_sharded(value: object) -> bool:
-    """Say whether a value is a tensor of torch that is cut over ranks: a DTensor or a ShardedTensor."""
+    """Return whether a value is a tensor that torch shards over ranks: a DTensor or a ShardedTensor."""
     return is_torch_sharded_class(type(value))
 
 
 def is_torch_sharded_class(kind: type) -> bool:
-    """Say whether a class is DTensor or ShardedTensor of torch, or derives from one of them."""
+    """Return whether a class is DTensor or ShardedTensor of torch or derives from one of them."""
     return is_dtensor_class(kind) or is_sharded_tensor_class(kind)
 
 
 def is_sharded_tensor_class(kind: type) -> bool:
-    """Say whether a class is ShardedTensor of torch (FSDP version 1 makes them), or derives from it."""
+    """Return whether a class is ShardedTensor of torch, as of FSDP version 1, or derives from it."""
     cls: Any = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor.api"), "ShardedTensor", ())
     return issubclass(kind, cls)
 
 
 def may_have_xla(kinds: Iterable[type]) -> bool:
-    """Say whether leaves of these classes may be tensors that XLA has sharded.
+    """Return whether leaves of these classes may be tensors that XLA has sharded.
 
-    Before torch_xla is loaded there are none. Afterwards any tensor may be marked as sharded.
+    As long as torch_xla is not loaded, there are none. Afterwards any tensor may be marked as sharded.
     """
     is_loaded = f"{XLA_PACKAGE}.distributed.spmd" in sys.modules
     return any(_is_xla_class(kind) or (is_loaded and issubclass(kind, torch.Tensor)) for kind in kinds)
 
 
 def xla_tensor_of(leaf: Any) -> XlaTensor | None:
-    """Return the XLAShardedTensor that a leaf is, or that a tensor marked as sharded stands for, or None.
+    """Return the XLAShardedTensor of a leaf: itself, or the wrapper of a tensor marked as sharded; else None.
 
-    `mark_sharding` leaves parameters what they are, so a model's state dict has plain tensors, which
-    torch_xla wraps on demand.
+    `mark_sharding` does not change the class of parameters, so the state dict of a model has plain tensors,
+    which torch_xla wraps on demand.
     """
     if _is_xla_class(type(leaf)):
         found: XlaTensor = leaf
         return found
-    # torch warns of every attribute of its ShardedTensor, so a tensor's device is asked for after its class.
+    # torch warns at every attribute of its ShardedTensor, so the class is checked before the device.
     if not isinstance(leaf, torch.Tensor) or is_sharded_tensor_class(type(leaf)):
         return None
     if leaf.device.type == "xla":

@@ -1,8 +1,8 @@
 """ShardedLayout: one local tensor that is stored as boxes of several global arrays.
 
-Owns the placement of a layout's parts and their ShardedTensors; what the parts are is for `layout` to say.
-What is stored are views: loading fills the local tensor in place, and a flat optimizer shard of the tensor
-is cut by the same rule.
+A `Layout` tells the components of the tensor; here each one gets its position in a global array. The stored
+tensors are views, so a load fills the local tensor in place, and flat optimizer shards are cut by the same
+rule.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megackpt.mapping.views import ViewChunk, chunks_of_view, whole_view
 
 @dataclass(frozen=True, slots=True)
 class LayoutComponent:
-    """One named part of a local tensor and its place in its own global array.
+    """One named component of a local tensor and its position in a global array of its own.
 
     Attributes:
-        name: stored under `key.name`, or under the key itself if empty.
-        view: the part's elements of the local tensor, through the axes that it is stored with.
-        global_shape: shape of the part's global array, prepended axes included.
-        global_offset: first element of the part in it, prepended axes included.
-        axis_fragmentations: equal fragments per global axis.
-        replica_id: added to that of the layout, element by element: other than 0 where ranks hold copies of
-            this part, though each has the rest of its tensor for itself.
+        name: the component is stored under `key.name`, or under the key itself if the name is empty.
+        view: the component's elements of the local tensor, with the axes with which they are stored.
+        global_shape: shape of the global array, with prepended axes.
+        global_offset: first element of the component in it, with prepended axes.
+        axis_fragmentations: number of equal fragments per global axis.
+        replica_id: added to that of the layout, element by element. It is not 0 if ranks have replicas of
+            this component and different shares of the others.
     """
 
     name: str
@@ -52,10 +52,10 @@ class LayoutComponent:
 
 @dataclass(frozen=True, slots=True)
 class ComponentPlacement:
-    """Where a part of a layout lies, if not where the layout's other parts do.
+    """The position of a component that is sharded otherwise than the rest of its layout.
 
     Attributes:
-        rank_offsets: `(axis, index, fragments)` of this part; those of the layout do not count for it.
+        rank_offsets: `(axis, index, fragments)` of this component, instead of those of the layout.
         replica_id: added to that of the layout, element by element.
     """
 
@@ -65,18 +65,18 @@ class ComponentPlacement:
 
 @dataclass(eq=False)
 class ShardedLayout(ShardedBase):
-    """A local tensor made of named parts, each sharded on its own.
+    """A local tensor made of named components, each sharded on its own.
 
     Attributes:
-        key: prefix of the parts' keys.
-        data: the local tensor; with `flattened_range` a 1-D slice of its flattening; None without data.
+        key: prefix of the keys of the components.
+        data: the local tensor, or with `flattened_range` a 1-D slice of its flattening; None without data.
         local_shape: shape of the local tensor.
-        parts: where each region goes; together they cover the local tensor.
-        replica_id: as in ShardedTensor, for all parts; a part may add to it.
-        prepend_axis_num: leading global axes that the local tensor lacks.
-        flattened_range: which slice of the row-major flattening data holds.
+        components: the components with their positions; together they cover the local tensor.
+        replica_id: as in ShardedTensor, for all components; a component may add to it.
+        prepend_axis_num: number of leading global axes that the local tensor lacks.
+        flattened_range: which slice of the row-major flattening data is.
         dtype: that of data.
-        allow_shape_mismatch: as in ShardedTensor, for all parts.
+        allow_shape_mismatch: as in ShardedTensor, for all components.
 
     Raises:
         DeclarationError: the fields contradict each other.
@@ -102,14 +102,14 @@ class ShardedLayout(ShardedBase):
         check_key(self.key, "ShardedLayout")
         check_replica_id(self.key, self.replica_id)
         self.local_shape = as_extents(self.key, "local_shape", self.local_shape)
-        if sum(part.view.numel for part in self.components) != math.prod(self.local_shape):
+        if sum(c.view.numel for c in self.components) != math.prod(self.local_shape):
             raise declaration_error(
                 self.key,
-                f"the parts {[part.name for part in self.components]} do not cover local_shape "
+                f"the components {[c.name for c in self.components]} do not cover local_shape "
                 f"{self.local_shape}. Build them with a Layout.",
             )
-        for part in self.components:
-            self._replica_of(part)
+        for component in self.components:
+            self._replica_of(component)
         if self.flattened_range is not None:
             check_flattened_range(self.key, self.flattened_range, self.local_shape)
         if self.data is not None:
@@ -129,10 +129,18 @@ class ShardedLayout(ShardedBase):
         allow_shape_mismatch: bool = False,
         placements: Mapping[str, ComponentPlacement] | None = None,
     ) -> ShardedLayout:
-        """Place every part of a layout by the same rank_offsets, except those that placements names.
+        """Shard every component of a layout by the same rank_offsets, except those in placements. Local.
 
-        rank_offsets are `(axis, index, fragments)`; axes are those of the stored arrays (prepended ones, then
-        the layout's), as in `ShardedTensor.from_rank_offsets`. Local.
+        Args:
+            key: prefix of the keys of the components.
+            data: the local tensor, whose shape is that of the layout.
+            layout: the components.
+            rank_offsets: `(axis, index, fragments)`; axes are those of the stored arrays: prepended ones,
+                then those of the layout.
+            replica_id: 0 or all zeros for the main replica.
+            prepend_axis_num: number of leading global axes that data lacks.
+            allow_shape_mismatch: whether the global shapes may differ between checkpoint and request.
+            placements: by name, the components that are sharded otherwise.
 
         >>> w1 = torch.zeros(8, 2 * 6)  # two of four experts, [hidden, 2 * (gate 3 + up 3)]
         >>> experts = Layout.of(w1.shape).stack(1, 2).transpose((0, 2, 1)).split(1, {"gate": 3, "up": 3})
@@ -141,26 +149,27 @@ class ShardedLayout(ShardedBase):
         fc1.gate (4, 3, 8) (2, 0, 0)
         fc1.up (4, 3, 8) (2, 0, 0)
 
-        Four ranks, two key heads: ranks 0 and 1 hold the first one, rank 1 as a replica.
+        Four ranks, two key heads: ranks 0 and 1 have the first one, rank 1 as a replica.
 
         >>> heads = Layout.of((12, 4)).split(0, {"q": 8, "k": 4})  # on rank 1 of 4
-        >>> k = PartPlacement(((0, 0, 2),), replica_id=1)
+        >>> k = ComponentPlacement(((0, 0, 2),), replica_id=1)
         >>> qk = ShardedLayout.of("qk", torch.zeros(12, 4), heads, (0, 1, 4), placements={"k": k})
         >>> [(t.key, t.global_shape, t.global_offset, t.replica_id) for t in qk.tensors()]
         [('qk.q', (32, 4), (8, 0), 0), ('qk.k', (8, 4), (0, 0), 1)]
 
         Raises:
-            DeclarationError: an invalid rank offset, data is not what the layout is for, or placements names
-                no part.
+            DeclarationError: a rank offset is not valid, data does not have the shape of the layout, or
+                placements has a name of no component.
         """
         own = {} if placements is None else placements
         if unknown := sorted(own.keys() - layout.views.keys()):
             raise declaration_error(
-                key, f"placements names {unknown}, but the parts are {sorted(layout.views)}. Name a part."
+                key,
+                f"placements names {unknown}, but the components are {sorted(layout.views)}. Name one.",
             )
-        usual = ComponentPlacement(rank_offsets)
+        default = ComponentPlacement(rank_offsets)
         components = tuple(
-            _place(key, name, view, own.get(name, usual), prepend_axis_num)
+            _component(key, name, view, own.get(name, default), prepend_axis_num)
             for name, view in layout.views.items()
         )
         return cls(
@@ -186,14 +195,13 @@ class ShardedLayout(ShardedBase):
         allow_shape_mismatch: bool = False,
         placements: Mapping[str, ComponentPlacement] | None = None,
     ) -> ShardedLayout:
-        """Split a dim of data into named parts, in order; every part is sharded by the same rank_offsets.
+        """Split a dim of data into named components, in order. Local.
 
-        axis counts data's own dims; sizes are local extents along it, in elements; rank_offsets are
-        `(axis, index, fragments)` with axes counted in the global array (prepended axes included), as in
-        `ShardedTensor.from_rank_offsets`. Parts that placements names are placed by theirs. Local.
+        axis is a dim of data, without prepended axes; sizes are the local extents of the components along it,
+        in elements. The other arguments are those of `of`.
 
         Raises:
-            DeclarationError: the sizes do not add up to the extent of the dim, or a rank offset is invalid.
+            DeclarationError: the sizes do not add up to the extent of the dim, or a rank offset is not valid.
         """
         return cls.of(
             key,
@@ -218,11 +226,11 @@ class ShardedLayout(ShardedBase):
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
     ) -> ShardedLayout:
-        """Split a dim of data that repeats a pattern of named parts, as a grouped-query QKV weight does.
+        """Split a dim of data along which a pattern of components repeats, as in a grouped-query QKV weight.
 
-        Stored arrays have the repetitions as an axis of their own in the place of `axis`, followed by the
-        extent within the part; rank_offsets count both. In row-major order that is the part with the two
-        merged, as a converter may read it. Local.
+        A stored array has two axes in place of `axis`: the repetitions, then the extent of the component;
+        rank_offsets count both. A converter may read them as one axis, as the row-major order is the same.
+        Local.
 
         >>> qkv = torch.zeros(2 * (3 + 1 + 1) * 4, 16)  # 2 of 8 groups: 3 query heads, key, value of dim 4
         >>> sizes = {"q": 12, "k": 4, "v": 4}
@@ -231,7 +239,7 @@ class ShardedLayout(ShardedBase):
         [('qkv.q', (8, 12, 16)), ('qkv.k', (8, 4, 16)), ('qkv.v', (8, 4, 16))]
 
         Raises:
-            DeclarationError: the pattern does not repeat along the dim, or a rank offset is invalid.
+            DeclarationError: the pattern does not repeat along the dim, or a rank offset is not valid.
 
         Source: Megatron-Core `SelfAttention.linear_qkv`, whose weight is `[ng * (np / ng + 2) * hn, h]`.
         """
@@ -257,13 +265,13 @@ class ShardedLayout(ShardedBase):
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
     ) -> ShardedLayout:
-        """Store `count` slabs that lie side by side along a dim of data stacked along a new axis.
+        """Cut a dim of data into `count` equal slabs, and store them stacked along a new axis. Local.
 
-        The new axis is the first after the prepended ones. So weights of grouped experts, `[h, e * ffn]`,
-        are stored as `[e, h, ffn]`, which a rank with other experts reads a part of. Local.
+        The new axis is the first after the prepended ones. So weights of grouped experts, `[h, e * ffn]`, are
+        stored as `[e, h, ffn]`, of which a load reads the experts of its rank.
 
         Raises:
-            DeclarationError: the dim is not a multiple of count, or a rank offset is invalid.
+            DeclarationError: the dim is not a multiple of count, or a rank offset is not valid.
         """
         return cls.of(
             key,
@@ -289,7 +297,7 @@ class ShardedLayout(ShardedBase):
         """Store data with its dims in another order: stored axis i is dim `order[i]`. Local.
 
         Raises:
-            DeclarationError: order does not name every dim once, or a rank offset is invalid.
+            DeclarationError: order does not name every dim once, or a rank offset is not valid.
         """
         return cls.of(
             key,
@@ -302,19 +310,20 @@ class ShardedLayout(ShardedBase):
         )
 
     def tensors(self) -> list[ShardedTensor]:
-        """Return the parts as ShardedTensors whose data are views into this data.
+        """Return the components as ShardedTensors whose data are views of this data.
 
-        A whole local tensor gives one per part; a flat shard gives those regions of each part that it holds.
+        A whole local tensor gives one for each component, a flat shard one for each chunk that it has of a
+        component.
 
         Raises:
-            DeclarationError: there is neither data nor a dtype.
+            DeclarationError: data and dtype are both None.
         """
         if self.flattened_range is None:
-            return [replace(self._block(p), data=whole_view(p.view, self.data)) for p in self.components]
+            return [replace(self._box(c), data=whole_view(c.view, self.data)) for c in self.components]
         return [
-            declare_chunk(self._block(part), piece)
-            for part in self.components
-            for piece in self._pieces(part.view, self.flattened_range)
+            declare_chunk(self._box(component), chunk)
+            for component in self.components
+            for chunk in self._chunks(component.view, self.flattened_range)
         ]
 
     def without_data(self) -> ShardedLayout:
@@ -329,37 +338,37 @@ class ShardedLayout(ShardedBase):
         replica_id: ReplicaId | None = None,
         flattened_range: slice | None = None,
     ) -> ShardedLayout:
-        """Lay another tensor out in the same way; see `ShardedBase.retarget`."""
+        """Declare another tensor of the same layout; see `ShardedBase.retarget`."""
         replica = self.replica_id if replica_id is None else replica_id
         return replace(self, key=key, data=data, replica_id=replica, flattened_range=flattened_range)
 
-    def _pieces(self, view: View, held: slice) -> list[ViewChunk]:
+    def _chunks(self, view: View, shard: slice) -> list[ViewChunk]:
         if view.numel:
-            return chunks_of_view(view, self.data, held)
-        # A part without elements lies in no flat range, yet its key has to be in the checkpoint.
+            return chunks_of_view(view, self.data, shard)
+        # A component without elements is in no flat range, but its key has to be in the checkpoint.
         data = None if self.data is None else self.data.detach()[:0].reshape(view.shape)
         return [ViewChunk((0,) * len(view.axes), view.shape, None, data)]
 
-    def _block(self, part: LayoutComponent) -> ShardedTensor:
-        """Declare the whole local block of a part, without data."""
+    def _box(self, component: LayoutComponent) -> ShardedTensor:
+        """Declare the whole local box of a component, without data."""
         if self.dtype is None:
             raise declaration_error(self.key, "a layout needs data or a dtype.")
         return ShardedTensor(
-            key=f"{self.key}.{part.name}" if part.name else self.key,
+            key=f"{self.key}.{component.name}" if component.name else self.key,
             data=None,
             dtype=self.dtype,
-            local_shape=part.view.shape,
-            global_shape=part.global_shape,
-            global_offset=part.global_offset,
-            axis_fragmentations=part.axis_fragmentations,
-            replica_id=self._replica_of(part),
+            local_shape=component.view.shape,
+            global_shape=component.global_shape,
+            global_offset=component.global_offset,
+            axis_fragmentations=component.axis_fragmentations,
+            replica_id=self._replica_of(component),
             prepend_axis_num=self.prepend_axis_num,
             allow_shape_mismatch=self.allow_shape_mismatch,
         )
 
-    def _replica_of(self, part: LayoutComponent) -> ReplicaId:
-        """Return the replica id of a part: that of the layout and its own, added."""
-        whole, own = self.replica_id, part.replica_id
+    def _replica_of(self, component: LayoutComponent) -> ReplicaId:
+        """Return the replica id of a component: the sum of that of the layout and its own."""
+        whole, own = self.replica_id, component.replica_id
         if own == 0:
             return whole
         if isinstance(whole, int) and isinstance(own, int):
@@ -368,20 +377,22 @@ class ShardedLayout(ShardedBase):
             return tuple(a + b for a, b in zip(whole, own, strict=True))
         raise declaration_error(
             self.key,
-            f"replica_id {own} of the part {part.name!r} cannot be added to {whole}, that of the layout. "
-            f"Give two numbers, or two tuples of the same length.",
+            f"replica_id {own} of the component {component.name!r} cannot be added to {whole}, that of the "
+            f"layout. Give two numbers, or two tuples of the same length.",
         )
 
 
-def _place(key: str, name: str, view: View, placement: ComponentPlacement, prepended: int) -> LayoutComponent:
+def _component(
+    key: str, name: str, view: View, placement: ComponentPlacement, prepended: int
+) -> LayoutComponent:
     check_replica_id(key, placement.replica_id)
-    block = (1,) * prepended + view.shape
-    index, fragments = grid_position(key, len(block), placement.rank_offsets)
+    box = (1,) * prepended + view.shape
+    index, fragments = grid_position(key, len(box), placement.rank_offsets)
     return LayoutComponent(
         name,
         view,
-        tuple(n * f for n, f in zip(block, fragments, strict=True)),
-        tuple(n * i for n, i in zip(block, index, strict=True)),
+        tuple(n * f for n, f in zip(box, fragments, strict=True)),
+        tuple(n * i for n, i in zip(box, index, strict=True)),
         fragments,
         placement.replica_id,
     )

@@ -1,7 +1,4 @@
-"""ShardedObject: one rank's element of a global array of Python objects.
-
-Owns the declaration; how values become bytes is the codec's affair.
-"""
+"""ShardedObject: one rank's element of a global array of Python objects. `codec` encodes the objects."""
 
 from __future__ import annotations
 
@@ -15,28 +12,28 @@ from megackpt.mapping.base import ReplicaId, ShardedBase
 from megackpt.mapping.checks import as_extents, check_key, check_replica_id, declaration_error
 
 UNKNOWN = -1
-"""The last extent of a ShardedObject whose unique key, written by an old version, does not tell it."""
+"""The last extent of a ShardedObject whose unique key was written by an old version, which left it out."""
 
-# The key may hold anything, slashes and what looks like a shard too: the last shard counts.
+# The key may contain anything, also slashes and text that looks like a shard: the last shard counts.
 _UNIQUE_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[\d.]*)_(?P<shape>[\d.]*)", re.DOTALL)
 
 
 @dataclass(eq=False)
 class ShardedObject(ShardedBase):
-    """One element of an array of objects, e.g. the RNG state of one rank. Never resharded.
+    """One element of an array of objects, such as the RNG state of one rank. It is never resharded.
 
     Attributes:
         key: name of the array of objects.
-        data: the object; anything the codec knows.
+        data: the object, of any type that the codec supports.
         global_shape: shape of the array, in objects.
-        global_offset: position of this object in it.
+        global_offset: position of this object in the array.
         replica_id: 0 or all zeros for the main replica.
-        elsewhere: what a load does where the array was stored with another global shape, as by another
-            number of ranks. `error`; or `keep`: it is not loaded and keeps `data`, and who declares it finds
-            out from common state of its own and decides what that means.
+        elsewhere: what a load does if the array was stored with another global shape, as by another number of
+            ranks: raise an error (`error`), or load nothing and keep `data` (`keep`). With `keep` the caller
+            has to find out from common state of its own whether it was loaded.
 
     Raises:
-        DeclarationError: the offset does not lie in the shape.
+        DeclarationError: the offset is not inside the shape.
 
     Source: Megatron-Core `dist_checkpointing.mapping.ShardedObject`.
     """
@@ -68,18 +65,18 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the declaration, without data, of the object that has this unique key.
+        """Return the declaration, without data, of the object with this unique key.
 
-        Old keys lack the last extent, which is then UNKNOWN (-1): such an object names a place in a
-        checkpoint, but cannot be saved.
+        Old keys lack the last extent, which is then UNKNOWN (-1). Such an object can be looked up in a
+        checkpoint, and cannot be saved.
 
         >>> ShardedObject.empty_from_unique_key("rng/shard_0.3_1.4").global_offset
         (0, 3)
 
         Raises:
-            DeclarationError: it is not of the form `key/shard_OFFSET_SHAPE`.
+            DeclarationError: the unique key does not have the form `key/shard_OFFSET_SHAPE`.
 
-        Source: Megatron-Core `ShardedObject.empty_from_unique_key`; there a key must not hold a slash.
+        Source: Megatron-Core `ShardedObject.empty_from_unique_key`; there a key must not contain a slash.
         """
         match = _UNIQUE_KEY.fullmatch(unique_key)
         try:
@@ -99,7 +96,7 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """`key/shard_OFFSET_SHAPE`, both joined by dots: the name of this one object."""
+        """The name of this object, `key/shard_OFFSET_SHAPE`, with numbers joined by dots."""
         offset, shape = (".".join(map(str, v)) for v in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
 
@@ -115,7 +112,7 @@ class ShardedObject(ShardedBase):
         replica_id: ReplicaId | None = None,
         flattened_range: slice | None = None,
     ) -> ShardedObject:
-        """Objects have no tensors sharded like them.
+        """Raise an error: no tensor is sharded like an object.
 
         Raises:
             DeclarationError: always.

@@ -1,6 +1,6 @@
 """ShardedTensor: one rank's chunk of a global array.
 
-Owns the declaration. How many ranks' declarations fit together is for `validation` to prove.
+`validation` checks that the declarations of all ranks fit together.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ class ShardedTensor(ShardedBase):
 
     Attributes:
         key: unique name of the global array.
-        data: the local tensor, `local_shape`; with `flattened_range` 1-D; None where only the declaration
+        data: the local tensor, of `local_shape`, or 1-D with `flattened_range`; None if only the declaration
             matters.
         dtype: dtype of the global array; that of data.
-        local_shape: shape of the local block, without prepended axes.
-        global_shape: shape of the global array, prepended axes included.
-        global_offset: first element of the block in the global array, one int per global axis.
+        local_shape: shape of the local box, without prepended axes.
+        global_shape: shape of the global array, with prepended axes.
+        global_offset: first element of the box in the global array, one int per global axis.
         axis_fragmentations: number of equal fragments per global axis; None for an irregular grid.
-        replica_id: 0 or all zeros for the main replica; every element needs exactly one over all ranks.
-        prepend_axis_num: how many leading global axes, of local size 1, the local tensor lacks (stacked
+        replica_id: 0 or all zeros for the main replica. Every element needs exactly one main replica over all
+            ranks.
+        prepend_axis_num: number of leading global axes, of local size 1, that the local tensor lacks (stacked
             layers).
-        allow_shape_mismatch: the global shape may differ between checkpoint and request (vocabulary
-            padding); the overlap is loaded and the rest of the request becomes zeros.
-        flattened_range: `slice(start, stop)` of the row-major flattening of the local block that data holds.
+        allow_shape_mismatch: whether the global shape may differ between checkpoint and request (vocabulary
+            padding). A load fills the common elements, and the rest of the request with zeros.
+        flattened_range: `slice(start, stop)` of the row-major flattening of the local box: data is that
+            slice.
 
     Raises:
         DeclarationError: the fields contradict each other.
@@ -67,7 +69,7 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
-    # The fields when it was made.
+    # The other fields at the last check; see `with_data`.
     _checked: tuple[object, ...] = field(default=(object(),), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,28 +93,32 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None = None,
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
-        """Declare a block of an evenly split array by the position of this rank along each split axis.
+        """Declare a fragment of an evenly split array by this rank's position along each split axis. Local.
 
-        rank_offsets are `(axis, index, fragments)`; axis counts the prepended axes too. An axis without one
-        is not split. Local.
+        Args:
+            key: unique name of the global array.
+            data: the local tensor.
+            rank_offsets: `(axis, index, fragments)` for each split axis; prepended axes count as axes.
+            replica_id: 0 or all zeros for the main replica.
+            prepend_axis_num: number of leading global axes that data lacks.
+            flattened_range: as in Megatron-Core's signature, where it is always None. Flat data need the
+                shape of their box: call `from_rank_offsets_flat`.
+            allow_shape_mismatch: whether the global shape may differ between checkpoint and request.
 
         >>> t = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
         >>> t.global_shape, t.global_offset
         ((8, 3), (2, 0))
 
-        flattened_range is there for Megatron-Core's signature, where it is always None: 1-D data do not tell
-        the shape of the block that they are a range of, which `from_rank_offsets_flat` is given.
-
         Raises:
-            DeclarationError: an axis outside of the array or given twice, an index outside of its fragments,
-                or a flattened_range.
+            DeclarationError: an axis is outside of the array or given twice, an index is outside of its
+                fragments, or there is a flattened_range.
         """
         if flattened_range is not None:
             raise declaration_error(
                 key,
-                f"flattened_range={flattened_range} says that data of shape {tuple(data.shape)} is a range "
-                f"of a flattened block, whose shape is not given. Call from_rank_offsets_flat(key, data, "
-                f"shape_of_the_block, *rank_offsets, flattened_range=...).",
+                f"with flattened_range={flattened_range}, data of shape {tuple(data.shape)} is a range of a "
+                f"flattened box, whose shape is not given. Call from_rank_offsets_flat(key, data, "
+                f"shape_of_the_box, *rank_offsets, flattened_range=...).",
             )
         return cls._from_offsets(
             key,
@@ -137,7 +143,10 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
-        """Like `from_rank_offsets`, for 1-D data: `flattened_range` of a `non_flat_local_shape` block."""
+        """Declare 1-D data, the `flattened_range` of a local box of shape `non_flat_local_shape`. Local.
+
+        The other arguments and errors are those of `from_rank_offsets`.
+        """
         shape = tuple(non_flat_local_shape)
         return cls._from_offsets(
             key,
@@ -162,15 +171,15 @@ class ShardedTensor(ShardedBase):
         allow_shape_mismatch: bool,
         flattened_range: slice | None,
     ) -> ShardedTensor:
-        block = (1,) * prepend_axis_num + local_shape
-        index, fragments = grid_position(key, len(block), rank_offsets)
+        box = (1,) * prepend_axis_num + local_shape
+        index, fragments = grid_position(key, len(box), rank_offsets)
         return cls(
             key=key,
             data=data,
             dtype=data.dtype,
             local_shape=local_shape,
-            global_shape=tuple(n * f for n, f in zip(block, fragments, strict=True)),
-            global_offset=tuple(n * i for n, i in zip(block, index, strict=True)),
+            global_shape=tuple(n * f for n, f in zip(box, fragments, strict=True)),
+            global_offset=tuple(n * i for n, i in zip(box, index, strict=True)),
             axis_fragmentations=fragments,
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
@@ -179,8 +188,8 @@ class ShardedTensor(ShardedBase):
         )
 
     @property
-    def block_shape(self) -> tuple[int, ...]:
-        """Shape of the local block in the global array: `local_shape` with its prepended axes."""
+    def box_shape(self) -> tuple[int, ...]:
+        """Shape of the local box in the global array: `local_shape` with its prepended axes."""
         return (1,) * self.prepend_axis_num + self.local_shape
 
     @property
@@ -189,12 +198,12 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Index of the local block in the global array: an int for each prepended axis, then slices."""
-        slices = [slice(o, o + n) for o, n in zip(self.global_offset, self.block_shape, strict=True)]
+        """Return the index of the local box in the global array: ints for prepended axes, then slices."""
+        slices = [slice(o, o + n) for o, n in zip(self.global_offset, self.box_shape, strict=True)]
         return (*self.global_offset[: self.prepend_axis_num], *slices[self.prepend_axis_num :])
 
     def local_coordinates(self) -> tuple[Ints, ...]:
-        """Index in the local block of every element of data: one array per local dim, in data's order.
+        """Return the index in the local box of every element of data: one array per local dim.
 
         >>> t = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (2, 3), flattened_range=slice(2, 5))
         >>> [axis.tolist() for axis in t.local_coordinates()]
@@ -207,23 +216,23 @@ class ShardedTensor(ShardedBase):
         )
 
     def global_coordinates(self) -> tuple[Ints, ...]:
-        """Index in the global array of every element of data: one array per global axis, in data's order."""
+        """Return the index in the global array of every element of data: one array per global axis."""
         count = math.prod(data_shape(self.local_shape, self.flattened_range))
         leading = (np.zeros(count, np.int64),) * self.prepend_axis_num
         coordinates = (*leading, *self.local_coordinates())
         return tuple(axis + offset for axis, offset in zip(coordinates, self.global_offset, strict=True))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Position of this block in the grid of fragments.
+        """Return the position of this box in the grid of fragments.
 
         Raises:
             DeclarationError: the grid is irregular (axis_fragmentations is None).
         """
         self._fragments("position")
-        return tuple(o // n if n else 0 for o, n in zip(self.global_offset, self.block_shape, strict=True))
+        return tuple(o // n if n else 0 for o, n in zip(self.global_offset, self.box_shape, strict=True))
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Extent of one fragment along each global axis: no chunk of a stored array may be larger.
+        """Return the extent of one fragment along each global axis, the most that a stored chunk may have.
 
         Raises:
             DeclarationError: the grid is irregular (axis_fragmentations is None).
@@ -243,25 +252,33 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """Declare `[start, start + length)` of this dim of every rank's block as an array of its own.
+        """Declare `[start, start + length)` of one dim of every rank's box as an array of its own. Local.
 
-        dim counts data's dims, without prepended axes. All ranks are taken to narrow in the same way, so the
-        global extent and offset shrink as the local extent does. One block gives one; a flat shard gives what
-        it holds of the narrowed block, possibly nothing: a flat range along dim 0, else up to `2 n - 1`
-        rectangles. Data are views. The key stays: the caller gives each part its own.
+        All ranks have to narrow in the same way: the global extent and offset are scaled as the local extent.
+        Data of the result are views. The key stays, so the caller has to set one.
+
+        Args:
+            dim: a dim of data, without prepended axes.
+            start: first index along it.
+            length: number of indices.
+
+        Returns:
+            One declaration for a whole box. For a flat shard what it has of the narrowed box, possibly
+            nothing: one flat range if dim is 0, otherwise up to `2 n - 1` boxes.
 
         >>> t = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4), (0, 1, 2))
         >>> [(n.local_shape, n.global_shape, n.global_offset) for n in t.narrow(0, 4, 2)]
         [((2, 4), (4, 4), (2, 0))]
 
         Raises:
-            DeclarationError: no such dim or range, or the array is not cut into equal fragments along it.
+            DeclarationError: there is no such dim or range, or the array is not cut into equal fragments
+                along the dim.
 
         Source: Megatron-Core `ShardedTensor.narrow`; there flat ones along dim 0 only.
         """
-        shape, offset = self._narrowed_place(dim, start, length)
+        shape, offset = self._narrowed_box(dim, start, length)
         view = View.of(self.local_shape).narrow(dim, start, length)
-        block = replace(
+        box = replace(
             self,
             data=None,
             local_shape=view.shape,
@@ -270,12 +287,10 @@ class ShardedTensor(ShardedBase):
             flattened_range=None,
         )
         if self.flattened_range is None:
-            return [replace(block, data=whole_view(view, self.data))]
-        return [
-            declare_chunk(block, piece) for piece in chunks_of_view(view, self.data, self.flattened_range)
-        ]
+            return [replace(box, data=whole_view(view, self.data))]
+        return [declare_chunk(box, chunk) for chunk in chunks_of_view(view, self.data, self.flattened_range)]
 
-    def _narrowed_place(self, dim: int, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _narrowed_box(self, dim: int, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the global shape and offset with those of one local dim scaled to `length`."""
         if not 0 <= dim < len(self.local_shape) or not 0 <= start <= start + length <= self.local_shape[dim]:
             raise declaration_error(
@@ -288,8 +303,9 @@ class ShardedTensor(ShardedBase):
         if not extent or whole % extent or first % extent:
             raise declaration_error(
                 self.key,
-                f"cannot narrow dim {dim}: the block of {extent} at {first} is not one of equal fragments of "
-                f"{whole}, so the place of its part in the narrowed array is not known. Declare it directly.",
+                f"cannot narrow dim {dim}: the box of extent {extent} at {first} is not one of equal "
+                f"fragments of {whole}, so its offset in the narrowed array is not known. Declare it "
+                f"directly.",
             )
 
         def scaled(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -302,15 +318,15 @@ class ShardedTensor(ShardedBase):
         return self.with_data(None)
 
     def with_data(self, data: torch.Tensor | None) -> ShardedTensor:
-        """Return the same declaration of other data, checked like a new one.
+        """Return the same declaration with other data, checked like a new one.
 
-        Fields that nobody has changed since they were checked are not checked again: at every save and load
-        of a large model this is most of the work.
+        Fields that have not changed since their last check are not checked again. At every save and load of a
+        large model these checks would be most of the work.
 
         Raises:
             DeclarationError: the fields contradict each other, or the data.
         """
-        # By identity: what is equal may be of another type, and the fields are of types without change.
+        # Compared by identity: equal values may be of other types, and values of these types never change.
         if not all(map(is_, self.declared(), self._checked)):
             return replace(self, data=data)
         copy = type(self).__new__(type(self))
@@ -320,16 +336,16 @@ class ShardedTensor(ShardedBase):
         return copy
 
     def declared(self) -> tuple[object, ...]:
-        """All fields but data: equal for tensors that say the same of themselves."""
-        place: tuple[object, ...] = _SAID(self)
-        if isinstance(self.replica_id, list):  # it may change and stay the same object
-            return tuple(tuple(f) if isinstance(f, list) else f for f in place)
-        return place
+        """Return all fields but data; they are equal for equal declarations."""
+        values: tuple[object, ...] = _FIELDS_BUT_DATA(self)
+        if isinstance(self.replica_id, list):  # the same list object may have new items
+            return tuple(tuple(f) if isinstance(f, list) else f for f in values)
+        return values
 
     def init_data(
         self, device: torch.device | str = "cpu", init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
-        """Allocate `data` as `init_fn(shape, dtype=..., device=...)`, if there is none."""
+        """Set `data` to `init_fn(shape, dtype=..., device=...)`, if it is None."""
         if self.data is None:
             shape = data_shape(self.local_shape, self.flattened_range)
             self.data = init_fn(shape, dtype=self.dtype, device=device)
@@ -356,31 +372,31 @@ class ShardedTensor(ShardedBase):
         """Check the fields against each other.
 
         Raises:
-            DeclarationError: naming the key and the fields that disagree.
+            DeclarationError: fields contradict each other; the text names the key and the fields.
         """
         check_key(self.key, "ShardedTensor")
         check_replica_id(self.key, self.replica_id)
         if not isinstance(self.dtype, torch.dtype):
             raise declaration_error(self.key, f"dtype must be a torch.dtype, not {self.dtype!r}.")
-        place = self.global_shape, self.global_offset
-        check_box(self.key, self.local_shape, *place, prepended=self.prepend_axis_num)
+        position = self.global_shape, self.global_offset
+        check_box(self.key, self.local_shape, *position, prepended=self.prepend_axis_num)
         if self.axis_fragmentations is not None:
             resizable = self.allow_shape_mismatch
-            check_grid(self.key, self.block_shape, *place, self.axis_fragmentations, resizable=resizable)
+            check_grid(self.key, self.box_shape, *position, self.axis_fragmentations, resizable=resizable)
         if self.flattened_range is not None:
             check_flattened_range(self.key, self.flattened_range, self.local_shape)
         if self.data is not None:
             check_data(self.key, self.data, self.dtype, self.local_shape, self.flattened_range)
 
 
-def declare_chunk(block: ShardedTensor, piece: ViewChunk) -> ShardedTensor:
-    """Declare the piece that a flat shard holds of a block; block is its declaration without data."""
-    if piece.flattened_range is not None:
-        return replace(block, data=piece.data, flattened_range=piece.flattened_range)
-    inside = (0,) * block.prepend_axis_num + piece.start
-    offset = tuple(o + i for o, i in zip(block.global_offset, inside, strict=True))
+def declare_chunk(box: ShardedTensor, chunk: ViewChunk) -> ShardedTensor:
+    """Declare one chunk of a box that a flat shard has; box is the declaration without data."""
+    if chunk.flattened_range is not None:
+        return replace(box, data=chunk.data, flattened_range=chunk.flattened_range)
+    inside = (0,) * box.prepend_axis_num + chunk.start
+    offset = tuple(o + i for o, i in zip(box.global_offset, inside, strict=True))
     return replace(
-        block, data=piece.data, local_shape=piece.shape, global_offset=offset, axis_fragmentations=None
+        box, data=chunk.data, local_shape=chunk.shape, global_offset=offset, axis_fragmentations=None
     )
 
 
@@ -390,7 +406,8 @@ def grid_position(
     """Return the fragment index and the number of fragments along each of `axes` global axes.
 
     Raises:
-        DeclarationError: an axis outside of the array or given twice, or an index outside of its fragments.
+        DeclarationError: an axis is outside of the array or given twice, or an index outside of its
+            fragments.
     """
     index, fragments = [0] * axes, [1] * axes
     seen: set[int] = set()
@@ -406,17 +423,17 @@ def grid_position(
     return tuple(index), tuple(fragments)
 
 
-_SAID = attrgetter(*(one.name for one in fields(ShardedTensor) if one.init and one.name != "data"))
+_FIELDS_BUT_DATA = attrgetter(*(f.name for f in fields(ShardedTensor) if f.init and f.name != "data"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchShardedTensor:
-    """A DTensor, or a ShardedTensor of torch, of a state dict, with what this rank holds of it.
+    """A DTensor or a ShardedTensor of torch in a state dict, with the chunks that this rank has of it.
 
     Attributes:
         key: its path in the state dict, joined with dots.
-        data: the tensor; a load fills its local tensor or shards and returns it.
-        chunks: the boxes that this rank holds, as views of its memory; none on a rank outside of the mesh.
+        data: the tensor itself. A load fills its local tensor or shards, and returns it.
+        chunks: the boxes of this rank, as views of the tensor's memory; none on a rank outside of the mesh.
         ranks: number of ranks in the mesh or process group.
     """
 

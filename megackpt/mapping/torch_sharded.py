@@ -1,7 +1,8 @@
-"""Tensors of torch that are cut over ranks, as sharded entities: each is a global array under its path.
+"""DTensors and ShardedTensors of torch as sharded entities: each is a global array named by its path.
 
-DTensor is in `dtensor`. torch's ShardedTensor is here: FSDP (version 1) has it in its sharded state dicts.
-torch.distributed._shard is never imported: where there is a ShardedTensor, its module is loaded already.
+`dtensor` declares DTensors. ShardedTensors of torch, as in the sharded state dicts of FSDP version 1, are
+declared here. torch.distributed._shard is not imported: if there is a ShardedTensor, its module is loaded
+already.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from megackpt.mapping.tree import PathKeys, Steps, add_step, map_leaves
 def adopt_torch_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
     """Return the tree with every DTensor and ShardedTensor of torch as a TorchSharded.
 
-    The given tree is not changed. kinds are the classes of its leaves, or more: see `leaf_types`. names gives
-    keys to paths.
+    The given tree is not changed.
+
+    Args:
+        state: nested dicts and lists.
+        kinds: the classes of its leaves; see `leaf_types`.
+        names: gives each leaf its key.
 
     Raises:
         DeclarationError: two of them have one key, or one cannot be saved: see `declare_dtensor` and
@@ -40,12 +45,13 @@ def adopt_torch_sharded_tensors(state: Any, kinds: Set[type], names: PathKeys) -
 
 
 def declare_torch_sharded(key: str, sharded: Any) -> TorchShardedTensor:
-    """Return what this rank holds of a ShardedTensor of torch, under a key. Local.
+    """Declare the local shards of a ShardedTensor of torch under a key. Local.
 
-    Only methods and private fields are read: torch warns of each other attribute, as the class is deprecated.
+    Only methods and private fields are read: the class is deprecated, and torch warns at all other
+    attributes.
 
     Raises:
-        DeclarationError: its local shards were never made, or one is not strided or contradicts itself.
+        DeclarationError: local shards are missing, or one is not strided or contradicts its metadata.
 
     Source: torch.distributed._shard.sharded_tensor.ShardedTensor.
     """
@@ -59,13 +65,13 @@ def declare_torch_sharded(key: str, sharded: Any) -> TorchShardedTensor:
             f"the ShardedTensor of shape {tuple(metadata.size)} {what}, but it has no local shards: it was "
             f"never initialised. Make it by init_from_local_shards(...) or FSDP's state_dict().",
         )
-    parts = tuple(_part_of(key, metadata, shard) for shard in shards)
-    # A rank outside of the group may have a placeholder in place of it. It has no shards.
+    chunks = tuple(_chunk_of(key, metadata, shard) for shard in shards)
+    # On a rank outside of the group a placeholder may stand for the group. It has no shards.
     ranks = group.size() if isinstance(group, torch.distributed.ProcessGroup) else 0
-    return TorchShardedTensor(key, sharded, parts, ranks)
+    return TorchShardedTensor(key, sharded, chunks, ranks)
 
 
-def _part_of(key: str, metadata: Any, shard: Any) -> ShardedTensor:
+def _chunk_of(key: str, metadata: Any, shard: Any) -> ShardedTensor:
     if shard.tensor.layout != torch.strided:
         raise declaration_error(
             key,
@@ -83,7 +89,7 @@ def _part_of(key: str, metadata: Any, shard: Any) -> ShardedTensor:
 
 
 def _shards_placed_here(metadata: Any) -> list[str]:
-    """Return the boxes of the shards that the metadata place on this rank, as text; empty ones left out."""
+    """Return as text the shards, without empty ones, that the metadata assign to this rank."""
     if not torch.distributed.is_initialized():
         return []
     rank = torch.distributed.get_rank()

@@ -41,7 +41,7 @@ CONTRADICTIONS = {
     "negative prepended axes": ({"prepend_axis_num": -1}, "prepend_axis_num -1 must be an int >= 0"),
     "outside": (
         {"global_offset": (3, 0)},
-        "the block at global_offset (3, 0) of shape (2, 3) does not lie inside the global shape (4, 3)",
+        "the box at global_offset (3, 0) of shape (2, 3) does not lie inside the global shape (4, 3)",
     ),
     "fragments of another rank": (
         {"axis_fragmentations": (2,)},
@@ -50,12 +50,12 @@ CONTRADICTIONS = {
     "no fragments": ({"axis_fragmentations": (2, 0)}, "must give one number >= 1 for each axis"),
     "off the grid": (
         {"global_shape": (8, 3), "global_offset": (1, 0), "axis_fragmentations": (4, 1)},
-        "global_offset (1, 0) is not a multiple of the block (2, 3), so it is not on a regular grid. Set "
+        "global_offset (1, 0) is not a multiple of the box (2, 3), so it is not on a regular grid. Set "
         "axis_fragmentations=None for an uneven split",
     ),
     "fragments do not make up the array": (
         {"axis_fragmentations": (3, 1)},
-        "(3, 1) fragments of the block (2, 3) do not make up the global shape (4, 3), so it is not on a "
+        "(3, 1) fragments of the box (2, 3) do not make up the global shape (4, 3), so it is not on a "
         "regular grid. Set axis_fragmentations=None",
     ),
     "replica id of another type": (
@@ -147,7 +147,7 @@ def test_prepended_axes_lead_the_global_shape_and_are_ints_in_the_slice() -> Non
     assert tensor.global_shape == (8, 2, 12)
     assert tensor.global_offset == (5, 0, 3)
     assert tensor.axis_fragmentations == (8, 1, 4)
-    assert tensor.block_shape == (1, 2, 3)
+    assert tensor.box_shape == (1, 2, 3)
     assert tensor.global_slice() == (5, slice(0, 2), slice(3, 6))
     assert tensor.local_chunk_offset_in_global() == (5, 0, 1)
     assert tensor.max_allowed_chunks() == (1, 2, 3)
@@ -234,8 +234,10 @@ def test_a_replica_id_in_a_list_is_checked_again_since_lists_change() -> None:
         tensor.with_data(None)
 
 
-def test_a_flattened_range_without_the_shape_of_its_block_is_refused() -> None:
+def test_a_flattened_range_without_the_shape_of_its_box_is_an_error() -> None:
     tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2), flattened_range=None)
     assert tensor.flattened_range is None
-    with pytest.raises(DeclarationError, match=r"'w': flattened_range=slice\(2, 5.*from_rank_offsets_flat"):
+    with pytest.raises(
+        DeclarationError, match=r"'w': with flattened_range=slice\(2, 5.*from_rank_offsets_flat"
+    ):
         ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2), flattened_range=slice(2, 5))

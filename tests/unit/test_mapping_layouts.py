@@ -142,7 +142,7 @@ def test_data_of_any_strides_is_viewed_in_place() -> None:
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
     "sizes": (
         lambda t: ShardedLayout.split("w", t, 0, {"a": 1, "b": 2}),
-        "'w': parts {'a': 1, 'b': 2} do not add up to axis 0 of the shape (6, 4). Give the local size of",
+        "'w': components {'a': 1, 'b': 2} do not add up to axis 0 of the shape (6, 4). Give the local size",
     ),
     "negative size": (lambda t: ShardedLayout.split("w", t, 0, {"a": -1, "b": 7}), "do not add up to axis 0"),
     "axis": (
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], ShardedLayout], str]] = {
         lambda t: ShardedLayout(
             "w", t, (6, 4), (LayoutComponent("a", View.of((6, 4)).narrow(0, 0, 5), (5, 4), (0, 0), (1, 1)),)
         ),
-        "'w': the parts ['a'] do not cover local_shape (6, 4). Build them with a Layout",
+        "'w': the components ['a'] do not cover local_shape (6, 4). Build them with a Layout",
     ),
 }
 

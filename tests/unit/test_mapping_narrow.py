@@ -87,9 +87,9 @@ def test_narrow_refuses_what_is_no_part_of_the_block(dim: int, start: int, lengt
 
 
 @pytest.mark.parametrize(("offset", "whole"), [(3, 9), (4, 9), (2, 8)])
-def test_narrow_refuses_a_block_of_an_irregular_grid(offset: int, whole: int) -> None:
+def test_narrow_of_a_box_of_an_irregular_grid_is_an_error(offset: int, whole: int) -> None:
     tensor = ShardedTensor("w", torch.zeros(4, 2), torch.float32, (4, 2), (whole, 2), (offset, 0))
     with pytest.raises(
-        DeclarationError, match=rf"the block of 4 at {offset} is not one of equal fragments of {whole}"
+        DeclarationError, match=rf"the box of extent 4 at {offset} is not one of equal fragments of {whole}"
     ):
         tensor.narrow(0, 0, 2)

@@ -31,10 +31,10 @@ def rectangles(tensor: ShardedTensor) -> list[Rectangle]:
     """Return the rectangles of an entity; a block without elements is one, an empty flat range none."""
     data = None if tensor.data is None else tensor.data.detach()
     flat = tensor.flattened_range
-    if flat is None or not tensor.block_shape:
+    if flat is None or not tensor.box_shape:
         whole = None if data is None else data[(None,) * tensor.prepend_axis_num]
-        return [Rectangle(Box(tensor.global_offset, tensor.block_shape), whole)]
-    cut = rectangles_of(np.array([tensor.block_shape]), np.array([flat.start]), np.array([flat.stop]))
+        return [Rectangle(Box(tensor.global_offset, tensor.box_shape), whole)]
+    cut = rectangles_of(np.array([tensor.box_shape]), np.array([flat.start]), np.array([flat.stop]))
     found = []
     position = 0
     for start, extents in zip(cut.start.tolist(), cut.shape.tolist(), strict=True):
