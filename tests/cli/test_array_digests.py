@@ -67,15 +67,15 @@ def test_diff_reads_nothing_of_arrays_whose_digests_are_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = saved(tmp_path / "one"), saved(tmp_path / "two", ranks=2)
-    code, said = run(capsys, "diff", one, two, "--read")
-    assert (code, said["compared"], said["by_digest"], said["by_digest_nbytes"]) == (0, 6, 0, 0)
-    assert said["nbytes"] == 1_200_000 + 2 * 96 + 8
+    code, message = run(capsys, "diff", one, two, "--read")
+    assert (code, message["compared"], message["by_digest"], message["by_digest_nbytes"]) == (0, 6, 0, 0)
+    assert message["nbytes"] == 1_200_000 + 2 * 96 + 8
     for directory in (one, two):
         shutil.rmtree(directory / "data")
     keys = [flag for key in ARRAYS for flag in ("--keys", key)]  # the object has no such digest
-    code, said = run(capsys, "diff", one, two, *keys)
-    assert (code, said["is_equal"], said["compared"], said["nbytes"]) == (0, True, 5, 0)
-    assert (said["by_digest"], said["by_digest_nbytes"]) == (5, 1_200_000 + 2 * 96 + 8)
+    code, message = run(capsys, "diff", one, two, *keys)
+    assert (code, message["is_equal"], message["compared"], message["nbytes"]) == (0, True, 5, 0)
+    assert (message["by_digest"], message["by_digest_nbytes"]) == (5, 1_200_000 + 2 * 96 + 8)
     assert main(["diff", str(one), str(two), *keys]) == 0
     assert "5 arrays, 1.2 MB, are equal by their digests" in capsys.readouterr().out
     assert main(["diff", str(one), str(two), *keys, "--read"]) == 2
@@ -96,51 +96,51 @@ def test_diff_reads_and_measures_the_array_that_differs_and_no_other(
 ) -> None:
     one = saved(tmp_path / "one", ranks=2)
     two = saved(tmp_path / "two", **{key: change(ARRAYS[key])})
-    code, said = run(capsys, "diff", one, two)
-    assert (code, said["by_digest"], [a["key"] for a in said["arrays"]]) == (1, 4, [key])
-    assert said["nbytes"] == ARRAYS[key].nbytes
+    code, message = run(capsys, "diff", one, two)
+    assert (code, message["by_digest"], [a["key"] for a in message["arrays"]]) == (1, 4, [key])
+    assert message["nbytes"] == ARRAYS[key].nbytes
 
 
 def test_arrays_that_have_changed_places_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = saved(tmp_path / "one")
     two = saved(tmp_path / "two", half=ARRAYS["twin"], twin=ARRAYS["half"])
-    code, said = run(capsys, "diff", one, two)
-    assert (code, [a["key"] for a in said["arrays"]]) == (1, ["half", "twin"])
+    code, message = run(capsys, "diff", one, two)
+    assert (code, [a["key"] for a in message["arrays"]]) == (1, ["half", "twin"])
 
 
 def test_arrays_of_another_dtype_or_without_digests_are_not_taken_for_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = saved(tmp_path / "one")
-    code, said = run(capsys, "diff", one, saved(tmp_path / "two", half=ARRAYS["half"].view(torch.float16)))
-    assert (code, said["by_digest"], list(said["declared"])) == (1, 4, ["half"])
-    code, said = run(capsys, "diff", one, saved(tmp_path / "bare", options=SaveOptions()))
-    assert (code, said["by_digest"], said["nbytes"]) == (0, 0, 1_200_000 + 2 * 96 + 8)
+    code, message = run(capsys, "diff", one, saved(tmp_path / "two", half=ARRAYS["half"].view(torch.float16)))
+    assert (code, message["by_digest"], list(message["declared"])) == (1, 4, ["half"])
+    code, message = run(capsys, "diff", one, saved(tmp_path / "bare", options=SaveOptions()))
+    assert (code, message["by_digest"], message["nbytes"]) == (0, 0, 1_200_000 + 2 * 96 + 8)
 
 
 def test_inspect_shows_what_anybody_can_compute_from_the_array(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, said = run(capsys, "inspect", saved(tmp_path / "two", ranks=2))
+    _, message = run(capsys, "inspect", saved(tmp_path / "two", ranks=2))
     expected = {
         key: f"{checksums.crc64nvme(bytes(byte_view(as_bits(array.contiguous())))):016x}"
         for key, array in ARRAYS.items()
     }
-    assert {a["key"]: a["crc64nvme"] for a in said["arrays"]} == {**expected, "object": None}
+    assert {a["key"]: a["crc64nvme"] for a in message["arrays"]} == {**expected, "object": None}
     assert main(["inspect", str(tmp_path / "two")]) == 0
     assert expected["half"] in capsys.readouterr().out
-    _, said = run(capsys, "inspect", saved(tmp_path / "bare", options=SaveOptions()))
-    assert {a["crc64nvme"] for a in said["arrays"]} == {None}
+    _, message = run(capsys, "inspect", saved(tmp_path / "bare", options=SaveOptions()))
+    assert {a["crc64nvme"] for a in message["arrays"]} == {None}
 
 
 def with_digest(directory: Path, key: str, change: int) -> Path:
     """Store another digest of an array, in an index that is right otherwise."""
     store = open_store(directory)
-    said = json.loads((directory / "metadata.json").read_text())
-    index = read_index(store, said)
+    message = json.loads((directory / "metadata.json").read_text())
+    index = read_index(store, message)
     digests = {**index.array_digests, key: index.array_digests[key] ^ change}
-    said["index"] = write_index(store, said["index"]["file"], replace(index, array_digests=digests))
-    (directory / "metadata.json").write_text(json.dumps(said))
+    message["index"] = write_index(store, message["index"]["file"], replace(index, array_digests=digests))
+    (directory / "metadata.json").write_text(json.dumps(message))
     return directory
 
 
@@ -148,14 +148,14 @@ def with_digest(directory: Path, key: str, change: int) -> Path:
 def test_verify_names_an_array_whose_blocks_are_right_and_whose_digest_is_not(
     ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = run(capsys, "verify", saved(tmp_path, ranks=ranks), "--deep")
-    assert (code, said["damages"]) == (0, [])
-    assert (said["array_digests"], said["compared_array_digests"]) == (5, 5)
+    code, message = run(capsys, "verify", saved(tmp_path, ranks=ranks), "--deep")
+    assert (code, message["damages"]) == (0, [])
+    assert (message["array_digests"], message["compared_array_digests"]) == (5, 5)
     with_digest(with_digest(tmp_path, "long", 1 << 63), "empty", 1)
     assert run(capsys, "verify", tmp_path)[0] == 0  # nothing was read
-    code, said = run(capsys, "verify", tmp_path, "--deep")
-    assert (code, [d["key"] for d in said["damages"]]) == (1, ["empty", "long"])
-    assert all("the digest that is stored of the whole array" in d["what"] for d in said["damages"])
+    code, message = run(capsys, "verify", tmp_path, "--deep")
+    assert (code, [d["key"] for d in message["damages"]]) == (1, ["empty", "long"])
+    assert all("the digest that is stored of the whole array" in d["what"] for d in message["damages"])
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -176,9 +176,9 @@ def test_ranks_that_verify_a_share_each_compare_digests_together(ranks: int, tmp
 def test_verify_says_of_a_damaged_block_only_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = files_below(saved(tmp_path) / "data", "*")[0]
     flip(file, file.read_bytes().index(ARRAYS["long"].numpy().tobytes()))
-    code, said = run(capsys, "verify", tmp_path, "--deep")
-    (damage,) = said["damages"]
-    assert (code, damage["key"], said["compared_array_digests"]) == (1, "long", 4)
+    code, message = run(capsys, "verify", tmp_path, "--deep")
+    (damage,) = message["damages"]
+    assert (code, damage["key"], message["compared_array_digests"]) == (1, "long", 4)
     assert "their digest differs" in damage["what"]
 
 
@@ -188,11 +188,11 @@ def test_removing_and_converting_keep_or_make_digests(
     one = saved(tmp_path / "one", ranks=2)
     code, _ = run(capsys, "convert", one, tmp_path / "new", "--to", "megackpt", "--array-digests")
     assert code == 0
-    code, said = run(capsys, "diff", one, tmp_path / "new")
-    assert (code, said["by_digest"]) == (0, 5)
+    code, message = run(capsys, "diff", one, tmp_path / "new")
+    assert (code, message["by_digest"]) == (0, 5)
     megackpt.remove_sharded_tensors(tmp_path / "new", "half")
-    code, said = run(capsys, "diff", one, tmp_path / "new")
-    assert (code, said["only_first"], said["by_digest"]) == (1, ["half"], 4)
+    code, message = run(capsys, "diff", one, tmp_path / "new")
+    assert (code, message["only_first"], message["by_digest"]) == (1, ["half"], 4)
     assert main(["convert", str(one), str(tmp_path / "z"), "--to", "torch_dist", "--array-digests"]) == 2
     assert "stores no digests of arrays" in capsys.readouterr().err
 
@@ -222,7 +222,7 @@ def test_without_the_library_digests_are_compared_with_each_other_and_verify_say
     one, two = saved(tmp_path / "one", ranks=2), saved(tmp_path / "two")
     monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
     assert run(capsys, "diff", one, two)[1]["by_digest"] == 5
-    code, said = run(capsys, "verify", one, "--deep")
-    assert (code, said["array_digests"], said["compared_array_digests"]) == (0, 5, 0)
+    code, message = run(capsys, "verify", one, "--deep")
+    assert (code, message["array_digests"], message["compared_array_digests"]) == (0, 5, 0)
     assert main(["verify", str(one), "--deep"]) == 0
     assert "0 of 5 digests of whole arrays were compared" in " ".join(capsys.readouterr().out.split())

@@ -165,7 +165,7 @@ def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--ranks", "3"], "ranks is 3"),
         (["--size", "many"], "'many' is no size"),
@@ -179,10 +179,10 @@ def test_the_trace_has_the_phases_of_both_on_every_rank(results: dict[str, Any])
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["bench", "--dir", str(tmp_path / "dir"), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "dir").exists()
 
 

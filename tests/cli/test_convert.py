@@ -142,11 +142,11 @@ def test_a_damaged_source_fails_the_check_and_leaves_nothing(
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     assert main(["convert", str(source), str(target), "--to", NATIVE]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "differs" in said.err
-    assert file.name in said.err
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert message.err.count("\n") == 1
+    assert "differs" in message.err
+    assert file.name in message.err
     assert files_in(target) == []
 
 
@@ -300,7 +300,7 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["nowhere", "target", "--to", "megackpt"], 3, "is not a checkpoint"),
         (["nowhere", "target", "--to", "tar"], 2, "No strategy saves format 'tar'"),
@@ -311,14 +311,14 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
 def test_bad_input_is_said_in_words_with_exit_code_2_and_no_checkpoint_with_3(
     arguments: list[str],
     code: int,
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["convert", *arguments]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,9 +49,9 @@ def test_one_rank_and_two_ranks_in_any_format_are_equal_both_ways(
 ) -> None:
     two, one = saved(tmp_path / "two", format), save_whole(tmp_path / "one")
     for first, second in ((one, two), (two, one)):
-        code, said = diff(first, second, capsys)
-        assert (code, said["is_equal"], said["compared"]) == (0, True, 5)
-        assert said["nbytes"] == 48 * 4 * 2 + LONG.nbytes + 6
+        code, message = diff(first, second, capsys)
+        assert (code, message["is_equal"], message["compared"]) == (0, True, 5)
+        assert message["nbytes"] == 48 * 4 * 2 + LONG.nbytes + 6
 
 
 def test_differing_elements_are_counted_placed_and_measured(
@@ -62,15 +62,15 @@ def test_differing_elements_are_counted_placed_and_measured(
     changed[2, 3] -= 8
     changed[4, 1] = float("nan")
     half[1] = 2
-    code, said = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", block=changed, half=half), capsys)
+    code, message = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", block=changed, half=half), capsys)
     assert code == 1
-    assert said["arrays"] == [
+    assert message["arrays"] == [
         {"key": "block", "dtype": "float32", "shape": [6, 8], "elements": 3, "first": [2, 3], "largest": 8.0,
          "nan_elements": 1},
         {"key": "half", "dtype": "bfloat16", "shape": [3], "elements": 1, "first": [1], "largest": 1.0,
          "nan_elements": 0},
     ]  # fmt: skip
-    assert said["values"] == []
+    assert message["values"] == []
 
 
 def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(
@@ -80,8 +80,8 @@ def test_signs_of_zeros_and_bits_of_nans_differ_without_a_distance(
     other = torch.tensor([0x7FC00001, -(2**31), 5], dtype=torch.int32).view(torch.float32)
     for name, tensor in (("a", bits), ("b", other)):
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
-    code, said = diff(tmp_path / "a", tmp_path / "b", capsys)
-    (found,) = said["arrays"]
+    code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
+    (found,) = message["arrays"]
     assert (code, found["elements"], found["largest"], found["nan_elements"]) == (1, 2, 0.0, 1)
 
 
@@ -103,8 +103,8 @@ def test_every_kind_of_dtype_is_measured(
 ) -> None:  # fmt: skip
     for name, tensor in (("a", first), ("b", second)):
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / name)
-    code, said = diff(tmp_path / "a", tmp_path / "b", capsys)
-    (found,) = said["arrays"]
+    code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
+    (found,) = message["arrays"]
     assert (code, found["elements"], found["largest"]) == (1, 1, largest)
 
 
@@ -125,10 +125,10 @@ def test_keys_dtypes_and_shapes_that_differ_are_named(
     ):
         state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
         megackpt.save(state, tmp_path / name)
-    code, said = diff(tmp_path / "a", tmp_path / "b", capsys)
+    code, message = diff(tmp_path / "a", tmp_path / "b", capsys)
     assert code == 1
-    assert (said["only_first"], said["only_second"], said["arrays"]) == (["x"], ["y"], [])
-    assert said["declared"] == {
+    assert (message["only_first"], message["only_second"], message["arrays"]) == (["x"], ["y"], [])
+    assert message["declared"] == {
         "cast": ["float32 [2]", "float16 [2]"],
         "grown": ["float32 [2]", "float32 [3]"],
     }
@@ -140,9 +140,9 @@ def test_objects_and_common_state_are_compared_by_path(
 ) -> None:
     objects = [{"rank": 0, "seen": [1, 2.0]}, {"rank": 1, "seen": [1, 3.0]}]
     changes = {"object": objects, "args": {"lr": 3e-4, "betas": [0.9, 0.99]}, "more": "x"}
-    code, said = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", **changes), capsys)
+    code, message = diff(saved(tmp_path / "a"), save_whole(tmp_path / "b", **changes), capsys)
     assert code == 1
-    assert said["values"] == [
+    assert message["values"] == [
         {"path": "object 'object' [1]: seen[1]", "first": "2.0", "second": "3.0"},
         {"path": "common state: args.betas[1]", "first": "0.95", "second": "0.99"},
         {"path": "common state: more", "first": None, "second": "'x'"},
@@ -165,9 +165,9 @@ def test_a_damaged_checkpoint_is_an_error_and_no_difference(
     one, two = saved(tmp_path / "one"), saved(tmp_path / "two", NATIVE)
     flip(sorted((two / "data").iterdir())[0], -1)
     assert main(["diff", str(one), str(two)]) == 1
-    said = capsys.readouterr()
-    assert "digest differs" in said.err
-    assert "different" not in said.out
+    message = capsys.readouterr()
+    assert "digest differs" in message.err
+    assert "different" not in message.out
 
 
 def test_a_checkpoint_with_gaps_is_not_equal_to_one_without(

@@ -19,13 +19,13 @@ HEAVY = ("torch", "matplotlib", "tensorstore", "obstore")
 
 def modules_after(program: str, names: tuple[str, ...] = HEAVY) -> set[str]:
     """Return which of some modules a fresh interpreter has imported at the end of a program."""
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return set(names) & set(said.stdout.splitlines()[-1].split())
+    return set(names) & set(message.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])

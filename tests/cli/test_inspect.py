@@ -17,17 +17,17 @@ from tests.cli.small_checkpoints import FORMATS, RANKS, flip, saved
 
 def inspected(directory: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main(["inspect", str(directory), "--json", *flags]) == 0
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return said
+    message: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return message
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
     tmp_path: Path, format: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = inspected(saved(tmp_path, format), capsys)
-    assert (said["backend"], said["version"]) == format
-    found = {a["key"]: (a["dtype"], a["shape"]) for a in said["arrays"]}
+    message = inspected(saved(tmp_path, format), capsys)
+    assert (message["backend"], message["version"]) == format
+    found = {a["key"]: (a["dtype"], a["shape"]) for a in message["arrays"]}
     assert found == {
         "block": ("float32", [6, 8]),
         "flat": ("float32", [6, 8]),
@@ -35,25 +35,25 @@ def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
         "long": ("float32", [400_000]),
         "object": ("object", [RANKS]),
     }
-    assert {a["key"]: a["chunks"] for a in said["arrays"]}["object"] == RANKS
-    assert said["common"]["args.betas[1]"] == "0.95"
-    assert said["common"]["rng"] == "torch.int64 [4]: 0, 1, 2, 3"
-    assert said["content"] == {"sharding": "'flat'"}
-    nbytes = sum(a["nbytes"] for a in said["arrays"])
-    assert sum(f["nbytes"] for f in said["files"]) == nbytes
-    assert all((tmp_path / f["name"]).is_file() for f in said["files"])
+    assert {a["key"]: a["chunks"] for a in message["arrays"]}["object"] == RANKS
+    assert message["common"]["args.betas[1]"] == "0.95"
+    assert message["common"]["rng"] == "torch.int64 [4]: 0, 1, 2, 3"
+    assert message["content"] == {"sharding": "'flat'"}
+    nbytes = sum(a["nbytes"] for a in message["arrays"])
+    assert sum(f["nbytes"] for f in message["files"]) == nbytes
+    assert all((tmp_path / f["name"]).is_file() for f in message["files"])
     if format[0] != "zarr":
-        assert set(said["rank_nbytes"]) == {"0", "1"}
-        assert sum(said["rank_nbytes"].values()) == nbytes
+        assert set(message["rank_nbytes"]) == {"0", "1"}
+        assert sum(message["rank_nbytes"].values()) == nbytes
 
 
 def test_globs_choose_keys_and_the_files_that_hold_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = inspected(saved(tmp_path), capsys, "--keys", "b*", "--keys", "half")
-    assert [a["key"] for a in said["arrays"]] == ["block", "half"]
-    assert sum(f["chunks"] for f in said["files"]) == 3
-    assert sum(f["nbytes"] for f in said["files"]) == 48 * 4 + 6
+    message = inspected(saved(tmp_path), capsys, "--keys", "b*", "--keys", "half")
+    assert [a["key"] for a in message["arrays"]] == ["block", "half"]
+    assert sum(f["chunks"] for f in message["files"]) == 3
+    assert sum(f["nbytes"] for f in message["files"]) == 48 * 4 + 6
 
 
 def test_tensors_are_not_read_and_damage_of_common_state_is_said(
@@ -63,9 +63,9 @@ def test_tensors_are_not_read_and_damage_of_common_state_is_said(
         file.unlink()
     (common,) = tmp_path.glob("common-*.json")
     flip(common, 10)
-    said = inspected(tmp_path, capsys)
-    assert len(said["arrays"]) == 5
-    assert common.name in said["common_error"]
+    message = inspected(tmp_path, capsys)
+    assert len(message["arrays"]) == 5
+    assert common.name in message["common_error"]
 
 
 def test_tables_show_what_a_person_looks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

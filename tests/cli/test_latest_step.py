@@ -28,9 +28,9 @@ def test_the_latest_step_is_taken_and_named(
     root: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(root), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["location"] == str(root / "iter_0000002")
-    assert said.err == f"megackpt: {root} is the root of a run; its latest step is {root}/iter_0000002.\n"
+    message = capsys.readouterr()
+    assert json.loads(message.out)["location"] == str(root / "iter_0000002")
+    assert message.err == f"megackpt: {root} is the root of a run; its latest step is {root}/iter_0000002.\n"
 
 
 def test_a_step_is_taken_without_a_word(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

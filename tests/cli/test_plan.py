@@ -38,39 +38,39 @@ def model(tmp_path: Path) -> str:
 
 def plan(*arguments: str, out: Path) -> dict[str, Any]:
     assert main(["plan", *arguments, "--json", str(out)]) == 0
-    said: dict[str, Any] = json.loads(out.read_text())
-    return said
+    message: dict[str, Any] = json.loads(out.read_text())
+    return message
 
 
 def test_the_json_says_what_the_tables_do(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = ["--from", "tp2,pp3,dp2", "--to", "tp1,dp4"]
-    said = plan(model, *layouts, *BANDWIDTHS, out=tmp_path / "plan.json")
-    assert set(said) == {"subject", "parameters", "host_memory_bytes", *KEYS}
+    message = plan(model, *layouts, *BANDWIDTHS, out=tmp_path / "plan.json")
+    assert set(message) == {"subject", "parameters", "host_memory_bytes", *KEYS}
     for part in ("save", "load", "estimate_s"):
-        assert set(said[part]) == KEYS[part], part
-    assert said["save"]["layout"] == {"tp": 2, "pp": 3, "dp": 2, "ep": 1, "world": 12}
-    assert said["load"]["ranks_planned"] == said["load"]["layout"]["world"] == 4
-    assert said["save"]["files"] == 12
+        assert set(message[part]) == KEYS[part], part
+    assert message["save"]["layout"] == {"tp": 2, "pp": 3, "dp": 2, "ep": 1, "world": 12}
+    assert message["load"]["ranks_planned"] == message["load"]["layout"]["world"] == 4
+    assert message["save"]["files"] == 12
     # Seconds of bandwidth alone, as both fit into one machine of 8 ranks, or two.
-    assert said["estimate_s"]["save"] > said["save"]["total_bytes"] / (2 * 2e9)
-    assert said["estimate_s"]["load_direct"] > said["load"]["direct"]["read_bytes"] / 2e9
-    interval = said["estimate_s"]["interval"]
-    assert interval["young"] == pytest.approx((2 * said["estimate_s"]["save"] * 86400) ** 0.5)
+    assert message["estimate_s"]["save"] > message["save"]["total_bytes"] / (2 * 2e9)
+    assert message["estimate_s"]["load_direct"] > message["load"]["direct"]["read_bytes"] / 2e9
+    interval = message["estimate_s"]["interval"]
+    assert interval["young"] == pytest.approx((2 * message["estimate_s"]["save"] * 86400) ** 0.5)
     text = capsys.readouterr().out
-    assert f"{said['parameters']:,} parameters" in text
+    assert f"{message['parameters']:,} parameters" in text
     assert "TP2 PP3 DP2" in text
-    assert f"{said['save']['balance']:.3f}" in text
+    assert f"{message['save']['balance']:.3f}" in text
 
 
 def test_without_a_target_the_load_is_at_the_layout_of_the_save(model: str, tmp_path: Path) -> None:
-    said = plan(model, "--from", "tp2,dp2", "--weights-only", out=tmp_path / "plan.json")
-    assert said["load"]["layout"] == said["save"]["layout"]
-    assert said["load"]["direct"]["over_read"] == 1.0
+    message = plan(model, "--from", "tp2,dp2", "--weights-only", out=tmp_path / "plan.json")
+    assert message["load"]["layout"] == message["save"]["layout"]
+    assert message["load"]["direct"]["over_read"] == 1.0
     # Rows of the vocabulary, twice 300, are padded to 512 each.
-    assert said["save"]["total_bytes"] == 2 * (said["parameters"] + 2 * 212 * 64)
-    assert said["estimate_s"] == {
+    assert message["save"]["total_bytes"] == 2 * (message["parameters"] + 2 * 212 * 64)
+    assert message["estimate_s"] == {
         "save": None,
         "load_direct": None,
         "load_exchange": None,
@@ -90,19 +90,19 @@ def test_the_chart_is_a_picture(model: str, tmp_path: Path, ending: str) -> None
 def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     save_for_real(SIZES, JobLayout.parse("tp2,dp2"), directory)
-    said = plan(str(directory), "--to", "tp1,pp3,dp2", out=tmp_path / "plan.json")
-    assert said["parameters"] is None
-    assert said["save"]["layout"] is None
-    assert said["save"]["files"] == len(list((directory / "data").iterdir()))
-    assert said["load"]["layout"]["world"] == 6
-    assert said["load"]["needed_bytes"] >= said["save"]["total_bytes"]
+    message = plan(str(directory), "--to", "tp1,pp3,dp2", out=tmp_path / "plan.json")
+    assert message["parameters"] is None
+    assert message["save"]["layout"] is None
+    assert message["save"]["files"] == len(list((directory / "data").iterdir()))
+    assert message["load"]["layout"]["world"] == 6
+    assert message["load"]["needed_bytes"] >= message["save"]["total_bytes"]
     alone = plan(str(directory), out=tmp_path / "alone.json")
     assert alone["load"] is None
-    assert alone["save"] == said["save"]
+    assert alone["save"] == message["save"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["gpt-5", "--from", "tp1"], "'gpt-5' is no model, file or directory. Models are deepseek-v3, gpt"),
         (["gpt-125m"], "--from is missing"),
@@ -119,11 +119,11 @@ def test_a_checkpoint_is_looked_into_and_its_load_planned(tmp_path: Path) -> Non
 )
 def test_what_cannot_be_planned_is_refused(
     arguments: list[str],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", *arguments]) == (3 if said == "is not a checkpoint" else 2)
-    assert said in capsys.readouterr().err
+    assert main(["plan", *arguments]) == (3 if message == "is not a checkpoint" else 2)
+    assert message in capsys.readouterr().err

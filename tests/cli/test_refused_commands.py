@@ -30,37 +30,37 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return the exit code and what stderr says; nothing is on stdout."""
     code = main(arguments.split())
-    said = capsys.readouterr()
-    assert said.out == ""
-    return code, said.err
+    message = capsys.readouterr()
+    assert message.out == ""
+    return code, message.err
 
 
-@pytest.mark.parametrize("place", ["file", "empty", "nowhere"])
+@pytest.mark.parametrize("location", ["file", "empty", "nowhere"])
 @pytest.mark.parametrize(
     "command", ["inspect {}", "verify {}", "repair {}", "diff whole {}", "convert {} new --to zarr"]
 )
 def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
-    here: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
+    here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = refused(command.format(place), capsys)
+    code, message = refused(command.format(location), capsys)
     assert code == 3
-    assert place in said
-    assert ("is a file, not a checkpoint" if place == "file" else "is not a checkpoint") in said
+    assert location in message
+    assert ("is a file, not a checkpoint" if location == "file" else "is not a checkpoint") in message
 
 
-@pytest.mark.parametrize("place", ["file", "nowhere"])
+@pytest.mark.parametrize("location", ["file", "nowhere"])
 @pytest.mark.parametrize(
     "command", ["ls {}", "pin {} --list", "pin {} 1", "pin {} 1 --remove", "gc {} --keep-all"]
 )
 def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
-    here: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
+    here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = f"megackpt: {place} is not a directory. Name the one that a Checkpointer saves to.\n"
-    assert refused(command.format(place), capsys) == (3, said)
+    message = f"megackpt: {location} is not a directory. Name the one that a Checkpointer saves to.\n"
+    assert refused(command.format(location), capsys) == (3, message)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("plan nosuch --from tp8", "'nosuch' is no model, file or directory"),
         ("plan llama3-8b --from tp3", "is not a multiple of tp=3"),
@@ -83,18 +83,18 @@ def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
     ],
 )
 def test_bad_input_is_refused_before_any_work(
-    here: Path, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+    here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(here.rglob("*"))
     # What plan and bench write as --json is a file, so an error of theirs is JSON on stdout, too.
     code = main(arguments.split())
     assert code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("command", "endpoint", "said"),
+    ("command", "endpoint", "message"),
     [
         ("verify s3://bucket/run", "http://127.0.0.1:9", "no connection"),
         ("verify s3://bucket/run", "nowhere", "does not begin with http:// or https://"),
@@ -104,11 +104,11 @@ def test_bad_input_is_refused_before_any_work(
     ],
 )
 def test_a_store_that_cannot_be_reached_is_bad_input_and_no_damage(
-    here: Path, command: str, endpoint: str, said: str,
+    here: Path, command: str, endpoint: str, message: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     code, err = refused(command, capsys)
     assert code == 2
-    assert said in err
+    assert message in err

@@ -81,9 +81,11 @@ def test_parity_mends_any_damage_to_one_file(
     before = content(protected(tmp_path))
     (file,) = tmp_path.glob(pattern)
     damage(file)
-    code, said = repair(tmp_path)
-    assert (code, said["is_applied"], said["is_whole"]) == (0, True, True)
-    assert [(f["file"], f["source"]) for f in said["files"]] == [(str(file.relative_to(tmp_path)), "parity")]
+    code, message = repair(tmp_path)
+    assert (code, message["is_applied"], message["is_whole"]) == (0, True, True)
+    assert [(f["file"], f["source"]) for f in message["files"]] == [
+        (str(file.relative_to(tmp_path)), "parity")
+    ]
     assert content(tmp_path) == before
 
 
@@ -94,10 +96,10 @@ def test_files_of_one_group_that_are_damaged_at_different_places_are_mended(
     first, second = files_below(tmp_path, "data/*")
     flip(first, 5000)
     flip(second, -1)
-    code, said = repair(tmp_path)
+    code, message = repair(tmp_path)
     assert code == 0
-    assert len(said["files"]) == 2
-    assert all(stop - start < f["nbytes"] for f in said["files"] for start, stop in f["ranges"])
+    assert len(message["files"]) == 2
+    assert all(stop - start < f["nbytes"] for f in message["files"] for start, stop in f["ranges"])
     assert content(tmp_path) == before
 
 
@@ -108,12 +110,12 @@ def test_nothing_is_touched_where_something_cannot_be_mended(tmp_path: Path, rep
     (index,) = tmp_path.glob("common-*.json")
     flip(index, 5)
     before = content(tmp_path)
-    code, said = repair(tmp_path)
-    assert (code, said["is_applied"], said["is_whole"]) == (1, False, False)
-    assert [f["file"] for f in said["files"]] == [f"data/{first.name}"]
+    code, message = repair(tmp_path)
+    assert (code, message["is_applied"], message["is_whole"]) == (1, False, False)
+    assert [f["file"] for f in message["files"]] == [f"data/{first.name}"]
     assert content(tmp_path) == before
-    code, said = repair(tmp_path, "--partial")
-    assert (code, said["is_applied"], said["is_whole"]) == (1, True, False)
+    code, message = repair(tmp_path, "--partial")
+    assert (code, message["is_applied"], message["is_whole"]) == (1, True, False)
     assert content(tmp_path) == {**whole, index.name: before[index.name]}
     assert second.read_bytes() == whole[f"data/{second.name}"]
 
@@ -121,9 +123,9 @@ def test_nothing_is_touched_where_something_cannot_be_mended(tmp_path: Path, rep
 def test_dry_run_says_what_can_be_mended_and_changes_nothing(tmp_path: Path, repair: Said) -> None:
     lose(files_below(protected(tmp_path), "data/*")[0])
     before = content(tmp_path)
-    code, said = repair(tmp_path, "--dry-run")
-    assert (code, said["is_applied"], said["is_whole"]) == (0, False, True)
-    assert len(said["files"]) == 1
+    code, message = repair(tmp_path, "--dry-run")
+    assert (code, message["is_applied"], message["is_whole"]) == (0, False, True)
+    assert len(message["files"]) == 1
     assert content(tmp_path) == before
 
 
@@ -166,8 +168,8 @@ def test_a_damaged_commit_is_mended_from_a_copy(tmp_path: Path, at: int, repair:
     before = content(directory)
     flip(directory / "metadata.json", at)
     flip(files_below(directory, "data/*")[0], -1)
-    code, said = repair(directory, "--from", str(tmp_path / "copy"))
-    assert code == 0, said["remaining"]
+    code, message = repair(directory, "--from", str(tmp_path / "copy"))
+    assert code == 0, message["remaining"]
     assert json.loads(content(directory)["metadata.json"]) == json.loads(before["metadata.json"])
     assert main(["verify", str(directory), "--deep"]) == 0
 
@@ -176,9 +178,9 @@ def test_a_copy_of_another_save_is_of_no_use(tmp_path: Path, repair: Said) -> No
     directory, other = saved(tmp_path / "it"), saved(tmp_path / "other")
     flip(files_below(directory, "data/*")[0], -1)
     before = content(directory)
-    code, said = repair(directory, "--from", str(other))
+    code, message = repair(directory, "--from", str(other))
     assert code == 1
-    assert said["unusable_sources"] == [
+    assert message["unusable_sources"] == [
         f"{other} has another save, or its format does not record which save it is"
     ]
     assert content(directory) == before
@@ -187,14 +189,14 @@ def test_a_copy_of_another_save_is_of_no_use(tmp_path: Path, repair: Said) -> No
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, repair: Said) -> None:
     """Nothing in it says which save it is of: a copy could be of another step."""
-    for place, value in (("it", 1.0), ("other", 2.0)):
+    for location, value in (("it", 1.0), ("other", 2.0)):
         torch.distributed.checkpoint.save(
-            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / place, no_dist=True
+            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / location, no_dist=True
         )
     lose(tmp_path / "it/__0_0.distcp")
     shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
-    code, said = repair(tmp_path / "it", "--from", str(tmp_path / "other"))
-    assert (code, said["is_applied"], said["files"]) == (1, False, [])
+    code, message = repair(tmp_path / "it", "--from", str(tmp_path / "other"))
+    assert (code, message["is_applied"], message["files"]) == (1, False, [])
 
 
 def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: Said) -> None:
@@ -207,7 +209,7 @@ def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: S
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["repair", "nowhere"], 3, "is not a checkpoint"),
         (["repair", "nowhere", "--from", "neither"], 3, "is not a checkpoint"),
@@ -215,12 +217,12 @@ def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: S
     ],
 )
 def test_bad_input_has_exit_codes_of_its_own(
-    arguments: list[str], code: int, said: str, tmp_path: Path,
+    arguments: list[str], code: int, message: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_people_read_what_was_mended_and_what_stays(

@@ -52,13 +52,13 @@ def place_of(file: Path, tensor: str) -> tuple[int, int]:
 def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
     tmp_path: Path, format: tuple[str, int], flags: list[str], verify: Said
 ) -> None:
-    code, said = verify(saved(tmp_path, format), *flags)
-    assert (code, said["damages"], said["is_undamaged"]) == (0, [], True)
-    assert (said["arrays"], said["objects"], said["deep"]) == (4, 2, bool(flags))
-    assert said["nbytes"] >= 400_000 * 4
+    code, message = verify(saved(tmp_path, format), *flags)
+    assert (code, message["damages"], message["is_undamaged"]) == (0, [], True)
+    assert (message["arrays"], message["objects"], message["deep"]) == (4, 2, bool(flags))
+    assert message["nbytes"] >= 400_000 * 4
     is_checked = format in (NATIVE, ("torch_dist", 1), ("zarr", 3))
-    assert (said["unchecked_nbytes"] == 0) == is_checked
-    assert said["is_whole"] is (True if flags and is_checked else None)
+    assert (message["unchecked_nbytes"] == 0) == is_checked
+    assert message["is_whole"] is (True if flags and is_checked else None)
 
 
 def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, verify: Said) -> None:
@@ -68,10 +68,14 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
     flip(first, long[0] + 2 * DIGEST_BLOCK_BYTES + 5)
     block = place_of(second, "block[0:6, 4:8]")
     flip(second, block[1] - 1)
-    code, said = verify(tmp_path)
-    assert (code, said["is_undamaged"], said["is_whole"]) == (0, True, None)  # what is not read is not known
-    code, said = verify(tmp_path, "--deep")
-    found = [(d["file"], d["key"], d["box"], d["start"], d["stop"]) for d in said["damages"]]
+    code, message = verify(tmp_path)
+    assert (code, message["is_undamaged"], message["is_whole"]) == (
+        0,
+        True,
+        None,
+    )  # what is not read is not known
+    code, message = verify(tmp_path, "--deep")
+    found = [(d["file"], d["key"], d["box"], d["start"], d["stop"]) for d in message["damages"]]
     last = DIGEST_BLOCK_BYTES * 2 + long[0]
     assert code == 1
     assert found == [
@@ -79,7 +83,7 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
         (f"data/{first.name}", "long", "[0:200000]", last, last + DIGEST_BLOCK_BYTES),
         (f"data/{second.name}", "block", "[0:6, 4:8]", *block),
     ]
-    assert all("digest differs" in d["what"] for d in said["damages"])
+    assert all("digest differs" in d["what"] for d in message["damages"])
 
 
 def test_what_was_checked_is_said_and_nothing_more(
@@ -109,16 +113,16 @@ def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, ve
     begin, end = place_of(file, "long[0:200000]")
     data = file.read_bytes()
     file.write_bytes(data[:begin] + bytes(end - begin) + data[end:])
-    _, said = verify(tmp_path, "--deep")
-    assert [(d["key"], d["start"], d["stop"]) for d in said["damages"]] == [("long", begin, end)]
+    _, message = verify(tmp_path, "--deep")
+    assert [(d["key"], d["start"], d["stop"]) for d in message["damages"]] == [("long", begin, end)]
 
 
 def test_a_damaged_object_is_named(tmp_path: Path, verify: Said) -> None:
     file = data_files(saved(tmp_path))[1]
     start, stop = place_of(file, "object[1:2]")
     flip(file, stop - 1)
-    code, said = verify(tmp_path, "--deep")
-    (damage,) = said["damages"]
+    code, message = verify(tmp_path, "--deep")
+    (damage,) = message["damages"]
     assert code == 1
     assert (damage["key"], damage["box"], damage["start"], damage["stop"]) == ("object", "[1:2]", start, stop)
 
@@ -129,10 +133,10 @@ def test_a_flipped_byte_in_the_header_of_a_data_file_is_damage_although_loads_do
 ) -> None:
     file = data_files(saved(tmp_path))[0]
     flip(file, at)
-    code, said = verify(tmp_path)
+    code, message = verify(tmp_path)
     assert code == 1
-    assert {d["file"] for d in said["damages"]} == {f"data/{file.name}"}
-    assert "header" in said["damages"][0]["what"]
+    assert {d["file"] for d in message["damages"]} == {f"data/{file.name}"}
+    assert "header" in message["damages"][0]["what"]
 
 
 @pytest.mark.parametrize("pattern", ["index-*", "common-*.json", "common-*.safetensors"])
@@ -142,15 +146,15 @@ def test_a_flipped_byte_in_index_or_common_state_is_named(
 ) -> None:
     (file,) = saved(tmp_path).glob(pattern)
     flip(file, at)
-    code, said = verify(tmp_path)
+    code, message = verify(tmp_path)
     assert code == 1
-    assert {d["file"] for d in said["damages"]} == {file.name}
+    assert {d["file"] for d in message["damages"]} == {file.name}
 
 
 def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Path) -> None:
     manifest = saved(tmp_path) / "metadata.json"
     whole = manifest.read_bytes()
-    said = json.loads(whole)
+    message = json.loads(whole)
     overlooked: dict[str, set[int]] = {}
     store = open_store(tmp_path)
     for at in range(len(whole)):
@@ -158,8 +162,8 @@ def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Pa
         with contextlib.suppress(FormatError):  # of a format that is not known
             if megackpt.verify(store).is_undamaged:
                 changed = json.loads(manifest.read_bytes())
-                for name in {*said, *changed}:
-                    if said.get(name) != changed.get(name):
+                for name in {*message, *changed}:
+                    if message.get(name) != changed.get(name):
                         overlooked.setdefault(name, set()).add(at)
     # How many ranks saved is said nowhere else: those that wrote nothing have no file.
     assert set(overlooked) <= {"world_size"}
@@ -187,8 +191,8 @@ def test_every_lost_file_is_missed(tmp_path: Path, format: tuple[str, int], veri
 def test_a_lost_data_file_is_one_damage_that_says_what_was_in_it(tmp_path: Path, verify: Said) -> None:
     file = data_files(saved(tmp_path))[1]
     file.unlink()
-    code, said = verify(tmp_path, "--deep")
-    (damage,) = said["damages"]
+    code, message = verify(tmp_path, "--deep")
+    (damage,) = message["damages"]
     assert code == 1
     assert damage["file"] == f"data/{file.name}"
     assert re.match(r"it is missing; \d chunks of 'block', 'flat', ", damage["what"])
@@ -206,9 +210,9 @@ def test_every_truncated_file_of_chunks_is_damage(
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 2])
         flags = ["--deep"] if format[0] == "zarr" else []  # of shards and objects no length is stored
-        code, said = verify(directory, *flags)
+        code, message = verify(directory, *flags)
         assert code == 1, name
-        assert name in {d["file"] for d in said["damages"]}, name
+        assert name in {d["file"] for d in message["damages"]}, name
         file.write_bytes(data)
 
 
@@ -220,10 +224,10 @@ def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, ver
     file = data_files(saved(tmp_path))[0]
     begin, _ = place_of(file, "long[0:200000]")
     file.write_bytes(file.read_bytes()[: begin + 10])
-    _, said = verify(tmp_path)
-    cut = {d["key"] for d in said["damages"] if "file ends at" in d["what"]}
+    _, message = verify(tmp_path)
+    cut = {d["key"] for d in message["damages"] if "file ends at" in d["what"]}
     assert "long" in cut
-    assert all(d["stop"] > begin + 10 for d in said["damages"] if d.get("key") in cut and d["start"])
+    assert all(d["stop"] > begin + 10 for d in message["damages"] if d.get("key") in cut and d["start"])
 
 
 def test_swapped_data_files_are_damage(tmp_path: Path, verify: Said) -> None:
@@ -231,9 +235,9 @@ def test_swapped_data_files_are_damage(tmp_path: Path, verify: Said) -> None:
     one, two = first.read_bytes(), second.read_bytes()
     first.write_bytes(two)
     second.write_bytes(one)
-    code, said = verify(tmp_path)
+    code, message = verify(tmp_path)
     assert code == 1
-    assert {d["file"] for d in said["damages"]} == {f"data/{first.name}", f"data/{second.name}"}
+    assert {d["file"] for d in message["damages"]} == {f"data/{first.name}", f"data/{second.name}"}
 
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != ("zarr", 1)], ids=str)
@@ -245,9 +249,9 @@ def test_a_flipped_byte_in_the_middle_of_any_file_of_chunks_is_found(
         file = directory / name
         data = file.read_bytes()
         flip(file, len(data) // 2)
-        code, said = verify(directory, "--deep")
+        code, message = verify(directory, "--deep")
         assert code == 1, name
-        assert any(d["file"] == name and "key" in d for d in said["damages"]), name
+        assert any(d["file"] == name and "key" in d for d in message["damages"]), name
         file.write_bytes(data)
 
 
@@ -257,25 +261,25 @@ def test_the_zip_records_around_tensors_are_checked(tmp_path: Path, verify: Said
         data = file.read_bytes()
         for at in (0, 100, -1, -60):
             flip(file, at)
-            code, said = verify(directory, "--deep")
+            code, message = verify(directory, "--deep")
             assert code == 1, (file.name, at)
-            assert {d["file"] for d in said["damages"]} == {file.name}
+            assert {d["file"] for d in message["damages"]} == {file.name}
             file.write_bytes(data)
 
 
 def test_another_metadata_than_that_of_the_save_is_damage(tmp_path: Path, verify: Said) -> None:
     flip(saved(tmp_path, ("torch_dist", 1)) / ".metadata", 200)
-    code, said = verify(tmp_path)
+    code, message = verify(tmp_path)
     assert code == 1
-    assert ".metadata" in {d["file"] for d in said["damages"]}
+    assert ".metadata" in {d["file"] for d in message["damages"]}
 
 
 def test_elements_that_no_chunk_has_are_named(tmp_path: Path, verify: Said) -> None:
     half = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
     megackpt.save({"w": half}, tmp_path, validate_access_integrity=False)
-    code, said = verify(tmp_path)
+    code, message = verify(tmp_path)
     assert code == 1
-    assert said["damages"] == [{"key": "w", "box": "[4:8]", "what": "no chunk has it"}]
+    assert message["damages"] == [{"key": "w", "box": "[4:8]", "what": "no chunk has it"}]
 
 
 def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, verify: Said) -> None:
@@ -298,7 +302,7 @@ def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["verify", "nowhere"], 3, "is not a checkpoint"),
         (["verify"], 2, "Missing argument 'PATH'"),
@@ -306,12 +310,12 @@ def test_damage_is_a_table_and_exit_code_1(tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_bad_input_has_exit_codes_of_its_own(
-    arguments: list[str], code: int, said: str, tmp_path: Path,
+    arguments: list[str], code: int, message: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:

@@ -121,19 +121,19 @@ def test_a_failure_is_raised_on_all_ranks_and_the_queue_goes_on(rank_pool: RankP
 
 def test_other_functions_are_called_in_a_thread_in_order() -> None:
     queue = AsyncCallsQueue()
-    told: list[Any] = []
+    messages: list[Any] = []
     go = threading.Event()
 
     def work(first: str, staged: str, *, last: str) -> None:
         assert go.wait(60)
-        told.append((first, staged, last))
+        messages.append((first, staged, last))
 
-    request = AsyncRequest(work, ("a", None), [lambda: told.append("end")], {"last": "c"}, lambda: "b")
+    request = AsyncRequest(work, ("a", None), [lambda: messages.append("end")], {"last": "c"}, lambda: "b")
     assert queue.schedule_async_request(request) == 0
     assert queue.schedule_async_request(AsyncRequest(None, (), [])) == 1
     assert queue.maybe_finalize_async_calls() == []
     assert queue.get_num_unfinalized_calls() == 2
     go.set()
     assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == [0, 1]
-    assert told == [("a", "b", "c"), "end"]
+    assert messages == [("a", "b", "c"), "end"]
     queue.close()

@@ -284,7 +284,7 @@ def test_a_hybrid_model_reads_the_checkpoint_of_a_gpt(tmp_path: Path) -> None:
     maps = gpt_checkpoint_interop.gpt_compatible_layer_maps("M*-|M*-")
     assert maps.num_gpt_layers == 2
     assert (dict(maps.attention_to_gpt), dict(maps.mlp_to_gpt)) == ({1: 0, 4: 1}, {2: 0, 5: 1})
-    halves = F(
+    parts = F(
         "decoder.layers.5.mlp.w",
         torch.zeros(2, 3),
         lambda key, data, replica, flat: [
@@ -296,7 +296,7 @@ def test_a_hybrid_model_reads_the_checkpoint_of_a_gpt(tmp_path: Path) -> None:
         "fresh": S.from_rank_offsets("decoder.layers.0.mixer.A", torch.full((2,), 5.0)),
         "attention": S.from_rank_offsets("decoder.layers.4.self_attention.w", torch.zeros(2, 3)),
         "mlp": S.from_rank_offsets("decoder.layers.2.mlp.w", torch.zeros(2, 3)),
-        "factory": halves,
+        "factory": parts,
         "norm": S.from_rank_offsets("decoder.final_norm.weight", torch.zeros(3)),
         "head": mapping.ShardedObject("output_layer._extra_state", "mine", (1,), (0,)),
         "extra": mapping.ShardedObject("decoder.layers.5.mlp._extra_state", None, (1,), (0,)),

@@ -243,9 +243,9 @@ def test_an_async_request_is_plain_data_that_can_be_executed_at_once() -> None:
 
 
 def test_shards_are_distributed_evenly_over_those_who_hold_them() -> None:
-    held = {f"s{i}": [0, 1, 2] for i in range(30)} | {"only": [2]}
-    size = {shard: 10 for shard in held} | {"only": 100}
-    chosen = exchange_utils.distribute_shards_to_ranks(held, size, 3)
+    owned = {f"s{i}": [0, 1, 2] for i in range(30)} | {"only": [2]}
+    size = {shard: 10 for shard in owned} | {"only": 100}
+    chosen = exchange_utils.distribute_shards_to_ranks(owned, size, 3)
     assert fully_parallel.distribute_shards_to_ranks is exchange_utils.distribute_shards_to_ranks
     load = [sum(size[s] for s, rank in chosen.items() if rank == r) for r in range(3)]
     assert chosen["only"] == 2

@@ -182,13 +182,13 @@ def is_alive(pid: int) -> bool:
 
 def named_shared_memory(pid: int) -> list[str]:
     """Return what a process holds of /dev/shm that would stay there after it."""
-    held = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    owned = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     for descriptor in list(Path(f"/proc/{pid}/fd").iterdir()):
         try:
-            held.append(os.readlink(descriptor))
+            owned.append(os.readlink(descriptor))
         except FileNotFoundError:  # closed meanwhile
             continue
-    return [name for name in held if name.startswith("/dev/shm/") and not name.endswith("(deleted)")]
+    return [name for name in owned if name.startswith("/dev/shm/") and not name.endswith("(deleted)")]
 
 
 def wait_for(path: Path) -> None:

@@ -43,8 +43,8 @@ def request(*, empty: bool, replica: int = 0) -> dict[str, object]:
         data = torch.randint(0, 2, (6, 5 + number), generator=generator).to(dtype)
         data = torch.zeros_like(data) if empty else data
         tensors.append(ShardedTensor.from_rank_offsets(f"t{number}", data, replica_id=replica))
-    held = None if empty else {"text": "x" * 50, "tensor": torch.arange(9)}
-    return {"model": tensors, "o": ShardedObject("o", held, (1,), (0,), replica_id=replica)}
+    owned = None if empty else {"text": "x" * 50, "tensor": torch.arange(9)}
+    return {"model": tensors, "o": ShardedObject("o", owned, (1,), (0,), replica_id=replica)}
 
 
 def loaded(files: Files) -> object:

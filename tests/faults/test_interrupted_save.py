@@ -159,13 +159,13 @@ def go_on_without_a_writer(root: Path, kills: int, seed: int) -> tuple[int, int]
                 assert "killed by SIGKILL" in str(error)
             if rank == victim:
                 killer.join()
-            told: list[str | None] = [None] * size
-            dist.all_gather_object(told, error and str(error))
-            failures += any(told)
+            messages: list[str | None] = [None] * size
+            dist.all_gather_object(messages, error and str(error))
+            failures += any(messages)
             newest = checkpointer.find_latest()
             assert newest is not None
             assert newest >= good
-            if not all(told):  # somebody was not told, so nothing may be lost
+            if not all(messages):  # somebody was not told, so nothing may be lost
                 assert newest == step + asks_by_saving
             loaded = checkpointer.load({"w": part(0)["w"]})
             assert torch.equal(loaded["w"], torch.full_like(data, newest))

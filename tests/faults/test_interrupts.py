@@ -201,8 +201,8 @@ def interrupt(work: Work, root: Path, share: tuple[int, int], sample: int | None
             trial.recover(number)
         except BaseException as error:  # noqa: BLE001 - told, and the next line is tried
             signal.alarm(0)
-            said = traceback.format_exc()[-1500:]
-            wrong.append(f"{work}: line {number} at {where}: {type(error).__name__}: {error}\n{said}")
+            message = traceback.format_exc()[-1500:]
+            wrong.append(f"{work}: line {number} at {where}: {type(error).__name__}: {error}\n{message}")
             saver = (
                 trial.checkpointer
                 and trial.checkpointer._async_saving
@@ -245,7 +245,7 @@ def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float
     checkpointer.save(1, {"w": part(1.0)})
     checkpointer.wait()
     dist.barrier()
-    said = ""
+    message = ""
     began = time.monotonic()
     try:
         with interrupted(number) if is_interrupted else contextlib.nullcontext():
@@ -256,7 +256,7 @@ def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float
         if not is_interrupted:
             checkpointer.wait()
     except (CheckpointError, KeyboardInterrupt) as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     elapsed = time.monotonic() - began
     if not is_interrupted:
         (root.parent / "over").touch()
@@ -264,7 +264,7 @@ def interrupt_one_of_two(work: str, root: Path, number: int) -> tuple[str, float
         wait_for((root.parent / "over").exists)
     with contextlib.suppress(CheckpointError):
         checkpointer.close()
-    return said, elapsed, tuple(checkpointer.steps()) if not is_interrupted else ()
+    return message, elapsed, tuple(checkpointer.steps()) if not is_interrupted else ()
 
 
 def test_ctrl_c_on_one_rank_lets_no_other_hang(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -275,10 +275,10 @@ def test_ctrl_c_on_one_rank_lets_no_other_hang(rank_pool: RankPool, tmp_path: Pa
         (tmp_path / str(case)).mkdir()
         outcomes = rank_pool.run(interrupt_one_of_two, 2, work, tmp_path / str(case) / "root", number)
         print(work, number, outcomes)
-        (said, elapsed, steps), (interrupted_by, _, _) = outcomes
+        (message, elapsed, steps), (interrupted_by, _, _) = outcomes
         assert elapsed < 2 * TIMEOUT_S + BUSY_S, (work, number)
-        if said:
+        if message:
             assert interrupted_by.startswith("KeyboardInterrupt"), (work, number, outcomes)
-            assert "rank(s) 1" in said or "rank 1" in said.lower(), (work, number, said)
+            assert "rank(s) 1" in message or "rank 1" in message.lower(), (work, number, message)
         elif work != "load":
             assert steps == (1, 2), (work, number)

@@ -243,22 +243,22 @@ def kill_writers(root: Path, points: Sequence[tuple[int, int]] | None) -> list[t
             if rank == victim:
                 Order(trainer=os.getpid(), before=point, how="dies").give(root)
             dist.barrier()
-            step, said = good + 1, ""
+            step, message = good + 1, ""
             try:
                 checkpointer.save(step, part(step))
                 checkpointer.wait()
             except RankFailedError as error:
-                said = str(error)
+                message = str(error)
             dist.barrier()
             (root.parent / ORDER).unlink(missing_ok=True)
-            told: list[str] = [""] * size
-            dist.all_gather_object(told, said)
-            if any(told):
+            message_text: list[str] = [""] * size
+            dist.all_gather_object(message_text, message)
+            if any(message_text):
                 done.append((victim, point))
-                assert all(f"writer process of rank {victim} " in text for text in told), told
-                assert all("killed by SIGKILL" in text for text in told), told
+                assert all(f"writer process of rank {victim} " in text for text in message_text), message_text
+                assert all("killed by SIGKILL" in text for text in message_text), message_text
             newest = checkpointer.find_latest()
-            assert newest in ((good, step) if any(told) else (step,))
+            assert newest in ((good, step) if any(message_text) else (step,))
             loaded = checkpointer.load(part(0))
             assert loaded["step"] == newest
             assert torch.equal(loaded["w"], torch.full((64,), float(newest)))
@@ -267,7 +267,7 @@ def kill_writers(root: Path, points: Sequence[tuple[int, int]] | None) -> list[t
             checkpointer.wait()
             dist.barrier()
             assert checkpointer.latest() == good
-            if points is None and any(told):
+            if points is None and any(message_text):
                 queue = [(victim, point + 1)]
             elif points is None and victim + 1 < size:
                 queue = [(victim + 1, 0)]

@@ -103,15 +103,15 @@ def save_behind(run: Run, nodes: Nodes, step: int) -> list[str]:
             group=group,
             timeout_s=20,
         )
-        said = ""
+        message = ""
         try:
             checkpointer.save(step, state(group, step, tp=2))
             checkpointer.wait()
         except CheckpointError as error:
-            said = str(error)
+            message = str(error)
         group.all_gather(b"")  # the store that writers meet in is hosted by rank 0
         saver_of(checkpointer).abandon()
-        return said
+        return message
 
     looks = patch("megackpt.comm.store_group.LOOK_EVERY_S", 0.02)
     with writers_on(nodes, NodeWriter), looks:  # type: ignore[arg-type]
@@ -121,9 +121,9 @@ def save_behind(run: Run, nodes: Nodes, step: int) -> list[str]:
 def save_at_once(run: Run, nodes: Nodes, step: int) -> None:
     open_well = LocalSteps.open
 
-    def open_around(places: LocalSteps, name: str) -> Store:
-        rank = int(Path(places.location).parent.name.removeprefix("node-"))
-        return nodes.around(open_well(places, name), rank)
+    def open_around(locations: LocalSteps, name: str) -> Store:
+        rank = int(Path(locations.location).parent.name.removeprefix("node-"))
+        return nodes.around(open_well(locations, name), rank)
 
     with patch.object(LocalSteps, "open", open_around):
         run.save(step, nodes=range(2))

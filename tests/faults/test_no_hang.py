@@ -77,7 +77,7 @@ def save_first(directory: Path) -> None:
 
 def raise_at_each_step(kind: Work, directory: Path) -> list[str]:
     """Do the work again and again, with the mistake one step later each time; return what was raised."""
-    said: list[str] = []
+    message: list[str] = []
 
     def mistake() -> None:
         if dist.get_rank() == TROUBLED:
@@ -88,11 +88,11 @@ def raise_at_each_step(kind: Work, directory: Path) -> list[str]:
             try:
                 work(kind, directory)
             except CheckpointError as error:
-                said.append(str(error))
+                message.append(str(error))
             steps = torch.tensor(begun)
             dist.broadcast(steps, src=TROUBLED)  # rank 0 has steps of its own
             if int(steps) <= number:
-                return said
+                return message
     raise AssertionError("the work has no end")
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_raises_at_any_step_is_named_on_all(
     rank_pool.run(save_first, RANKS, tmp_path)
     everyone = rank_pool.run(raise_at_each_step, RANKS, kind, tmp_path)
     assert len(everyone[0]) >= 2
-    assert all(said == everyone[0] for said in everyone)
+    assert all(message == everyone[0] for message in everyone)
     for text in everyone[0]:
         assert f"Rank {TROUBLED} failed while" in text
         assert "OwnMistakeError: something of one's own" in text

@@ -77,35 +77,35 @@ def save_and_load(root: Path, step: int) -> None:
         assert torch.equal(loaded["w"], torch.full((64,), float(step)))
 
 
-def end_in_trouble(root: Path, how: Trouble, before: int, place: Where) -> tuple[str, float]:
+def end_in_trouble(root: Path, how: Trouble, before: int, location: Where) -> tuple[str, float]:
     """Save with a writer in trouble, then without; return the error, "" for none, and the time until then."""
     good = Checkpointer(root).latest() or save_next(root)
     dist.barrier()
     if dist.get_rank() == TROUBLED:
         Order(trainer=os.getpid(), before=before, how=how).give(root)
     given: dict[str, Any] = {}
-    if place == "tier":
+    if location == "tier":
         tier = LocalTier(root.parent / "node-{node}", keep_last=1)
         given = {"tiers": [tier], "every": 10**9, "node": dist.get_rank()}
     checkpointer = started(root, PATIENT_S if how == "raises" else TIMEOUT_S, Troubled, **given)
-    said = ""
+    message = ""
     began = time.monotonic()
     try:
         checkpointer.save(good + 1, state(good + 1))
         checkpointer.wait()
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     elapsed = time.monotonic() - began
     dist.barrier()
     (root.parent / ORDER).unlink(missing_ok=True)
     checkpointer.close()
     dist.barrier()
-    if place == "tier":
+    if location == "tier":
         assert checkpointer.latest() == good
     else:
-        assert checkpointer.latest() in ((good, good + 1) if said else (good + 1,))
+        assert checkpointer.latest() in ((good, good + 1) if message else (good + 1,))
     save_next(root)
-    return said, elapsed
+    return message, elapsed
 
 
 def save_next(root: Path) -> int:
@@ -115,27 +115,27 @@ def save_next(root: Path) -> int:
     return newest + 1
 
 
-def raise_at_each_meeting(root: Path, place: Where) -> list[str]:
+def raise_at_each_meeting(root: Path, location: Where) -> list[str]:
     """Let the writer raise one meeting later each time, until there is no other; return what was said."""
-    said: list[str] = []
+    message: list[str] = []
     while True:
-        text, _ = end_in_trouble(root, "raises", len(said), place)
+        text, _ = end_in_trouble(root, "raises", len(message), location)
         texts: list[str] = [""] * RANKS
         dist.all_gather_object(texts, text)
         if not any(texts):
-            return said
-        said.append(text)
+            return message
+        message.append(text)
 
 
 @only_thorough("writers that are killed, fail and hang are in test_async_trouble.py and test_tiers_behind.py")
-@pytest.mark.parametrize("place", get_args(Where))
+@pytest.mark.parametrize("location", get_args(Where))
 def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
-    rank_pool: RankPool, tmp_path: Path, place: Where
+    rank_pool: RankPool, tmp_path: Path, location: Where
 ) -> None:
     root = tmp_path / "root"
-    everyone = rank_pool.run(raise_at_each_meeting, RANKS, root, place)
+    everyone = rank_pool.run(raise_at_each_meeting, RANKS, root, location)
     assert len(everyone[0]) >= 5
-    assert all(said == everyone[0] for said in everyone)
+    assert all(message == everyone[0] for message in everyone)
     for text in everyone[0]:
         assert f"Rank {TROUBLED} failed while" in text
         assert "OwnMistakeError: something of one's own" in text
@@ -143,7 +143,7 @@ def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
         (how, number) for how in ("dies", "sleeps") for number in range(len(everyone[0]))
     ]
     for how, number in moments:
-        outcomes = rank_pool.run(end_in_trouble, RANKS, root, how, number, place)
+        outcomes = rank_pool.run(end_in_trouble, RANKS, root, how, number, location)
         print(how, number, outcomes)
         assert len({text for text, _ in outcomes}) == 1, (how, number)
         for text, elapsed in outcomes:
@@ -173,7 +173,7 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
         fill(*arguments)
 
     began = time.monotonic()
-    said = ""
+    message = ""
     try:
         strategy = GatedStrategy(gate) if moment == "writing" else None
         with patch.object(async_save, "copy_rows", stage):
@@ -189,13 +189,13 @@ def train_in_trouble(root: Path, moment: Moment, trouble: Trouble, gate: Path) -
         checkpointer.save(3, state(3))
         checkpointer.wait()
     except (CheckpointError, OwnMistakeError) as error:
-        said = str(error)
+        message = str(error)
     elapsed = time.monotonic() - began
     (gate / f"raised.{rank}").touch()
     saver = checkpointer._async_saving and checkpointer._async_saving.saver
     assert saver is not None
     saver.abandon()
-    return said, elapsed
+    return message, elapsed
 
 
 TRAINING: list[tuple[Moment, Trouble]] = [

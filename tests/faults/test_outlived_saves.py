@@ -96,7 +96,7 @@ def limited(root: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("refuse", "said"),
+    ("refuse", "message"),
     [
         (full, "No space left on device"),
         (read_only, "Read-only file system"),
@@ -106,7 +106,7 @@ def limited(root: Path) -> Iterator[None]:
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_after_a_save_that_is_refused_and_nothing_of_it_is_left(
-    disk: Path, caplog: pytest.LogCaptureFixture, refuse: Refuse, said: str, asynchronous: bool
+    disk: Path, caplog: pytest.LogCaptureFixture, refuse: Refuse, message: str, asynchronous: bool
 ) -> None:
     def train(group: Group) -> tuple[list[bool], int, float]:
         made = []
@@ -136,7 +136,7 @@ def test_training_goes_on_after_a_save_that_is_refused_and_nothing_of_it_is_left
     # What is asynchronous meets the refusal in the writer process, after `save` has returned.
     assert outcomes == [([True, asynchronous, True], 1, 3.0)] * len(outcomes)
     assert "Saving step 2 failed (rank " in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
     assert Checkpointer(disk).steps() == (3,)
 
 

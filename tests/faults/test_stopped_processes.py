@@ -237,8 +237,8 @@ def try_stop(pool: RankPool, stop: Stop, notes: Path, *, ranks: int) -> list[str
             if when - stopped > limit:
                 wrong.append(f"rank {rank} raised after {when - stopped:.1f} s: {text}")
             is_victims = rank == (0 if stop.victim.endswith("0") else ranks - 1)  # its writer is stopped
-            said = text.replace(f"(seen by rank {rank})", "")
-            if not stop.named.search(said) and not (is_victims and "writer" in stop.victim):
+            message = text.replace(f"(seen by rank {rank})", "")
+            if not stop.named.search(message) and not (is_victims and "writer" in stop.victim):
                 wrong.append(f"rank {rank} names another: {text}")
             if not (notes / f"closed.{rank}").exists():
                 wrong.append(f"rank {rank} could not let go")
@@ -320,13 +320,13 @@ def test_the_interpreter_of_a_rank_ends_although_another_is_stopped(tmp_path: Pa
             assert ranks[0].stdout is not None
             assert ranks[0].stdout.readline() == "stopped\n"
             began = time.monotonic()
-            _, said = ranks[1].communicate(timeout=60)
+            _, message = ranks[1].communicate(timeout=60)
             print(f"ended after {time.monotonic() - began:.1f} s")
         finally:
             for process in ranks:
                 process.kill()
             ranks[0].communicate()
-    assert ranks[1].returncode == 1, said
-    assert re.search(r"(RankFailed|WriterFailed)Error: .*([Rr]ank 0|rank\(s\) 0)", said), said
-    assert "terminate called" not in said
-    assert "Exception ignored" not in said
+    assert ranks[1].returncode == 1, message
+    assert re.search(r"(RankFailed|WriterFailed)Error: .*([Rr]ank 0|rank\(s\) 0)", message), message
+    assert "terminate called" not in message
+    assert "Exception ignored" not in message

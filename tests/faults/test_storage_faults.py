@@ -54,13 +54,13 @@ def test_a_save_that_fails_at_any_operation_leaves_the_old_checkpoint_and_nothin
         save(state(1.0), directory)
         before = files_of(directory)
         store = FaultyStore(LocalStore(directory), fail_at=fail_at, error=error)
-        refusal = refusal_of(store)
-        if refusal is None:
+        reason = refusal_of(store)
+        if reason is None:
             succeeded += 1
             assert value_of(directory) == 2.0
         else:
             failed += 1
-            assert str(directory) in str(refusal)
+            assert str(directory) in str(reason)
             assert value_of(directory) == 1.0
             assert files_of(directory) == before
         save(state(3.0), directory)  # the next save works, and cleans up what could not be removed

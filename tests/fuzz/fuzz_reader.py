@@ -27,8 +27,8 @@ def try_one(data: bytes) -> None:
     """Change files as data says, and read them."""
     provider = atheris.FuzzedDataProvider(data)
 
-    def choose(below: int) -> int:
-        return provider.ConsumeIntInRange(0, below - 1)
+    def choose(subdirectory: int) -> int:
+        return provider.ConsumeIntInRange(0, subdirectory - 1)
 
     kind = choose(len(FILES) + 1)
     if kind == len(FILES):

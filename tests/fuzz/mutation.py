@@ -52,8 +52,10 @@ def checkpoint(backend: tuple[str, int]) -> Files:
 
 def places_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a JSON tree."""
-    below = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [path, *(location for key, value in below for location in places_in(value, (*path, key)))]
+    subdirectory = (
+        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    )
+    return [path, *(location for key, value in subdirectory for location in places_in(value, (*path, key)))]
 
 
 def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:

@@ -149,7 +149,7 @@ class Cell:
         wrong: what went otherwise than said.
     """
 
-    passed: int
+    skipped: int
     cannot: tuple[str, ...]
     wrong: tuple[str, ...]
 
@@ -248,7 +248,7 @@ def last_line(error: str) -> str:
 def cell_of(message: list[tuple[str, str]]) -> Cell:
     """Put what was found together."""
     return Cell(
-        passed=sum(what == "pass" for what, _ in message),
+        skipped=sum(what == "pass" for what, _ in message),
         cannot=tuple(dict.fromkeys(text for what, text in message if what == "cannot")),
         wrong=tuple(dict.fromkeys(text for what, text in message if what == "wrong")),
     )

@@ -101,7 +101,7 @@ def test_a_state_larger_than_the_staging_memory_passes_through_it_in_waves(
 
 
 def save_when_busy(root: Path, gates: Path) -> list[bool]:
-    said = []
+    message = []
     rank = dist.get_rank()
     for policy in ("skip", "queue"):
         gate = gates / policy
@@ -109,33 +109,35 @@ def save_when_busy(root: Path, gates: Path) -> list[bool]:
         with Checkpointer(root / policy, async_save=options) as checkpointer:
             weight = part(1.0, MANY)
             strategy = GatedStrategy(gate)
-            said.append(checkpointer.save(1, {"w": weight}, sharded_strategy=strategy))
+            message.append(checkpointer.save(1, {"w": weight}, sharded_strategy=strategy))
             checkpointer.wait_staged()
             weight.data.fill_(-1)
             dist.barrier()
             if policy == "queue":  # there is no room for a second one before the first is written
                 (gate / "go").touch()
             weight = part(2.0, MANY)
-            said.append(checkpointer.save(2, {"w": weight, "o": ShardedObject("o", [rank], (2,), (rank,))}))
+            message.append(
+                checkpointer.save(2, {"w": weight, "o": ShardedObject("o", [rank], (2,), (rank,))})
+            )
             checkpointer.wait_staged()
             weight.data.fill_(-1)
             (gate / "go").touch()
             checkpointer.wait()
-            said.append(checkpointer.save(3, {"w": part(3.0, MANY)}))
+            message.append(checkpointer.save(3, {"w": part(3.0, MANY)}))
         dist.barrier()
         steps = checkpointer.steps()
         assert steps == ((1, 3) if policy == "skip" else (1, 2, 3))
         for step in steps:
             loaded = load({"w": part(0.0, MANY)}, root / policy / f"iter_{step:07d}")
             assert torch.equal(loaded["w"], part(float(step), MANY).data)
-    return said
+    return message
 
 
 def test_a_second_save_is_skipped_or_queued(rank_pool: RankPool, tmp_path: Path) -> None:
     for policy in ("skip", "queue"):
         made(tmp_path / policy)
-    said = rank_pool.run(save_when_busy, 2, tmp_path / "root", tmp_path)
-    assert said == [[True, False, True, True, True, True]] * 2
+    message = rank_pool.run(save_when_busy, 2, tmp_path / "root", tmp_path)
+    assert message == [[True, False, True, True, True, True]] * 2
 
 
 def save_in(root: Path, backends: list[Any]) -> None:

@@ -111,7 +111,7 @@ def train_on_without_a_writer(root: Path) -> None:
 
 def end_by_a_mistake(root: Path) -> list[str]:
     """A strategy raises what is none of ours, where training outlives what it can."""
-    said = []
+    message = []
     for behind in (False, True):
         checkpointer = Checkpointer(root, async_save=behind, on_error="warn", save_options=OPTIONS)
 
@@ -122,18 +122,18 @@ def end_by_a_mistake(root: Path) -> list[str]:
         with pytest.raises(CheckpointError) as found:
             save()
         assert checkpointer.failed_saves == 0
-        said.append(f"{type(found.value).__name__} of {found.value.rank}: {found.value}")
+        message.append(f"{type(found.value).__name__} of {found.value.rank}: {found.value}")
         checkpointer.save(2, {"w": part(2.0)})
         checkpointer.close()
-    return said
+    return message
 
 
 def test_training_does_not_outlive_a_mistake_in_a_strategy_in_whichever_process_it_is_met(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    said = rank_pool.run(end_by_a_mistake, 2, tmp_path)
+    message = rank_pool.run(end_by_a_mistake, 2, tmp_path)
     text = "Rank 1 failed while writing its chunks: OwnMistakeError: something of one's own"
-    assert said == [[f"RankFailedError of 1: {text}"] * 2] * 2
+    assert message == [[f"RankFailedError of 1: {text}"] * 2] * 2
 
 
 def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
@@ -289,8 +289,10 @@ def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_can
         os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(process, "kill", lambda: None)  # as if it waited for a disk, in the kernel
         checkpointer.save(1, ones())
-        said = rf"of rank 0 \(process {pid}\) made no progress for 1.5 s and was killed while saving step 1"
-        with pytest.raises(WriterFailedError, match=said) as found:
+        message = (
+            rf"of rank 0 \(process {pid}\) made no progress for 1.5 s and was killed while saving step 1"
+        )
+        with pytest.raises(WriterFailedError, match=message) as found:
             checkpointer.wait()
         assert found.value.rank == 0
         assert is_alive(pid)

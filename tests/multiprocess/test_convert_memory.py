@@ -38,8 +38,8 @@ def resident(field: str) -> int:
 
 def save_long_chunks(directory: Path) -> None:
     rows = CHUNK_BYTES // (4 * 1024)
-    halves = [torch.arange(rows * 1024, dtype=torch.int32).reshape(rows, 1024) + i for i in range(CHUNKS)]
-    state = [ShardedTensor.from_rank_offsets("w", half, (0, i, CHUNKS)) for i, half in enumerate(halves)]
+    parts = [torch.arange(rows * 1024, dtype=torch.int32).reshape(rows, 1024) + i for i in range(CHUNKS)]
+    state = [ShardedTensor.from_rank_offsets("w", half, (0, i, CHUNKS)) for i, half in enumerate(parts)]
     megackpt.save({"w": state, "step": 1}, directory)
 
 

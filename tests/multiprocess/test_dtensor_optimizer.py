@@ -84,6 +84,6 @@ def test_training_goes_on_bit_for_bit_and_at_another_mesh_with_the_same_state(
     assert all(any("momentum" in p or "exp_avg" in p for p in saved) for saved, _ in expected.values())
     for mesh, ranks in (("fsdp2", 2), ("fsdp4", 4)):
         assert rank_pool.run(_resume, ranks, mesh, str(tmp_path), expected) == [[]] * ranks
-    for said in rank_pool.run(_forget, 2, "fsdp2", str(tmp_path)):
-        assert "'optimizer.state': " in said
-        assert "initialise_state" in said
+    for message in rank_pool.run(_forget, 2, "fsdp2", str(tmp_path)):
+        assert "'optimizer.state': " in message
+        assert "initialise_state" in message

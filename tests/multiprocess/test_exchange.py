@@ -309,10 +309,10 @@ def load_with_unlike_memberships(directory: Path, way: Any) -> bool:
     """
     for members in ([0, 3], [0]):
         dist.new_group(members, backend="gloo", use_local_synchronization=True)
-    halves = [dist.new_group(half, backend="gloo") for half in ([0, 1], [2, 3])]
+    parts = [dist.new_group(half, backend="gloo") for half in ([0, 1], [2, 3])]
     everyone = dist.group.WORLD
     assert everyone is not None
-    for group in (everyone, halves[dist.get_rank() // 2]):
+    for group in (everyone, parts[dist.get_rank() // 2]):
         loaded = megackpt.load(
             replicated(False),
             directory,

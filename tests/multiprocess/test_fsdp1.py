@@ -209,9 +209,9 @@ def _several(root: str) -> list[Any]:
 def test_any_shards_load_into_any_others_and_what_has_none_is_refused(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    for said in rank_pool.run(_several, 4, str(tmp_path)):
-        assert said[:4] == [True] * 4
+    for output in rank_pool.run(_several, 4, str(tmp_path)):
+        assert output[:4] == [True] * 4
         texts = ["never initialised"] * 2 + ["layout torch.sparse_coo"] * 2 + ["inside of a tuple"] * 2
-        assert len(said) == 4 + len(texts)
-        for text, error in zip(texts, said[4:], strict=True):
+        assert len(output) == 4 + len(texts)
+        for text, error in zip(texts, output[4:], strict=True):
             assert text in error

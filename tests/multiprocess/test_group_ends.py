@@ -51,12 +51,12 @@ def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=120)[0].split() for process in ranks]
+        message = [process.communicate(timeout=120)[0].split() for process in ranks]
     finally:
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0]
-    for before, after in said:
+    for before, after in message:
         assert int(before) > int(after) == 0
 
 

@@ -65,8 +65,8 @@ def save_drifted(directory: str) -> str:
 
 
 def test_ranks_agree_which_of_them_has_drifted(rank_pool: RankPool, tmp_path: Path) -> None:
-    (said,) = set(rank_pool.run(save_drifted, RANKS, str(tmp_path)))
-    assert "'copy' [0:3]: rank 3 differs from the majority, ranks 0, 1, 2" in said
+    (message,) = set(rank_pool.run(save_drifted, RANKS, str(tmp_path)))
+    assert "'copy' [0:3]: rank 3 differs from the majority, ranks 0, 1, 2" in message
 
 
 def go_back(root: str) -> tuple[int, float, int]:

@@ -61,13 +61,13 @@ def peak_of_a_resharded_load(directory: Path, kind: str) -> int:
         halves = [target[:, : columns // 2], target[:, columns // 2 :]]
         asked = [ShardedTensor.from_rank_offsets("w", h, (1, i, 2)) for i, h in enumerate(halves)]
     else:
-        pieces = target.view(-1).split(array.numel() // 7)  # flat ranges that begin and end within rows
-        starts = [i * (array.numel() // 7) for i in range(len(pieces))]
+        parts = target.view(-1).split(array.numel() // 7)  # flat ranges that begin and end within rows
+        starts = [i * (array.numel() // 7) for i in range(len(parts))]
         asked = [
             ShardedTensor.from_rank_offsets_flat(
                 "w", p, (rows, columns), flattened_range=slice(s, s + p.numel())
             )
-            for s, p in zip(starts, pieces, strict=True)
+            for s, p in zip(starts, parts, strict=True)
         ]
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")

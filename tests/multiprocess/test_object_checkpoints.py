@@ -186,8 +186,8 @@ def test_pins_metrics_and_the_tracker_lie_beside_the_steps(s3_proxy: FaultyProxy
     assert checkpointer.pins() == (1,)
     assert checkpointer.metrics(2) == {"loss": 1.0}
     assert everything.read("latest_checkpointed_iteration.txt", max_bytes=100) == b"4"
-    beside = [name for name in everything.names() if not name.startswith("iter_")]
-    assert beside == [
+    sibling = [name for name in everything.names() if not name.startswith("iter_")]
+    assert sibling == [
         *(f".megackpt/metrics/iter_000000{step}.json" for step in (1, 2, 4)),
         ".megackpt/pins/iter_0000001",
         "latest_checkpointed_iteration.txt",

@@ -62,10 +62,10 @@ def _save_and_go_on(root: str) -> tuple[bytes, bool]:
     return bits(model), refused
 
 
-def _resume(place: str, exchange: Any) -> bytes:
+def _resume(location: str, exchange: Any) -> bytes:
     model, optimizer = build(2)
     options = LoadOptions(exchange=exchange)
-    loaded = megackpt.load(state_of(model, optimizer), place, options=options)
+    loaded = megackpt.load(state_of(model, optimizer), location, options=options)
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     train_step(model, optimizer, 2)
@@ -76,8 +76,8 @@ def test_training_goes_on_bit_for_bit(rank_pool: RankPool, tmp_path: Path) -> No
     found = rank_pool.run(_save_and_go_on, 2, str(tmp_path))
     assert [refused for _, refused in found] == [True, True]
     trained = found[0][0]
-    for place, exchange in (("sync", "direct"), ("async/iter_0000002", "all_to_all")):
-        data = sorted(file.stat().st_size for file in (tmp_path / place / "data").iterdir())
+    for location, exchange in (("sync", "direct"), ("async/iter_0000002", "all_to_all")):
+        data = sorted(file.stat().st_size for file in (tmp_path / location / "data").iterdir())
         assert len(data) == 2
         assert data[1] < 2 * data[0]  # both wrote
-        assert rank_pool.run(_resume, 2, str(tmp_path / place), exchange) == [trained, trained]
+        assert rank_pool.run(_resume, 2, str(tmp_path / location), exchange) == [trained, trained]

@@ -107,13 +107,13 @@ def test_ranks_that_chose_different_formats_learn_it_before_a_slow_import(
 ) -> None:
     first, second = fresh_pool.run(save_unlike, 2, str(tmp_path))
     names = {None: ["megackpt", 1], "megackpt": ["megackpt", 1], "torch_dist": ["torch_dist", 1]}
-    for (said, took), (other, _), choices in zip(first, second, (*UNLIKE, UNLIKE[0]), strict=True):
+    for (message, took), (other, _), choices in zip(first, second, (*UNLIKE, UNLIKE[0]), strict=True):
         given = [names.get(choice) or list(choice) for choice in choices]
-        assert said == other
-        assert said.startswith(
+        assert message == other
+        assert message.startswith(
             "DeclarationError: Ranks save differently: "
             f"format is {given[0]} on rank 0 and {given[1]} on rank 1"
         )
-        print(f"{said[:100]} after {took:.2f} s")
+        print(f"{message[:100]} after {took:.2f} s")
     assert not list(tmp_path.glob("[0-9]/metadata.json"))
     fresh_pool.run(save_alike, 2, str(tmp_path / "alike"))

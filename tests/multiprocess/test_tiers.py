@@ -97,8 +97,8 @@ def test_the_newest_step_in_memory_outlives_any_node_and_without_it_the_root_is_
     outcomes = rank_pool.outcomes(train_until_a_node_is_killed, RANKS, memory_path / "run")
     assert [isinstance(o.error, EOFError) for o in outcomes] == [r // 2 == KILLED for r in range(RANKS)]
     assert all(o.value for o in outcomes if o.error is None)
-    torn = memory_path / "run" / f"node-{KILLED}" / "iter_0000004"
-    assert list((torn / "data").iterdir())
+    incomplete = memory_path / "run" / f"node-{KILLED}" / "iter_0000004"
+    assert list((incomplete / "data").iterdir())
 
     for lost in range(NODES):
         shutil.copytree(memory_path / "run", memory_path / "restarted")

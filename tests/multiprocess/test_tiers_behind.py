@@ -108,7 +108,7 @@ def order(base: Path, **what: str) -> None:
     dist.barrier()
 
 
-def train(base: Path, heard: Heard) -> None:
+def train(base: Path, received: Heard) -> None:
     with checkpointer(base) as run:
         given = state(1)
         run.warm_up(given)
@@ -134,7 +134,7 @@ def train(base: Path, heard: Heard) -> None:
         run.wait()
         dist.barrier()
         assert steps_on(base) == ["iter_0000002", "iter_0000003"]
-        assert heard.texts == []
+        assert received.texts == []
 
         order(base, node="node-2", kind="writer.write", name="00001.safetensors", how="full")
         assert run.save(4, state(4), to_root=True)
@@ -143,9 +143,9 @@ def train(base: Path, heard: Heard) -> None:
         assert run.steps() == (1, 4)
         assert steps_on(base) == ["iter_0000002", "iter_0000003"]
         assert not list((base / f"node-{dist.get_rank()}").glob("iter_0000004/*/*"))
-        said = [text for text in heard.texts if "Step 4 is not in the memory tier" in text]
-        assert len(said) == (dist.get_rank() == 0)
-        assert all("No space left" in text for text in said)
+        message = [text for text in received.texts if "Step 4 is not in the memory tier" in text]
+        assert len(message) == (dist.get_rank() == 0)
+        assert all("No space left" in text for text in message)
 
         order(base)
         run.save(5, state(5))
@@ -178,12 +178,12 @@ def lose_a_writer(base: Path, how: str, timeout_s: float) -> tuple[str, float]:
 
 
 def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]:
-    heard = Heard()
-    logging.getLogger("megackpt.checkpointer").addHandler(heard)
+    received = Heard()
+    logging.getLogger("megackpt.checkpointer").addHandler(received)
     try:
-        train(base, heard)
+        train(base, received)
     finally:
-        logging.getLogger("megackpt.checkpointer").removeHandler(heard)
+        logging.getLogger("megackpt.checkpointer").removeHandler(received)
     return [lose_a_writer(base, how, DEADLINE_S if how == "dies" else 3.0) for how in troubles]
 
 

@@ -110,8 +110,8 @@ def _wait_for_unlike_times(root: str) -> tuple[str, float]:
 
 
 def test_deadlines_that_differ_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
-    for said, took in rank_pool.run(_wait_for_unlike_times, 2, str(tmp_path)):
-        assert "SaveOptions.timeout_s is 20.0 on rank 0 and 21.0 on rank 1" in said
+    for message, took in rank_pool.run(_wait_for_unlike_times, 2, str(tmp_path)):
+        assert "SaveOptions.timeout_s is 20.0 on rank 0 and 21.0 on rank 1" in message
         assert took < TIMEOUT_S / 2
 
 
@@ -158,6 +158,6 @@ def test_calls_that_differ_are_refused_on_all_ranks_and_say_what_differs(
 ) -> None:
     found = rank_pool.run(_call_unlike, 2, str(tmp_path / "run"))
     for of_rank in found:
-        for name, (said, took) in of_rank.items():
-            assert name in said, (name, said)
+        for name, (message, took) in of_rank.items():
+            assert name in message, (name, message)
             assert took < TIMEOUT_S / 2, name

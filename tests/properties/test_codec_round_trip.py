@@ -51,12 +51,12 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     dtype = draw(st.sampled_from(TORCH_DTYPES))
     shape = draw(shapes)
     count = int(np.prod(shape, dtype=int)) * dtype.itemsize
-    octets = torch.frombuffer(
+    raw_bytes = torch.frombuffer(
         bytearray(draw(st.binary(min_size=count, max_size=count)) or b"\0"), dtype=torch.uint8
     )
     if dtype is torch.bool:
-        octets = octets % 2
-    tensor = octets[:count].clone().view(dtype).reshape(shape)
+        raw_bytes = raw_bytes % 2
+    tensor = raw_bytes[:count].clone().view(dtype).reshape(shape)
     if tensor.dim() and draw(st.booleans()):
         tensor = tensor.transpose(0, -1)[:: draw(st.integers(1, 3))]
     return tensor

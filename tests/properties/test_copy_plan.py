@@ -19,12 +19,12 @@ def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
     """Places of a chunk's elements in its array, in the order of its bytes: the slow way."""
     shape = table.arrays[int(table.array[row])].global_shape
     dims = len(shape)
-    places = np.arange(int(np.prod(shape))).reshape(shape)
+    locations = np.arange(int(np.prod(shape))).reshape(shape)
     box = tuple(
         slice(a, a + n)
         for a, n in zip(table.start[row, :dims].tolist(), table.shape[row, :dims].tolist(), strict=True)
     )
-    return places[box].reshape(-1)[int(table.flat_start[row]) : int(table.flat_stop[row])]
+    return locations[box].reshape(-1)[int(table.flat_start[row]) : int(table.flat_stop[row])]
 
 
 @settings(deadline=None)
@@ -34,8 +34,8 @@ def numbers_of(table: ChunkTable, row: int) -> np.ndarray:
 def test_parts_follow_each_other_in_the_bytes_of_their_chunk(
     data: st.DataObject, array: torch.Tensor, ranks: int, most: int
 ) -> None:
-    held = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
-    declared = [describe([h.declare("a", array) for h in held if h.rank == r], rank=r) for r in range(ranks)]
+    owned = data.draw(owned_chunks(tuple(array.shape), ranks=ranks))
+    declared = [describe([h.declare("a", array) for h in owned if h.rank == r], rank=r) for r in range(ranks)]
     table = plan_main_replicas(merge_declarations(declared)).table
     cut, of, start = split_long_chunks(table, most=most)
     width = array.element_size()

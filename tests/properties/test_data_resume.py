@@ -101,16 +101,16 @@ def read_shards(
     """Resume what there is, read on each of dp ranks (two of tp each), save; return what was read."""
 
     def run(group: Any) -> list[tuple[str, int]]:
-        place = RankPosition(
+        location = RankPosition(
             layout={"dp": dp, "tp": 2}, coordinates={"dp": group.rank // 2, "tp": group.rank % 2}
         )
-        data = ShardedData(list(lengths), open_shard(lengths, buffer), place)
+        data = ShardedData(list(lengths), open_shard(lengths, buffer), location)
         if phase:
             loaded = load({"d": data.sharded_state_dict("d.")}, store, group=group)
             assert data.resume(loaded["d"], step=phase) == ""
         mine = [next(data) for _ in range(draws)]
         assert {name for name, _ in mine} <= set(data.my_shards)
-        assert data.my_shards == tuple(sorted(lengths))[place.index("dp") :: dp]
+        assert data.my_shards == tuple(sorted(lengths))[location.index("dp") :: dp]
         save({"d": data.sharded_state_dict("d.")}, store, group=group)
         return mine
 
@@ -182,9 +182,9 @@ def test_other_shards_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_shards_that_cannot_be_shared_out_are_refused() -> None:
-    place = RankPosition(layout={"dp": 4}, coordinates={"dp": 0})
+    location = RankPosition(layout={"dp": 4}, coordinates={"dp": 0})
     with pytest.raises(DeclarationError, match=r"4 data-parallel ranks share 3 shards.*Use at most 3"):
-        ShardedData(["a", "b", "c"], open_shard({"a": 1}, 0), place)
+        ShardedData(["a", "b", "c"], open_shard({"a": 1}, 0), location)
     with pytest.raises(DeclarationError, match="named twice"):
         ShardedData(["a", "a"], open_shard({"a": 1}, 0), RankPosition.single_process())
     with pytest.raises(DeclarationError, match="Shard 'a' has no samples"):

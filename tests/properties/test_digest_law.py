@@ -43,7 +43,7 @@ def test_a_save_at_any_layout_stores_the_digest_of_the_array(
     store = MemoryStore()
 
     def save_rank(group: Group) -> None:
-        shards = [held.declare("array", array) for held in layout if held.rank == group.rank]
+        shards = [owned.declare("array", array) for owned in layout if owned.rank == group.rank]
         save({"shards": shards}, store, options=OPTIONS, group=group, validate_access_integrity=validates)
 
     SimulatedWorld(ranks).run(save_rank)
@@ -124,11 +124,11 @@ def test_parts_of_chunks_from_anywhere_in_pieces_of_any_length_make_up_the_diges
 @settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
 def test_runs_are_the_places_of_the_bytes_of_a_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    place = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
+    location = np.arange(math.prod(shape) * 2).reshape(*shape, 2)
     for box in data.draw(boxes(shape)):
         if box.numel:
             runs = box_ranges(box.start, box.shape, shape, itemsize=2)
             begins = [runs.begin_of(run) for run in range(runs.count)]
             found = [begin + at for begin in begins for at in range(runs.nbytes)]
-            assert found == place[box.slices()].reshape(-1).tolist()
+            assert found == location[box.slices()].reshape(-1).tolist()
             assert all(extent > 1 for extent in runs.extents)

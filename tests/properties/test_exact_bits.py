@@ -32,9 +32,9 @@ SPECIAL = {
 def all_bits(dtype: torch.dtype) -> torch.Tensor:
     """Every bit pattern of a dtype of one or two bytes, special ones of a wider: `[rows, 8]`, rows even."""
     width = dtype.itemsize // (2 if dtype.is_complex else 1)
-    octets = b"".join(p.to_bytes(width, "little") for p in SPECIAL.get(width, range(256**width)))
-    octets *= -(-256 // len(octets))
-    whole_rows = octets[: len(octets) // 256 * 256]
+    raw_bytes = b"".join(p.to_bytes(width, "little") for p in SPECIAL.get(width, range(256**width)))
+    raw_bytes *= -(-256 // len(raw_bytes))
+    whole_rows = raw_bytes[: len(raw_bytes) // 256 * 256]
     return torch.frombuffer(bytearray(whole_rows), dtype=torch.uint8).view(dtype).reshape(-1, 8)
 
 

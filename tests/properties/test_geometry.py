@@ -15,8 +15,8 @@ from megackpt.geometry import Box, rectangles_of, row_major_strides, split_range
 
 @given(rows=st.integers(0, 64), parts=st.integers(1, 8))
 def test_fragments_tile_the_dim_without_gap_or_overlap(rows: int, parts: int) -> None:
-    pieces = [split_range(rows, parts=parts, index=i) for i in range(parts)]
-    assert [e for start, stop in pieces for e in range(start, stop)] == list(range(rows))
+    shares = [split_range(rows, parts=parts, index=i) for i in range(parts)]
+    assert [e for start, stop in shares for e in range(start, stop)] == list(range(rows))
 
 
 def test_split_range_refuses_a_part_that_does_not_exist() -> None:

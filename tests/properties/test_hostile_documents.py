@@ -31,5 +31,5 @@ def files(request: pytest.FixtureRequest) -> Files:
 )
 @given(data=st.data())
 def test_a_hostile_value_leads_to_an_error_of_ours_or_to_a_load(files: Files, data: st.DataObject) -> None:
-    choose: Callable[[int], int] = lambda below: data.draw(st.integers(0, below - 1))  # noqa: E731
+    choose: Callable[[int], int] = lambda subdirectory: data.draw(st.integers(0, subdirectory - 1))  # noqa: E731
     outcome(mutated(files, choose), {})

@@ -101,9 +101,9 @@ def copies_of(requested: DeclaredChunks, stored: StoredChunks) -> list[object]:
     rows = [r for r in range(len(requested)) if requested.table.arrays[requested.table.array[r]].key in known]
     copies = plan_load(requested.take(np.array(rows, np.int64)), stored.table, where="here")
     files = np.array(stored.files)
-    places = list(zip(files[stored.file[copies.stored]], stored.offset_bytes[copies.stored], strict=True))
+    locations = list(zip(files[stored.file[copies.stored]], stored.offset_bytes[copies.stored], strict=True))
     rest = [getattr(copies, name).tolist() for name in copies.__slots__ if name != "stored"]
-    return [places, *rest]
+    return [locations, *rest]
 
 
 def digests_of(stored: StoredChunks) -> list[list[int]]:
@@ -130,10 +130,10 @@ def test_parts_of_an_index_give_the_load_plan_of_the_whole(
 ) -> None:
     stored = data.draw(stored_chunks())
     store = MemoryStore()
-    said = {"index": write_index(store, "i", stored, block_rows=block_rows, block_digests=block_digests)}
-    whole = read_index(store, said)
+    message = {"index": write_index(store, "i", stored, block_rows=block_rows, block_digests=block_digests)}
+    whole = read_index(store, message)
     assert rows_of(whole) == rows_of(stored)
-    index = open_index(store, said, whole_bytes=0)
+    index = open_index(store, message, whole_bytes=0)
     assert isinstance(index, PartialIndex)
     assert index.arrays == stored.table.arrays
     for _ in range(3 if stored.table.arrays else 0):

@@ -17,7 +17,7 @@ from tests.effort import sample_of
 
 
 def declare(layout: list[OwnedChunk], key: str, array: torch.Tensor, rank: int) -> list[ShardedTensor]:
-    return [held.declare(key, array) for held in layout if held.rank == rank]
+    return [owned.declare(key, array) for owned in layout if owned.rank == rank]
 
 
 def bits_of(tensor: ShardedTensor) -> bytes:

@@ -39,11 +39,11 @@ def table_of(rows: list[Row]) -> ChunkTable:
 
 def elements(table: ChunkTable, row: int) -> set[tuple[int, int]]:
     """Array and place of each element, the slow way."""
-    places = np.arange(EXTENTS[0] * EXTENTS[1]).reshape(EXTENTS)
+    locations = np.arange(EXTENTS[0] * EXTENTS[1]).reshape(EXTENTS)
     (a, c), (n, m) = table.start[row].tolist(), table.shape[row].tolist()
     low, high = int(table.flat_start[row]), int(table.flat_stop[row])
-    inside = places[a : a + n, c : c + m].reshape(-1)[low:high]
-    return {(int(table.array[row]), place) for place in inside.tolist()}
+    inside = locations[a : a + n, c : c + m].reshape(-1)[low:high]
+    return {(int(table.array[row]), location) for location in inside.tolist()}
 
 
 @settings(deadline=None, max_examples=100)

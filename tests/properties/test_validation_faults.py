@@ -112,11 +112,11 @@ def valid_world(seed: int) -> World:
     return world
 
 
-def pinwheel(piece: int) -> ShardedTensor:
+def pinwheel(part: int) -> ShardedTensor:
     """One of the five boxes that tile a 5 x 5 square in the way that no cuts from edge to edge can."""
     starts, shapes = [(0, 0), (0, 3), (3, 2), (2, 0), (2, 2)], [(2, 3), (3, 2), (2, 3), (3, 2), (1, 1)]
-    shape = shapes[piece]
-    return ShardedTensor("pinwheel", torch.zeros(shape), torch.float32, shape, (5, 5), starts[piece])
+    shape = shapes[part]
+    return ShardedTensor("pinwheel", torch.zeros(shape), torch.float32, shape, (5, 5), starts[part])
 
 
 ANY_DATA = SaveOptions(sample_replicas=Policy.IGNORE)
@@ -136,7 +136,7 @@ class Found:
     """What an error has to be and say."""
 
     error: type[CheckpointError]
-    said: tuple[str, ...]
+    message: tuple[str, ...]
 
 
 Fault = Callable[[World], Found]
@@ -148,12 +148,12 @@ def fault(fn: Fault) -> Fault:
     return fn
 
 
-def not_covered(*said: str) -> Found:
-    return Found(CoverageError, said)
+def not_covered(*message: str) -> Found:
+    return Found(CoverageError, message)
 
 
-def differs(*said: str) -> Found:
-    return Found(MismatchError, said)
+def differs(*message: str) -> Found:
+    return Found(MismatchError, message)
 
 
 # --- boxes

@@ -19,16 +19,16 @@ from megackpt.validation import check_coverage
 from tests.effort import sample_of
 
 
-def counts_by_brute_force(pieces: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
+def counts_by_brute_force(parts: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
     counts = [np.zeros(shape, int) for shape in whole.tolist()]
-    for array, start, stop in zip(*(column.tolist() for column in pieces), strict=True):
+    for array, start, stop in zip(*(column.tolist() for column in parts), strict=True):
         counts[array][tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] += 1
     return counts
 
 
-def counts_by_regions(pieces: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
+def counts_by_regions(parts: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
     counts = [np.ones(shape, int) for shape in whole.tolist()]
-    for found in uncovered_regions(pieces, whole):
+    for found in uncovered_regions(parts, whole):
         for start, stop, count in zip(found.start, found.stop, found.count, strict=True):
             region = counts[found.array][tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
             assert region.size, "a region has elements"
@@ -90,8 +90,8 @@ def test_too_many_faults_of_one_array_are_named_by_the_box_around_them(
 def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: list[int]) -> None:
     entities: list[list[ShardedTensor | ShardedObject]] = [[] for _ in range(ranks)]
     for number, array in enumerate(data.draw(st.lists(arrays(), max_size=4))):
-        for held in data.draw(owned_chunks(tuple(array.shape), ranks=ranks)):
-            entities[held.rank].append(held.declare(f"array{number}", array))
+        for owned in data.draw(owned_chunks(tuple(array.shape), ranks=ranks)):
+            entities[owned.rank].append(owned.declare(f"array{number}", array))
     for offset in np.ndindex(*grid):
         for replica, rank in enumerate(data.draw(st.permutations(range(ranks)))):
             entities[rank].append(ShardedObject("objects", None, tuple(grid), offset, replica))
@@ -105,11 +105,11 @@ def test_a_valid_world_is_never_refused(data: st.DataObject, ranks: int, grid: l
 def test_a_chunk_less_or_a_chunk_too_many_is_always_found(
     data: st.DataObject, array: torch.Tensor, spoil: str
 ) -> None:
-    mains = [held for held in data.draw(owned_chunks(tuple(array.shape), ranks=3)) if held.replica == 0]
-    victim = data.draw(st.sampled_from([held for held in mains if held.chunk[2] > held.chunk[1]]))
-    spoilt = [held for held in mains if held is not victim] if spoil == "drop" else [*mains, victim]
+    mains = [owned for owned in data.draw(owned_chunks(tuple(array.shape), ranks=3)) if owned.replica == 0]
+    victim = data.draw(st.sampled_from([owned for owned in mains if owned.chunk[2] > owned.chunk[1]]))
+    spoilt = [owned for owned in mains if owned is not victim] if spoil == "drop" else [*mains, victim]
     per_rank = [
-        describe([held.declare("array", array) for held in spoilt if held.rank == rank], rank=rank)
+        describe([owned.declare("array", array) for owned in spoilt if owned.rank == rank], rank=rank)
         for rank in range(3)
     ]
     if not any(len(declared) for declared in per_rank):
@@ -117,5 +117,5 @@ def test_a_chunk_less_or_a_chunk_too_many_is_always_found(
     with pytest.raises(CoverageError) as caught:
         check_coverage(merge_declarations(per_rank))
     assert caught.value.key == "array"
-    said = "by no rank" if spoil == "drop" else f"all of rank {victim.rank})"
-    assert said in str(caught.value) or "more than one main replica (ranks" in str(caught.value)
+    message = "by no rank" if spoil == "drop" else f"all of rank {victim.rank})"
+    assert message in str(caught.value) or "more than one main replica (ranks" in str(caught.value)

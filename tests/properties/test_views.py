@@ -61,30 +61,32 @@ def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_p
     stride = data.draw(st.integers(1, 2))
     shard = torch.arange(start * stride, stop * stride)[::stride]  # position p holds p * stride
     found = torch.full(tuple(block.shape), -1)
-    pieces = chunks_of_view(view, shard, slice(start, stop))
-    for piece in pieces:
-        place = found[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
-        assert piece.data is not None
-        assert piece.data.numel() > 0
-        assert piece.data.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        if piece.flattened_range is None:
-            assert bool((place == -1).all())
-            place.copy_(piece.data)
+    parts = chunks_of_view(view, shard, slice(start, stop))
+    for share in parts:
+        location = found[tuple(slice(a, a + n) for a, n in zip(share.start, share.shape, strict=True))]
+        assert share.data is not None
+        assert share.data.numel() > 0
+        assert share.data.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        if share.flattened_range is None:
+            assert bool((location == -1).all())
+            location.copy_(share.data)
         else:
-            flat = place.reshape(-1)
-            flat[piece.flattened_range] = piece.data
-            place.copy_(flat.view(place.shape))
-    held = (block >= start) & (block < stop)
-    assert torch.equal(found, torch.where(held, block * stride, -1))
-    assert len(pieces) <= max(1, 2 * len(view.axes) - 1)
+            flat = location.reshape(-1)
+            flat[share.flattened_range] = share.data
+            location.copy_(flat.view(location.shape))
+    owned = (block >= start) & (block < stop)
+    assert torch.equal(found, torch.where(owned, block * stride, -1))
+    assert len(parts) <= max(1, 2 * len(view.axes) - 1)
 
 
 @settings(max_examples=sample_of(500), deadline=None)
 @given(layout_programs(), st.sampled_from([1, 2, 3, 6]))
-def test_a_layout_has_the_parts_that_torch_makes_by_the_same_steps(program: LayoutProgram, held: int) -> None:
-    local = torch.arange(math.prod(program.local_shape(held))).reshape(program.local_shape(held))
-    expected = program.views(local, held)
-    views = program.layout(held, key="w").views
+def test_a_layout_has_the_parts_that_torch_makes_by_the_same_steps(
+    program: LayoutProgram, owned: int
+) -> None:
+    local = torch.arange(math.prod(program.local_shape(owned))).reshape(program.local_shape(owned))
+    expected = program.views(local, owned)
+    views = program.layout(owned, key="w").views
     assert list(views) == list(expected)
     assert all(torch.equal(whole_view(views[name], local), part) for name, part in expected.items())  # type: ignore[arg-type]
     assert sum(view.numel for view in views.values()) == local.numel()

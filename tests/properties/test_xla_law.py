@@ -59,7 +59,7 @@ def test_any_spmd_world_loads_what_any_other_saved(data: st.DataObject, array: t
 
 
 def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
-    return [held.declare("w", array) for held in layout if held.rank == rank]
+    return [owned.declare("w", array) for owned in layout if owned.rank == rank]
 
 
 @SETTINGS
@@ -68,12 +68,12 @@ def test_spmd_worlds_and_ranks_load_what_the_other_saved(
     data: st.DataObject, array: torch.Tensor, ranks: int
 ) -> None:
     spmd = data.draw(spmd_layouts(array.ndim), label="spmd")
-    held = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="ranks")
+    owned = data.draw(owned_chunks(tuple(array.shape), ranks=ranks), label="ranks")
     store, back = MemoryStore(), MemoryStore()
     save_spmd(array, spmd, store)
 
     def through_ranks(group: Group) -> None:
-        mine = {"shards": declare(held, wrong_values(array), group.rank)}
+        mine = {"shards": declare(owned, wrong_values(array), group.rank)}
         load(mine, store, group=group)
         save(mine, back, group=group)
 

@@ -26,7 +26,7 @@ TINY = [GridRules(file_bytes=64, inner_bytes=16), GridRules(file_bytes=24, inner
 
 
 def declare(layout: list[OwnedChunk], array: torch.Tensor, rank: int) -> list[ShardedTensor]:
-    return [held.declare("array", array) for held in layout if held.rank == rank]
+    return [owned.declare("array", array) for owned in layout if owned.rank == rank]
 
 
 def bits_of(tensor: ShardedTensor) -> bytes:

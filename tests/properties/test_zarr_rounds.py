@@ -32,10 +32,10 @@ def plan_of(layouts: list[tuple[torch.Tensor, list[OwnedChunk]]], *, ranks: int)
     declared = []
     for rank in range(ranks):
         entities: list[ShardedTensor] = [
-            held.declare(f"array {i}", array)
+            owned.declare(f"array {i}", array)
             for i, (array, layout) in enumerate(layouts)
-            for held in layout
-            if held.rank == rank
+            for owned in layout
+            if owned.rank == rank
         ]
         declared.append(describe(entities, rank=rank))
     return plan_save(merge_declarations(declared), ranks=ranks)
@@ -55,16 +55,16 @@ def elements_of(plan: SavePlan, row: int, spec: ArraySpec) -> set[tuple[int, ...
     """All elements of a row, one by one: slow and obvious."""
     dims = len(spec.global_shape)
     start, shape = plan.table.start[row, :dims].tolist(), plan.table.shape[row, :dims].tolist()
-    places = list(itertools.product(*(range(a, a + n) for a, n in zip(start, shape, strict=True))))
-    return set(places[int(plan.table.flat_start[row]) : int(plan.table.flat_stop[row])])
+    locations = list(itertools.product(*(range(a, a + n) for a, n in zip(start, shape, strict=True))))
+    return set(locations[int(plan.table.flat_start[row]) : int(plan.table.flat_stop[row])])
 
 
 def files_of(plan: SavePlan, row: int, grids: list[Grid | None]) -> set[tuple[int, ...]]:
     number = int(plan.table.array[row])
     grid = grids[number]
     assert grid is not None
-    places = elements_of(plan, row, plan.table.arrays[number])
-    return {(number, *(i // c for i, c in zip(place, grid.chunk, strict=True))) for place in places}
+    locations = elements_of(plan, row, plan.table.arrays[number])
+    return {(number, *(i // c for i, c in zip(location, grid.chunk, strict=True))) for location in locations}
 
 
 @settings(max_examples=sample_of(200), deadline=None, suppress_health_check=list(HealthCheck))

@@ -14,7 +14,7 @@ from tests.writer_faults import FullDiskStrategy
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         ({"when_busy": "drop"}, "when_busy='drop' is not known. Give one of wait, queue, skip"),
         ({"staging_bytes": 0}, "staging_bytes is 0"),
@@ -23,8 +23,8 @@ from tests.writer_faults import FullDiskStrategy
         ({"start_timeout_s": -1}, "start_timeout_s is -1"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(bad: dict[str, Any], said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_options_that_mean_nothing_are_refused(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         AsyncOptions(**bad)
 
 

@@ -20,14 +20,14 @@ VAST = 2**40
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "message"),
     [
         (MOST_CHUNKS, "chunk '3' of .* is missing"),
         (MOST_CHUNKS + 1, "has 4,194,305 chunks, more than the 4,194,304"),
     ],
 )
 def test_an_array_of_zarr_with_too_many_chunks_is_refused_before_its_files_are_looked_for(
-    tmp_path: Path, count: int, said: str
+    tmp_path: Path, count: int, message: str
 ) -> None:
     save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, tmp_path, ("zarr", 1))
     before = json.loads((tmp_path / "a" / ".zarray").read_text())
@@ -35,7 +35,7 @@ def test_an_array_of_zarr_with_too_many_chunks_is_refused_before_its_files_are_l
     for number in range(3):
         (tmp_path / "a" / str(number)).write_bytes(data)
     edit_json(tmp_path / "a" / ".zarray", shape=[count], chunks=[1])
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FormatError, match=message):
         load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(1), (0, 0, count))}, tmp_path)
 
 
@@ -44,7 +44,7 @@ def test_an_object_that_is_longer_than_its_file_is_refused_before_memory_is_take
     tmp_path: Path, exchange: str
 ) -> None:
     build_base(NATIVE, tmp_path / "c")
-    place = Place(directory=tmp_path / "c", outside=tmp_path, ran=tmp_path, other=tmp_path)
+    location = Place(directory=tmp_path / "c", outside=tmp_path, ran=tmp_path, other=tmp_path)
 
     def lie(columns: dict[str, Any]) -> None:
         wide = columns["nbytes"].astype(np.int64)
@@ -52,11 +52,11 @@ def test_an_object_that_is_longer_than_its_file_is_refused_before_memory_is_take
         columns["nbytes"] = wide
         columns["digest"] = np.append(columns["digest"][:-1], np.zeros(VAST // 2**18, np.uint64))
 
-    edit_index(place, lie)
+    edit_index(location, lie)
 
     def load_rank(group: Group) -> None:
         state = request(empty=True, ranks=(group.rank,))
-        load(state, place.directory, options=LoadOptions(exchange=exchange), group=group)
+        load(state, location.directory, options=LoadOptions(exchange=exchange), group=group)
 
     for outcome in SimulatedWorld(2).outcomes(load_rank):
         assert isinstance(outcome, FormatError), outcome

@@ -35,10 +35,10 @@ def test_huge_integers_survive_pythons_limit_on_decimal_digits() -> None:
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_every_bit_of_every_dtype_survives(dtype: torch.dtype) -> None:
-    octets = torch.arange(256, dtype=torch.uint8).repeat(dtype.itemsize)
+    raw_bytes = torch.arange(256, dtype=torch.uint8).repeat(dtype.itemsize)
     if dtype is torch.bool:
-        octets %= 2
-    every = octets.view(dtype)  # all NaNs among them
+        raw_bytes %= 2
+    every = raw_bytes.view(dtype)  # all NaNs among them
     value = [
         every,
         every.reshape(16, -1).t()[::3],

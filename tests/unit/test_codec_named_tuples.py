@@ -323,13 +323,13 @@ def test_conversions_there_and_back_change_nothing(tmp_path: Path, library: Any,
     formats = ("megackpt", "torch_dist", "megackpt")
     for number, name in enumerate(formats):
         _convert(tmp_path / str(number), tmp_path / str(number + 1), name)
-        stores = [open_store(str(tmp_path / str(place))) for place in (0, number + 1)]
+        stores = [open_store(str(tmp_path / str(location))) for location in (0, number + 1)]
         assert megackpt.diff(*stores).is_equal
     sys.modules[library.__name__] = library
     for number in range(len(formats) + 1):
-        place = str(tmp_path / str(number))
-        assert difference(megackpt.load({}, place), state) is None
+        location = str(tmp_path / str(number))
+        assert difference(megackpt.load({}, location), state) is None
         asked = {"state": megackpt.ShardedObject("state", None, (1,), (0,))}
-        assert difference(megackpt.load(asked, place)["state"], {"failed": call}) is None
+        assert difference(megackpt.load(asked, location)["state"], {"failed": call}) is None
         with keep_unknown_values():
-            assert difference(megackpt.load_common_state_dict(place), state) is None
+            assert difference(megackpt.load_common_state_dict(location), state) is None

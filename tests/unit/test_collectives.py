@@ -40,8 +40,8 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_learn_what_is_alike_and_what_is_largest(kind: str, ranks: int) -> None:
     def run(group: Group) -> Numbers:
-        said = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
-        return run_and_compare(KINDS[kind](group), lambda: said, equal=3, largest=2, doing="comparing")
+        text = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
+        return run_and_compare(KINDS[kind](group), lambda: text, equal=3, largest=2, doing="comparing")
 
     for found in SimulatedWorld(ranks).run(run):
         assert found == Numbers((1, int(ranks == 1), 1), (ranks - 1, 2**61))
@@ -120,8 +120,8 @@ def test_a_mistake_of_rank_0_is_called_so(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("meeting", ["run_and_compare", "scatter_from_rank_0"])
-def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, meeting: str) -> None:
+@pytest.mark.parametrize("collective", ["run_and_compare", "scatter_from_rank_0"])
+def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, collective: str) -> None:
     def run(simulated: Group, own: Exception) -> object:
         group = KINDS[kind](simulated)
 
@@ -130,7 +130,7 @@ def test_what_failed_here_is_not_forgotten_when_another_rank_is_gone(kind: str, 
 
         if group.rank == 1:
             return None  # does not come
-        if meeting == "run_and_compare":
+        if collective == "run_and_compare":
             return run_and_compare(group, fail, equal=0, doing="comparing")
         return scatter_from_rank_0(group, fail, doing="giving")  # type: ignore[arg-type]
 

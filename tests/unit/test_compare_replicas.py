@@ -84,7 +84,7 @@ def change_object(rank: int, data: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (change_one, r"'whole' \[0:3\]: rank 2 differs from the majority, ranks 0, 1, 3"),
         (change_nan, r"'whole' \[0:3\]: rank 3 differs from the majority"),
@@ -92,11 +92,13 @@ def change_object(rank: int, data: dict[str, torch.Tensor]) -> None:
         (change_object, r"'flat' .*no majority: ranks 0, 2 \| ranks 1, 3.*\n.*'o' \[0:1\]: no majority"),
     ],
 )
-def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(change: Change, said: str) -> None:
+def test_copies_that_differ_are_named_on_all_ranks_and_nothing_is_written(
+    change: Change, message: str
+) -> None:
     outcomes, store = outcome(change)
     assert store.names() == []
     for found in outcomes:
-        with pytest.raises(MismatchError, match=said):
+        with pytest.raises(MismatchError, match=message):
             raise found  # type: ignore[misc]
     assert len({str(found) for found in outcomes}) == 1
 
@@ -128,7 +130,7 @@ def test_ranks_that_do_not_all_compare_are_refused() -> None:
 def test_divergences_are_those_of_a_slow_comparison() -> None:
     generator = np.random.default_rng(7)
     for _ in range(50):
-        said = [
+        message = [
             np.array(
                 [
                     (bytes([0, name] * 8), bytes([0, generator.integers(2)] * 8))
@@ -139,12 +141,12 @@ def test_divergences_are_those_of_a_slow_comparison() -> None:
             for _ in range(generator.integers(1, 6))
         ]
         expected = {}
-        for name in {bytes(c["name"]) for of_rank in said for c in of_rank}:
+        for name in {bytes(c["name"]) for of_rank in message for c in of_rank}:
             camps: dict[bytes, list[int]] = {}
-            for rank, of_rank in enumerate(said):
+            for rank, of_rank in enumerate(message):
                 for claim in of_rank:
                     if bytes(claim["name"]) == name:
                         camps.setdefault(bytes(claim["digest"]), []).append(rank)
             if len(camps) > 1:
                 expected[name] = sorted(map(tuple, camps.values()))
-        assert {d.name: sorted(d.groups) for d in find_divergences(said)} == expected
+        assert {d.name: sorted(d.groups) for d in find_divergences(message)} == expected

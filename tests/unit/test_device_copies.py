@@ -41,9 +41,9 @@ def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, bu
     buffers = HostBuffers(buffer_bytes, limit=3)
     parts = list(parts_of(tensor, buffer_bytes))
     assert all(part.numel() * part.element_size() <= buffer_bytes for part in parts)
-    arrived = list((label, bytes(piece)) for label, piece in to_host(enumerate(parts), buffers))
+    arrived = list((label, bytes(share)) for label, share in to_host(enumerate(parts), buffers))
     assert [label for label, _ in arrived] == list(range(len(parts)))
-    assert b"".join(piece for _, piece in arrived) == true_bytes(tensor)
+    assert b"".join(share for _, share in arrived) == true_bytes(tensor)
     assert b"".join(bytes(p) for p in host_parts(tensor, part_bytes=buffer_bytes)) == true_bytes(tensor)
 
 
@@ -56,9 +56,9 @@ def test_a_piece_stays_while_the_next_are_copied_and_no_more_of_them_than_said()
             yield i, torch.full((8,), i)
 
     buffers = HostBuffers(64, limit=8)
-    for label, piece in to_host(parts(), buffers):
+    for label, share in to_host(parts(), buffers):
         assert asked == list(range(min(label + AHEAD + 1, 20)))
-        assert np.frombuffer(piece, np.int64).tolist() == [label] * 8
+        assert np.frombuffer(share, np.int64).tolist() == [label] * 8
     assert buffers.nbytes == (AHEAD + 1) * 64
 
 
@@ -79,9 +79,9 @@ def test_copies_run_ahead_into_the_next_row_and_other_rows_take_no_buffer() -> N
         as_they_lie=lambda row: (memoryview(data) for data in rows[row]),
         buffers=buffers,
     )
-    assert [bytes(piece) for piece in next(in_order)] == rows[0]
+    assert [bytes(share) for share in next(in_order)] == rows[0]
     assert asked == [b"aa", b"bb", b"cc", b"dd", b"ee"]
-    assert [[bytes(piece) for piece in of_row] for of_row in in_order] == [rows[row] for row in (1, 2, 3, 4)]
+    assert [[bytes(share) for share in of_row] for of_row in in_order] == [rows[row] for row in (1, 2, 3, 4)]
     assert buffers.nbytes == (AHEAD + 1) * 2
 
 

@@ -77,9 +77,9 @@ def assembled(boxes: list[MeshBox], shape: tuple[int, ...]) -> torch.Tensor:
     """The local tensor that boxes describe."""
     extents = [max(b.local_start[d] + b.box.shape[d] for b in boxes) for d in range(len(shape))]
     local = torch.full(extents, -1)
-    for held in boxes:
-        at = tuple(slice(a, a + n) for a, n in zip(held.local_start, held.box.shape, strict=True))
-        local[at] = whole(shape)[held.box.slices()]
+    for owned in boxes:
+        at = tuple(slice(a, a + n) for a, n in zip(owned.local_start, owned.box.shape, strict=True))
+        local[at] = whole(shape)[owned.box.slices()]
     return local
 
 
@@ -101,8 +101,8 @@ def test_the_ranks_that_are_no_copies_of_others_tile_the_array(
     count = torch.zeros(shape, dtype=torch.int64)
     for at in coordinates(mesh):
         if all(i == 0 for i, cut in zip(at, cuts, strict=True) if cut is None):
-            for held in mesh_boxes(shape, mesh, at, cuts):
-                count[held.box.slices()] += 1
+            for owned in mesh_boxes(shape, mesh, at, cuts):
+                count[owned.box.slices()] += 1
     assert torch.equal(count, torch.ones_like(count))
 
 
@@ -114,12 +114,12 @@ def test_plain_cuts_give_the_offset_that_torch_computes(
     cuts = [cut and MeshCut(cut.dim) for cut in cuts]
     placements = [Replicate() if cut is None else Shard(cut.dim) for cut in cuts]
     for at in coordinates(mesh):
-        (held,) = mesh_boxes(shape, mesh, at, cuts)
+        (owned,) = mesh_boxes(shape, mesh, at, cuts)
         local_shape, offset = compute_local_shape_and_global_offset(shape, Mesh(mesh, at), placements)
-        assert held.box.shape == tuple(local_shape)
-        if held.box.numel:  # where nothing is lies where it likes
-            assert held.box.start == tuple(offset)
-        assert held.local_start == (0,) * len(shape)
+        assert owned.box.shape == tuple(local_shape)
+        if owned.box.numel:  # where nothing is lies where it likes
+            assert owned.box.start == tuple(offset)
+        assert owned.local_start == (0,) * len(shape)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
@@ -128,9 +128,9 @@ def test_fsdp_over_tp_gives_each_rank_one_box_where_it_is_even(fsdp: int, tp: in
     shape, cuts = (fsdp * tp * rows, 3), [MeshCut(0, tp), MeshCut(0)]
     placements = [_StridedShard(0, split_factor=tp), Shard(0)]
     for at in coordinates((fsdp, tp)):
-        (held,) = mesh_boxes(shape, (fsdp, tp), at, cuts)
+        (owned,) = mesh_boxes(shape, (fsdp, tp), at, cuts)
         expected = compute_local_shape_and_global_offset(shape, Mesh((fsdp, tp), at), placements)
-        assert (held.box.shape, held.box.start) == expected
+        assert (owned.box.shape, owned.box.start) == expected
 
 
 def test_the_order_of_cuts_can_be_given() -> None:

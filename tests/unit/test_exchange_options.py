@@ -32,7 +32,7 @@ def state(replica: int = 0) -> dict[str, ShardedTensor]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"exchange": "pigeons"}, "exchange='pigeons' is not known. Give one of direct, all_to_all"),
         ({"exchange_bytes": 0}, "exchange_bytes is 0"),
@@ -40,8 +40,8 @@ def state(replica: int = 0) -> dict[str, ShardedTensor]:
         ({"cpu_transfer": False, "exchange": "all_to_all"}, "only 'broadcast' and 'two_stage'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         LoadOptions(**options)
 
 

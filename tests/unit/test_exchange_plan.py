@@ -216,10 +216,10 @@ def test_planning_equal_requests_once_gives_the_plan_of_planning_each(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(exchange, "equal_requests", lambda of: [[rank] for rank in range(len(of))])
         one_by_one = plan(requested, table, mode)
-    together = plan(requested, table, mode)
+    combined = plan(requested, table, mode)
     for field in ("parts", "deliveries", "copies"):
-        for name in type(getattr(together, field)).__slots__:
-            found, expected = (getattr(getattr(p, field), name) for p in (together, one_by_one))
+        for name in type(getattr(combined, field)).__slots__:
+            found, expected = (getattr(getattr(p, field), name) for p in (combined, one_by_one))
             assert np.array_equal(found, expected), (field, name)
 
 

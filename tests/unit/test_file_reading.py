@@ -72,13 +72,13 @@ def test_a_range_comes_piece_by_piece_and_each_is_right_when_it_is_told_of(
     store: LocalStore, content: bytes, way: str
 ) -> None:
     out = bytearray(NBYTES - 9)
-    told = []
+    messages = []
     for filled in store.stream_into("a", 9, memoryview(out)):
         assert out[:filled] == content[9 : 9 + filled]
-        told.append(filled)
-    assert len(told) > 2
-    assert told == sorted(told)
-    assert told[-1] == len(out)
+        messages.append(filled)
+    assert len(messages) > 2
+    assert messages == sorted(messages)
+    assert messages[-1] == len(out)
 
 
 def test_a_store_that_ends_before_all_bytes_are_there_is_found_out(tmp_path: Path) -> None:

@@ -44,11 +44,11 @@ class CountingStore(MemoryStore):
 
 def test_a_rank_reads_a_small_part_of_a_large_index() -> None:
     stored, store = stack(8, 128, 256), CountingStore()
-    said = {"index": write_index(store, "index", stored)}
-    nbytes = said["index"]["nbytes"]
+    message = {"index": write_index(store, "index", stored)}
+    nbytes = message["index"]["nbytes"]
     assert nbytes / len(stored) < 100
-    assert said["index"]["head"]["nbytes"] < 0.01 * nbytes
-    index = index_reader.open_index(store, said)
+    assert message["index"]["head"]["nbytes"] < 0.01 * nbytes
+    index = index_reader.open_index(store, message)
     assert isinstance(index, PartialIndex)
     mine = index.of_boxes([box(stored, k, (64, 0, 0), (2, 256, 300_000)) for k in (2, 3)])
     assert len(mine) == 2 * 2 * 256
@@ -58,23 +58,23 @@ def test_a_rank_reads_a_small_part_of_a_large_index() -> None:
 
 def test_a_small_index_is_one_request() -> None:
     stored, store = stack(2, 4, 4), CountingStore()
-    said = {"index": write_index(store, "index", stored)}
-    index = index_reader.open_index(store, said)
+    message = {"index": write_index(store, "index", stored)}
+    index = index_reader.open_index(store, message)
     assert len(index.of_boxes([box(stored, 1, (1, 0, 0), (1, 4, 300_000))])) == 16
-    assert store.requests == [said["index"]["nbytes"]]
+    assert store.requests == [message["index"]["nbytes"]]
 
 
 def test_an_index_without_a_head_is_read_whole() -> None:
-    store, said, stored = small()
-    del said["index"]["head"]
-    index = index_reader.open_index(store, said, whole_bytes=0)
+    store, message, stored = small()
+    del message["index"]["head"]
+    index = index_reader.open_index(store, message, whole_bytes=0)
     assert isinstance(index, WholeIndex)
     assert len(index.of_keys([stored.table.arrays[2].key])) == 64
 
 
 def test_an_index_is_these_bytes() -> None:
-    _, said, _ = small()
-    assert said["index"] == {
+    _, message, _ = small()
+    assert message["index"] == {
         "file": "index",
         "nbytes": 15352,
         "xxh3_128": "f5e8b7634cd5d501cca020db7adc2683",
@@ -88,8 +88,8 @@ def test_an_index_is_these_bytes() -> None:
 
 
 def test_other_programs_open_an_index(tmp_path: Path) -> None:
-    store, said, stored = small()
-    (tmp_path / "index").write_bytes(store.read("index", max_bytes=said["index"]["nbytes"]))
+    store, message, stored = small()
+    (tmp_path / "index").write_bytes(store.read("index", max_bytes=message["index"]["nbytes"]))
     with safetensors.safe_open(tmp_path / "index", "pt") as file:
         assert torch.equal(file.get_tensor("start"), torch.from_numpy(stored.table.start.astype(np.uint32)))
         assert torch.equal(file.get_tensor("digest"), torch.from_numpy(stored.digests))
@@ -106,8 +106,8 @@ def test_a_chunk_is_found_wherever_it_begins(first: int) -> None:
     digests = np.zeros(int(block_counts(shape).sum()), np.uint64)
     stored = StoredChunks(table, zeros, column, np.array([0, len(digests) - 1]), digests, ("data/0",))
     store = MemoryStore()
-    said = {"index": write_index(store, "index", stored)}
-    index = index_reader.open_index(store, said, whole_bytes=0)
+    message = {"index": write_index(store, "index", stored)}
+    index = index_reader.open_index(store, message, whole_bytes=0)
     assert index.of_keys(["w"]).table.start[:, 0].tolist() == column.tolist()
     last = ChunkTable(
         table.arrays, zeros[:1], column[1:, None], ones[:1, None], zeros[:1], ones[:1], ones[:1]
@@ -171,9 +171,9 @@ def test_a_load_by_parts_of_the_index_gives_what_was_saved(
 
 
 def test_the_whole_index_of_a_head_is_still_read(tmp_path: Path) -> None:
-    store, said, stored = small()
-    whole = read_index(store, said)
+    store, message, stored = small()
+    whole = read_index(store, message)
     assert whole.table.start.tolist() == stored.table.start.tolist()
-    damaged(store, said["index"]["nbytes"] - 1)
+    damaged(store, message["index"]["nbytes"] - 1)
     with pytest.raises(IntegrityError, match="the digest does not match"):
-        read_index(store, said)
+        read_index(store, message)

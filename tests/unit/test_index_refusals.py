@@ -41,51 +41,51 @@ def offset_of(store: MemoryStore, name: str) -> int:
 
 @pytest.mark.parametrize("name", ROW_COLUMNS)
 def test_damage_to_a_needed_block_of_rows_is_found(name: str) -> None:
-    store, said, stored = small()
+    store, message, stored = small()
     width = 12 if name in ("start", "shape") else 4
     damaged(store, offset_of(store, name) + (64 + 16) * width)  # the first of the rows asked for
     with pytest.raises(IntegrityError, match=r"index: the bytes \d+:\d+ are not those that were saved"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 def test_damage_to_needed_digests_is_found() -> None:
-    store, said, stored = small()
+    store, message, stored = small()
     damaged(store, offset_of(store, "digest") + (64 + 16 + 15) * 2 * 8)
     with pytest.raises(IntegrityError, match=r"index: the bytes \d+:\d+ are not those that were saved"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 @pytest.mark.parametrize("name", ["header", "key.utf8", "array.rows", "block.xxh3", "digest.xxh3", "padding"])
 def test_damage_to_the_head_is_found(name: str) -> None:
-    store, said, stored = small()
+    store, message, stored = small()
     damaged(store, 20 if name == "header" else offset_of(store, name))
     with pytest.raises(IntegrityError, match="index: the bytes 0:"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 def test_damage_elsewhere_neither_stops_a_load_nor_is_believed() -> None:
-    store, said, stored = small()
-    expected = ask(store, said, stored)
+    store, message, stored = small()
+    expected = ask(store, message, stored)
     # A row between those asked for, read with them: with this flip it would seem to be one of them.
     wanted = [box(stored, 0, (0, 0, 0), (2, 8, 300_000)), box(stored, 0, (6, 0, 0), (2, 8, 300_000))]
     damaged(store, offset_of(store, "start") + 16 * 12, bit=2)
-    index = index_reader.open_index(store, said, whole_bytes=0)
+    index = index_reader.open_index(store, message, whole_bytes=0)
     assert len(index.of_boxes(wanted)) == 32
-    assert ask(store, said, stored).table.start.tolist() == expected.table.start.tolist()
+    assert ask(store, message, stored).table.start.tolist() == expected.table.start.tolist()
 
 
 @pytest.mark.parametrize(("change", "error"), [(-1, IntegrityError), (1, FormatError)])
 def test_an_index_of_another_length_is_refused(change: int, error: type[CheckpointError]) -> None:
-    store, said, stored = small()
+    store, message, stored = small()
     data = store.read("index", max_bytes=2**30)
     store.write("index", data[:change] if change < 0 else data + b"\0")
     with pytest.raises(error, match=f"index: the file has {len(data) + change} bytes instead of {len(data)}"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 def forged(edit: Callable[[dict[str, Any]], object]) -> tuple[MemoryStore, Json, StoredChunks]:
     """Write an index with other columns, and digests of the head that fit them."""
-    store, said, stored = small()
+    store, message, stored = small()
     columns: dict[str, Any] = safetensors.numpy.load(store.read("index", max_bytes=2**30))
     del columns["padding"]
     edit(columns)
@@ -95,9 +95,9 @@ def forged(edit: Callable[[dict[str, Any]], object]) -> tuple[MemoryStore, Json,
     in_front = b"".join([header, *map(bytes_of, head.values())])
     data = b"".join([in_front, *map(bytes_of, rows.values())])
     store.write("index", data)
-    said["index"] |= {"nbytes": len(data), "xxh3_128": digest_of(data)}
-    said["index"]["head"] |= {"nbytes": len(in_front), "xxh3_128": digest_of(in_front)}
-    return store, said, stored
+    message["index"] |= {"nbytes": len(data), "xxh3_128": digest_of(data)}
+    message["index"]["head"] |= {"nbytes": len(in_front), "xxh3_128": digest_of(in_front)}
+    return store, message, stored
 
 
 def put(name: str, at: int | tuple[int, ...], value: int) -> Callable[[dict[str, Any]], object]:
@@ -155,19 +155,19 @@ def test_a_head_that_lies_is_refused(edit: Callable[[dict[str, Any]], object], m
 
 def with_digests(**columns: Any) -> Callable[[dict[str, Any]], object]:
     """Add digests of the three arrays, and then change columns."""
-    said: dict[str, Any] = {"crc64nvme": np.array([5, 0, 2**64 - 1], np.uint64)}
-    said["has_crc64nvme"] = np.array([1, 0, 1], np.uint8)
-    there = {f"array.{name}": column for name, column in (said | columns).items() if column is not None}
+    message: dict[str, Any] = {"crc64nvme": np.array([5, 0, 2**64 - 1], np.uint64)}
+    message["has_crc64nvme"] = np.array([1, 0, 1], np.uint8)
+    there = {f"array.{name}": column for name, column in (message | columns).items() if column is not None}
     return lambda into: into.update(there)
 
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**30], ids=["parts", "whole"])
 def test_digests_of_arrays_are_read_with_the_head_or_the_whole_index(whole_bytes: int) -> None:
-    store, said, _ = forged(with_digests())
-    index = index_reader.open_index(store, said, whole_bytes=whole_bytes)
+    store, message, _ = forged(with_digests())
+    index = index_reader.open_index(store, message, whole_bytes=whole_bytes)
     assert index.array_digests == {"layers.000": 5, "layers.002": 2**64 - 1}
-    store, said, _ = small()
-    assert index_reader.open_index(store, said, whole_bytes=whole_bytes).array_digests == {}
+    store, message, _ = small()
+    assert index_reader.open_index(store, message, whole_bytes=whole_bytes).array_digests == {}
 
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**30], ids=["parts", "whole"])
@@ -188,16 +188,16 @@ def test_digests_of_arrays_are_read_with_the_head_or_the_whole_index(whole_bytes
     ids=str,
 )
 def test_digests_of_arrays_that_do_not_fit_them_are_refused(columns: Any, whole_bytes: int) -> None:
-    store, said, _ = forged(with_digests(**columns))
+    store, message, _ = forged(with_digests(**columns))
     with pytest.raises(FormatError, match=r"index: .*(array\.(has_)?crc64nvme'|digests of arrays).* damaged"):
-        index_reader.open_index(store, said, whole_bytes=whole_bytes)
+        index_reader.open_index(store, message, whole_bytes=whole_bytes)
 
 
 def test_damage_to_digests_of_arrays_is_found() -> None:
-    store, said, stored = forged(with_digests())
+    store, message, stored = forged(with_digests())
     damaged(store, offset_of(store, "array.crc64nvme"))
     with pytest.raises(IntegrityError, match="index: the bytes 0:"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_damage_to_digests_of_arrays_is_found() -> None:
     ],
 )
 def test_an_entry_that_lies_is_refused(entry: Json, match: str) -> None:
-    store, said, stored = small()
-    said["index"]["head"] |= entry
+    store, message, stored = small()
+    message["index"]["head"] |= entry
     with pytest.raises(FormatError, match=f"index: .*({match})"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 def with_header(edit: Callable[[Json], object]) -> tuple[MemoryStore, Json, StoredChunks]:
     """Write an index with another header, of the same length."""
-    store, said, stored = small()
+    store, message, stored = small()
     data = store.read("index", max_bytes=2**30)
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -232,10 +232,10 @@ def with_header(edit: Callable[[Json], object]) -> tuple[MemoryStore, Json, Stor
     text = json.dumps(header, separators=(",", ":")).encode()
     data = len(text).to_bytes(8, "little") + text + data[8 + length :]
     store.write("index", data)
-    nbytes = said["index"]["head"]["nbytes"] + len(text) - length
-    said["index"] |= {"nbytes": len(data), "xxh3_128": digest_of(data)}
-    said["index"]["head"] |= {"nbytes": nbytes, "xxh3_128": digest_of(data[:nbytes])}
-    return store, said, stored
+    nbytes = message["index"]["head"]["nbytes"] + len(text) - length
+    message["index"] |= {"nbytes": len(data), "xxh3_128": digest_of(data)}
+    message["index"]["head"] |= {"nbytes": nbytes, "xxh3_128": digest_of(data[:nbytes])}
+    return store, message, stored
 
 
 @pytest.mark.parametrize(
@@ -265,19 +265,19 @@ def test_a_column_without_elements_may_not_claim_any_extent() -> None:
 
 
 def test_a_head_without_a_header_is_refused() -> None:
-    store, said, stored = small()
+    store, message, stored = small()
     for text in (b"[" * 10_000, b"null", b"\xff" * 50, b'{"a":1}'):
         head = len(text).to_bytes(8, "little") + text
         store.write("index", head)
         entry = {"nbytes": len(head), "xxh3_128": digest_of(head)}
-        said["index"] |= {**entry, "head": said["index"]["head"] | entry}
+        message["index"] |= {**entry, "head": message["index"]["head"] | entry}
         with pytest.raises(FormatError, match="index: its header is malformed"):
-            ask(store, said, stored)
+            ask(store, message, stored)
     store.write("index", (2**62).to_bytes(8, "little") + bytes(8))
     entry = {"nbytes": 16, "xxh3_128": digest_of((2**62).to_bytes(8, "little") + bytes(8))}
-    said["index"] |= {**entry, "head": said["index"]["head"] | entry}
+    message["index"] |= {**entry, "head": message["index"]["head"] | entry}
     with pytest.raises(FormatError, match=f"index: its header has {2**62} bytes"):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_rows_that_lie_are_refused(name: str, value: int, error: type[Checkpoint
         column[row] = value
         changed = replace(of, **{name: column})  # type: ignore[type-var]
         lying = replace(stored, table=changed) if isinstance(changed, ChunkTable) else changed
-    said = {"index": write_index(store, "index", lying, block_rows=16, block_digests=8)}
+    message = {"index": write_index(store, "index", lying, block_rows=16, block_digests=8)}
     with pytest.raises(error, match=match):
-        ask(store, said, stored)
+        ask(store, message, stored)
 
 
 def test_a_block_with_more_digests_than_its_rows_is_refused() -> None:
@@ -318,12 +318,12 @@ def test_a_row_with_more_digests_than_its_block_is_refused() -> None:
     ones = np.ones(len(stored), np.int64)
     table = replace(stored.table, arrays=arrays, shape=np.ones_like(stored.table.shape), flat_stop=ones)
     honest = replace(stored, table=table)
-    said = {"index": write_index(store, "index", honest, block_rows=16, block_digests=8)}
-    assert len(ask(store, said, honest)) == 16
+    message = {"index": write_index(store, "index", honest, block_rows=16, block_digests=8)}
+    assert len(ask(store, message, honest)) == 16
     nbytes = stored.table.nbytes.copy()
     nbytes[64 + 16 : 64 + 18] = 2**61, 1_000_000 - 2**61  # together they have as many digests as before
     lying = replace(honest, table=replace(table, nbytes=nbytes))
-    said = {"index": write_index(store, "index", lying, block_rows=16, block_digests=8)}
-    index = index_reader.open_index(store, said, whole_bytes=0)
+    message = {"index": write_index(store, "index", lying, block_rows=16, block_digests=8)}
+    index = index_reader.open_index(store, message, whole_bytes=0)
     with pytest.raises(FormatError, match="index: of the chunks 64:96 some have more or fewer digests"):
         index.of_boxes([box(honest, 1, (2, 0, 0), (1, 1, 1))])

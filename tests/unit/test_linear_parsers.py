@@ -64,23 +64,23 @@ def _torch_saved(value: object) -> bytes:
 def _index(n: int, *, whole: bool) -> Work:
     stored = stack(n // 64, 8, 8)
     store = MemoryStore()
-    said = {"index": write_index(store, "index", stored)}
+    message = {"index": write_index(store, "index", stored)}
     last = box(stored, n // 64 - 1, (2, 0, 0), (2, 8, 300_000))
 
     def read() -> object:
-        index = open_index(store, said, whole_bytes=2**30 if whole else 0)
+        index = open_index(store, message, whole_bytes=2**30 if whole else 0)
         return index.of_boxes([last]), index.arrays
 
     return read
 
 
 def _listing(n: int, directory: Path) -> Work:
-    place = directory / str(n)
+    location = directory / str(n)
     for i in range(0, n, 50):
-        (place / f"d{i}").mkdir(parents=True)
+        (location / f"d{i}").mkdir(parents=True)
         for j in range(i, min(i + 50, n)):
-            (place / f"d{i}" / f"f{j}").touch()
-    store = LocalStore(place)
+            (location / f"d{i}" / f"f{j}").touch()
+    store = LocalStore(location)
     return store.names
 
 

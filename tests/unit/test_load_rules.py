@@ -72,9 +72,9 @@ def test_an_unexpected_key_is_left_out_and_logged_as_the_mode_says(
         loaded = load(request(), checkpoint, strict=strict)  # type: ignore[call-overload]
     assert set(loaded) == {"a"}
     assert loaded["a"].sum() == 4
-    said = "\n".join(r.getMessage() for r in caplog.records)
-    assert ("'x'" in said) == strict.startswith("log")
-    assert ("'b'" in said and "'o'" in said) == (strict == "log_all")
+    message = "\n".join(r.getMessage() for r in caplog.records)
+    assert ("'x'" in message) == strict.startswith("log")
+    assert ("'b'" in message and "'o'" in message) == (strict == "log_all")
 
 
 def test_return_modes_return_missing_and_unexpected_keys(checkpoint: Path) -> None:

@@ -356,9 +356,9 @@ def test_a_file_that_is_replaced_is_durable_with_its_name(
 ) -> None:
     flushed = _record_fsync(monkeypatch)
     store.replace("d/e/a", b"1")
-    places = [os.path.relpath(path, store.location) for path in flushed]
-    assert places[0].startswith("d/e/.a.")
-    assert sorted(places[1:]) == [".", "..", "d", "d/e"]  # the store itself is new, too
+    locations = [os.path.relpath(path, store.location) for path in flushed]
+    assert locations[0].startswith("d/e/.a.")
+    assert sorted(locations[1:]) == [".", "..", "d", "d/e"]  # the store itself is new, too
 
 
 def test_the_content_of_a_small_file_is_durable_when_written_and_its_name_after_sync(

@@ -121,9 +121,9 @@ def test_verify_deep_names_file_bytes_key_and_chunk_of_a_flipped_bit(tmp_path: P
 
 
 def test_diff_of_equal_checkpoints_in_different_formats_is_equal(tmp_path: Path) -> None:
-    places = [saved(tmp_path / f"{backend}{version}", (backend, version)) for backend, version in FORMATS]
-    for place in places[1:]:
-        difference = megackpt.diff(places[0], place)
+    locations = [saved(tmp_path / f"{backend}{version}", (backend, version)) for backend, version in FORMATS]
+    for position in locations[1:]:
+        difference = megackpt.diff(locations[0], position)
         assert difference.is_equal
         assert difference.compared == 5
 

@@ -219,9 +219,9 @@ def test_fields_changed_after_an_entity_was_made_are_checked_with_other_data(
 def test_other_data_is_checked_where_no_field_has_changed() -> None:
     data = torch.zeros(2, 3)
     tensor = ShardedTensor(**{**FIELDS, "data": data})
-    held = tensor.with_data(data)
-    assert (held.data, held.local_shape, held.replica_id) == (data, (2, 3), 0)
-    assert held is not tensor
+    owned = tensor.with_data(data)
+    assert (owned.data, owned.local_shape, owned.replica_id) == (data, (2, 3), 0)
+    assert owned is not tensor
     data.resize_(3, 3)
     with pytest.raises(DeclarationError, match=re.escape("data has shape (3, 3) but local_shape means")):
         tensor.with_data(data)

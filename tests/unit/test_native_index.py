@@ -41,8 +41,8 @@ def test_digests_of_many_ranks_come_to_the_rows_they_are_of() -> None:
         columns = {"data_start": np.array([4096 + rank]), "digests": np.array(digests, np.uint64)}
         receipts.append([pack_columns(columns)])
         store.write(names.data_file(ATTEMPT, rank), b"")
-    said = NativeSaveStrategy().write_index(store, attempt=ATTEMPT, plan=plan, receipts=receipts)
-    index = read_index(store, said)
+    message = NativeSaveStrategy().write_index(store, attempt=ATTEMPT, plan=plan, receipts=receipts)
+    index = read_index(store, message)
     assert index.digests is not None
     first = index.digest_start.tolist()
     assert len(first) == len(expected) == 4 * RANKS

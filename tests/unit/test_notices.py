@@ -52,10 +52,10 @@ def test_each_warning_of_a_load_is_logged_once(directory: Path, caplog: pytest.L
         }
 
     load_on_ranks(directory, state, strict="log_all", options=options)
-    said = warnings_of(caplog)
-    assert len(said) == len(set(said)) == 4
+    message = warnings_of(caplog)
+    assert len(message) == len(set(message)) == 4
     for part in ("allow_unsafe_pickle", "'new'", "'b'", "stored as float32"):
-        assert len([text for text in said if part in text]) == 1, said
+        assert len([text for text in message if part in text]) == 1, message
 
 
 def test_what_only_some_ranks_see_names_one_of_them(
@@ -65,8 +65,8 @@ def test_what_only_some_ranks_see_names_one_of_them(
         return {"new": whole("new", torch.zeros(1))} if rank > 1 else {"a": whole("a", torch.zeros(4))}
 
     load_on_ranks(directory, state, strict="log_unexpected")
-    (said,) = warnings_of(caplog)
-    assert said.startswith("Rank 2 and 1 more: ")
+    (message,) = warnings_of(caplog)
+    assert message.startswith("Rank 2 and 1 more: ")
 
 
 def test_values_that_every_rank_keeps_are_warned_of_once(
@@ -96,9 +96,9 @@ def test_warnings_of_a_block_that_fails_are_not_lost(caplog: pytest.LogCaptureFi
         notice(log, "first")
         raise KeyError("stop")
     notice(log, "at once")
-    with collected_notices() as held:
+    with collected_notices() as owned:
         notice(log, "later")
     assert warnings_of(caplog) == ["first", "at once"]
-    log_notices([held, held])
-    log_notices([[], held])
+    log_notices([owned, owned])
+    log_notices([[], owned])
     assert warnings_of(caplog)[2:] == ["later", "Rank 1: later"]

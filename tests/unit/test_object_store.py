@@ -79,8 +79,8 @@ def test_reads_ask_for_what_is_needed_and_long_ones_in_several_requests(
     write_stream(store, "a", some_bytes(LARGE), part_bytes=1 << 20)
     with s3_proxy.counting() as asked:
         assert read_range(store, "a", 5, 1005) == some_bytes(LARGE)[5:1005]
-        with store.borrow("a", 7, 1000) as lent:
-            assert lent == some_bytes(LARGE)[7:1007]
+        with store.borrow("a", 7, 1000) as borrowed:
+            assert borrowed == some_bytes(LARGE)[7:1007]
     assert asked == {"get": 2}
     with s3_proxy.counting() as asked:
         assert read_range(store, "a", 1, LARGE) == some_bytes(LARGE)[1:]
@@ -97,9 +97,9 @@ def test_a_thousand_objects_are_listed_and_deleted_by_one_request(
     for name in ("d/a", "d/b", "e/c", "f"):
         store.write(name, b"")
     with s3_proxy.counting() as asked:
-        places = ObjectSteps(store.location, options_for(s3_proxy.port))
-        assert places.idle_s("d") == pytest.approx(0, abs=60)
-        assert places.idle_s("none") is None
+        locations = ObjectSteps(store.location, options_for(s3_proxy.port))
+        assert locations.idle_s("d") == pytest.approx(0, abs=60)
+        assert locations.idle_s("none") is None
     assert asked == {"list": 2}
     with s3_proxy.counting() as asked:
         assert store.names() == ["d/a", "d/b", "e/c", "f"]
@@ -128,16 +128,16 @@ def test_odd_names_are_kept_as_they_are(store: ObjectStore, name: str) -> None:
 def test_a_writer_holds_few_buffers_however_slow_the_store_is(
     s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lent, most = [0], [0]
+    borrowed, most = [0], [0]
     take, give = COMMON_POOL.take, COMMON_POOL.give_back
 
     def counting_take() -> object:
-        lent[0] += 1
-        most[0] = max(most[0], lent[0])
+        borrowed[0] += 1
+        most[0] = max(most[0], borrowed[0])
         return take()
 
     def counting_give(buffer: object) -> None:
-        lent[0] -= 1
+        borrowed[0] -= 1
         give(buffer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(object_upload.COMMON_POOL, "take", counting_take)
@@ -150,7 +150,7 @@ def test_a_writer_holds_few_buffers_however_slow_the_store_is(
     s3_proxy.choose = slow
     store = ObjectStore(new_url(), options=options_for(s3_proxy.port, parts_in_flight=2))
     write_stream(store, "a", some_bytes(LARGE), part_bytes=LARGE)
-    assert (lent[0], most[0]) == (0, 3)
+    assert (borrowed[0], most[0]) == (0, 3)
 
 
 @pytest.mark.parametrize("nbytes", [1, 80_000_000_000, 400_000_000_001])

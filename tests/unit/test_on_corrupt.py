@@ -55,12 +55,12 @@ def state(rank: int, *, value: float | None = 1.0) -> dict[str, object]:
     }
 
 
-def saved(place: Any, options: SaveOptions | None = None, *, value: float = 1.0) -> Any:
+def saved(location: Any, options: SaveOptions | None = None, *, value: float = 1.0) -> Any:
     def save_rank(group: Group) -> None:
-        save(state(group.rank, value=value), place, options=options, group=group)
+        save(state(group.rank, value=value), location, options=options, group=group)
 
     SimulatedWorld(RANKS).run(save_rank)
-    return place
+    return location
 
 
 def asked() -> dict[str, object]:
@@ -68,9 +68,9 @@ def asked() -> dict[str, object]:
     return state(0, value=None) | {"rows": whole}
 
 
-def read(place: Any, options: LoadOptions = FALLBACK) -> LoadReport:
+def read(location: Any, options: LoadOptions = FALLBACK) -> LoadReport:
     """Load everything, compare it with what was saved, and return the report."""
-    found, report = load_with_report(asked(), place, options=options)
+    found, report = load_with_report(asked(), location, options=options)
     expected = torch.cat([torch.arange(float(LONG)) * (rank + 1) for rank in range(RANKS)])
     assert torch.equal(found["rows"], expected)
     assert torch.equal(found["small"], torch.ones(3))
@@ -167,9 +167,9 @@ def test_a_copy_of_another_save_does_not_take_the_place_of_a_lost_index(tmp_path
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_another_library_has_saved_is_never_mixed_with_a_copy(tmp_path: Path) -> None:
     """Nothing in it says which save it is of: a copy could be of another step."""
-    for place, value in (("it", 1.0), ("other", 2.0)):
+    for location, value in (("it", 1.0), ("other", 2.0)):
         torch.distributed.checkpoint.save(
-            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / place, no_dist=True
+            {"w": torch.full((4,), value)}, checkpoint_id=tmp_path / location, no_dist=True
         )
     (tmp_path / "it/__0_0.distcp").unlink()
     shutil.copy(tmp_path / "it/.metadata", tmp_path / "other/.metadata")  # as older releases would write it
@@ -244,7 +244,7 @@ def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore' is not known"),
         ({"copies": ("a",)}, "set on_corrupt='fallback' as well"),
@@ -252,8 +252,8 @@ def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, 
         ({"on_corrupt": "fallback", "verify": False}, "needs verify=True"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         LoadOptions(**options)
 
 

@@ -229,7 +229,7 @@ def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("differs", "says"),
+    ("differs", "text"),
     [
         (
             {"sharded_strategy": "torch_dist"},
@@ -249,7 +249,7 @@ def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
     ],
 )
 def test_ranks_that_save_differently_are_told_so_at_once_and_alike(
-    differs: dict[str, Any], says: str
+    differs: dict[str, Any], text: str
 ) -> None:
     store = MemoryStore()
 
@@ -259,5 +259,5 @@ def test_ranks_that_save_differently_are_told_so_at_once_and_alike(
     outcomes = SimulatedWorld(RANKS).outcomes(save_rank)
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert all(isinstance(outcome, DeclarationError) for outcome in outcomes)
-    with pytest.raises(DeclarationError, match=f"(?s){says}"):
+    with pytest.raises(DeclarationError, match=f"(?s){text}"):
         raise outcomes[0]

@@ -156,6 +156,8 @@ def test_the_reader_is_in_the_package_and_needs_no_torch(tmp_path: Path) -> None
         f"sys.argv = ['reader', {str(tmp_path / 'c')!r}, 'w']; "
         "runpy.run_module('megackpt.read_checkpoint', run_name='__main__')"
     )
-    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert said == "[0 1 2]\n"
+    message = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout
+    assert message == "[0 1 2]\n"
     assert (ROOT / "megackpt" / "read_checkpoint.py").samefile(PROGRAM)

@@ -80,7 +80,7 @@ def test_an_argument_of_a_checkpointer_of_no_kind_that_makes_sense_is_refused_by
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "said"),
+    ("kind", "given", "message"),
     [
         (SaveOptions, {"timeout_s": "60"}, "timeout_s is '60'; give a finite number above 0"),
         (SaveOptions, {"timeout_s": True}, "timeout_s is True"),
@@ -104,8 +104,8 @@ def test_an_argument_of_a_checkpointer_of_no_kind_that_makes_sense_is_refused_by
         (SaveSchedule, {"agree_s": None}, "SaveSchedule.agree_s is None"),
     ],
 )
-def test_what_is_refused_is_said_with_what_to_give(kind: type, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_what_is_refused_is_said_with_what_to_give(kind: type, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         kind(**given)
 
 
@@ -123,22 +123,22 @@ def test_a_step_may_be_an_integer_of_another_library() -> None:
     assert checked_step(torch.tensor(3)) == 3
 
 
-@pytest.mark.parametrize("place", [None, b"run", 3, "", "http://host/run", Path("s3:/bucket/run")])
-def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(place: Any) -> None:
+@pytest.mark.parametrize("location", [None, b"run", 3, "", "http://host/run", Path("s3:/bucket/run")])
+def test_what_is_no_location_is_an_error_of_every_function_that_takes_one(location: Any) -> None:
     for use in (
         Checkpointer,
-        lambda place: save({}, place),
-        lambda place: load({}, place),
+        lambda location: save({}, location),
+        lambda location: load({}, location),
         inspect_checkpoint,
         verify,
-        lambda place: diff(place, place),
-        lambda place: convert(place, place, "megackpt"),
+        lambda location: diff(location, location),
+        lambda location: convert(location, location, "megackpt"),
         repair,
     ):
         with pytest.raises(
             (DeclarationError, StorageError), match=r"not a location|empty path|no store|one slash"
         ):
-            use(place)
+            use(location)
 
 
 def test_arguments_of_functions_are_refused_by_name(tmp_path: Path) -> None:

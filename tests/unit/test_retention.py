@@ -70,7 +70,7 @@ def test_leftovers_go_up_to_a_commit_unless_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda: Retention(keep_last=0), "keep_last is 0"),
         (lambda: Retention(keep_every=-1), "keep_every is -1"),
@@ -81,6 +81,6 @@ def test_leftovers_go_up_to_a_commit_unless_pinned() -> None:
         (lambda: KeepBest(metric="loss", mode="lowest"), "'min' or 'max'"),
     ],
 )
-def test_a_policy_that_means_nothing_is_refused(wrong: object, said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_a_policy_that_means_nothing_is_refused(wrong: object, message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         wrong()  # type: ignore[operator]

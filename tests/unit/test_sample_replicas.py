@@ -57,13 +57,13 @@ def test_a_parameter_that_tp_cuts_undeclared_is_named_with_its_ranks_and_the_rem
 
 
 def test_it_can_be_a_warning_or_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    for options, says in ((WARN, True), (IGNORE, False)):
+    for options, message in ((WARN, True), (IGNORE, False)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             outcomes, store = save_module(options)
         assert outcomes == [None] * 4
         assert "metadata.json" in store.names()
-        assert ("'model.proj' [0:32, 0:64]" in caplog.text) is says
+        assert ("'model.proj' [0:32, 0:64]" in caplog.text) is message
 
 
 def held(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
@@ -75,12 +75,12 @@ def outcomes_of(make: Callable[[int], dict[str, Any]], **arguments: Any) -> list
     return SimulatedWorld(2).outcomes(lambda g: save(make(g.rank), store, group=g, **arguments))
 
 
-@pytest.mark.parametrize("place", [slice(0, 1), slice(4900, 5100), slice(9999, 10_000)])
+@pytest.mark.parametrize("location", [slice(0, 1), slice(4900, 5100), slice(9999, 10_000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.float8_e5m2])
-def test_the_begin_the_middle_and_the_end_are_sampled(place: slice, dtype: torch.dtype) -> None:
+def test_the_begin_the_middle_and_the_end_are_sampled(location: slice, dtype: torch.dtype) -> None:
     def make(rank: int) -> dict[str, Any]:
         data = torch.zeros(10_000)
-        data[place] = rank
+        data[location] = rank
         return held(rank, data.to(dtype).view(100, 100))
 
     for found in outcomes_of(make):

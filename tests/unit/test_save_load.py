@@ -188,7 +188,7 @@ def test_large_tensors_are_exact_across_block_and_read_boundaries(tmp_path: Path
     )
     assert torch.equal(middle, array[20:53, 9_999:39_999])
     flat = torch.zeros(3_000_000, dtype=torch.int32)
-    held = slice(100_001, 3_100_001)
+    owned = slice(100_001, 3_100_001)
     load(
         {
             "f": ShardedTensor(
@@ -196,13 +196,13 @@ def test_large_tensors_are_exact_across_block_and_read_boundaries(tmp_path: Path
                 flat,
                 local_shape=tuple(array.shape),
                 global_offset=(0, 0),
-                flattened_range=held,
+                flattened_range=owned,
                 **fields,
             )
         },
         tmp_path / "c",
     )
-    assert torch.equal(flat, array.reshape(-1)[held])
+    assert torch.equal(flat, array.reshape(-1)[owned])
 
 
 def test_a_data_file_opens_in_stock_safetensors_under_the_arrays_own_names(tmp_path: Path) -> None:
@@ -249,13 +249,13 @@ def test_a_load_may_name_the_format_that_it_wants(saved_as: tuple[str, int], tmp
         assert torch.equal(load(target, tmp_path, choice)["w"], torch.arange(4.0))
     others = {("megackpt", 1), ("torch_dist", 1), ("zarr", 1), ("zarr", 3)} - {saved_as}
     for other in others:
-        says = rf"in format '{saved_as[0]}' version {saved_as[1]}.*'{other[0]}'"
-        with pytest.raises(MismatchError, match=says):
+        message = rf"in format '{saved_as[0]}' version {saved_as[1]}.*'{other[0]}'"
+        with pytest.raises(MismatchError, match=message):
             load_with_report({"w": whole("w", torch.zeros(4))}, tmp_path, other)
 
 
 def test_a_load_refuses_what_is_no_format(tmp_path: Path) -> None:
     save({"w": whole("w", torch.arange(4.0))}, tmp_path)
-    for wrong, says in [("tar", "'tar'"), (("zarr", 9), "9"), (3, "sharded_strategy is 3")]:
-        with pytest.raises(DeclarationError, match=says):
+    for wrong, message in [("tar", "'tar'"), (("zarr", 9), "9"), (3, "sharded_strategy is 3")]:
+        with pytest.raises(DeclarationError, match=message):
             load({"w": whole("w", torch.zeros(4))}, tmp_path, wrong)

@@ -43,7 +43,7 @@ def test_a_missing_key_is_named_with_the_most_similar_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         (torch.zeros(3), r"'w': stored as float32 \(2,\), asked for as float32 \(3,\)"),
         (
@@ -53,10 +53,10 @@ def test_a_missing_key_is_named_with_the_most_similar_one(tmp_path: Path) -> Non
     ],
 )
 def test_another_shape_or_dtype_than_stored_is_refused_before_anything_is_read(
-    tmp_path: Path, asked: torch.Tensor, said: str
+    tmp_path: Path, asked: torch.Tensor, message: str
 ) -> None:
     save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
-    with pytest.raises(MismatchError, match=said) as caught:
+    with pytest.raises(MismatchError, match=message) as caught:
         load({"w": whole("w", asked)}, tmp_path / "c")
     assert "allow_shape_mismatch" in str(caught.value)
     assert asked.sum() == 0

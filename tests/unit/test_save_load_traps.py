@@ -133,7 +133,7 @@ def test_a_loaded_value_that_is_a_container_is_not_mixed_with_common_state(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         (torch.zeros(4, dtype=torch.complex64).conj(), "conjugate"),
         (torch.zeros(4, dtype=torch.complex64, device="meta"), "meta device"),
@@ -142,10 +142,10 @@ def test_a_loaded_value_that_is_a_container_is_not_mixed_with_common_state(tmp_p
     ],
 )
 def test_a_tensor_that_cannot_be_filled_in_place_is_refused_by_key(
-    tmp_path: Path, target: torch.Tensor, said: str
+    tmp_path: Path, target: torch.Tensor, message: str
 ) -> None:
     save({"w": whole("w", torch.ones(4, dtype=torch.complex64))}, tmp_path / "c")
-    with pytest.raises(DeclarationError, match=rf"'w': the tensor is .*{said}"):
+    with pytest.raises(DeclarationError, match=rf"'w': the tensor is .*{message}"):
         load({"w": whole("w", target)}, tmp_path / "c")
 
 

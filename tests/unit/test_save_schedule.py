@@ -94,8 +94,8 @@ def test_ranks_that_ask_differently_are_refused_together() -> None:
 
     by_step = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0, step=5 + group.rank))
     by_option = SimulatedWorld(2).outcomes(lambda group: ask(group, seconds=9.0 + group.rank, step=5))
-    for outcomes, said in ((by_step, "give the same step"), (by_option, "give the same schedule")):
-        assert all(isinstance(o, DeclarationError) and said in str(o) for o in outcomes), outcomes
+    for outcomes, message in ((by_step, "give the same step"), (by_option, "give the same schedule")):
+        assert all(isinstance(o, DeclarationError) and message in str(o) for o in outcomes), outcomes
 
 
 def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"save_interval": 0}, "save_interval is 0"),
         ({"save_interval": 2.5}, "save_interval is 2.5"),
@@ -218,8 +218,10 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_options_that_mean_nothing_are_refused(
+    tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DeclarationError, match=message):
         Checkpointer(tmp_path, **options)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match=r"SaveSchedule\.seconds is -1"):
         SaveSchedule(seconds=-1.0)

@@ -64,10 +64,10 @@ def test_views_that_overlap_are_compared_element_by_element() -> None:
 def test_boxes_of_one_key_that_share_memory_are_refused() -> None:
     store = stored(torch.arange(8.0))
     target = torch.zeros(4)
-    halves = [ShardedTensor.from_rank_offsets("a", target, (0, rank, 2)) for rank in (0, 1)]
+    parts = [ShardedTensor.from_rank_offsets("a", target, (0, rank, 2)) for rank in (0, 1)]
     with pytest.raises(MismatchError, match="'a' and 'a' were loaded into the same memory"):
-        load({"halves": halves}, store)
-    load({"once": halves[0], "again": halves[0]}, store)
+        load({"halves": parts}, store)
+    load({"once": parts[0], "again": parts[0]}, store)
     assert target.tolist() == [0, 1, 2, 3]
 
 

@@ -38,8 +38,8 @@ def simulated(sizes: ModelSizes, layout: JobLayout) -> DeclaredChunks:
     """All ranks."""
     model = build_model(sizes)
     arrays = job_arrays(model, tp=layout.tp)
-    held = [h for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for h in stage]
-    return joined([h.declare(arrays, np.arange(len(h.ranks))) for h in held])
+    owned = [h for stage in replica_groups(model, layout, arrays, bucket_size=BUCKET) for h in stage]
+    return joined([h.declare(arrays, np.arange(len(h.ranks))) for h in owned])
 
 
 @pytest.mark.parametrize("layout", ["tp2,pp2,dp2", "pp3,dp1", "tp1,dp3", "tp2,dp4"])
@@ -76,10 +76,10 @@ def test_experts_are_held_once_by_each_group_that_shares_them(layout: str) -> No
     check_coverage(declared)
     table = declared.table
     of_expert = np.array([".experts." in spec.key and "optimizer" not in spec.key for spec in table.arrays])
-    held = of_expert[table.array] & (declared.rank == where.world - 1)
-    numbers = set(table.start[held, 1].tolist())
+    owned = of_expert[table.array] & (declared.rank == where.world - 1)
+    numbers = set(table.start[owned, 1].tolist())
     assert numbers == set(range(8 - 8 // where.ep, 8))
-    boxes = [(int(a), *map(int, s)) for a, s in zip(table.array[held], table.start[held, :2], strict=True)]
+    boxes = [(int(a), *map(int, s)) for a, s in zip(table.array[owned], table.start[owned, :2], strict=True)]
     copies = of_expert[table.array] & (table.array == boxes[0][0])
     copies &= (table.start[:, :2] == boxes[0][1:3]).all(axis=1)
     assert copies.sum() == where.tp * where.dp // where.ep

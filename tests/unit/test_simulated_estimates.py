@@ -65,12 +65,12 @@ def test_an_exchange_takes_the_longer_of_reading_and_sending() -> None:
     load = load_of(
         planned=[0, 1, 2, 3], needed=[8 * GB] * 4, read=[10 * GB] * 4, unique=8 * GB, shared_read=12 * GB
     )
-    said: dict[str, Any] = {"ranks_per_node": 1, "read": 1.0}
-    assert estimate(save_of(1), load, Cluster(**said)).load_direct == pytest.approx(10.0)
+    message: dict[str, Any] = {"ranks_per_node": 1, "read": 1.0}
+    assert estimate(save_of(1), load, Cluster(**message)).load_direct == pytest.approx(10.0)
     # Each reads a quarter of 12 GB, and receives what it needs but for the 2 GB that it read itself.
-    assert estimate(save_of(1), load, Cluster(**said, network=3.0)).load_exchange == pytest.approx(3.0)
-    assert estimate(save_of(1), load, Cluster(**said, network=1.0)).load_exchange == pytest.approx(6.0)
-    assert estimate(save_of(1), load, Cluster(**said)).load_exchange == pytest.approx(3.0)
+    assert estimate(save_of(1), load, Cluster(**message, network=3.0)).load_exchange == pytest.approx(3.0)
+    assert estimate(save_of(1), load, Cluster(**message, network=1.0)).load_exchange == pytest.approx(6.0)
+    assert estimate(save_of(1), load, Cluster(**message)).load_exchange == pytest.approx(3.0)
 
 
 def test_ranks_that_were_not_planned_are_taken_for_their_neighbours() -> None:

@@ -72,8 +72,8 @@ def test_bytes_of_ranks_are_those_of_the_real_plans(
     assert outcome.planned.tolist() == list(range(len(requests)))
     for rank, requested in enumerate(requests):
         copies = plan_load(requested, stored.table, where="x")
-        place = np.arange(len(stored.table))
-        reads = plan_reads(copies, stored.table, position=place, block_bytes=DIGEST_BLOCK_BYTES)
+        location = np.arange(len(stored.table))
+        reads = plan_reads(copies, stored.table, position=location, block_bytes=DIGEST_BLOCK_BYTES)
         asked = int((reads.stop - reads.start).sum())
         # A block at the border of two reads is read by both; a simulated one counts it once.
         assert outcome.read[rank] <= asked <= 1.02 * outcome.read[rank]
@@ -170,12 +170,12 @@ def test_a_bounding_box_holds_the_same_elements_in_the_same_order(
         one + high,
         one + 4 * (high - low),
     )
-    told = with_bounding_boxes(table)
-    assert elements(told) == elements(table)
+    messages = with_bounding_boxes(table)
+    assert elements(messages) == elements(table)
     if low < high:  # and no smaller box does
         inside = np.array(elements(table))
-        assert told.start[0].tolist() == inside.min(axis=0).tolist()
-        assert told.shape[0].tolist() == (inside.max(axis=0) - inside.min(axis=0) + 1).tolist()
+        assert messages.start[0].tolist() == inside.min(axis=0).tolist()
+        assert messages.shape[0].tolist() == (inside.max(axis=0) - inside.min(axis=0) + 1).tolist()
 
 
 def elements(table: ChunkTable) -> list[tuple[int, ...]]:
@@ -187,8 +187,8 @@ def elements(table: ChunkTable) -> list[tuple[int, ...]]:
 
 def test_plans_by_bounding_boxes_are_the_plans_by_boxes() -> None:
     _, stored, requests = planned(ModelSizes(**WIDE), "tp4,pp2,dp3", "tp2,pp1,dp5")
-    told = with_bounding_boxes(stored.table)
-    order = search_order(told)
+    messages = with_bounding_boxes(stored.table)
+    order = search_order(messages)
     for requested in requests:
         plain = plan_load(requested, stored.table, where="x")
         bounded = DeclaredChunks(
@@ -198,7 +198,7 @@ def test_plans_by_bounding_boxes_are_the_plans_by_boxes() -> None:
             requested.rank,
             requested.entity,
         )
-        fast = plan_load(bounded, told.take(order), where="x")
+        fast = plan_load(bounded, messages.take(order), where="x")
         columns = ("entity", "source_first", "target_first")
 
         def rows(copies: object, stored_rows: np.ndarray, columns: tuple[str, ...] = columns) -> list[object]:

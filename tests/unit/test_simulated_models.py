@@ -82,7 +82,7 @@ def test_layouts_are_read_as_they_are_written(text: str, layout: JobLayout) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "'' is not an axis"),
         ("tp8,xp2", "'xp2' is not an axis"),
@@ -94,13 +94,13 @@ def test_layouts_are_read_as_they_are_written(text: str, layout: JobLayout) -> N
         ("tp8,pp512,dp128", "at most 131072"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(text: str, said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_a_layout_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         JobLayout.parse(text)
 
 
 @pytest.mark.parametrize(
-    ("preset", "layout", "said"),
+    ("preset", "layout", "message"),
     [
         ("llama3-8b", "tp64", r"num_heads 32 is not a multiple of tp=64"),
         ("gpt3-175b", "tp64", r"num_heads 96 is not a multiple of tp=64"),
@@ -110,8 +110,8 @@ def test_a_layout_that_cannot_be_is_refused(text: str, said: str) -> None:
         ("gpt-125m", "tp5", r"linear_fc1.weight has 3072 along the dim that tp=5 cuts"),
     ],
 )
-def test_a_layout_that_cannot_hold_a_model_is_refused(preset: str, layout: str, said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_a_layout_that_cannot_hold_a_model_is_refused(preset: str, layout: str, message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         check_layout(build_model(PRESETS[preset]), JobLayout.parse(layout))
 
 
@@ -133,7 +133,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "f
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"hiden_size": 8}, r"unknown fields \['hiden_size'\]"),
         ({"ffn_size": None}, r"of another type \['ffn_size'\]"),
@@ -150,8 +150,8 @@ SMALL = {"vocab_size": 64, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "f
         ({"dtype": "bf16"}, "'bf16' is none of"),
     ],
 )
-def test_a_description_that_is_wrong_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(DeclarationError, match=said):
+def test_a_description_that_is_wrong_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
         sizes_from_json({**SMALL, **changed}, where="model")
 
 

@@ -31,8 +31,8 @@ def test_each_rank_writes_as_many_bytes_as_in_a_real_save(text: str, tmp_path: P
         real[int(path.stem.rpartition("-")[2])] = data_nbytes(path)
     assert outcome.nbytes.tolist() == real.tolist()
     assert outcome.files == len(list((tmp_path / "data").iterdir()))
-    said = json.loads((tmp_path / "metadata.json").read_text())
-    assert outcome.index_nbytes == said["index"]["nbytes"]
+    message = json.loads((tmp_path / "metadata.json").read_text())
+    assert outcome.index_nbytes == message["index"]["nbytes"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -115,10 +115,10 @@ def test_those_who_wait_hear_that_a_rank_has_given_up(server: Any) -> None:
 
 
 def test_a_store_that_goes_away_is_an_error_that_says_so() -> None:
-    held = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
-    client = connect_store(StoreAddress("localhost", held[0].port), timeout_s=30)
+    owned = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
+    client = connect_store(StoreAddress("localhost", owned[0].port), timeout_s=30)
     group = StoreGroup(client, prefix="job", rank=1, size=2, timeout_s=30)
-    threading.Timer(0.3, held.clear).start()
+    threading.Timer(0.3, owned.clear).start()
     with pytest.raises(RankFailedError, match="Rank 0 hosts it") as found:
         run_on_all_ranks(group, lambda: b"", doing="waiting")
     assert found.value.rank == 0
@@ -136,11 +136,11 @@ def test_of_several_that_give_up_at_once_the_first_is_heard_by_all(server: Any) 
     def give_up(group: StoreGroup) -> list[bytes]:
         host = StoreHost(connect_store(address, timeout_s=30), address)
         mine = encode_error(RankFailedError("gone", rank=group.rank))
-        said = []
+        message = []
         for number in range(200):
             together_now.wait()
-            said.append(host.abort(f"job-{number}", mine))
-        return said
+            message.append(host.abort(f"job-{number}", mine))
+        return message
 
     first, *others = on_ranks(server, give_up)
-    assert all(said == first for said in others)
+    assert all(message == first for message in others)

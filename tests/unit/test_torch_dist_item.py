@@ -72,11 +72,11 @@ def test_an_item_of_a_size_that_needs_zip64_is_right(monkeypatch: pytest.MonkeyP
 
 
 def test_the_length_of_an_item_of_more_than_4_gib_counts_its_64_bit_fields() -> None:
-    below, above = (frame_of("float32", (n,)) for n in (2**29, 2**30))
-    assert below.length - below.nbytes - len(below.head) == len(below.tail(0))
+    subdirectory, above = (frame_of("float32", (n,)) for n in (2**29, 2**30))
+    assert subdirectory.length - subdirectory.nbytes - len(subdirectory.head) == len(subdirectory.tail(0))
     assert above.length - above.nbytes - len(above.head) == len(above.tail(0))
     # Descriptor 8 more, directory entries of data/0 and version with an extra field, zip64 end and locator.
-    assert len(above.tail(0)) - len(below.tail(0)) == 8 + (4 + 16) + (4 + 8) + 56 + 20
+    assert len(above.tail(0)) - len(subdirectory.tail(0)) == 8 + (4 + 16) + (4 + 8) + 56 + 20
     assert len(above.head) % 64 == 0
 
 

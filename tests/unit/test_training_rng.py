@@ -153,8 +153,8 @@ def test_fresh_streams_depend_on_seed_step_and_coordinates_and_nothing_else(tmp_
 
 def test_equal_shapes_of_other_axes_are_another_layout(tmp_path: Path) -> None:
     def state(axis: str) -> RngState:
-        place = RankPosition(layout={"tp": 1, axis: 1}, coordinates={"tp": 0, axis: 0})
-        return RngState(place, seed=1, sources={"own": TorchRng(torch.Generator(), "own")})
+        location = RankPosition(layout={"tp": 1, axis: 1}, coordinates={"tp": 0, axis: 0})
+        return RngState(location, seed=1, sources={"own": TorchRng(torch.Generator(), "own")})
 
     save(state("cp").sharded_state_dict(), tmp_path / "c")
     with pytest.raises(MismatchError, match=r"saved at cp 1, tp 1, and this run is at dp 1, tp 1"):
@@ -171,8 +171,8 @@ def test_other_sources_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_tracker_s_states_begin_anew_along_the_axes_that_megatron_gives_them() -> None:
     def reseeded(coordinates: dict[str, int]) -> dict[str, bytes]:
         tracker = tracker_of(*TRACKED_AXES)
-        place = RankPosition(layout={"tp": 2, "pp": 2, "dp": 2, "ep": 2}, coordinates=coordinates)
-        TrackedRng(tracker).reseed(Seeds(base=1, step=3, position=place))
+        location = RankPosition(layout={"tp": 2, "pp": 2, "dp": 2, "ep": 2}, coordinates=coordinates)
+        TrackedRng(tracker).reseed(Seeds(base=1, step=3, position=location))
         return {name: state.numpy().tobytes() for name, state in tracker.get_states().items()}
 
     origin = {"tp": 0, "pp": 0, "dp": 0, "ep": 0}
@@ -203,15 +203,15 @@ def test_a_tracker_s_generators_stay_the_same_objects() -> None:
             self.states = states
 
     tracker = Tracker()
-    held = tracker.states["model-parallel-rng"]
+    owned = tracker.states["model-parallel-rng"]
     source = TrackedRng(tracker)
     state = source.capture()
-    expected = torch.rand(3, generator=held)
+    expected = torch.rand(3, generator=owned)
     source.restore(state)
-    assert tracker.states["model-parallel-rng"] is held
-    assert torch.equal(torch.rand(3, generator=held), expected)
+    assert tracker.states["model-parallel-rng"] is owned
+    assert torch.equal(torch.rand(3, generator=owned), expected)
     source.reseed(Seeds(base=1, step=3, position=RankPosition.single_process()))
-    assert tracker.states["model-parallel-rng"] is held
+    assert tracker.states["model-parallel-rng"] is owned
 
 
 def test_generators_of_another_kind_or_name_are_refused() -> None:

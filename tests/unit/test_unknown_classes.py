@@ -110,7 +110,7 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path: Path, library: An
     _convert(tmp_path / "back", tmp_path / "again", "megackpt")
     for name in ("native", "back", "again"):
         assert leaf_digests(_common(tmp_path / name)) == leaf_digests(before), name
-        stores = [open_store(str(tmp_path / place)) for place in ("source", name)]
+        stores = [open_store(str(tmp_path / location)) for location in ("source", name)]
         assert megackpt.diff(*stores).is_equal
     # Where the library is there again, what torch_dist holds are its objects.
     sys.modules["someones_library"] = library

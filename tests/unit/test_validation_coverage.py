@@ -119,11 +119,11 @@ def test_places_sort_like_array_and_start_even_where_they_do_not_fit_into_64_bit
         table = declared(
             shapes, *[(k, tuple(s), (1, 1, 1), None) for k, s in zip(keys, starts, strict=True)]
         ).table
-        places = table.start_keys()
+        locations = table.start_keys()
         order = np.lexsort((*table.start.T[::-1], table.array))
-        assert (places[order][1:] >= places[order][:-1]).all()
+        assert (locations[order][1:] >= locations[order][:-1]).all()
         same = (np.diff(table.array[order]) == 0) & (np.diff(table.start[order], axis=0) == 0).all(axis=1)
-        assert np.array_equal(np.diff(places[order]) == 0, same)
+        assert np.array_equal(np.diff(locations[order]) == 0, same)
 
 
 def test_ranks_that_list_the_same_arrays_share_the_list_they_decoded() -> None:
@@ -165,8 +165,8 @@ def test_conflicts_name_all_versions_with_their_ranks_and_stay_readable_for_many
     per_rank = [declared({"w": (3 if rank == 17 else 2,)}, rank=rank) for rank in range(20)]
     with pytest.raises(MismatchError) as caught:
         merge_declarations(per_rank)
-    said = "'w': uint8 (2,) on ranks 0-16, 18-19 (19 in all); uint8 (3,) on ranks 17\n"
-    assert said in str(caught.value)
+    message = "'w': uint8 (2,) on ranks 0-16, 18-19 (19 in all); uint8 (3,) on ranks 17\n"
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

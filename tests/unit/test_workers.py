@@ -23,8 +23,8 @@ def test_the_calling_thread_takes_part_and_no_more_are_made_than_there_are_jobs(
     run_jobs([lambda: names.add(threading.current_thread().name)], threads=8, name="test")
     assert names == {threading.current_thread().name}
     run_jobs([], threads=8, name="test")
-    meeting = threading.Barrier(3)  # only three at the same time get past it
-    run_jobs([partial(meeting.wait, 20)] * 3, threads=3, name="test")
+    collective = threading.Barrier(3)  # only three at the same time get past it
+    run_jobs([partial(collective.wait, 20)] * 3, threads=3, name="test")
 
 
 def test_no_job_is_under_way_after_threads_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +44,10 @@ def test_no_job_is_under_way_after_threads_could_not_be_started(monkeypatch: pyt
 
 def test_the_first_failure_is_raised_and_ends_the_rest() -> None:
     done: list[int] = []
-    meeting = threading.Barrier(2)
+    collective = threading.Barrier(2)
 
     def fail(number: int) -> None:
-        meeting.wait(20)  # both have begun before either fails
+        collective.wait(20)  # both have begun before either fails
         raise ValueError(str(number))
 
     with pytest.raises(ValueError, match=r"^0$"):

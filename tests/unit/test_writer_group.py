@@ -180,8 +180,8 @@ def test_a_rank_that_is_gone_is_named_by_all_long_before_the_deadline(server: An
     assert time.monotonic() - began < 30
     assert str(first) == str(second)
     assert first.rank == second.rank == 2
-    said = "rank 2 was killed" if says_why else "The connection to the writer process of rank 2 broke"
-    assert said in str(first)
+    message = "rank 2 was killed" if says_why else "The connection to the writer process of rank 2 broke"
+    assert message in str(first)
 
 
 def test_a_rank_that_cannot_listen_is_named_by_all(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

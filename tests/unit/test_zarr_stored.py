@@ -36,11 +36,11 @@ def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     if wanted is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     nbytes = int(np.prod(shape)) * wanted.itemsize
-    octets = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
-    return octets.view(wanted).reshape(shape)
+    raw_bytes = torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    return raw_bytes.view(wanted).reshape(shape)
 
 
-def octets(array: np.ndarray[Any, Any]) -> bytes:
+def raw_bytes(array: np.ndarray[Any, Any]) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
@@ -101,12 +101,12 @@ def test_all_dtypes_and_shapes_are_read_by_stock_zarr_and_tensorstore(
         else:
             driver, path = "zarr3", group_of(directory) / "a"
         opened = ts.open({"driver": driver, "kvstore": {"driver": "file", "path": f"{path}/"}}).result()
-        assert octets(opened.read().result()) == bits(data)
+        assert raw_bytes(opened.read().result()) == bits(data)
         if strategy.version == 1 and (dtype == "bfloat16" or dtype.startswith("float8")):
             continue  # the names that Megatron-Core and tensorstore use in zarr v2 are unknown to stock zarr
         array = zarr.open_array(path, mode="r")
         assert array.shape == shape
-        assert octets(np.asarray(array[...])) == bits(data)
+        assert raw_bytes(np.asarray(array[...])) == bits(data)
 
 
 def test_stock_zarr_lists_version_3_as_a_group_with_shards_and_true_dtypes(tmp_path: Path) -> None:
