@@ -1,7 +1,4 @@
-"""Every tunable of saving and loading, with its default.
-
-Owns the option objects; nothing else in the library holds a tunable.
-"""
+"""The options of saving, loading and verifying, with their defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from megackpt.arguments import (
 from megackpt.errors import DeclarationError
 
 Spread: TypeAlias = Literal["world", "group", "none"]
-"""Over whom a save spreads a chunk that several ranks hold."""
+"""Which ranks may write a chunk that several ranks declare."""
 
 PlainTensors: TypeAlias = Literal["auto", "common", "arrays"]
 """How a save stores tensors of common state."""
@@ -30,20 +27,20 @@ PlainTensors: TypeAlias = Literal["auto", "common", "arrays"]
 Exchange: TypeAlias = Literal[
     "direct", "all_to_all", "broadcast", "gather_rounds", "gather_object", "two_stage"
 ]
-"""How a load gets bytes to the ranks that need them."""
+"""How the bytes of a load get to the ranks that need them."""
 
 OnCorrupt: TypeAlias = Literal["error", "fallback"]
-"""What a load does about a damaged checkpoint."""
+"""What a load does if stored bytes are damaged."""
 
 WhenBusy: TypeAlias = Literal["wait", "queue", "skip"]
 """What an asynchronous save does while an earlier one is under way."""
 
 IoClass: TypeAlias = Literal["idle", "low"]
-"""How a writer process stands back when others use the disk."""
+"""I/O scheduling class of a writer process."""
 
 
 class Policy(Enum):
-    """What to do about something that a load finds."""
+    """What to do about a difference that a save or a load finds."""
 
     ERROR = "error"
     WARN = "warn"
@@ -51,30 +48,31 @@ class Policy(Enum):
 
 
 def check_policy(name: str, value: object, *, optional: bool = False) -> None:
-    """Check a policy; None does if it is optional. Local, pure.
+    """Check that an argument is a policy, or None if it is optional. Local, pure.
 
     Raises:
-        DeclarationError: it is none.
+        DeclarationError: it is something else.
     """
     check_kind(name, value, Policy, give="Policy.ERROR, WARN or IGNORE", optional=optional)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
-    """What a load does about what it finds under certain keys.
+    """What a load does about differences of certain keys.
 
-    None leaves a matter to the next rule that fits, or to the default.
+    A field that is None leaves the difference to the next rule whose glob matches, or to the default.
 
     Attributes:
-        keys: a glob, as of a shell: `*` any text, `?` any character. Keys are those of the request.
-        unexpected: the key is asked for and not in the checkpoint. Default: by `strict`.
-        missing: the key is in the checkpoint and no rank asks for it. Default: by `strict`.
-        cast: it is stored in another dtype. Default: error; otherwise values are converted.
+        keys: a glob as in a shell: `*` matches any text, `?` any character. It is compared with the
+            requested keys.
+        unexpected: the key is requested and not in the checkpoint. Default: by `strict`.
+        missing: the key is in the checkpoint and no rank requests it. Default: by `strict`.
+        cast: the array is stored with another dtype. Default: error; otherwise values are converted.
         padded: the stored array is smaller along some axis. Default: error unless the tensor has
-            `allow_shape_mismatch`; otherwise what is not stored becomes 0.
-        cut: the stored array is larger along some axis. Default: as `padded`; otherwise what lies outside is
-            left out.
-        resharded: a chunk of this rank is not exactly a stored one. Default: ignore.
+            `allow_shape_mismatch`; otherwise elements that are not stored become 0.
+        cut: the stored array is larger along some axis. Default: as `padded`; otherwise the elements outside
+            are left out.
+        resharded: a chunk of this rank is not exactly a stored chunk. Default: ignore.
     """
 
     keys: str
@@ -96,35 +94,36 @@ class SaveOptions:
     """How to save.
 
     Attributes:
-        timeout_s: how long a rank waits for the others at each meeting point, in seconds; and for a process
-            that writes an asynchronous save and shows no progress.
-        part_bytes: how much of a tensor that is not contiguous in host memory is copied at a time; from a
-            CUDA device at most 4 MiB.
-        assume_constant_structure: with a plan cache, take the plan of the last save without comparing
-            declarations and common state between ranks. What this rank holds is still compared with the plan.
-        spread: who writes a chunk of a tensor that several ranks hold. `world`: any of them, so that all
+        timeout_s: how long a rank waits for the others in each collective, in seconds; and for a writer
+            process of an asynchronous save that shows no progress.
+        part_bytes: how many bytes of a tensor that is not contiguous in host memory are copied at once; from
+            a CUDA device at most 4 MiB.
+        assume_constant_structure: with a plan cache, use the plan of the last save without comparing
+            declarations and common state between ranks. What this rank declares is still compared with the
+            plan.
+        spread: which rank writes a chunk that several ranks declare. `world`: any of them, so that all ranks
             write about as many bytes; `group`: any of those in the `spread_group` of its main replica;
-            `none`: its main replica. Without `validate_access_integrity` ranks do not know what others hold,
-            and main replicas write whatever stands here.
-        plain_tensors: how tensors of common state are stored, such as those of the `state_dict()` of a module
+            `none`: its main replica. Without `validate_access_integrity` ranks do not know what others
+            declare, and main replicas write in every case.
+        plain_tensors: how tensors of common state are stored, for example the `state_dict()` of a module
             without sharding. `arrays`: as global arrays under their paths, written by all ranks; only the
-            native format has it. `common`: by rank 0, in one file with the rest of it. `auto`: as arrays
-            where the format has it. See docs/plain-modules.md.
-        rank0_values: globs of paths of common state, joined with dots, that may differ between ranks: rank
-            0's values are stored, those of others are not compared. For buffers that each rank updates by
-            itself: `("model.*.running_*",)` of a BatchNorm.
-        parity: of at most how many data files one parity file is written, from which any one of them that is
-            lost or damaged is computed; None for no parity. Only the native format has it. See
-            docs/integrity.md for what it costs.
+            native format can do this. `common`: by rank 0, in one file with the rest of common state.
+            `auto`: as arrays if the format can. See docs/plain-modules.md.
+        rank0_values: globs of paths of common state, joined with dots, that may differ between ranks. The
+            values of rank 0 are stored, and those of other ranks are not compared. For buffers that each
+            rank updates on its own, such as `("model.*.running_*",)` of a BatchNorm.
+        parity: how many data files share one parity file, at most; if one of them is lost or damaged, it is
+            computed from the others. None writes no parity. Only the native format can do this. See
+            docs/integrity.md for the cost.
         compare_replicas: what to do if ranks that declare the same chunk of a tensor, or the same object,
-            hold different bits in it. IGNORE does not compare; otherwise every rank digests all it holds.
+            hold different bits. IGNORE does not compare; otherwise every rank digests everything it declares.
         sample_replicas: what to do if ranks that declare the same chunk of a tensor hold different bits in
-            samples of it, 3 KiB of each chunk. ERROR finds a parameter that is cut and was not declared so.
-            Sampled is where a save plans anew, and takes no plan of an earlier one; IGNORE does not sample.
-            Where `compare_replicas` compares all bits, nothing is sampled.
-        array_digests: store a digest of each array that does not depend on how it is sharded, by which
-            `megackpt diff` proves arrays of two checkpoints equal without reading them. Only the native
-            format has it, and it needs the extra `digests`. See docs/integrity.md for what it costs.
+            samples of it, 3 KiB of each chunk. ERROR finds a parameter that is sharded and was not declared
+            so. Samples are compared when a save makes a new plan, not when it reuses one; IGNORE compares
+            none. If `compare_replicas` compares all bits, nothing is sampled.
+        array_digests: store a digest of each array that does not depend on its sharding. With it `megackpt
+            diff` proves arrays of two checkpoints equal without reading them. Only the native format can do
+            this, and it needs the extra `digests`. See docs/integrity.md for the cost.
     """
 
     timeout_s: float = 600.0
@@ -154,23 +153,23 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncOptions:
-    """How a Checkpointer saves while training goes on.
+    """How a Checkpointer saves while training continues.
 
     Attributes:
-        staging_bytes: memory of each rank for what is saved and not yet written, in bytes, made before the
-            first save. A larger state goes through it in waves, for which `save` waits. None: as much as a
-            rank writes, made when that is known: by `Checkpointer.warm_up`, or else by the first save, which
-            then takes longer.
-        when_busy: what `save` does while an earlier one is under way. `wait`: it waits until that is
-            committed; `queue`: it begins to copy as staging memory becomes free, and is written after the
-            earlier one; `skip`: it does nothing, and returns False.
-        stage_in_background: return from `save` before the state is copied; then `wait_staged` must be called
-            before it changes.
-        nice: niceness of the writer process, added to that of the training; 0 to leave it.
-        ionice: class of its I/O: `idle`: only while nobody else uses the disk; `low`: after others; None to
-            leave it. Not every I/O scheduler of Linux heeds it.
+        staging_bytes: host memory of each rank for states that are saved and not yet written, in bytes,
+            allocated before the first save. A larger state goes through it in several waves, for which
+            `save` waits. None: as much as a rank writes, allocated when that is known: by
+            `Checkpointer.warm_up`, or by the first save, which then takes longer.
+        when_busy: what `save` does while an earlier save is under way. `wait`: it waits until that one is
+            committed; `queue`: it copies the state as staging memory becomes free, and is written after the
+            earlier one; `skip`: it does nothing and returns False.
+        stage_in_background: return from `save` before the state is copied; the caller then has to call
+            `wait_staged` before it changes the state.
+        nice: niceness of the writer process, added to that of the training process; 0 leaves it unchanged.
+        ionice: I/O class of the writer process: `idle`: only while no other process uses the disk; `low`:
+            after other processes; None leaves it unchanged. Not every I/O scheduler of Linux uses it.
         start_timeout_s: how long a writer process may take to start, in seconds.
-        coordinator_host: name or address under which other hosts reach that of rank 0; None to find it.
+        coordinator_host: name or address at which other hosts reach the host of rank 0; None finds it.
     """
 
     staging_bytes: int | None = None
@@ -200,38 +199,39 @@ class LoadOptions:
     """How to load.
 
     Attributes:
-        timeout_s: how long a rank waits for the others at each meeting point, in seconds.
+        timeout_s: how long a rank waits for the others in each collective, in seconds.
         verify: check the digest of every block that is read.
-        threads: reads under way at once, at most; each may hold a buffer of 8 MiB. Where all files are in
-            memory, no more than there are processors for each rank of this machine.
-        rules: what to do about keys and arrays that differ; of those whose glob fits, the first that says
-            something.
-        rename: stored keys by other names, `{"old.*": "new.*"}`: what is stored as `old.x` answers a request
-            for `new.x`. Each `*` stands for any text, in order; the first pattern that fits counts.
-        exclude: globs of requested keys that are not loaded: those entities keep the data they have.
-        allow_unsafe_pickle: in formats that hold pickles (never the native one), load any class they name.
+        threads: how many reads are under way at once, at most; each may use a buffer of 8 MiB. If all files
+            are in memory, at most as many as there are processors for each rank of this machine.
+        rules: what to do about keys and arrays that differ; of the rules whose glob matches, the first one
+            with a policy decides.
+        rename: stored keys under other names, `{"old.*": "new.*"}`: the stored key `old.x` answers a request
+            for `new.x`. Each `*` matches any text, in order; the first pattern that matches counts.
+        exclude: globs of requested keys that are not loaded: those entities keep their data.
+        allow_unsafe_pickle: in formats that contain pickles (never the native one), load any class they name.
             Unpickling runs code that the file chooses: set it only for a checkpoint you trust.
-        load_on_device: load straight into the given tensors. False: those that are not in host memory stay as
-            they are, and the loaded state dict holds tensors in host memory in their place, e.g. for a model
-            that was built on the meta device. DTensors are always loaded in place.
-        exchange: who reads what several ranks of the `exchange_group` need. `direct`: each of them.
-            Otherwise one of them, about as many bytes as every other, and it sends them on: with `all_to_all`
-            to each rank exactly the elements that it needs; with `broadcast` and `gather_rounds` everything
-            to all; with `gather_object` everything to all at once, which needs memory for all of it.
-            `two_stage`: the first rank of the group reads everything and broadcasts it. All give the same
-            bits.
-        exchange_bytes: bound of all buffers of one rank for reading, sending and receiving together, in
-            bytes; not kept by `gather_object`, nor where a single block that a format can read is larger.
-            `two_stage` keeps within twice the largest chunk as well.
-        cpu_transfer: whether what is exchanged for tensors on a device goes through host memory. False, for
-            `broadcast` and `two_stage`: it is broadcast between devices by the exchange group's own backend.
-        on_corrupt: what to do where bytes are not those that were saved, or a file is gone or too short.
-            `error`: raise. `fallback`: take what is damaged from parity files (`SaveOptions.parity`), or from
-            copies, if the digests of the save say that it is right there; the log and the load report say
-            what was taken from where. A `Checkpointer` that loads its newest step then goes back to older
-            ones.
-        copies: for `fallback`, where the same save may be found: directories, URLs or open stores, asked in
-            this order. For a `Checkpointer`, roots of which each may have the same steps.
+        load_on_device: load straight into the given tensors. False: tensors that are not in host memory stay
+            unchanged, and the loaded state dict holds tensors in host memory instead, for example for a
+            model that was built on the meta device. DTensors are always loaded in place.
+        exchange: who reads bytes that several ranks of the `exchange_group` need. `direct`: each of them.
+            Otherwise one rank reads them and sends them to the others, and all ranks read about as many
+            bytes. `all_to_all` sends each rank exactly the elements that it needs; `broadcast` and
+            `gather_rounds` send everything to all ranks; `gather_object` sends everything to all ranks at
+            once, which needs memory for all of it. `two_stage`: the first rank of the group reads everything
+            and broadcasts it. The loaded bits are the same.
+        exchange_bytes: bound of all buffers of one rank for reading, sending and receiving, in bytes.
+            `gather_object` uses more, and so does a single block of the format that is larger. `two_stage`
+            also stays within twice the largest chunk.
+        cpu_transfer: whether data that is exchanged for tensors on a device goes through host memory. False,
+            for `broadcast` and `two_stage`: it is broadcast between devices by the backend of the exchange
+            group.
+        on_corrupt: what to do if bytes are not those that were saved, or a file is lost or too short.
+            `error`: raise an error. `fallback`: read what is damaged from parity files
+            (`SaveOptions.parity`) or from copies, if the digests of the save prove it undamaged there; the
+            log and the load report list these bytes. A `Checkpointer` that loads its newest step then falls
+            back to older steps.
+        copies: for `fallback`, where the same save may be found: directories, URLs or open stores, tried in
+            this order. For a `Checkpointer`, roots that may have the same steps.
     """
 
     timeout_s: float = 600.0
@@ -280,31 +280,31 @@ class LoadOptions:
 
     def _check_fallback(self) -> None:
         check_choice("on_corrupt", self.on_corrupt, get_args(OnCorrupt))
-        is_places = isinstance(self.copies, tuple) and all(
+        is_locations = isinstance(self.copies, tuple) and all(
             copy is not None and not isinstance(copy, (bytes, bool, int, float)) and copy != ""
             for copy in self.copies
         )
-        if not is_places:
-            raise DeclarationError(f"copies={self.copies!r}: give a tuple of places, none of them empty.")
+        if not is_locations:
+            raise DeclarationError(f"copies={self.copies!r}: give a tuple of locations, none of them empty.")
         if self.copies and self.on_corrupt != "fallback":
             raise DeclarationError("copies are given, and are never read: set on_corrupt='fallback' as well.")
         if self.on_corrupt == "fallback" and not self.verify:
             raise DeclarationError(
-                "on_corrupt='fallback' needs verify=True: damage that is not looked for is not found."
+                "on_corrupt='fallback' needs verify=True: without digests no damage is found."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """How to look for damage in a checkpoint.
+    """How to verify a checkpoint.
 
     Attributes:
         deep: read every byte, compare it with its digest, and decode objects and common state.
-        threads: reads under way at once; each holds a buffer of 4 MiB.
-        allow_unsafe_pickle: as for `LoadOptions`.
-        skip_unknown_classes: take an object or common state of a class that this process does not know, or
-            may not load, for whole if its bytes are, even where they cannot be read as `convert` reads such
-            values; else that counts as damage.
+        threads: how many reads are under way at once; each uses a buffer of 4 MiB.
+        allow_unsafe_pickle: as in `LoadOptions`.
+        skip_unknown_classes: count an object or common state of a class that this process does not know, or
+            may not load, as undamaged if its bytes are, even if `convert` could not read the value.
+            Otherwise it counts as damage.
     """
 
     deep: bool = False

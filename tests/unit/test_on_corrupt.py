@@ -248,7 +248,7 @@ def test_other_formats_fall_back_to_copies_and_refuse_parity(format: tuple[str, 
     [
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore' is not known"),
         ({"copies": ("a",)}, "set on_corrupt='fallback' as well"),
-        ({"on_corrupt": "fallback", "copies": ["a"]}, "give a tuple of places"),
+        ({"on_corrupt": "fallback", "copies": ["a"]}, "give a tuple of locations"),
         ({"on_corrupt": "fallback", "verify": False}, "needs verify=True"),
     ],
 )
