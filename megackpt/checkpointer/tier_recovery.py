@@ -23,7 +23,7 @@ from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name
 from megackpt.engine.loading.fallback import DAMAGE_ERRORS
 from megackpt.engine.loading.load import LoadRequest, load_state
-from megackpt.engine.tiers.recover import (
+from megackpt.engine.tiers.node_steps import (
     NodeStep,
     StepFiles,
     damaged_files,
@@ -31,7 +31,7 @@ from megackpt.engine.tiers.recover import (
     list_node_steps,
     share_step,
 )
-from megackpt.engine.tiers.transfer import from_rank
+from megackpt.engine.tiers.transfer import broadcast_from_rank
 from megackpt.errors import CheckpointError, NotACheckpointError, truncated_list
 from megackpt.mapping import ShardedStateDict, StateDict
 from megackpt.planning.redundancy import Nodes
@@ -181,7 +181,7 @@ class Recovery:
 
         doing = "looking into a checkpoint"
         source = leaders[source_node]
-        files = StepFiles.from_bytes(from_rank(group, described, source=source, doing=doing))
+        files = StepFiles.from_bytes(broadcast_from_rank(group, described, source=source, doing=doing))
         found: list[Any] | None = None
         if group.rank == 0:
             found = [

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megackpt.engine.checkpoint.steps import step_name, step_of
-from megackpt.engine.tiers.recover import NodeStep, StepFiles
+from megackpt.engine.tiers.node_steps import NodeStep, StepFiles
 
 ROOT = -1
 """Stands for the root where numbers stand for tiers."""

@@ -1,1 +1,1 @@
-"""Saves into storage of the nodes, and loads from what of it is left."""
+"""Saves into storage of the nodes, and loads of steps whose files lie on several nodes."""

@@ -1,9 +1,9 @@
-"""A save whose files lie on the ranks' own nodes, in as many copies as asked for.
+"""Saves a step whose files lie on the nodes of the ranks, in as many copies as the tier asks for.
 
-Owns the order: every rank writes into its node's directory, copies go to other nodes, index and common state
-to all; when all nodes have all of it, each commits. So a commit on any node says that every data file was
-complete, and durable, on the nodes that keep it. When all have committed, each removes what it does not keep.
-What is written and by whom was decided by the plan.
+Every rank writes into the directory of its node. Then copies go to other nodes, and the index and the common
+state to all nodes. When all nodes have all of their files, each commits. So a commit on any node proves that
+every data file was complete and durable on the nodes that keep it. When all nodes have committed, each
+removes the steps that it does not keep. The plan decides what is written, and by which rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from megackpt.engine.checkpoint import manifest
 from megackpt.engine.checkpoint.step_roots import LocalSteps
 from megackpt.engine.checkpoint.steps import step_name, step_of
 from megackpt.engine.saving.write import PlannedSave, commit_attempt, write_chunks
-from megackpt.engine.tiers.transfer import SizedFile, broadcast_files, copy_files, from_rank, send_to_keepers
+from megackpt.engine.tiers.transfer import (
+    SizedFile,
+    broadcast_files,
+    broadcast_from_rank,
+    copy_files,
+    send_to_keepers,
+)
 from megackpt.formats.documents import parse_document
 from megackpt.formats.registry import load_strategy
 from megackpt.formats.strategy import MANIFEST, Json, SaveStrategy
@@ -28,15 +34,15 @@ from megackpt.storage import MemoryStore, Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLocation:
-    """Where a step lies in a tier, as a rank sees it; all but root is equal on all ranks.
+    """The location of a step in a tier, as a rank sees it. All fields but root are equal on all ranks.
 
     Attributes:
         root: directory of the tier on this rank's node.
-        step: the step.
-        nodes: of the job.
+        step: number of the step.
+        nodes: nodes of the job, and which ranks run on them.
         replication_factor: how many nodes have each byte.
         jump: how many nodes further the next copy is.
-        keep_last: how many steps stay.
+        keep_last: how many committed steps stay in the tier.
     """
 
     root: str
@@ -47,18 +53,22 @@ class NodeLocation:
     keep_last: int
 
     def open(self) -> Store:
-        """Return the store of this node's part."""
+        """Return the store of the step's directory on this node."""
         return LocalSteps.at(self.root).open(step_name(self.step))
 
 
 def save_on_nodes(planned: PlannedSave, store: Store, group: Group, place: NodeLocation) -> None:
-    """Write this rank's part into store, the place opened; when all have theirs, commit on each node.
+    """Write this rank's rows, copy files between nodes, and commit on each node. Collective.
 
-    Collective over the group. The format must name files by attempt and writer, as the native one does.
+    Args:
+        planned: the save, in a format that names files by attempt and writer, as the native one does.
+        store: of the step's directory on this node.
+        group: the ranks.
+        place: the location of the step.
 
     Raises:
-        CheckpointError: the same on every rank. Nothing was committed, unless committing itself failed on
-            some nodes: then the checkpoint is whole over all nodes, and those that have the commit say so.
+        CheckpointError: on all ranks. Nothing was committed, unless the commit itself failed on some nodes:
+            then the checkpoint is complete over all nodes, and the other nodes have committed it.
     """
     is_leader, strategy = group.rank in place.nodes.leaders(), planned.strategy
     leftovers = manifest.LeftoverFiles()
@@ -81,9 +91,10 @@ def save_on_nodes(planned: PlannedSave, store: Store, group: Group, place: NodeL
 
 
 def clean_node(place: NodeLocation, *, rank: int) -> None:
-    """Remove torn steps up to this one and committed ones that are too many, as far as that is possible.
+    """Remove incomplete steps up to this one, and the oldest committed ones beyond `keep_last`.
 
-    Local, by one rank of each node, when all nodes have committed the step.
+    Errors of the file system are ignored. Local; only one rank of each node acts. To be called when all nodes
+    have committed the step.
     """
     if rank not in place.nodes.leaders():
         return
@@ -106,7 +117,7 @@ def _write_and_copy(
     *,
     is_leader: bool,
 ) -> Json:
-    """Put all files where they belong; return what the commit is to hold. Collective."""
+    """Write, copy and broadcast all files but metadata.json, and return its fields. Collective."""
     strategy = planned.strategy
     written = write_chunks(planned, store, group)
     with gather_step(group, "listing what it has written") as step:
@@ -116,7 +127,8 @@ def _write_and_copy(
     files = {rank: _sized(listed) for rank, listed in listed_by_rank.items()}
     copy_files(group, files, keepers, store, doing="copying its data to another node")
 
-    # In memory first: rank 0 may have no data file of the attempt but its own, and every node gets the same.
+    # Rank 0 writes the index in memory, since it may have no data file but its own. There the data files of
+    # all ranks are empty.
     names = [name for listed in step.results for name, _ in _sized(listed)]
     drafts = MemoryStore(store.location, files=dict.fromkeys(names, b""))
 
@@ -127,7 +139,9 @@ def _write_and_copy(
         named = strategy.files_of(parse_document(document, where=drafts.location))
         return json.dumps([[(name, drafts.size(name)) for name in named], document.decode()]).encode()
 
-    listed, document = json.loads(from_rank(group, write_index, source=0, doing="writing the index"))
+    listed, document = json.loads(
+        broadcast_from_rank(group, write_index, source=0, doing="writing the index")
+    )
     small: list[SizedFile] = [(name, nbytes) for name, nbytes in listed]
     takes = {name for name, _ in small} if is_leader else set()
     broadcast_files(
@@ -137,6 +151,7 @@ def _write_and_copy(
 
 
 def _sized(listed: bytes) -> list[SizedFile]:
+    """Return the files that a rank has listed as JSON."""
     return [(name, nbytes) for name, nbytes in json.loads(listed)]
 
 
@@ -144,9 +159,9 @@ def _written_files(store: Store, strategy: SaveStrategy, attempt: str, rank: int
     """Return the data files that a rank has written in an attempt."""
     named = {"sharded_backend": strategy.backend, "sharded_backend_version": strategy.version}
     reader = load_strategy(named, where=store.location)
-    mine = [
+    own_names = [
         name
         for name in store.names()
         if strategy.file_names.attempt_of(name) == attempt and reader.writer_of(name) == rank
     ]
-    return [(name, store.size(name)) for name in mine]
+    return [(name, store.size(name)) for name in own_names]

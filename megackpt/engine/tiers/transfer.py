@@ -1,7 +1,7 @@
-"""Files from node to node, through the ranks' own group, in pieces.
+"""Files that travel from node to node through the group of the ranks, one part after the other.
 
-Owns the buffers, a few pieces per rank however large a file is, and that a rank which cannot read or write
-goes on taking part: so nobody waits for it, and all hear of it when everything has been moved.
+A rank has a few parts in memory, however large a file is. A rank that cannot read or write goes on taking
+part, so that no other rank waits for it; its error is raised on all ranks when everything was moved.
 """
 
 from __future__ import annotations
@@ -10,45 +10,62 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeAlias
 
-from megackpt.comm import Group, Numbers, run_and_compare
+from megackpt.comm import Group, Numbers, errors_on_all_ranks, run_and_compare
 from megackpt.storage import Store, StreamWriter
 
 PART_BYTES = 4 * 1024 * 1024
 
 SizedFile: TypeAlias = tuple[str, int]
-"""Name and length of a file."""
+"""Name of a file and its length in bytes."""
 
 
-def from_rank(group: Group, make: Callable[[], bytes], *, source: int, doing: str) -> bytes:
-    """Return on every rank what make returns on one of them. Collective.
+def broadcast_from_rank(group: Group, make: Callable[[], bytes], *, source: int, doing: str) -> bytes:
+    """Return on every rank what `make` returns on one of them. Collective.
 
     Raises:
-        CheckpointError: what make raised, on all ranks.
+        CheckpointError: raised by `make`, on all ranks.
     """
-    made: list[bytes] = []
+    data = b""
 
-    def begin() -> Numbers:
+    def length() -> Numbers:
+        nonlocal data
         if group.rank == source:
-            made.append(make())
-        return Numbers((), (len(made[0]) if made else 0,))
+            data = make()
+        return Numbers((), (len(data),))
 
-    (length,) = run_and_compare(group, begin, equal=0, largest=1, doing=doing).largest
-    buffer = bytearray(made[0] if made else length)
+    (nbytes,) = run_and_compare(group, length, equal=0, largest=1, doing=doing).largest
+    buffer = bytearray(data if group.rank == source else nbytes)
     group.broadcast(memoryview(buffer), root=source)
     return bytes(buffer)
 
 
-def send_to_keepers(group: Group, said: bytes, keepers: Sequence[Sequence[int]]) -> dict[int, bytes]:
-    """Return what those ranks say for which this one keeps copies, by rank. Collective."""
-    sources = _sources(group, keepers)
+def send_to_keepers(group: Group, data: bytes, keepers: Sequence[Sequence[int]]) -> dict[int, bytes]:
+    """Send data to the ranks that keep copies of this rank's files. Collective.
+
+    Args:
+        group: the ranks.
+        data: of this rank; any length.
+        keepers: by rank, the ranks that keep copies of its files; equal on all ranks.
+
+    Returns:
+        The data of the ranks whose copies this rank keeps, by rank.
+    """
+    sources, own_keepers = _sources(group, keepers), keepers[group.rank]
+    # The lengths first, so that buffers for the data can be made.
+    head = memoryview(bytearray(len(data).to_bytes(8, "little")))
     lengths = {rank: bytearray(8) for rank in sources}
-    head = memoryview(bytearray(len(said).to_bytes(8, "little")))
-    mine = keepers[group.rank]
-    group.exchange([(rank, head) for rank in mine], [(rank, memoryview(d)) for rank, d in lengths.items()])
-    told = {rank: bytearray(int.from_bytes(length, "little")) for rank, length in lengths.items()}
-    body = memoryview(bytearray(said))
-    group.exchange([(rank, body) for rank in mine], [(rank, memoryview(d)) for rank, d in told.items()])
-    return {rank: bytes(data) for rank, data in told.items()}
+    _exchange(group, head, own_keepers, lengths)
+    received = {rank: bytearray(int.from_bytes(length, "little")) for rank, length in lengths.items()}
+    _exchange(group, memoryview(bytearray(data)), own_keepers, received)
+    return {rank: bytes(buffer) for rank, buffer in received.items()}
+
+
+def _exchange(
+    group: Group, data: memoryview, receivers: Sequence[int], buffers: Mapping[int, bytearray]
+) -> None:
+    group.exchange(
+        [(rank, data) for rank in receivers], [(rank, memoryview(buffer)) for rank, buffer in buffers.items()]
+    )
 
 
 def broadcast_files(
@@ -61,25 +78,32 @@ def broadcast_files(
     takes: Set[str],
     doing: str,
 ) -> None:
-    """Give files that one rank has to those ranks that take them, durably. Collective.
+    """Send files of one rank to the ranks that take them, which write them durably. Collective.
 
-    files are the same on all ranks; read_from counts on the source alone, takes is each rank's own choice.
+    Args:
+        group: the ranks.
+        files: equal on all ranks.
+        source: the rank that has the files.
+        read_from: the store of the source; not used on other ranks.
+        write_to: the store of this rank.
+        takes: names of the files that this rank writes.
+        doing: what the ranks do, for the error's text.
 
     Raises:
-        CheckpointError: the same on all ranks; partial files are removed.
+        CheckpointError: on all ranks. Partial files are removed.
     """
-    faults: list[Exception] = []
+    errors: list[Exception] = []
     longest = max((nbytes for _, nbytes in files), default=0)
     buffer = memoryview(bytearray(min(PART_BYTES, longest)))
     for name, nbytes in files:
-        taker = _Taker(write_to, (name, nbytes) if name in takes else None, faults)
-        for at, length in _pieces(nbytes):
+        copy = _Copy(write_to, (name, nbytes) if name in takes else None, errors)
+        for begin, length in _parts(nbytes):
             if group.rank == source:
-                _attempt(faults, partial(read_from.read_into, name, at, buffer[:length]))
+                _attempt(errors, partial(read_from.read_into, name, begin, buffer[:length]))
             group.broadcast(buffer[:length], root=source)
-            taker.write(buffer[:length])
-        taker.close()
-    _finish(group, write_to, faults, doing)
+            copy.write(buffer[:length])
+        copy.close()
+    _raise_on_all_ranks(group, write_to, errors, doing)
 
 
 def copy_files(
@@ -90,114 +114,118 @@ def copy_files(
     *,
     doing: str,
 ) -> None:
-    """Give the files of each rank to the ranks that keep copies of them, durably. Collective.
+    """Send the files of each rank to the ranks that keep copies, which write them durably. Collective.
 
-    files are this rank's own, and those of the ranks for which it keeps copies; keepers are by rank, and the
-    same on all ranks; store is this rank's, to read and to write.
+    Args:
+        group: the ranks.
+        files: by rank, the files of this rank and of the ranks whose copies it keeps.
+        keepers: by rank, the ranks that keep copies of its files; equal on all ranks.
+        store: of this rank, to read its files and to write copies.
+        doing: what the ranks do, for the error's text.
 
     Raises:
-        CheckpointError: the same on all ranks; partial files are removed.
+        CheckpointError: on all ranks. Partial files are removed.
     """
 
     def count() -> Numbers:
-        mine = files[group.rank]
-        return Numbers((), (len(mine), max((len(_pieces(nbytes)) for _, nbytes in mine), default=0)))
+        own_files = files[group.rank]
+        return Numbers((), (len(own_files), max((len(_parts(n)) for _, n in own_files), default=0)))
 
-    most_files, most_pieces = run_and_compare(group, count, equal=0, largest=2, doing=doing).largest
-    faults: list[Exception] = []
+    # All ranks make equally many exchanges, also those that have fewer files or shorter ones.
+    most_files, most_parts = run_and_compare(group, count, equal=0, largest=2, doing=doing).largest
+    errors: list[Exception] = []
     for number in range(most_files):
-        now = {rank: of_rank[number] for rank, of_rank in files.items() if number < len(of_rank)}
-        _copy_one_each(group, now, keepers, most_pieces, store, faults)
-    _finish(group, store, faults, doing)
+        of_round = {rank: listed[number] for rank, listed in files.items() if number < len(listed)}
+        _copy_one_file_of_each(group, of_round, keepers, most_parts, store, errors)
+    _raise_on_all_ranks(group, store, errors, doing)
 
 
-def _copy_one_each(
+def _copy_one_file_of_each(
     group: Group,
     files: Mapping[int, SizedFile],
     keepers: Sequence[Sequence[int]],
-    most_pieces: int,
+    most_parts: int,
     store: Store,
-    faults: list[Exception],
+    errors: list[Exception],
 ) -> None:
-    """Move at most one file of each rank, all ranks at a time."""
+    """Copy at most one file of each rank, one part of all of them at a time."""
     sources = [rank for rank in _sources(group, keepers) if rank in files]
-    pieces = {rank: _pieces(nbytes) for rank, (_, nbytes) in files.items()}
-    takers = {rank: _Taker(store, files[rank], faults) for rank in sources}
-    mine, of_mine = files.get(group.rank), pieces.get(group.rank, [])
-    given = memoryview(bytearray(_longest(mine)))
-    taken = {rank: memoryview(bytearray(_longest(files[rank]))) for rank in sources}
-    for number in range(most_pieces):
+    parts = {rank: _parts(nbytes) for rank, (_, nbytes) in files.items()}
+    copies = {rank: _Copy(store, files[rank], errors) for rank in sources}
+    own_file, own_parts = files.get(group.rank), parts.get(group.rank, [])
+    outgoing = memoryview(bytearray(_longest_part(own_file)))
+    incoming = {rank: memoryview(bytearray(_longest_part(files[rank]))) for rank in sources}
+    for number in range(most_parts):
         sends, receives = [], []
-        if mine is not None and keepers[group.rank] and number < len(of_mine):
-            at, length = of_mine[number]
-            _attempt(faults, partial(store.read_into, mine[0], at, given[:length]))
-            sends = [(rank, given[:length]) for rank in keepers[group.rank]]
+        if own_file is not None and keepers[group.rank] and number < len(own_parts):
+            begin, length = own_parts[number]
+            _attempt(errors, partial(store.read_into, own_file[0], begin, outgoing[:length]))
+            sends = [(rank, outgoing[:length]) for rank in keepers[group.rank]]
         for rank in sources:
-            if number < len(pieces[rank]):
-                receives.append((rank, taken[rank][: pieces[rank][number][1]]))
+            if number < len(parts[rank]):
+                receives.append((rank, incoming[rank][: parts[rank][number][1]]))
         group.exchange(sends, receives)
         for rank, data in receives:
-            takers[rank].write(data)
-    for taker in takers.values():
-        taker.close()
+            copies[rank].write(data)
+    for copy in copies.values():
+        copy.close()
 
 
 def _sources(group: Group, keepers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks for which this one keeps copies."""
+    """Return the ranks whose copies this one keeps."""
     return [rank for rank, of_rank in enumerate(keepers) if group.rank in of_rank]
 
 
-def _longest(file: SizedFile | None) -> int:
+def _longest_part(file: SizedFile | None) -> int:
     return min(PART_BYTES, file[1]) if file is not None else 0
 
 
-def _pieces(nbytes: int) -> list[tuple[int, int]]:
-    return [(at, min(PART_BYTES, nbytes - at)) for at in range(0, nbytes, PART_BYTES)]
+def _parts(nbytes: int) -> list[tuple[int, int]]:
+    """Return where each part of a file begins, and how long it is."""
+    return [(begin, min(PART_BYTES, nbytes - begin)) for begin in range(0, nbytes, PART_BYTES)]
 
 
-class _Taker:
-    """Writes one file as it comes, until something goes wrong; that is noted, and the rest is dropped."""
+class _Copy:
+    """A file that is written as its parts arrive; after an error, which is noted, the rest is dropped."""
 
-    def __init__(self, store: Store, file: SizedFile | None, faults: list[Exception]) -> None:
-        self._faults = faults
+    def __init__(self, store: Store, file: SizedFile | None, errors: list[Exception]) -> None:
+        self._errors = errors
         self._writer: StreamWriter | None = None
         if file is not None:
-            self._try(lambda: self._open(store, *file))
+            self._attempt(lambda: self._open(store, *file))
 
     def write(self, data: memoryview) -> None:
         """Append data."""
         if self._writer is not None:
-            writer = self._writer
-            self._try(lambda: writer.write(data))
+            self._attempt(partial(self._writer.write, data))
 
     def close(self) -> None:
         """End the file."""
         if self._writer is not None:
-            self._try(self._writer.close)
+            self._attempt(self._writer.close)
 
     def _open(self, store: Store, name: str, nbytes: int) -> None:
         self._writer = store.open_writer(name, nbytes)
 
-    def _try(self, act: Callable[[], None]) -> None:
-        if not _attempt(self._faults, act) and self._writer is not None:
-            error, writer, self._writer = self._faults[-1], self._writer, None
-            writer.__exit__(type(error), error, None)  # removes what was written of it
+    def _attempt(self, act: Callable[[], None]) -> None:
+        if not _attempt(self._errors, act) and self._writer is not None:
+            error, writer, self._writer = self._errors[-1], self._writer, None
+            writer.__exit__(type(error), error, None)  # removes the partial file
 
 
-def _attempt(faults: list[Exception], act: Callable[[], None]) -> bool:
+def _attempt(errors: list[Exception], act: Callable[[], None]) -> bool:
+    """Return whether an action succeeded; note its error if not."""
     try:
         act()
     except Exception as error:  # noqa: BLE001 - raised on all ranks when everything was moved
-        faults.append(error)
+        errors.append(error)
         return False
     return True
 
 
-def _finish(group: Group, store: Store, faults: list[Exception], doing: str) -> None:
-    def tell() -> Numbers:
-        if faults:
-            raise faults[0]
+def _raise_on_all_ranks(group: Group, store: Store, errors: Sequence[Exception], doing: str) -> None:
+    """Raise the first error of any rank on all ranks; without one, make the files durable."""
+    with errors_on_all_ranks(group, doing):
+        if errors:
+            raise errors[0]
         store.sync()
-        return Numbers(())
-
-    run_and_compare(group, tell, equal=0, doing=doing)
