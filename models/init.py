@@ -108,16 +108,16 @@ def _rule(key: str, config: GPTConfig) -> _Normal:
 
 
 def _tensors(state: ShardedStateDict) -> list[ShardedTensor]:
-    found: list[ShardedTensor] = []
+    tensors: list[ShardedTensor] = []
     for name, entity in state.items():
         if isinstance(entity, ShardedTensor):
-            found.append(entity)
+            tensors.append(entity)
         elif isinstance(entity, ShardedLayout):
-            found += entity.tensors()
+            tensors += entity.tensors()
         elif not isinstance(entity, ShardedObject):
             raise DeclarationError(
                 f"{name!r} is declared as {type(entity).__name__}, which initial values cannot be copied "
                 "into. Declare it as a ShardedTensor or ShardedLayout.",
                 key=name,
             )
-    return found
+    return tensors

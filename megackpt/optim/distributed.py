@@ -38,9 +38,9 @@ class DistributedOptimizer(MasterOptimizer):
 
     Args:
         params_or_groups: parameters, or groups of them, as torch.optim takes them; a group may have a `name`.
-        optimizer_factory: makes the inner optimizer of the groups it is given, whose parameters are 1-D
-            master shards: fp32 copies for two-byte parameters, the parameters' own memory otherwise. Called
-            a few times, also on small probes, so it must do nothing else.
+        optimizer_factory: creates the inner optimizer from groups whose parameters are 1-D master shards:
+            fp32 copies for two-byte parameters, the parameters' own memory otherwise. It is called several
+            times, also for small probes, so it must do nothing else.
         groups: the ranks around this one. Without communication (`ParallelGroups.offline`) everything but a
             step works.
         clip_grad: largest global gradient norm; 0 does not clip.

@@ -214,7 +214,7 @@ class MasterOptimizer(ABC):
 
     @abstractmethod
     def _shape_master(self, flat: Tensor, param: Parameter) -> Tensor:
-        """Return the view of a parameter's owned range that the inner optimizer is given."""
+        """Return the view of a parameter's owned range that the inner optimizer gets."""
 
     @abstractmethod
     def _check_inner(self, build: OptimizerBuilder, kinds: Sequence[Sequence[ProbeKind]]) -> None:

@@ -116,7 +116,7 @@ def _check_unique(
     for value in values:
         if value in seen:
             shown = descriptions[value] if descriptions and isinstance(value, int) else repr(value)
-            raise DeclarationError(f"{what} {shown} is given twice. {advice}")
+            raise DeclarationError(f"{what} {shown} occurs twice. {advice}")
         seen.add(value)
 
 

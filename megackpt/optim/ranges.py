@@ -88,11 +88,17 @@ class BufferLayout:
 def plan_buffer(
     numels: Sequence[int], *, dp: int, bucket_size: int, alignment: int = ALIGNMENT
 ) -> BufferLayout:
-    """Pack parameters of the given sizes into buckets of about `bucket_size` elements.
+    """Pack parameters into buckets of about `bucket_size` elements.
 
-    numels are in order of registration. A bucket is closed before it would exceed bucket_size; a parameter
-    larger than that has a bucket of its own. Parameters start at multiples of alignment, and buckets are
-    padded to a multiple of `dp * alignment`, so that slices are aligned too.
+    A bucket ends before it would exceed bucket_size; a parameter larger than that has a bucket of its own.
+    Parameters start at multiples of alignment, and buckets are padded to a multiple of `dp * alignment`, so
+    that slices are aligned, too.
+
+    Args:
+        numels: size of each parameter in elements, in order of registration.
+        dp: number of data-parallel ranks.
+        bucket_size: in elements.
+        alignment: in elements.
 
     >>> layout = plan_buffer([3, 5], dp=2, bucket_size=100, alignment=1)
     >>> layout.params, layout.buckets

@@ -88,13 +88,13 @@ class VocabParallelEmbedding(ShardedModule):
 class VocabParallelOutput(ShardedModule):
     """Hidden states to logits over this rank's rows of the vocabulary. Collective over tp.
 
-    Without a weight of its own (`tied=True`) it is given that of the embedding at each call.
+    With `tied=True` it has no weight of its own; each call passes that of the embedding.
 
     Args:
         vocab_size: number of token ids, without padding.
         hidden_size: extent of the last dim of the input.
         groups: the ranks around this one.
-        tied: use the weight that `forward` is given.
+        tied: use the weight that is passed to `forward`.
         make_divisible: rows per rank are a multiple of this; that of the embedding.
         sequence_parallel: the input is cut along the sequence, dim 0.
         dtype: dtype of the weight.

@@ -58,7 +58,7 @@ def forward_backward(
         `share_losses`).
 
     Raises:
-        DeclarationError: no micro-batch is given.
+        DeclarationError: there is no micro-batch.
     """
     plan = plan_1f1b(groups.pp.size, groups.pp.rank, _count(micro_batches))
     return _PlanExecution(model, micro_batches, groups, grad=loss_scale / len(micro_batches)).execute(plan)
@@ -68,7 +68,7 @@ def forward_only(model: PipelineStage, micro_batches: Sequence[MicroBatch], grou
     """Return the losses as `forward_backward` does, without gradients. Collective over pp (and tp).
 
     Raises:
-        DeclarationError: no micro-batch is given.
+        DeclarationError: there is no micro-batch.
     """
     plan = plan_forward(groups.pp.size, groups.pp.rank, _count(micro_batches))
     with torch.no_grad():

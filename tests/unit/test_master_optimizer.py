@@ -496,11 +496,11 @@ W = Parameter(torch.zeros(2))
     ("given", "match"),
     [
         ([], r"got no parameters. Pass model.parameters\(\)"),
-        ([W, W], r"The parameter of shape \(2,\) in group '0' is given twice. List each"),
+        ([W, W], r"The parameter of shape \(2,\) in group '0' occurs twice. List each"),
         ([{"params": [W]}, W], r"parameters and groups in one list. Give either"),
         ([{"lr": 1.0}], r"group 0 has no 'params'. Put"),
         ([torch.zeros(2)], r"group 0 has a Tensor.*Pass model.parameters\(\)"),
-        ([{"params": [W], "name": "a"}, {"params": [], "name": "a"}], r"name 'a' is given twice. Give each"),
+        ([{"params": [W], "name": "a"}, {"params": [], "name": "a"}], r"name 'a' occurs twice. Give each"),
         ([{"params": [W], "name": 3}], r"group 0 has the name 3. Give a non-empty string"),
     ],
 )
