@@ -27,9 +27,9 @@ from megackpt.mapping.tree import (
 
 
 def is_plain_tensor(leaf: object) -> bool:
-    """Say whether a leaf is an ordinary strided tensor: all of its elements are here, in its own storage.
+    """Return whether a leaf is an ordinary strided tensor, with all of its elements in its own storage.
 
-    Parameters and subclasses are, but for those that hold other tensors or have no storage yet.
+    Parameters and subclasses are plain tensors, except those that wrap other tensors or have no storage yet.
     """
     return (
         isinstance(leaf, torch.Tensor)
@@ -42,13 +42,13 @@ def is_plain_tensor(leaf: object) -> bool:
 
 
 def has_tensors(kinds: Iterable[type]) -> bool:
-    """Say whether there may be plain tensors among leaves of these classes."""
+    """Return whether leaves of these classes may be plain tensors."""
     return any(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
 def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
     """Return the plain tensors of a tree by the steps that lead to them."""
-    if not has_tensors(leaf_types(state)):  # as a rule: to list all steps takes much longer
+    if not has_tensors(leaf_types(state)):  # the usual case: listing all steps takes much longer
         return {}
     return {steps: leaf for steps, leaf in iter_leaves(state, (), step=add_step) if is_plain_tensor(leaf)}
 
@@ -56,47 +56,51 @@ def plain_tensors(state: Any) -> dict[Steps, torch.Tensor]:
 def match_common_leaves(
     wanted: Iterable[Steps], stored: Iterable[Steps], arrays: Container[str] = ()
 ) -> dict[Steps, Steps]:
-    """Return which leaf of stored common state answers each plain tensor, by the steps to both. Pure.
+    """Return the leaf of stored common state from which each plain tensor is loaded, by steps. Pure.
 
-    A leaf at the same steps answers. Where there is none, a leaf whose steps give the same text when joined
-    with dots does, so that nested and flattened optimizer state dicts load each other. An array of that
-    name comes before it.
+    It is the leaf at the same steps. If there is none, it is a leaf whose steps give the same text when
+    joined with dots, so that nested and flattened optimizer state dicts load each other; unless there is an
+    array of that name.
+
+    Args:
+        wanted: the steps to the plain tensors of the request.
+        stored: the steps to the leaves of stored common state.
+        arrays: the keys of stored arrays.
 
     Raises:
-        DeclarationError: several tensors, or several leaves, have the name, so that it does not tell which
-            is meant.
+        DeclarationError: a name belongs to several tensors or several leaves.
     """
     leaves = set(stored)
-    found = {steps: steps for steps in wanted if steps in leaves}
-    others: dict[str, list[Steps]] = {}
+    matches = {steps: steps for steps in wanted if steps in leaves}
+    unmatched: dict[str, list[Steps]] = {}
     for steps in wanted:
-        if steps not in found and (name := dotted(steps)) not in arrays:
-            others.setdefault(name, []).append(steps)
-    if not others:
-        return found
-    named: dict[str, list[Steps]] = {}
+        if steps not in matches and (name := dotted(steps)) not in arrays:
+            unmatched.setdefault(name, []).append(steps)
+    if not unmatched:
+        return matches
+    leaves_of_name: dict[str, list[Steps]] = {}
     for steps in leaves:
-        named.setdefault(dotted(steps), []).append(steps)
+        leaves_of_name.setdefault(dotted(steps), []).append(steps)
     exact: dict[str, list[Steps]] = {}
-    for steps in found:
+    for steps in matches:
         exact.setdefault(dotted(steps), []).append(steps)
-    for name, asking in others.items():
-        answers = named.get(name, [])
+    for name, asking in unmatched.items():
+        answers = leaves_of_name.get(name, [])
         if not answers:
             continue
         if len(asking) + len(exact.get(name, [])) > 1:
             raise same_name_error(name, [*asking, *exact.get(name, [])], "tensors of the state dict")
         if len(answers) > 1:
             raise same_name_error(name, answers, "values of the checkpoint")
-        found[asking[0]] = answers[0]
-    return found
+        matches[asking[0]] = answers[0]
+    return matches
 
 
 def fill_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
-    """Return stored common state with what stands in targets, by steps, in place of equal-looking tensors.
+    """Fill the targets with stored common state at the same steps; return it with the targets in place.
 
-    Each of these is filled with the stored values. One of another shape or dtype, without memory, or whose
-    elements share memory is left alone, and the stored tensor stays.
+    A stored tensor stays where the target has another shape or dtype, has no memory, or has elements that
+    share memory.
     """
 
     def filled(steps: Steps, leaf: Any) -> Any:
@@ -111,7 +115,7 @@ def fill_in_place(stored: Any, targets: Mapping[Steps, torch.Tensor]) -> Any:
 
 
 def can_be_filled(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Say whether a tensor can be filled in place with values of this shape and dtype."""
+    """Return whether a tensor can be filled in place with values of the shape and dtype of `value`."""
     shares_memory = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
     return (
         target.shape == value.shape
@@ -124,11 +128,15 @@ def can_be_filled(target: torch.Tensor, value: torch.Tensor) -> bool:
 def declare_whole_tensors(
     state: Any, keys: Container[str], *, common: Container[Steps] = (), names: PathKeys | None = None
 ) -> Any:
-    """Return the tree with every plain tensor whose path, joined with dots, is one of keys as a whole array.
+    """Return the tree with plain tensors declared as whole arrays; the given tree is not changed.
 
-    What was saved from DTensors under these paths is thereby loaded into a model without any. Tensors at
-    steps in common stay what they are. names has the keys that other leaves have of their paths. The given
-    tree is not changed.
+    So what was saved from DTensors loads into a model without DTensors.
+
+    Args:
+        state: nested dicts and lists.
+        keys: the tensors whose paths, joined with dots, are in keys are declared.
+        common: steps to tensors that stay as they are.
+        names: the keys that other leaves have got from their paths.
 
     Raises:
         DeclarationError: two leaves get one key.

@@ -1,7 +1,6 @@
-"""Nested dicts and lists of a state dict, walked with the path of every leaf.
+"""Nested dicts and lists of a state dict: walked, mapped, split and merged, with the path of every leaf.
 
-Owns walking, mapping, splitting and merging. Paths look as one would write them, `optimizer.groups[0].lr`,
-and stand in every error that concerns a leaf.
+Paths are written as in Python, `optimizer.groups[0].lr`, and errors about a leaf name its path.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any, TypeAlias
 from megackpt.errors import DeclarationError
 
 Steps: TypeAlias = tuple[object, ...]
-"""The dict keys and list positions that lead to a leaf: no two leaves of a tree have the same."""
+"""The dict keys and list positions that lead to a leaf; different leaves have different steps."""
 
 ABSENT = object()
-"""What a mapping function returns to leave a leaf out."""
+"""The value that a mapping function returns to leave a leaf out."""
 
 
 class Positions(dict[int, Any]):
-    """What is left of a list that lost leaves, by position, until `merge` puts the others in their places."""
+    """The remaining items of a list that lost some, by position, until `merge` adds the others."""
 
 
 def iter_leaves(
@@ -42,7 +41,7 @@ def iter_leaves(
 
 
 def leaf_types(tree: Any) -> set[type]:
-    """Return the classes of all leaves: to see, before a tree is mapped, whether there is anything to do."""
+    """Return the classes of all leaves, which tell whether a tree has to be mapped at all."""
     found: set[type] = set()
     _add_types(tree, found)
     return found
@@ -60,7 +59,7 @@ def _add_types(tree: Any, found: set[type]) -> None:
 
 
 def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
-    """Yield the steps to every dict and list that holds nothing, the tree itself left out."""
+    """Yield the steps to every empty dict and list below the tree itself."""
     for key, child in _children(tree).items():
         if isinstance(child, (dict, list)):
             if child:
@@ -70,7 +69,10 @@ def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
 
 
 def keys_by_container(keys: Iterable[str], names: Set[str], but: Container[str] = ()) -> dict[str, list[str]]:
-    """Return the keys below each of these names, which are paths joined with dots, without some of them."""
+    """Return the keys below each container; names are the paths of containers, joined with dots.
+
+    Keys in but are left out. A key belongs to the innermost of the containers.
+    """
     found: dict[str, list[str]] = {}
     for key in keys if names else ():
         name = key.rpartition(".")[0]
@@ -88,14 +90,17 @@ def map_leaves(
     *,
     step: Callable[[Any, object], Any] | None = None,
 ) -> Any:
-    """Return a tree with `fn(path, leaf)` in place of each leaf; the given one is not changed.
+    """Return a tree with `fn(path, leaf)` in place of each leaf; the given tree is not changed.
 
-    step appends a dict key or list index to a path; None for `join`.
+    A container whose leaves all stay the same is returned itself, so that its type stays (an OrderedDict).
+    Leaves for which fn returns ABSENT are left out. A list that loses leaves becomes Positions. A container
+    that loses all leaves is left out itself; one that was empty stays.
 
-    A container whose leaves all stay what they are is returned itself, so its type stays (an OrderedDict).
-
-    A dict loses the leaves for which fn returns ABSENT. A list that loses any becomes the Positions of what
-    is left. A container that loses all it had is ABSENT itself; one that was empty stays.
+    Args:
+        fn: takes the path and the leaf.
+        tree: nested dicts and lists.
+        path: the path of the tree.
+        step: appends a dict key or list index to a path; None for `join`.
     """
     if not isinstance(tree, (dict, list)):
         return fn(path, tree)
@@ -120,7 +125,7 @@ def map_leaves(
 
 
 def without_positions(tree: Any) -> Any:
-    """Return the tree with plain dicts in place of Positions, for storage; the rest stays what it is."""
+    """Return the tree with plain dicts in place of Positions, for storage; the rest is not changed."""
     if not isinstance(tree, (dict, list)):
         return tree
     children = _children(tree)
@@ -133,7 +138,7 @@ def without_positions(tree: Any) -> Any:
 
 
 def without_empty(tree: Any) -> Any:
-    """Return the tree without dicts and lists that hold nothing, ABSENT if it holds nothing itself."""
+    """Return the tree without empty dicts and lists; ABSENT if nothing is left."""
     if not isinstance(tree, (dict, list)):
         return tree
     kept = {key: without_empty(child) for key, child in _children(tree).items()}
@@ -142,17 +147,17 @@ def without_empty(tree: Any) -> Any:
 
 
 def merge(base: Any, other: Any, path: str = "") -> Any:
-    """Return the union of two trees split by `map_leaves`; where other has a leaf, that stands.
+    """Return the union of two trees that `map_leaves` split; if both have a leaf, that of other is taken.
 
-    Positions become a list again where the two make it whole, else a plain dict. base may have plain dicts
-    for them (see `without_positions`): that one side knows of a list is enough.
+    Positions become a list again if the two trees have all positions, else a plain dict. base may have plain
+    dicts in place of Positions (see `without_positions`): one side that has a list is enough.
 
     Raises:
         DeclarationError: base has a leaf where other has a dict or list, or a list has gaps.
     """
     if isinstance(base, (dict, list)) and isinstance(other, (dict, list)):
         if not other:
-            return base  # as it is: it may be of a type of its own, an OrderedDict
+            return base  # unchanged, because it may be a subclass such as OrderedDict
         return _merge_containers(base, other, path)
     if isinstance(other, (dict, list)):
         raise DeclarationError(
@@ -175,9 +180,9 @@ def join(path: str, key: object) -> str:
 
 
 def join_dotted(path: str, key: object) -> str:
-    """Append a dict key or list index to the key of a leaf that has no key but its path.
+    """Append a dict key or list index to a path joined with dots, which is the key of leaves without a key.
 
-    These are the names that torch.distributed.checkpoint gives to the leaves of a nested state dict.
+    torch.distributed.checkpoint names the leaves of a nested state dict in the same way.
 
     >>> join_dotted("optimizer.state", 0), join_dotted("", "model")
     ('optimizer.state.0', 'model')
@@ -191,7 +196,7 @@ def add_step(steps: Steps, key: object) -> Steps:
 
 
 def dotted(steps: Steps) -> str:
-    """Return steps joined with dots, as `join_dotted` joins them; other steps may give the same text.
+    """Return steps joined with dots by `join_dotted`; different steps may give the same text.
 
     >>> dotted(("a", "b")), dotted(("a.b",))
     ('a.b', 'a.b')
@@ -200,7 +205,7 @@ def dotted(steps: Steps) -> str:
 
 
 def shown(steps: Steps) -> str:
-    """Return steps as they are written in messages, in which different steps look different.
+    """Return steps as text for messages; different steps give different texts.
 
     >>> shown(("a", "b", 0)), shown(("a.b",)), shown((0,)), shown(("0",))
     ("['a']['b'][0]", "['a.b']", '[0]', "['0']")
@@ -211,7 +216,7 @@ def shown(steps: Steps) -> str:
 def same_name_error(
     name: str, places: Iterable[Steps], what: str = "tensors of the state dict"
 ) -> DeclarationError:
-    """Return the error for leaves at different places that have one name; what says what they are."""
+    """Return the error for leaves at different steps that have one name; what describes the leaves."""
     first, second, *_ = sorted(map(shown, places))
     return DeclarationError(
         f"{name!r}: two {what} have this name, which is a path joined with dots: {first} and {second}. "
@@ -221,16 +226,16 @@ def same_name_error(
 
 
 class PathKeys:
-    """The keys of leaves that have no key but their path, joined with dots."""
+    """The keys of leaves whose key is their path joined with dots, each given to one leaf only."""
 
     def __init__(self) -> None:
         self._steps: dict[str, Steps] = {}
 
     def key_of(self, steps: Steps) -> str:
-        """Return the key of a leaf, which is from now on taken.
+        """Return the key of a leaf, and reserve it.
 
         Raises:
-            DeclarationError: another leaf has it; the text names both paths.
+            DeclarationError: another leaf has the key; the text names both paths.
         """
         key = dotted(steps)
         if self._steps.setdefault(key, steps) != steps:
@@ -239,7 +244,7 @@ class PathKeys:
 
 
 def _children(tree: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
-    """The children of a container by key or position."""
+    """Return the children of a container by key or position."""
     return tree if isinstance(tree, dict) else dict(enumerate(tree))
 
 

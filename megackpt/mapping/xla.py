@@ -1,8 +1,7 @@
-"""Tensors that XLA has sharded over devices (SPMD), taken apart into what the devices of one host hold.
+"""Tensors that XLA has sharded over devices (SPMD), as the chunks that the devices of one host have.
 
-Owns recognising them, by the name and module of their class: nothing of torch_xla is imported, and it need
-not be installed. One process drives several devices there, so one leaf is several chunks, and with partial
-replication several devices of one host may hold the same one.
+One process drives several devices, so one leaf is several chunks, and with partial replication several
+devices of one host may have the same chunk. torch_xla is not imported here, and need not be installed.
 """
 
 from __future__ import annotations
@@ -24,10 +23,15 @@ from megackpt.mapping.values import LocalNonpersistentObject
 
 
 def adopt_xla_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
-    """Return the tree with every tensor that XLA has sharded as an entity; the given one is not changed.
+    """Return the tree with every tensor that XLA has sharded as an entity; the given tree is not changed.
 
-    kinds are the classes of its leaves, or more: see `leaf_types`. names gives keys to paths. Call it before
-    DTensors are looked for: from torch_xla 2.9 on these tensors are of a class derived from theirs.
+    Call it before DTensors are looked for: from torch_xla 2.9 on, the class of these tensors derives from
+    DTensor.
+
+    Args:
+        state: nested dicts and lists.
+        kinds: the classes of its leaves; see `leaf_types`.
+        names: gives each leaf its key.
 
     Raises:
         DeclarationError: two leaves get one key.
@@ -43,12 +47,12 @@ def adopt_xla_tensors(state: Any, kinds: Set[type], names: PathKeys) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class HostShard:
-    """One box of a tensor that devices of this host hold.
+    """One box of a tensor that devices of this host have.
 
     Attributes:
         start: first element of the box in the global array.
-        data: its elements in host memory, without padding: a view of what goes back to the devices.
-        replica_id: the lowest of the copies on this host; 0 on exactly one host.
+        data: its elements in host memory, without padding: a view of what is copied back to the devices.
+        replica_id: the lowest of the replicas on this host; 0 on exactly one host.
     """
 
     start: tuple[int, ...]
@@ -58,11 +62,11 @@ class HostShard:
 
 @dataclass(frozen=True, slots=True)
 class HostShards:
-    """The different boxes that the devices of this host hold of one tensor.
+    """The different boxes of one tensor that the devices of this host have.
 
     Attributes:
         tensor: the tensor.
-        shards: each box once, however many devices have it.
+        shards: each box once, even if several devices have it.
     """
 
     tensor: XlaTensor
@@ -71,10 +75,10 @@ class HostShards:
 
     @classmethod
     def of(cls, key: str, tensor: XlaTensor) -> HostShards:
-        """Copy the local shards of a tensor to host memory. key is for errors.
+        """Copy the local shards of a tensor to host memory; key is for errors.
 
         Raises:
-            DeclarationError: a shard does not have the elements that its indices stand for.
+            DeclarationError: a shard does not have the elements that its indices describe.
         """
         _wait_for_devices()
         on_devices = tuple(tensor.local_shards)
@@ -91,7 +95,7 @@ class HostShards:
                 held.append(HostShard(start, data, shard.replica_id))
             elif shard.replica_id < held[at].replica_id:
                 held[at] = HostShard(start, held[at].data, shard.replica_id)
-            shard.data = on_devices[box_of.index(at)].data  # copies on this host share one buffer
+            shard.data = on_devices[box_of.index(at)].data  # replicas on this host share one buffer
         return cls(tensor, tuple(held), on_devices)
 
     @property
@@ -100,26 +104,26 @@ class HostShards:
         return all(shard.indices is Ellipsis for shard in self._on_devices)
 
     def commit(self) -> None:
-        """Put the elements of all shards, which may have been changed, onto the devices."""
+        """Copy the elements of all shards, which a load may have changed, to the devices."""
         if self.is_replicated:
             with torch.no_grad():
-                self.tensor.global_tensor.copy_(self.shards[0].data)  # torch_xla refuses to do it by shards
+                self.tensor.global_tensor.copy_(self.shards[0].data)  # torch_xla cannot load shards of it
         else:
             self.tensor.load_local_shards_(list(self._on_devices))
 
 
 def declare_xla(key: str, tensor: Any, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
-    """Declare a tensor that XLA has sharded: one ShardedTensor for each box that this host's devices hold.
+    """Declare a tensor that XLA has sharded: one ShardedTensor for each box that this host's devices have.
 
-    `save` and `load` do it by themselves for such leaves, under their path in the state dict; call it to
-    choose another key. A box counts as main replica on the one host that has its copy 0. The shards are
-    copied to host memory when `save` or `load` takes the state dict apart, and go to the devices, tensor by
-    tensor, when everything has been loaded.
+    `save` and `load` call it for such leaves, with their path in the state dict as the key; call it to choose
+    another key. The host that has replica 0 of a box declares the main replica. Shards are copied to host
+    memory when `save` or `load` flattens the state dict, and back to the devices, tensor by tensor, when
+    everything has been loaded.
 
     Args:
         key: unique name of the global array.
         tensor: an XLAShardedTensor, or a tensor marked as sharded.
-        replica_id: for states that several SPMD worlds hold a copy of; 0 in the main one.
+        replica_id: for states that several SPMD worlds have; 0 in the main one.
 
     Raises:
         DeclarationError: the tensor is not sharded by XLA.
@@ -134,7 +138,7 @@ def declare_xla(key: str, tensor: Any, *, replica_id: ReplicaId = 0) -> ShardedT
 
 
 def _build(key: str, leaf: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-    """Declare the boxes of this host; what puts them back goes along, and is not saved."""
+    """Declare the boxes of this host, together with the value that copies them back, which is not saved."""
     tensor = xla_tensor_of(leaf)
     if tensor is None or flattened_range is not None:
         raise DeclarationError(
@@ -150,14 +154,14 @@ def _build(key: str, leaf: Any, replica_id: ReplicaId, flattened_range: slice | 
 
 
 def _merge(loaded: dict[str, Any]) -> Any:
-    """Put loaded boxes onto the devices, and return the leaf that the user had."""
+    """Copy loaded boxes to the devices, and return the user's leaf."""
     leaf, shards = loaded["back"]
     shards.commit()
     return leaf
 
 
 def _wait_for_devices() -> None:
-    """Let what runs on the devices finish: torch_xla fails to copy shards that a step is still computing."""
+    """Wait for the devices: torch_xla fails to copy shards that a step is still computing."""
     model = sys.modules.get(f"{XLA_PACKAGE}.core.xla_model")
     if model is not None:
         model.wait_device_ops()
@@ -189,13 +193,13 @@ def _check_padding(
     shape: tuple[int, ...],
     padded: tuple[int, ...],
 ) -> None:
-    """Check that a padded shard is the one of an even split that its box says it is.
+    """Check that a padded shard and its box belong to an even split of the array.
 
-    torch_xla checks neither that nor what it is given to load: it reads beyond a buffer that is too small.
+    torch_xla does not check what it loads: it reads beyond the end of a buffer that is too small.
     """
     fit = len(padded) == len(whole) == len(start)
     for extent, first, length, room in zip(whole, start, shape, padded, strict=fit):
-        at_end = first == extent and length == 0  # nothing but padding
+        at_end = first == extent and length == 0  # padding only
         fit = fit and (at_end or (first % max(room, 1) == 0 and length == min(room, extent - first)))
     if not fit:
         raise DeclarationError(
