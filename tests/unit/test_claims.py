@@ -12,9 +12,9 @@ import torch
 
 from megackpt import FormatError, LoadOptions, ShardedTensor, load, load_plain_tensors, save
 from megackpt.comm import Group
-from megackpt.formats.zarr.chunks import MOST_CHUNKS
+from megackpt.formats.zarr.chunks import MAX_CHUNKS
 from megackpt.testing.world import SimulatedWorld
-from tests.attacks.crafting import NATIVE, Place, build_base, edit_index, edit_json, request
+from tests.attacks.crafting import NATIVE, Location, build_base, edit_index, edit_json, request
 
 VAST = 2**40
 
@@ -22,8 +22,8 @@ VAST = 2**40
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (MOST_CHUNKS, "chunk '3' of .* is missing"),
-        (MOST_CHUNKS + 1, "has 4,194,305 chunks, more than the 4,194,304"),
+        (MAX_CHUNKS, "chunk '3' of .* is missing"),
+        (MAX_CHUNKS + 1, "has 4,194,305 chunks, more than the 4,194,304"),
     ],
 )
 def test_an_array_of_zarr_with_too_many_chunks_is_refused_before_its_files_are_looked_for(
@@ -44,7 +44,7 @@ def test_an_object_that_is_longer_than_its_file_is_refused_before_memory_is_take
     tmp_path: Path, exchange: str
 ) -> None:
     build_base(NATIVE, tmp_path / "c")
-    location = Place(directory=tmp_path / "c", outside=tmp_path, ran=tmp_path, other=tmp_path)
+    location = Location(directory=tmp_path / "c", outside=tmp_path, ran=tmp_path, other=tmp_path)
 
     def lie(columns: dict[str, Any]) -> None:
         wide = columns["nbytes"].astype(np.int64)

@@ -1,7 +1,7 @@
-"""Files of chunks: elements to bytes and back, a whole file at once.
+"""Files of chunks: encoding elements to bytes and decoding them, a whole file at a time.
 
-Owns the use of tensorstore's codecs on files in memory. Where the bytes go is up to the store, so that they
-become durable, and names are checked, as in every other format.
+tensorstore's codecs are used on files in memory. The store writes the bytes, so that they become durable, and
+names are checked, as in every other format.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ArrayCodec:
         self.dtype: np.dtype[Any] = self.handle.dtype.numpy_dtype
 
     def encode(self, cell: Sequence[int], elements: Elements) -> bytes | memoryview:
-        """Return the file of a cell that holds elements, which have the shape of `array.region(cell)`.
+        """Return the file of a cell with these elements, which have the shape of `array.region(cell)`.
 
-        Where that is the elements as they lie in memory, they are not copied.
+        If the file has the same bytes as the elements in memory, they are not copied.
         """
         if self.array.is_raw and elements.shape == self.array.grid.chunk and elements.flags.c_contiguous:
             return elements.reshape(-1).view(np.uint8).data
@@ -48,8 +48,8 @@ class ArrayCodec:
         return data
 
     # tensorstore has no type stubs: what it returns is Any.
-    def holding(self, cell: Sequence[int], data: bytes) -> Any:
-        """Return the array's handle over memory that holds the file of one cell, and keeps it."""
+    def handle_of(self, cell: Sequence[int], data: bytes) -> Any:
+        """Return a handle of the array, in whose memory the file of one cell is kept."""
         self._memory[self.array.leaf(cell)] = data
         return self.handle
 
@@ -57,21 +57,21 @@ class ArrayCodec:
         """Return the elements in the file of a cell.
 
         Raises:
-            FormatError: the bytes are not what the codecs make.
+            FormatError: the codecs cannot decode the bytes.
         """
         leaf = self.array.leaf(cell)
         self._memory[leaf] = data
         try:
             elements: Elements = self.handle[self.array.region(cell)].read().result()
         except ValueError as error:
-            raise unreadable(self.array, leaf, error) from error
+            raise decoding_error(self.array, leaf, error) from error
         finally:
             del self._memory[leaf]
         return elements
 
 
-def unreadable(array: ZarrArray, leaf: str, error: Exception) -> FormatError:
-    """Return the error for a file that tensorstore refuses, or in which it misses a chunk."""
+def decoding_error(array: ZarrArray, leaf: str, error: Exception) -> FormatError:
+    """Return the error for a file that tensorstore cannot decode, or in which it misses a chunk."""
     reason = str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
     return FormatError(
         f"{array.spec.key!r}: chunk {leaf!r} in {array.path!r} cannot be read: {reason}. The file is damaged "

@@ -1,8 +1,8 @@
 """Zarr arrays as their metadata documents describe them.
 
-Owns `.zarray` (zarr v2) and `zarr.json` (zarr v3): writing ours, and reading those of any writer as far as a
-checkpoint needs it. Nothing in a document is believed before it is checked. What codecs do to the bytes is
-left to tensorstore.
+Our own `.zarray` (zarr v2) and `zarr.json` (zarr v3) are written here, and those of any writer are read, as
+far as a checkpoint needs them. Everything in a document is checked before it is used. tensorstore applies the
+codecs.
 
 Source: https://zarr-specs.readthedocs.io (v2 and v3 core, the sharding_indexed and crc32c codecs).
 """
@@ -24,8 +24,7 @@ from megackpt.metadata.chunk_table import MAX_NUMEL
 V2_FILE, V2_ATTRIBUTES, V3_FILE = ".zarray", ".zattrs", "zarr.json"
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 OURS = "megackpt"
-"""The attribute that holds what zarr v3 has no place for: the key, and the dtype where its bits are "
-"stored."""
+"""The attribute with what zarr v3 has no field for: the key, and the dtype if only its bits are stored."""
 
 _V2_DTYPES = {
     "float64": "<f8", "float32": "<f4", "float16": "<f2",
@@ -33,10 +32,10 @@ _V2_DTYPES = {
     "uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "|u1",
     "bool": "|b1", "complex64": "<c8", "complex128": "<c16",
 }  # fmt: skip
-"""Names of numpy, with the byte order. Others stand under their own names, as Megatron-Core has bfloat16."""
+"""Names of numpy, with the byte order. Other dtypes have their own names, as Megatron-Core has bfloat16."""
 _FROM_V2 = {text[1:]: name for name, text in _V2_DTYPES.items()}
 _BITS_IN_V2 = {"float8_e8m0fnu": "|u1"}
-"""Dtypes that not every supported tensorstore knows in zarr v2; the true one stands in the attributes."""
+"""Dtypes that not every supported tensorstore knows in zarr v2; the true one is in the attributes."""
 
 _BITS_IN_V3 = {
     name: f"uint{8 * info.itemsize}"
@@ -55,12 +54,12 @@ class ZarrArray:
     Attributes:
         spec: key, dtype and shape.
         path: its directory in the store, with a '/' at the end.
-        grid: extents of what a file holds, and of the chunks inside of it.
+        grid: extents of files, and of the chunks in them.
         document: its metadata document.
-        separator: stands between the numbers in the names of chunks.
-        prefix: stands before them ("c" in zarr v3).
-        attributes: what `.zattrs` holds; in zarr v3 attributes are a part of the document.
-        is_raw: whether a file holds the elements as they are in memory, in row-major order.
+        separator: text between the numbers in the names of chunks.
+        prefix: text before these numbers ("c" in zarr v3).
+        attributes: content of `.zattrs`; in zarr v3 attributes are a part of the document.
+        is_raw: whether a file has the elements as they are in memory, in row-major order.
     """
 
     spec: ArraySpec
@@ -79,21 +78,21 @@ class ZarrArray:
 
     @property
     def file_extents(self) -> tuple[int, ...]:
-        """How many files lie along each dim."""
+        """Number of files along each dim."""
         return tuple(-(-n // c) for n, c in zip(self.spec.global_shape, self.grid.chunk, strict=True))
 
     @property
     def file_nbytes(self) -> int:
-        """Length of every file; -1 where that depends on what it holds."""
+        """Length of every file; -1 if it depends on the content."""
         return math.prod(self.grid.chunk) * DTYPES[self.spec.dtype].itemsize if self.is_raw else -1
 
     @property
     def is_checked(self) -> bool:
-        """Whether a checksum stands with the elements of each chunk."""
+        """Whether each chunk has a checksum."""
         return '"crc32c"' in json.dumps(self.document.get("codecs"))
 
     def leaf(self, cell: Sequence[int]) -> str:
-        """Name of the file of a cell of the grid, below `path`.
+        """Return the name of the file of a cell of the grid, in `path`.
 
         Source: chunk keys of zarr v2, and the default chunk key encoding of zarr v3.
         """
@@ -103,7 +102,7 @@ class ZarrArray:
         return self.separator.join(numbers) or "0"
 
     def region(self, cell: Sequence[int]) -> tuple[slice, ...]:
-        """Return what a file holds of the array."""
+        """Return the region of the array that is in the file of a cell."""
         return tuple(
             slice(i * c, min((i + 1) * c, n))
             for i, c, n in zip(cell, self.grid.chunk, self.spec.global_shape, strict=True)
@@ -153,7 +152,7 @@ def array_v3(spec: ArraySpec, grid: Grid, *, directory: str, name: str) -> ZarrA
         "index_codecs": _CODECS,
         "index_location": "end",
     }
-    # An array without dims has no index to speak of: one element with its checksum.
+    # An array without dims is one element with its checksum; it needs no shard.
     codecs = [{"name": "sharding_indexed", "configuration": sharding}] if grid.chunk else _CODECS
     stored = _BITS_IN_V3.get(spec.dtype, spec.dtype)
     document = {
@@ -194,11 +193,11 @@ def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: st
     """Return the array that a `.zarray` describes; attributes are those of its `.zattrs`.
 
     Raises:
-        FormatError: it describes none, or one of a dtype that no tensor has.
+        FormatError: it does not describe an array, or one of a dtype that no tensor has.
     """
     text = document.get("dtype")
     if not isinstance(text, str):
-        raise _refused(where, f"dtype {str(text)[:80]!r} is structured, and no tensor is")
+        raise _unsupported(where, f"dtype {str(text)[:80]!r} is structured, and no tensor is")
     dtype = text if text in DTYPES and text not in _V2_DTYPES else _FROM_V2.get(text.lstrip("<>|="), "")
     ours = attributes.get(OURS)
     true = ours.get("dtype") if isinstance(ours, dict) else None
@@ -208,7 +207,7 @@ def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: st
     chunk = _extents(document.get("chunks"), spec, where)
     separator = document.get("dimension_separator", ".")
     if separator not in (".", "/"):
-        raise _refused(where, f"dimension separator {separator!r} is neither '.' nor '/'")
+        raise _unsupported(where, f"dimension separator {separator!r} is neither '.' nor '/'")
     plain = not document.get("compressor") and not document.get("filters") and document.get("order") == "C"
     return ZarrArray(
         spec=spec,
@@ -225,7 +224,7 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     """Return the array that a `zarr.json` describes; name is its key unless the document says another.
 
     Raises:
-        FormatError: it describes none, or one of a dtype or a grid that is not known.
+        FormatError: it does not describe an array, or one of an unknown dtype or grid.
     """
     attributes = document.get("attributes")
     ours = attributes.get(OURS) if isinstance(attributes, dict) else None
@@ -233,12 +232,12 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     text = document.get("data_type")
     dtype = ours.get("dtype", text)
     if not isinstance(dtype, str):
-        raise _refused(where, f"dtype {str(dtype)[:80]!r} is no text")
+        raise _unsupported(where, f"dtype {str(dtype)[:80]!r} is no text")
     if dtype != text and (dtype not in _BITS_IN_V3 or _BITS_IN_V3[dtype] != text):
-        raise _refused(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
+        raise _unsupported(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
     key = ours.get("key", name)
     if not isinstance(key, str) or not _is_unicode(key):
-        raise _refused(where, f"its key {str(key)[:80]!r} is no text")
+        raise _unsupported(where, f"its key {str(key)[:80]!r} is no text")
     spec = _spec(key, dtype, text, document.get("shape"), where)
     chunk = _extents(
         _configuration(document.get("chunk_grid"), "regular", where).get("chunk_shape"), spec, where
@@ -250,15 +249,15 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
         sharding = _configuration(first, "sharding_indexed", where)
         inner = _extents(sharding.get("chunk_shape"), spec, where)
     if any(c % i for c, i in zip(chunk, inner, strict=True)):
-        raise _refused(where, f"shards of {chunk} are no multiples of chunks of {inner}")
+        raise _unsupported(where, f"shards of {chunk} are no multiples of chunks of {inner}")
     encoding = document.get("chunk_key_encoding")
     style = encoding.get("name") if isinstance(encoding, dict) else None
     if style not in ("default", "v2"):
-        raise _refused(where, f"chunk key encoding {str(style)[:80]!r} is not known")
+        raise _unsupported(where, f"chunk key encoding {str(style)[:80]!r} is not known")
     settings = _configuration(encoding, style, where)
     separator = settings.get("separator", "/" if style == "default" else ".")
     if separator not in (".", "/"):
-        raise _refused(where, f"separator {str(separator)[:80]!r} is neither '.' nor '/'")
+        raise _unsupported(where, f"separator {str(separator)[:80]!r} is neither '.' nor '/'")
     return ZarrArray(
         spec=spec,
         path=path,
@@ -273,18 +272,18 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
 def _configuration(part: Any, name: str, where: str) -> Json:
     """Return the configuration of a named extension of zarr v3."""
     if not isinstance(part, dict) or part.get("name") != name:
-        raise _refused(where, f"{str(part)[:80]} is not {name!r}")
+        raise _unsupported(where, f"{str(part)[:80]} is not {name!r}")
     configuration = part.get("configuration", {})
     if not isinstance(configuration, dict):
-        raise _refused(where, f"the configuration of {name!r} is no object")
+        raise _unsupported(where, f"the configuration of {name!r} is no object")
     return configuration
 
 
 def _spec(key: str, dtype: Any, text: Any, shape: Any, where: str) -> ArraySpec:
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _refused(where, f"data type {str(text)[:80]!r} is none that a tensor can have")
+        raise _unsupported(where, f"data type {str(text)[:80]!r} is none that a tensor can have")
     if not _are_sizes(shape, least=0) or max([0, *shape]) > MAX_NUMEL or math.prod(shape) > MAX_NUMEL:
-        raise _refused(where, f"shape {str(shape)[:80]} is none that an array can have")
+        raise _unsupported(where, f"shape {str(shape)[:80]} is none that an array can have")
     return ArraySpec(key, dtype, tuple(shape))
 
 
@@ -298,7 +297,9 @@ def _is_unicode(text: str) -> bool:
 
 def _extents(sizes: Any, spec: ArraySpec, where: str) -> tuple[int, ...]:
     if not _are_sizes(sizes, least=1) or len(sizes) != len(spec.global_shape):
-        raise _refused(where, f"chunks of {str(sizes)[:80]} do not cut an array of shape {spec.global_shape}")
+        raise _unsupported(
+            where, f"chunks of {str(sizes)[:80]} do not cut an array of shape {spec.global_shape}"
+        )
     return tuple(sizes)
 
 
@@ -306,7 +307,7 @@ def _are_sizes(sizes: Any, *, least: int) -> bool:
     return isinstance(sizes, list) and all(type(n) is int and least <= n < 2**62 for n in sizes)
 
 
-def _refused(where: str, reason: str) -> FormatError:
+def _unsupported(where: str, reason: str) -> FormatError:
     return FormatError(
         f"{where}: {reason}. The file is damaged, or of a kind of zarr array that cannot be loaded.",
         path=where,

@@ -1,7 +1,6 @@
-"""Rows of a plan into files of chunks.
+"""Writing the rows of a plan into files of chunks.
 
-Owns the buffers in which files are put together, where several rows, or several ranks one after the other,
-write parts of one.
+A file is assembled in a buffer if several rows, or several ranks one after the other, write parts of it.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from megackpt.planning import SavePlan
 from megackpt.storage import Store
 
 BUFFERED_BYTES = 512 * 1024 * 1024
-"""So much of unfinished files is held in memory; beyond it, the oldest is written as it is, and read "
-"again."""
+"""Memory for unfinished files. If they need more, the oldest is written as it is, and read again later."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """What all ranks know before they write.
+    """How a plan is written; the same on all ranks.
 
     Attributes:
         plan: who writes which row.
         arrays: how each array of the plan is stored; None for arrays of objects.
-        touches: which rows write into which files.
-        rounds: in which order.
+        touches: which rows write parts of which files.
+        rounds: the round of each row.
     """
 
     plan: SavePlan
@@ -54,7 +52,7 @@ class _OpenFile:
 
 
 class Assembler:
-    """Writes rows of one round, all of them this rank's."""
+    """Writes the rows of this rank in one round."""
 
     def __init__(self, store: Store, writing: WritePlan) -> None:
         self._store = store
@@ -64,8 +62,9 @@ class Assembler:
         self._written: set[int] = set()
 
     def write(self, rows: Ints, parts: ChunkParts) -> None:
-        """Write rows of tensors; the files are complete, as far as these rows go, when this returns."""
+        """Write rows of tensors. All their files are written when this returns."""
         files = {int(row): self._writing.touches.files_of(int(row)).tolist() for row in rows}
+        # How many of the rows are still to be written into each file: the last one finishes it.
         left = Counter(file for touched in files.values() for file in touched)
         for row, touched in files.items():
             self._add(row, parts, left)
@@ -105,7 +104,7 @@ class Assembler:
                 self._opened(file, number, cell, row).elements[inside] = overlap
 
     def _opened(self, file: int, number: int, cell: tuple[int, ...], row: int) -> _OpenFile:
-        """Return the buffer of a file, with what other rows have written there before."""
+        """Return the buffer of a file, with the elements that other rows have written there before."""
         if file not in self._open:
             codec = self._codec(number)
             shape = [r.stop - r.start for r in codec.array.region(cell)]
@@ -140,10 +139,10 @@ class Assembler:
         self._written.add(file)
 
     def _codec(self, number: int) -> ArrayCodec:
-        """Return the codec of an array; kept are those of the current one and of unfinished files."""
+        """Return the codec of an array. Codecs of the current array and of unfinished files are kept."""
         if number not in self._codecs:
             array = self._writing.arrays[number]
-            assert array is not None  # rows of objects do not come here
+            assert array is not None  # rows of objects are not written here
             needed = {f.array for f in self._open.values()}
             self._codecs = {n: codec for n, codec in self._codecs.items() if n in needed}
             self._codecs[number] = ArrayCodec(array)
@@ -179,18 +178,18 @@ def gathered(parts: Iterator[memoryview], nbytes: int) -> npt.NDArray[np.uint8]:
 def _blocks(
     plan: SavePlan, row: int, elements: npt.NDArray[Any], dims: int
 ) -> Iterator[tuple[list[int], list[int], Elements]]:
-    """Cut the elements of a row into rectangles: (start in the array, shape, elements)."""
+    """Yield the rectangles of a row: start in the array, shape and elements."""
     table = plan.table
     cut = rectangles_of(table.shape[[row]], table.flat_start[[row]], table.flat_stop[[row]])
-    at = 0
+    position = 0
     for start, shape in zip((cut.start + table.start[row]).tolist(), cut.shape.tolist(), strict=True):
         numel = int(np.prod(shape))
-        yield start[:dims], shape[:dims], elements[at : at + numel].reshape(shape[:dims])
-        at += numel
+        yield start[:dims], shape[:dims], elements[position : position + numel].reshape(shape[:dims])
+        position += numel
 
 
 def _linear(cell: Sequence[int], extents: Sequence[int]) -> int:
-    place = 0
+    position = 0
     for i, n in zip(cell, extents, strict=True):
-        place = place * n + i
-    return place
+        position = position * n + i
+    return position

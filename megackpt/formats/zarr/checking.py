@@ -1,7 +1,7 @@
 """What is wrong with the files of a zarr checkpoint, besides the bytes of its chunks.
 
-Owns the search for files that are gone: of those that a save has listed, and of the chunks that an array has
-by its own document. The documents of arrays have no digest, so a shape that was changed there is not noticed.
+Missing files are found by the list that a save has written, and chunks by the document of their array. The
+documents have no digest of their own.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from megackpt.formats.damage import Damage, damage_of
 from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.storage import Store
 
-_MOST_BYTES = 1 << 34  # of an object, or of common state
-_MOST_CELLS = 1 << 24  # of one array: a document may claim any number
+_MAX_BYTES = 1 << 34  # of an object, or of common state
+_MAX_CELLS = 1 << 24  # of one array: a document may claim any number
 
 
-def missing_files(expected: Iterable[str], listed: Collection[str], *, holder: str) -> Iterator[Damage]:
-    """Yield the files that a list of a save names and that are not there."""
+def missing_files(expected: Iterable[str], listed: Collection[str], *, list_name: str) -> Iterator[Damage]:
+    """Yield the files that a save has listed, in the file list_name, and that are missing."""
     for name in sorted(set(expected) - set(listed)):
-        yield Damage(file=name, what=f"it is missing, and {holder} names it")
+        yield Damage(file=name, what=f"it is missing, and {list_name} names it")
 
 
 def missing_chunks(arrays: Iterable[ZarrArray], listed: Collection[str]) -> Iterator[Damage]:
-    """Yield the chunk files that arrays should have and that are not there."""
+    """Yield the missing chunk files of arrays."""
     files = set(listed)
     for array in arrays:
         cells = math.prod(array.file_extents)
         if not cells:
             continue
-        if cells > _MOST_CELLS:
+        if cells > _MAX_CELLS:
             what = f"it is of {cells:,} files, which no array has. Its document is damaged"
             yield Damage(file=array.path, key=array.spec.key, what=what)
             continue
@@ -48,9 +48,9 @@ def missing_chunks(arrays: Iterable[ZarrArray], listed: Collection[str]) -> Iter
 def changed_documents(
     store: Store, arrays: Iterable[ZarrArray], written: Callable[[ZarrArray], ZarrArray]
 ) -> Iterator[Damage]:
-    """Yield the documents that are not what a save of ours writes of such an array, which `written` returns.
+    """Yield the documents that differ from those that megackpt writes for the array, which `written` returns.
 
-    A document has no digest; but of all that it says, only dtype, shape and chunks are the array's own.
+    This replaces a digest: only dtype, shape and chunks in a document depend on the array.
     """
     for array in arrays:
         for name, data in written(array).documents().items():
@@ -66,18 +66,18 @@ def changed_documents(
 
 
 def changed_records(store: Store, names: Iterable[str]) -> Iterator[Damage]:
-    """Yield the files of torch.save, which are zip files, with a record that has another checksum.
+    """Yield the files of torch.save, which are zip files, with a record that has a wrong checksum.
 
-    torch.load does not look at checksums.
+    torch.load does not check checksums.
     """
     for name in names:
         try:
-            data = store.read(name, max_bytes=_MOST_BYTES)
+            data = store.read(name, max_bytes=_MAX_BYTES)
         except CheckpointError as error:
             yield damage_of(error, location=store.location, file=name)
             continue
         if not data.startswith(b"PK\3\4"):
-            continue  # of old versions of torch, or damaged: whoever decodes it will say
+            continue  # written by an old version of torch, or damaged: decoding it reports an error
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as records:
                 bad = records.testzip()

@@ -1,7 +1,7 @@
-"""Chunks of stored zarr arrays, and the way to their bytes.
+"""Chunks of stored zarr arrays, and reading ranges of them.
 
-Owns which chunks there are, and reading ranges of them: what lies raw in files through the store, everything
-else through tensorstore. Chunks are those inside of shards where arrays have any.
+Uncompressed chunks are read through the store, all others through tensorstore. If an array has shards, the
+chunks are those inside the shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megackpt.errors import FormatError, IntegrityError, StorageError
 from megackpt.formats.contents import Chunks, FileRanges
-from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, unreadable
+from megackpt.formats.zarr.array_codec import ArrayCodec, Elements, decoding_error
 from megackpt.formats.zarr.array_documents import ZarrArray
 from megackpt.formats.zarr.expansion_limits import LARGE_BYTES, ChunkEncoding, check_file, encoding_of
 from megackpt.formats.zarr.library import open_array, tensorstore
@@ -29,15 +29,15 @@ from megackpt.metadata.chunk_table import widen
 from megackpt.storage import LocalStore, Store
 
 CACHE_BYTES = 16 * 1024 * 1024
-"""Decoded chunks and shard indices that tensorstore keeps, so that reads of one chunk decode it once.
-Resident memory was seen to grow by up to three times this."""
+"""Memory of tensorstore for decoded chunks and shard indices, so that reads of one chunk decode it once.
+Resident memory was measured to grow by up to three times as much."""
 
-MOST_CHUNKS = 1 << 22
-"""Chunks of one array, those in shards counted: their number is a document's claim, and each takes a row of a
-table. Of chunks of a megabyte it is an array of 4 TiB."""
+MAX_CHUNKS = 1 << 22
+"""Limit of an array's chunks, those in shards included: a document may claim any number, and each takes a row
+of a table. With chunks of a megabyte this is an array of 4 TiB."""
 
-_OPEN_FILES = 8  # of stores other than directories, whose files are held in memory whole
-_INDEX_ENTRY_BYTES = 16  # of a shard, for each chunk in it
+_OPEN_FILES = 8  # files of stores other than directories, each as a whole in memory
+_INDEX_ENTRY_BYTES = 16  # per chunk in the index of a shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StoredObjects:
     Attributes:
         spec: its key and shape.
         files: the file of each object by its offset, sorted.
-        is_checked: whether a digest stands with each.
+        is_checked: whether each object has a digest.
     """
 
     spec: ArraySpec
@@ -56,7 +56,7 @@ class StoredObjects:
 
 
 class ZarrChunks(Chunks):
-    """Chunks of some arrays and objects; see `Chunks` for what its methods do.
+    """Chunks of some arrays and objects.
 
     files are the names in the store.
 
@@ -72,42 +72,43 @@ class ZarrChunks(Chunks):
         files: Set[str],
     ) -> None:
         self._store = store
-        held: dict[str, ZarrArray | StoredObjects] = {a.spec.key: a for a in arrays}
-        held |= {o.spec.key: o for o in objects}
-        self._held = [held[key] for key in sorted(held)]
+        by_key: dict[str, ZarrArray | StoredObjects] = {a.spec.key: a for a in arrays}
+        by_key |= {o.spec.key: o for o in objects}
+        self._arrays = [by_key[key] for key in sorted(by_key)]
         for array in arrays:
             _check_files(store, array, files)
-        self.table = _table(store, self._held)
+        self.table = _table(store, self._arrays)
         self.position = self._positions()
         self._reader: _ArrayReader | None = None
         self._lock = threading.Lock()
-        self._seen: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
-        self._packings: dict[int, ChunkEncoding] = {}  # by number of the array
+        self._checked: set[tuple[str, int]] = set()  # files, and numbers of chunks in them
+        self._encodings: dict[int, ChunkEncoding] = {}  # by number of the array
         for row, number in enumerate(self.table.array.tolist()):
-            held_array = self._held[number]
-            is_packed = isinstance(held_array, ZarrArray) and not held_array.is_raw
-            if is_packed and self._packing(row).chunk_nbytes > LARGE_BYTES:  # refused before it is planned
-                self._look_at(held_array, self._name(row), row)
+            array = self._arrays[number]
+            # Chunks that may be too large are checked before a load plans to read them.
+            is_encoded = isinstance(array, ZarrArray) and not array.is_raw
+            if is_encoded and self._encoding(row).chunk_nbytes > LARGE_BYTES:
+                self._check_once(array, self._name(row), row)
 
     def describe(self, row: int) -> str:
-        """Name the file."""
+        """Return the file of a chunk."""
         return f"{self._store.location}/{self._name(row)}"
 
     def file_ranges(self) -> FileRanges:
-        """Return the files; chunks in shards, or compressed, have no bytes of their own."""
+        """Return the files. A chunk in a shard, or a compressed one, has the range of its whole file."""
         number: dict[str, int] = {}
         nbytes: list[int] = []  # of each file
         file: list[int] = []
         is_checked: list[bool] = []
-        for row, array in enumerate(self.table.array.tolist()):
-            held, name = self._held[array], self._name(row)
+        for row, array_number in enumerate(self.table.array.tolist()):
+            stored, name = self._arrays[array_number], self._name(row)
             if name not in number:
                 number[name] = len(number)
                 nbytes.append(
-                    held.file_nbytes if isinstance(held, ZarrArray) else int(self.table.nbytes[row])
+                    stored.file_nbytes if isinstance(stored, ZarrArray) else int(self.table.nbytes[row])
                 )
             file.append(number[name])
-            is_checked.append(held.is_checked)
+            is_checked.append(stored.is_checked)
         of_file, chunk_file = np.array(nbytes, np.int64), np.array(file, np.int64)
         return FileRanges(
             files=tuple(number),
@@ -119,28 +120,32 @@ class ZarrChunks(Chunks):
         )
 
     def read_into(self, row: int, start: int, out: memoryview, *, verify: bool) -> None:
-        """Fill out. Checksums are checked with or without verify, where an array has them."""
-        held = self._held[int(self.table.array[row])]
+        """Fill out with bytes of a chunk. Checksums of an array are always checked, also without verify."""
+        stored = self._arrays[int(self.table.array[row])]
         name = self._name(row)
         try:
-            if isinstance(held, StoredObjects):
+            if isinstance(stored, StoredObjects):
                 self._store.read_into(name, start, out)
                 return
-            self._look_at(held, name, row)
-            if held.is_raw and self._is_prefix(held, row):
+            self._check_once(stored, name, row)
+            if stored.is_raw and self._is_prefix(stored, row):
                 self._store.read_into(name, start, out)
             else:
-                self._decode_into(held, row, start, out)
+                self._decode_into(stored, row, start, out)
         except (StorageError, FormatError, IntegrityError) as error:
             if error.key is None:
-                error.key = held.spec.key
+                error.key = stored.spec.key
             raise
 
-    def _look_at(self, array: ZarrArray, name: str, row: int) -> None:
-        """Make sure, once, that a file is a regular one, and expands to no more than it may."""
+    def _check_once(self, array: ZarrArray, name: str, row: int) -> None:
+        """Check, once, that the file of a chunk is regular, and that the chunk does not expand to too much.
+
+        Raises:
+            FormatError: one of these is not so.
+        """
         chunk = self._number_in_file(array, row)
         with self._lock:
-            if (name, chunk) in self._seen:
+            if (name, chunk) in self._checked:
                 return
         try:
             nbytes = self._store.size(name)
@@ -155,20 +160,20 @@ class ZarrChunks(Chunks):
                 path=f"{self._store.location}/{name}",
             )
         if not array.is_raw:
-            check_file(self._store, array, self._packing(row), name, chunk)
+            check_file(self._store, array, self._encoding(row), name, chunk)
         with self._lock:
-            self._seen.add((name, chunk))
+            self._checked.add((name, chunk))
 
-    def _packing(self, row: int) -> ChunkEncoding:
+    def _encoding(self, row: int) -> ChunkEncoding:
         number = int(self.table.array[row])
-        if number not in self._packings:
-            array = self._held[number]
+        if number not in self._encodings:
+            array = self._arrays[number]
             assert isinstance(array, ZarrArray)
-            self._packings[number] = encoding_of(array)
-        return self._packings[number]
+            self._encodings[number] = encoding_of(array)
+        return self._encodings[number]
 
     def _number_in_file(self, array: ZarrArray, row: int) -> int:
-        """Return which chunk of its file a chunk is, counted row-major."""
+        """Return the row-major number of a chunk in its file."""
         number = 0
         for start, chunk, inner in zip(
             self.table.start[row].tolist(), array.grid.chunk, array.grid.inner, strict=False
@@ -177,11 +182,12 @@ class ZarrChunks(Chunks):
         return number
 
     def _is_prefix(self, array: ZarrArray, row: int) -> bool:
-        """Say whether the elements of a clipped chunk lie together at the beginning of its file."""
+        """Return whether the elements of a chunk, which may be clipped, are at the beginning of its file."""
         dims = len(array.spec.global_shape)
         return tuple(self.table.shape[row, 1:dims].tolist()) == array.grid.chunk[1:]
 
     def _decode_into(self, array: ZarrArray, row: int, start: int, out: memoryview) -> None:
+        # The rectangles that contain the elements of the byte range, each decoded as a region of the array.
         width = DTYPES[array.spec.dtype].itemsize
         first, last = start // width, -(-(start + out.nbytes) // width)
         dims = len(array.spec.global_shape)
@@ -192,9 +198,9 @@ class ZarrChunks(Chunks):
             for at, shape in zip(low.tolist(), cut.shape.tolist(), strict=True)
         ]
         parts = self._open(array).read(self._cell(array, row), regions)
-        octets = np.concatenate([_octets(part) for part in parts]) if len(parts) > 1 else _octets(parts[0])
+        data = np.concatenate([_bytes_of(part) for part in parts]) if len(parts) > 1 else _bytes_of(parts[0])
         begin = start - first * width
-        np.frombuffer(out, np.uint8)[:] = octets[begin : begin + out.nbytes]
+        np.frombuffer(out, np.uint8)[:] = data[begin : begin + out.nbytes]
 
     def _open(self, array: ZarrArray) -> _ArrayFiles:
         with self._lock:
@@ -207,18 +213,18 @@ class ZarrChunks(Chunks):
         return tuple(a // c for a, c in zip(start, array.grid.chunk, strict=False))
 
     def _name(self, row: int) -> str:
-        held = self._held[int(self.table.array[row])]
-        if isinstance(held, StoredObjects):
-            return held.files[tuple(self.table.start[row, : len(held.spec.global_shape)].tolist())]
-        return held.path + held.leaf(self._cell(held, row))
+        stored = self._arrays[int(self.table.array[row])]
+        if isinstance(stored, StoredObjects):
+            return stored.files[tuple(self.table.start[row, : len(stored.spec.global_shape)].tolist())]
+        return stored.path + stored.leaf(self._cell(stored, row))
 
     def _positions(self) -> Ints:
         """Return the position of each chunk, by array, file and start."""
         table = self.table
-        chunk = np.ones((len(self._held), table.dims), np.int64)
-        for i, held in enumerate(self._held):
-            if isinstance(held, ZarrArray):
-                chunk[i, : len(held.grid.chunk)] = held.grid.chunk
+        chunk = np.ones((len(self._arrays), table.dims), np.int64)
+        for i, stored in enumerate(self._arrays):
+            if isinstance(stored, ZarrArray):
+                chunk[i, : len(stored.grid.chunk)] = stored.grid.chunk
         cells = table.start // chunk[table.array] if len(table) else table.start
         order = np.lexsort((*table.start.T[::-1], *cells.T[::-1], table.array))
         position = np.empty(len(table), np.int64)
@@ -240,20 +246,20 @@ class _ArrayFiles:
         self._lock = threading.Lock()
 
     def read(self, cell: tuple[int, ...], regions: Sequence[tuple[slice, ...]]) -> list[Elements]:
-        """Return regions of the array that lie in the file of a cell."""
+        """Return regions of the array, all in the file of one cell."""
         handle = self._handle if self._handle is not None else self._in_memory(cell)
         leaf = self._array.leaf(cell)
         try:
             return [future.result() for future in [handle[region].read() for region in regions]]
         except ValueError as error:
-            raise _unreadable(self._store, self._array, leaf, error) from error
+            raise _read_error(self._store, self._array, leaf, error) from error
 
     def _in_memory(self, cell: tuple[int, ...]) -> Any:
         with self._lock:
             if cell not in self._codecs:
                 name = self._array.path + self._array.leaf(cell)
                 data = self._store.read(name, max_bytes=self._store.size(name))
-                self._codecs[cell] = ArrayCodec(self._array).holding(cell, data)
+                self._codecs[cell] = ArrayCodec(self._array).handle_of(cell, data)
             self._codecs.move_to_end(cell)
             while len(self._codecs) > _OPEN_FILES:
                 self._codecs.popitem(last=False)
@@ -261,7 +267,7 @@ class _ArrayFiles:
 
 
 class _ArrayReader:
-    """Opens arrays, each once, with one cache."""
+    """Opens each array once; all share one cache."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -276,15 +282,15 @@ class _ArrayReader:
             return self._open[array.path]
 
 
-def _octets(elements: Elements) -> npt.NDArray[np.uint8]:
+def _bytes_of(elements: Elements) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
 
 
-def _unreadable(store: Store, array: ZarrArray, leaf: str, error: Exception) -> FormatError | IntegrityError:
-    found = unreadable(array, leaf, error)
+def _read_error(store: Store, array: ZarrArray, leaf: str, error: Exception) -> FormatError | IntegrityError:
+    details = decoding_error(array, leaf, error)
     where = f"{store.location}/{array.path}{leaf}"
     kind = IntegrityError if "checksum" in str(error) else FormatError
-    return kind(found.message, key=array.spec.key, path=where)
+    return kind(details.message, key=array.spec.key, path=where)
 
 
 def _missing(store: Store, array: ZarrArray, name: str) -> FormatError:
@@ -301,17 +307,21 @@ def _missing(store: Store, array: ZarrArray, name: str) -> FormatError:
 
 
 def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
-    """Refuse an array with a file missing, before its chunks are counted: their number is anybody's claim."""
+    """Check that all files of an array exist, before memory is taken for its chunks.
+
+    Raises:
+        FormatError: one is missing, or the document claims too many chunks.
+    """
     cells, inside = math.prod(array.file_extents), _chunks_in_file(array)
-    if cells * inside > MOST_CHUNKS:
+    if cells * inside > MAX_CHUNKS:
         where = f"{store.location}/{array.path}"
         raise FormatError(
             f"{array.spec.key!r}: {where} says that it has {cells * inside:,} chunks, more than the "
-            f"{MOST_CHUNKS:,} that an array may have. Its document is damaged; or store it in larger chunks.",
+            f"{MAX_CHUNKS:,} that an array may have. Its document is damaged; or store it in larger chunks.",
             key=array.spec.key,
             path=where,
         )
-    if not cells:  # `product` would still make lists of the other extents
+    if not cells:  # `product` would still make lists for the other extents
         return
     first = None
     for cell in product(*map(range, array.file_extents)):
@@ -333,20 +343,20 @@ def _chunks_in_file(array: ZarrArray) -> int:
     return math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
 
 
-def _table(store: Store, held: Sequence[ZarrArray | StoredObjects]) -> ChunkTable:
-    specs = tuple(h.spec for h in held)
+def _table(store: Store, stored: Sequence[ZarrArray | StoredObjects]) -> ChunkTable:
+    specs = tuple(item.spec for item in stored)
     dims = max([1, *(len(s.global_shape) for s in specs)])
     array, start, shape, nbytes = [], [], [], []
-    for i, one in enumerate(held):
-        if isinstance(one, StoredObjects):
-            at = np.array(list(one.files), np.int64).reshape(len(one.files), len(one.spec.global_shape))
-            extent = np.ones_like(at)
-            size = np.array([store.size(name) for name in one.files.values()], np.int64)
+    for i, item in enumerate(stored):
+        if isinstance(item, StoredObjects):
+            begin = np.array(list(item.files), np.int64).reshape(len(item.files), len(item.spec.global_shape))
+            extent = np.ones_like(begin)
+            size = np.array([store.size(name) for name in item.files.values()], np.int64)
         else:
-            at, extent = _chunks_of(one)
-            size = extent.prod(axis=1) * DTYPES[one.spec.dtype].itemsize
-        array.append(np.full(len(at), i, np.int64))
-        start.append(widen(at, dims, fill=0))
+            begin, extent = _chunks_of(item)
+            size = extent.prod(axis=1) * DTYPES[item.spec.dtype].itemsize
+        array.append(np.full(len(begin), i, np.int64))
+        start.append(widen(begin, dims, fill=0))
         shape.append(widen(extent, dims, fill=1))
         nbytes.append(size)
     none = np.zeros(0, np.int64)
@@ -371,6 +381,6 @@ def _chunks_of(array: ZarrArray) -> tuple[Ints, Ints]:
     inner = np.array(array.grid.inner, np.int64)
     counts = [-(-n // i) for n, i in zip(array.spec.global_shape, array.grid.inner, strict=True)]
     total = math.prod(counts)
-    places = np.indices(counts).reshape(len(counts), total) if counts else np.zeros((0, 1), np.int64)
-    start = places.T.astype(np.int64) * inner
+    cells = np.indices(counts).reshape(len(counts), total) if counts else np.zeros((0, 1), np.int64)
+    start = cells.T.astype(np.int64) * inner
     return start, np.minimum(inner, whole - start)

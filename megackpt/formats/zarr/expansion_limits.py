@@ -1,8 +1,8 @@
-"""How large the bytes of a chunk may become, told before anything is decoded.
+"""Limits of what the bytes of a chunk may expand to, checked before anything is decoded.
 
-Owns the limits: a compressed chunk that becomes more than its array says it holds, and chunks that are far
-larger than what can be read of them, are refused. tensorstore decodes first and compares lengths afterwards,
-so a few kilobytes could take all memory. What codecs do otherwise is left to it.
+A compressed chunk that expands to more than its array needs is an error, and so are chunks far larger than
+what can be read of them. tensorstore decodes first and compares lengths afterwards, so a few kilobytes could
+take all memory. Other errors of codecs are left to tensorstore.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from megackpt.metadata import DTYPES
 from megackpt.storage import Store
 
 LARGE_BYTES = 512 * 1024 * 1024
-"""Chunks that become no more than this are taken whatever their array and file are."""
+"""Chunks that expand to no more than this are decoded whatever the sizes of their array and file are."""
 
-_MOST_RATIO = 64  # of a large chunk to its file; of compressors, only what holds nothing reaches more
-_MOST_UNUSED = 4  # of a large chunk to its array
-_SLACK_BYTES = 1024 * 1024  # for headers, and for compressors that make more of what they cannot compress
-_PIECE_BYTES = 1024 * 1024
+_MAX_RATIO = 64  # of a large chunk to its file; compressors reach more only for empty data
+_MAX_UNUSED = 4  # ratio of a large chunk to its array
+_SLACK_BYTES = 1024 * 1024  # for headers, and for data that grow when they are compressed
+_PART_BYTES = 1024 * 1024
 _ENTRY_BYTES = 16  # of the index of a shard, for each chunk
 _MISSING = 2**64 - 1
 _ZSTD_FRAME = 0xFD2FB528
 _ZSTD_SKIPPED = range(0x184D2A50, 0x184D2A60)
-_ZSTD_BLOCK_BYTES = 128 * 1024  # a compressed block becomes no more
+_ZSTD_BLOCK_BYTES = 128 * 1024  # a compressed block expands to no more
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkEncoding:
-    """How the chunks of an array are packed.
+    """How the chunks of an array are encoded.
 
     Attributes:
-        compressor: name of the one compressor; None if there is none.
-        chunk_nbytes: what a chunk becomes: of those inside, where files are shards.
-        chunks_per_file: how many chunks lie in a file, 0 if it is one itself, without an index.
-        index_at_end: whether the index of a shard is its end, else its beginning.
-        index_nbytes: length of that index; None if its own codecs leave that open.
+        compressor: name of the only compressor; None if there is none.
+        chunk_nbytes: decoded size of a chunk; if files are shards, of a chunk in a shard.
+        chunks_per_file: number of chunks in a shard; 0 if a file is a chunk, without an index.
+        index_at_end: whether the index of a shard is at its end, else at its beginning.
+        index_nbytes: length of that index; None if it depends on the codecs of the index.
     """
 
     compressor: str | None
@@ -55,15 +55,17 @@ class ChunkEncoding:
 
 
 def encoding_of(array: ZarrArray) -> ChunkEncoding:
-    """Return how the chunks of an array are packed, by its document.
+    """Return how the chunks of an array are encoded, according to its document.
 
     Raises:
         FormatError: more than one compressor, or shards in shards.
     """
     nbytes = math.prod(array.grid.inner) * DTYPES[array.spec.dtype].itemsize
     if array.zarr_format == 2:
-        said = array.document.get("compressor")
-        return ChunkEncoding(str(said.get("id")) if isinstance(said, dict) and said else None, nbytes)
+        compressor = array.document.get("compressor")
+        if not isinstance(compressor, dict) or not compressor:
+            return ChunkEncoding(None, nbytes)
+        return ChunkEncoding(str(compressor.get("id")), nbytes)
     codecs = _configurations(array.document.get("codecs"))
     if not codecs or codecs[0][0] != "sharding_indexed":
         return ChunkEncoding(_one_compressor(codecs, array), nbytes)
@@ -80,119 +82,122 @@ def encoding_of(array: ZarrArray) -> ChunkEncoding:
     )
 
 
-def check_file(store: Store, array: ZarrArray, packing: ChunkEncoding, name: str, chunk: int) -> None:
-    """Refuse to decode a chunk, by its number in the file, that becomes too much. Reads what it has to.
+def check_file(store: Store, array: ZarrArray, encoding: ChunkEncoding, name: str, chunk: int) -> None:
+    """Check that a chunk, given by its number in the file, does not expand to too much.
 
     Raises:
         FormatError: it does.
     """
-    nbytes, decoded = store.size(name), packing.chunk_nbytes
-    count = max(packing.chunks_per_file, 1)
-    most = 2 * decoded + _SLACK_BYTES
-    if nbytes > count * (most + _ENTRY_BYTES):
-        raise _refused(store, array, name, f"it has {nbytes:,} bytes, and its elements {count * decoded:,}")
+    nbytes, decoded = store.size(name), encoding.chunk_nbytes
+    count = max(encoding.chunks_per_file, 1)
+    limit = 2 * decoded + _SLACK_BYTES
+    if nbytes > count * (limit + _ENTRY_BYTES):
+        raise _not_decoded(
+            store, array, name, f"it has {nbytes:,} bytes, and its elements {count * decoded:,}"
+        )
     needed = math.prod(array.spec.global_shape) * DTYPES[array.spec.dtype].itemsize
-    if decoded > LARGE_BYTES and decoded > min(_MOST_UNUSED * needed, _MOST_RATIO * nbytes):
+    if decoded > LARGE_BYTES and decoded > min(_MAX_UNUSED * needed, _MAX_RATIO * nbytes):
         reason = f"its {nbytes:,} bytes become {decoded:,}, of an array of {needed:,}"
-        raise _refused(store, array, name, reason)
-    if packing.compressor is None:
+        raise _not_decoded(store, array, name, reason)
+    if encoding.compressor is None:
         return
     start, length = 0, nbytes
-    if packing.chunks_per_file:
-        start, length = _place_in_shard(store, array, packing, name, chunk, nbytes)
-    if length > most:
-        raise _refused(store, array, name, f"a chunk of {decoded:,} bytes takes {length:,} in it")
+    if encoding.chunks_per_file:
+        start, length = _find_in_shard(store, array, encoding, name, chunk, nbytes)
+    if length > limit:
+        raise _not_decoded(store, array, name, f"a chunk of {decoded:,} bytes takes {length:,} in it")
     data = bytearray(length)
     store.read_into(name, start, memoryview(data))
-    expand = _EXPANDED.get(packing.compressor)
+    expand = _EXPANDED_SIZES.get(encoding.compressor)
     if expand is None:
-        raise _refused(store, array, name, f"compressor {packing.compressor!r:.80} is not known here")
-    if any(total > most for total in expand(bytes(data))):
-        raise _refused(store, array, name, f"a chunk of {decoded:,} bytes becomes more than {most:,}")
+        raise _not_decoded(store, array, name, f"compressor {encoding.compressor!r:.80} is not known here")
+    if any(total > limit for total in expand(bytes(data))):
+        raise _not_decoded(store, array, name, f"a chunk of {decoded:,} bytes becomes more than {limit:,}")
 
 
-def _place_in_shard(
-    store: Store, array: ZarrArray, packing: ChunkEncoding, name: str, chunk: int, nbytes: int
+def _find_in_shard(
+    store: Store, array: ZarrArray, encoding: ChunkEncoding, name: str, chunk: int, nbytes: int
 ) -> tuple[int, int]:
-    """Return where a chunk lies in its shard, and its length; 0 for one that is missing."""
-    if packing.index_nbytes is None or packing.index_nbytes > nbytes:
-        raise _refused(store, array, name, "the index of its chunks is compressed, or longer than it")
-    begin = nbytes - packing.index_nbytes if packing.index_at_end else 0
+    """Return where a chunk begins in its shard, and its length; both 0 if it is missing."""
+    if encoding.index_nbytes is None or encoding.index_nbytes > nbytes:
+        raise _not_decoded(store, array, name, "the index of its chunks is compressed, or longer than it")
+    begin = nbytes - encoding.index_nbytes if encoding.index_at_end else 0
     entry = np.zeros(2, "<u8")
     store.read_into(name, begin + chunk * _ENTRY_BYTES, entry.data.cast("B"))
     start, length = entry.tolist()
     if (start, length) == (_MISSING, _MISSING):
-        return 0, 0  # tensorstore says so
+        return 0, 0  # tensorstore reports it
     if start + length > nbytes:
-        raise _refused(store, array, name, f"a chunk lies at {start:,} and has {length:,} bytes")
+        raise _not_decoded(store, array, name, f"a chunk lies at {start:,} and has {length:,} bytes")
     return start, length
 
 
 def _configurations(codecs: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and configurations; what is malformed is for tensorstore to refuse."""
-    found = []
+    """Return names and configurations of codecs. tensorstore reports malformed ones."""
+    configurations = []
     for codec in codecs if isinstance(codecs, list) else ():
-        said = codec if isinstance(codec, dict) else {"name": codec}
-        configuration = said.get("configuration")
-        found.append((str(said.get("name")), configuration if isinstance(configuration, dict) else {}))
-    return found
+        entry = codec if isinstance(codec, dict) else {"name": codec}
+        configuration = entry.get("configuration")
+        fields = configuration if isinstance(configuration, dict) else {}
+        configurations.append((str(entry.get("name")), fields))
+    return configurations
 
 
 _NO_COMPRESSORS = frozenset({"bytes", "endian", "crc32c", "transpose"})
 
 
 def _one_compressor(codecs: Iterable[tuple[str, dict[str, Any]]], array: ZarrArray) -> str | None:
-    found = [name for name, _ in codecs if name not in _NO_COMPRESSORS]
-    if len(found) > 1 or "sharding_indexed" in found:
+    compressors = [name for name, _ in codecs if name not in _NO_COMPRESSORS]
+    if len(compressors) > 1 or "sharding_indexed" in compressors:
         raise FormatError(
-            f"{array.spec.key!r}: the codecs {', '.join(found)[:200]} one after the other, or one in "
+            f"{array.spec.key!r}: the codecs {', '.join(compressors)[:200]} one after the other, or one in "
             f"another, cannot be loaded, as nobody can say what they expand to. Store the array with one "
             f"compressor at most.",
             key=array.spec.key,
             path=array.path,
         )
-    return found[0] if found else None
+    return compressors[0] if compressors else None
 
 
-def _inflated(data: bytes) -> Iterator[int]:
-    """Yield how much was made of deflated data so far; ends where it makes no sense."""
+def _deflate_sizes(data: bytes) -> Iterator[int]:
+    """Yield the size of what was decompressed so far, part by part; ends at data that is malformed."""
     total = 0
     while data:
         decoder = zlib.decompressobj(wbits=47)  # of zlib or gzip, as its header says
         while not decoder.eof:
             try:
-                made = len(decoder.decompress(data, _PIECE_BYTES))
+                decompressed = len(decoder.decompress(data, _PART_BYTES))
             except zlib.error:
                 return
-            total += made
+            total += decompressed
             yield total
-            if not made and not decoder.unconsumed_tail:
+            if not decompressed and not decoder.unconsumed_tail:
                 return
             data = decoder.unconsumed_tail or decoder.unused_data
         data = decoder.unused_data
 
 
-def _unzipped(data: bytes) -> Iterator[int]:
-    """The same of bzip2."""
+def _bzip2_sizes(data: bytes) -> Iterator[int]:
+    """Yield the same for bzip2."""
     total = 0
     while data:
         decoder = bz2.BZ2Decompressor()
-        piece = data
+        part = data
         while not decoder.eof:
             try:
-                made = len(decoder.decompress(piece, _PIECE_BYTES))
+                decompressed = len(decoder.decompress(part, _PART_BYTES))
             except (OSError, EOFError):
                 return
-            piece = b""
-            total += made
+            part = b""
+            total += decompressed
             yield total
-            if not made and decoder.needs_input:
+            if not decompressed and decoder.needs_input:
                 return
         data = decoder.unused_data
 
 
-def _of_zstd(data: bytes) -> Iterator[int]:
-    """Yield a bound of what Zstandard makes of data, from the headers of its blocks alone.
+def _zstd_sizes(data: bytes) -> Iterator[int]:
+    """Yield a bound of the size that Zstandard expands data to, from the headers of its blocks alone.
 
     Source: RFC 8878, sections 3.1.1 and 3.1.2.
     """
@@ -218,21 +223,21 @@ def _of_zstd(data: bytes) -> Iterator[int]:
         at += 4 * (descriptor >> 2 & 1)
 
 
-def _of_blosc(data: bytes) -> Iterator[int]:
-    """Yield what a header of blosc says. Source: README_CHUNK_FORMAT of c-blosc."""
+def _blosc_sizes(data: bytes) -> Iterator[int]:
+    """Yield the size in a header of blosc. Source: README_CHUNK_FORMAT of c-blosc."""
     yield int.from_bytes(data[4:8], "little")
 
 
-_EXPANDED: dict[str, Callable[[bytes], Iterator[int]]] = {
-    "zlib": _inflated,
-    "gzip": _inflated,
-    "bz2": _unzipped,
-    "zstd": _of_zstd,
-    "blosc": _of_blosc,
+_EXPANDED_SIZES: dict[str, Callable[[bytes], Iterator[int]]] = {
+    "zlib": _deflate_sizes,
+    "gzip": _deflate_sizes,
+    "bz2": _bzip2_sizes,
+    "zstd": _zstd_sizes,
+    "blosc": _blosc_sizes,
 }
 
 
-def _refused(store: Store, array: ZarrArray, name: str, reason: str) -> FormatError:
+def _not_decoded(store: Store, array: ZarrArray, name: str, reason: str) -> FormatError:
     return FormatError(
         f"{array.spec.key!r}: {store.location}/{name} is not decoded: {reason}. The file is damaged or "
         f"forged; if neither, store the array in smaller chunks.",

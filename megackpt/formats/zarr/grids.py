@@ -1,8 +1,8 @@
-"""Which chunk grid each array gets.
+"""The chunk grid of each array.
 
-Pure: a function of the whole plan, so that every rank computes the same. A chunk of the grid is a file of its
-own, and two ranks cannot write parts of one file at once; so a grid follows the cuts between ranks where they
-are regular, and where they are not it is made of chunks that few ranks share (see `rounds`).
+Pure: a function of the whole plan, so that every rank computes the same. Each chunk of a grid is a file, and
+two ranks cannot write parts of one file at once. So a grid follows the cuts between ranks if they are
+regular; if not, its chunks are chosen so that few ranks share them (see `rounds`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megackpt.metadata import OBJECT, ArraySpec, ChunkTable, itemsizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridRules:
-    """What grids aim at.
+    """Target sizes of grids.
 
     Attributes:
-        file_bytes: chunks with a file of their own take about this much at most.
-        inner_bytes: chunks inside of such a file take about this much at most; 0 for files that are not cut.
-        files_per_row: a grid may have so many files for each row of the plan.
+        file_bytes: about the largest size of a file.
+        inner_bytes: about the largest size of a chunk inside a file; 0 if files are not divided.
+        files_per_row: largest number of files for each row of the plan.
     """
 
     file_bytes: int = 16 * 1024 * 1024
@@ -37,8 +37,8 @@ class Grid:
     """The chunk grid of an array; extents are 1 where the array has none.
 
     Attributes:
-        chunk: extents of what one file holds, one for each dim.
-        inner: extents of the chunks it is cut into; they divide those of chunk.
+        chunk: extents of a file, one for each dim.
+        inner: extents of the chunks in it, which divide those of chunk.
     """
 
     chunk: tuple[int, ...]
@@ -48,7 +48,7 @@ class Grid:
 def choose_grids(table: ChunkTable, rules: GridRules) -> list[Grid | None]:
     """Return the grid of each array of a plan; None for arrays of objects.
 
-    The rows of the table are all that is written, by whichever rank.
+    The table has the rows of all ranks.
     """
     first = np.searchsorted(table.array, np.arange(len(table.arrays) + 1))  # rows are sorted by array
     widths = itemsizes(table.arrays).tolist()
@@ -71,7 +71,7 @@ def _grid_of(spec: ArraySpec, rows: ChunkTable, width: int, rules: GridRules) ->
     if _count(exact.chunk, spec.global_shape) <= most:
         steps = exact
     else:
-        # Ranks share files. In files no larger than what a rank holds, few of them do.
+        # Ranks share files. Few ranks share a file that is no larger than what a rank has.
         least = int((rows.flat_stop - rows.flat_start).min()) * width
         target = min(target, max(least, nbytes // (rules.files_per_row * len(rows)), 1))
         fits = _count(boxes.chunk, spec.global_shape) <= most
@@ -85,7 +85,7 @@ def _grid_of(spec: ArraySpec, rows: ChunkTable, width: int, rules: GridRules) ->
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Chunk extents, and whether there are cuts along a dim that multiples of its extent must meet."""
+    """Chunk extents, and whether there are cuts along a dim, which have to be multiples of its extent."""
 
     chunk: tuple[int, ...]
     aligned: tuple[bool, ...]
@@ -93,7 +93,7 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cuts:
-    """Where rows begin and end along each dim: `[k, dims]`, by their boxes and by their rectangles."""
+    """Where the boxes of rows, and their rectangles, begin and end along each dim, `[k, dims]`."""
 
     boxes: Ints
     rectangles: Ints
@@ -125,20 +125,20 @@ def _count(chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def _shrunk(steps: _Steps, target: int) -> tuple[int, ...]:
-    """Cut chunks of more than `target` elements, outermost dims first, as row-major files are long there."""
+    """Divide chunks of more than `target` elements, outermost dims first: inner ones stay contiguous."""
     chunk = list(steps.chunk)
     for d, extent in enumerate(chunk):
         rest = math.prod(chunk) // extent
         if rest * extent <= target:
             break
         want = max(target // rest, 1)
-        # Along a dim without cuts any extent will do: equal ones. With cuts it has to be a divisor.
+        # Along a dim without cuts, any equal extents will do. With cuts, the extent has to be a divisor.
         chunk[d] = _near_divisor(extent, want) if steps.aligned[d] else -(-extent // -(-extent // want))
     return tuple(chunk)
 
 
 def _cut_inside(steps: _Steps, target: int) -> Grid:
-    """Cut files into inner chunks of about `target` elements; files may grow a little to be multiples."""
+    """Divide files into chunks of about `target` elements; files may grow a little to be multiples."""
     chunk, inner = list(steps.chunk), list(steps.chunk)
     for d, extent in enumerate(chunk):
         rest = math.prod(inner) // extent

@@ -1,7 +1,4 @@
-"""The door to tensorstore, an optional dependency: the extra `zarr`.
-
-Owns its import and how arrays are opened with it.
-"""
+"""The import of tensorstore, an optional dependency (extra `zarr`), and opening arrays with it."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) ->
     values, and chunks that equal the fill value are written.
 
     Raises:
-        FormatError: tensorstore does not take the document.
+        FormatError: tensorstore does not accept the document.
     """
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
@@ -49,10 +46,10 @@ def open_array(array: ZarrArray, kvstore: Mapping[str, Any], *, context: Any) ->
     }
     try:
         return tensorstore().open(spec, context=context, open=True, assume_metadata=True).result()
-    # Of values that have no place in C++, too.
+    # OverflowError and TypeError come from values that C++ cannot hold.
     except (ValueError, OverflowError, TypeError, RuntimeError) as error:
         raise FormatError(
-            f"{array.spec.key!r}: tensorstore refuses the document in {array.path!r}: {str(error)[:300]}. "
+            f"{array.spec.key!r}: tensorstore rejects the document in {array.path!r}: {str(error)[:300]}. "
             f"The file is damaged, or of a kind of zarr array that cannot be loaded.",
             key=array.spec.key,
             path=array.path,

@@ -1,7 +1,4 @@
-"""Finding the arrays and objects of a zarr checkpoint, whoever wrote it.
-
-Owns what is taken for an array or an object. Reading elements is in `chunks`.
-"""
+"""Finding the arrays and objects of a zarr checkpoint, whoever wrote it. `chunks` reads their elements."""
 
 from __future__ import annotations
 
@@ -29,11 +26,10 @@ from megackpt.metadata import OBJECT, ArraySpec
 from megackpt.storage import Store, digest_of
 
 _LOCKS = ".sync/"
-"""Ends of directories in which Megatron-Core kept empty lock files, named like the files that they lock."""
+"""End of the names of directories with empty lock files of Megatron-Core, named like the files they lock."""
 
-
-_TELLING = (f"/{V2_FILE}", f"/{V3_FILE}", ".pt", ".bin")
-"""Ends of the names of files without which an array, or an object, would seem never to have been saved."""
+_IDENTIFYING = (f"/{V2_FILE}", f"/{V3_FILE}", ".pt", ".bin")
+"""Ends of the names of files without which a reader would not know that there is an array, or an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,8 @@ class Shard:
     """One object in a file.
 
     Attributes:
-        offset: its place in the array of objects.
-        shape: shape of that array, as the name of the file has it.
+        offset: its offset in the array of objects.
+        shape: shape of that array, according to the name of the file.
         name: the file.
     """
 
@@ -55,7 +51,7 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
     """Return every zarr v2 array among the listed names; its key is its path.
 
     Raises:
-        FormatError: a document describes no array that could be loaded.
+        FormatError: a document does not describe an array that can be loaded.
     """
     found = []
     files = set(listed)
@@ -70,8 +66,8 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
         document = parse_document(data, where=where)
         attributes: Json = {}
         if path + V2_ATTRIBUTES in files:
-            said = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)
-            attributes = parse_document(said, where=f"{store.location}/{path}{V2_ATTRIBUTES}")
+            text = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)
+            attributes = parse_document(text, where=f"{store.location}/{path}{V2_ATTRIBUTES}")
         found.append(parse_v2(document, attributes, key=path.rstrip("/"), path=path, where=where))
     return found
 
@@ -80,7 +76,7 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
     """Return every zarr v3 array below a directory.
 
     Raises:
-        FormatError: a document describes no array that could be loaded, or two have one key.
+        FormatError: a document does not describe an array that can be loaded, or two have the same key.
     """
     found: dict[str, ZarrArray] = {}
     for name in listed:
@@ -118,7 +114,7 @@ def find_objects(
     suffix: str,
     is_checked: bool = False,
 ) -> dict[str, StoredObjects]:
-    """Return the objects below a directory, by key; is_checked says whether each has a digest.
+    """Return the objects in a directory, by key; is_checked says whether each has a digest.
 
     Raises:
         FormatError: files of one key disagree about the shape of their array, or an object lies outside.
@@ -126,14 +122,14 @@ def find_objects(
     shards: dict[str, list[Shard]] = {}
     for name in listed:
         parent, _, leaf = name.removeprefix(directory).rpartition("/")
-        placed = names.parse_shard(leaf) if name.startswith(directory) and leaf.endswith(suffix) else None
-        if placed is not None and parent and not name.startswith(names.STAGING):
-            shards.setdefault(key_of(parent), []).append(Shard(*placed, name))
+        location = names.parse_shard(leaf) if name.startswith(directory) and leaf.endswith(suffix) else None
+        if location is not None and parent and not name.startswith(names.STAGING):
+            shards.setdefault(key_of(parent), []).append(Shard(*location, name))
     return {key: replace(_objects(key, of_key), is_checked=is_checked) for key, of_key in shards.items()}
 
 
 def _objects(key: str, shards: Sequence[Shard]) -> StoredObjects:
-    # Megatron-Core once cut the last number off the names of arrays with two dims or more.
+    # Older versions of Megatron-Core cut off the last number in names of arrays with two dims or more.
     shapes = {s.shape for s in shards}
     if all(len(s.shape) == len(s.offset) - 1 for s in shards):
         last = max(s.offset[-1] for s in shards) + 1
@@ -166,10 +162,10 @@ def open_contents(
     identity: str,
     names_save: bool,
 ) -> Contents:
-    """Put together what an opened checkpoint is.
+    """Return the contents of a checkpoint with these arrays and objects.
 
     Raises:
-        FormatError: a key is that of an array and that of objects.
+        FormatError: an array and objects have the same key.
     """
     by_key = {a.spec.key: a for a in arrays}
     both = sorted(set(by_key) & set(objects))
@@ -199,24 +195,29 @@ def open_contents(
 
 
 def check_listed(
-    files: Sequence[str], listed: Sequence[str], *, location: str, holder: str, key_of: Callable[[str], str]
+    files: Sequence[str],
+    listed: Sequence[str],
+    *,
+    location: str,
+    list_name: str,
+    key_of: Callable[[str], str],
 ) -> None:
-    """Refuse a checkpoint that has lost the document of an array, or an object.
+    """Check that no document of an array, and no object, is missing.
 
-    files are those that a save wrote, by its own list, the file holder; chunks of arrays are looked for when
-    their array is opened.
+    files are those that a save has listed in the file list_name. Chunks are checked when their array is
+    opened.
 
     Raises:
-        FormatError: one is not there.
+        FormatError: one is missing.
     """
-    lost = sorted(n for n in set(files) - set(listed) if n.endswith(_TELLING))
-    if lost:
-        key = key_of(lost[0].rpartition("/")[0])
+    missing = sorted(n for n in set(files) - set(listed) if n.endswith(_IDENTIFYING))
+    if missing:
+        key = key_of(missing[0].rpartition("/")[0])
         raise FormatError(
-            f"{key!r}: {location}/{lost[0]} is missing, which {holder} names ({len(lost)} such files). The "
-            f"checkpoint is incomplete: restore it, or load another one.",
+            f"{key!r}: {location}/{missing[0]} is missing, which {list_name} names ({len(missing)} such "
+            f"files). The checkpoint is incomplete: restore it, or load another one.",
             key=key,
-            path=f"{location}/{lost[0]}",
+            path=f"{location}/{missing[0]}",
         )
 
 
@@ -224,7 +225,7 @@ def parse_files(data: bytes, entry: str, *, where: str) -> list[str]:
     """Return a list of file names from a JSON document.
 
     Raises:
-        FormatError: it has none under this name.
+        FormatError: the document has no list under this name.
     """
     files = parse_document(data, where=where).get(entry)
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
@@ -233,6 +234,6 @@ def parse_files(data: bytes, entry: str, *, where: str) -> list[str]:
 
 
 def identity_of(arrays: Sequence[ZarrArray], listed: Sequence[str]) -> str:
-    """Return something that differs between checkpoints which do not name their attempt."""
+    """Return a digest that differs between checkpoints which do not name their attempt."""
     documents = {a.path: a.document for a in arrays}
     return digest_of(json.dumps([documents, sorted(listed)], sort_keys=True).encode())

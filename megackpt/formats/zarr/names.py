@@ -1,7 +1,4 @@
-"""Names of the files of zarr checkpoints, and which keys can have one.
-
-Owns both directions, from keys to names and back, and what tells files of an unfinished save from others.
-"""
+"""Names of the files of zarr checkpoints: from keys to names and back, and which keys can have a name."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ _FIXED = frozenset({"metadata.json", COMMON, "zarr.json", ".zarray", ".zattrs", 
 
 
 def staged(attempt: str) -> str:
-    """Return where an attempt of version 1 keeps its files until it is published."""
+    """Return the directory with the files of an attempt of version 1 that is not published yet."""
     return f"{STAGING}{attempt}/"
 
 
 def marker(attempt: str) -> str:
-    """Return the file that says which attempt of version 1 was published, and which files are its own."""
+    """Return the file that names an attempt of version 1 that was published, and lists its files."""
     return f"{STAGING}{attempt}.json"
 
 
@@ -42,7 +39,7 @@ def attempt_of_marker(name: str) -> str | None:
 
 
 def attempt_of_staged(name: str) -> str | None:
-    """Return the attempt of a file that waits to be published, or of a marker that was never finished."""
+    """Return the attempt of a file that is not published yet, or of the temporary file of a marker."""
     return ZARR_V1.attempt_of(name)
 
 
@@ -52,17 +49,17 @@ def arrays_directory(attempt: str) -> str:
 
 
 def objects_directory(attempt: str) -> str:
-    """Return where an attempt of version 3 keeps its objects."""
+    """Return the directory with the objects of an attempt of version 3."""
     return f"objects-{attempt}/"
 
 
 def common_file(attempt: str) -> str:
-    """Return the common state of an attempt of version 3."""
+    """Return the file with the common state of an attempt of version 3."""
     return f"common-{attempt}.safetensors"
 
 
 def files_file(attempt: str) -> str:
-    """Return the list of the files of an attempt of version 3."""
+    """Return the file that lists the files of an attempt of version 3."""
     return f"files-{attempt}.json"
 
 
@@ -72,7 +69,7 @@ def attempt_of_native(name: str) -> str | None:
 
 
 def shard_file(offset: Sequence[int], shape: Sequence[int], *, suffix: str) -> str:
-    """Name of the file of one object of an array of objects.
+    """Return the name of the file of one object of an array of objects.
 
     Source: Megatron-Core `ShardedObject.unique_key`.
 
@@ -96,7 +93,7 @@ def parse_shard(leaf: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def is_chunk(leaf: str) -> bool:
-    """Say whether a name, below an array, may be that of a chunk of zarr v2."""
+    """Return whether a name, in the directory of an array, may be that of a chunk of zarr v2."""
     return _CHUNK.fullmatch(leaf) is not None
 
 
@@ -115,10 +112,10 @@ def unquoted(name: str) -> str:
 
 
 def check_names(arrays: Iterable[ArraySpec]) -> None:
-    """Refuse keys that cannot be paths as Megatron-Core's version 1 has them.
+    """Check that keys can be paths, as Megatron-Core's version 1 uses them.
 
     Raises:
-        DeclarationError: a key is no relative path, is one of the format's own files, or lies in the
+        DeclarationError: a key is not a relative path, is one of the format's own files, or is in the
             directory of another array.
     """
     specs = list(arrays)
@@ -135,7 +132,7 @@ def check_names(arrays: Iterable[ArraySpec]) -> None:
 
 
 def check_lengths(arrays: Iterable[ArraySpec]) -> None:
-    """Refuse keys whose directory names no file system takes.
+    """Check that directory names of keys are valid in a file system.
 
     Raises:
         DeclarationError: an encoded key is empty, or longer than 255 bytes.

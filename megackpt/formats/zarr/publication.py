@@ -1,7 +1,7 @@
-"""Putting the files of version 1, whose names are fixed, in place.
+"""Publishing an attempt of version 1: its files, whose names are fixed, replace those of the last checkpoint.
 
-Owns the order in which a commit is taken away, files are replaced, and how a later save recognises what a
-save that died has left. A marker with the attempt in its name says which files are those of checkpoints.
+The old commit is taken away first, then files are replaced. A marker with the attempt in its name lists the
+files of our saves, so that a later save recognises what a save that was killed has left.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from megackpt.formats.zarr.load import check_listed, parse_files
 from megackpt.storage import Store
 
 MARKER_MAX_BYTES = 2**30
-_ASIDE = ".before/"  # below the staging area; no key has this name there
+_BACKUP = ".before/"  # in the staging directory, where no key has this name
 
 
 def is_committed(store: Store) -> bool:
-    """Say whether metadata.json names this format; False if there is none.
+    """Return whether metadata.json names this format; False if there is none.
 
     Raises:
-        FormatError: it is not a manifest.
+        FormatError: it is not a JSON object.
     """
     manifest = read_manifest_file(store) or {}
     return (manifest.get("sharded_backend"), manifest.get("sharded_backend_version")) == (names.BACKEND, 1)
 
 
 def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
-    """Return the files of the checkpoint at this place, or of one that was half replaced; none of others.
+    """Return the files of the checkpoint in a store, or of one that was partly replaced; no other files.
 
     Raises:
-        StorageError: there are arrays that belong to neither, or another format's checkpoint is in the way.
+        StorageError: there are arrays of neither, or a checkpoint of another format is in the way.
     """
-    found = set(listed)
-    marked = _marked(store, found)
+    files = set(listed)
+    marked = _marked(store, files)
     manifest = read_manifest_file(store)
     if manifest is None:
-        strange = sorted(arrays_in(found) - marked)
+        strange = sorted(arrays_in(files) - marked)
         if strange:
             raise StorageError(
                 f"{store.location} holds zarr arrays without a checkpoint, which megackpt has not written:\n"
@@ -51,19 +51,19 @@ def owned_files(store: Store, listed: Iterable[str]) -> set[str]:
                 f"another directory.",
                 path=store.location,
             )
-        return marked & found
+        return marked & files
     if not is_committed(store):
-        # A marker of ours may name the file, and another format have written its own there since.
-        if names.COMMON in found and (manifest.get("common_backend") == "torch" or not marked):
+        # Even if a marker of ours names common.pt, another format may have written its own there since.
+        if names.COMMON in files and (manifest.get("common_backend") == "torch" or not marked):
             raise StorageError(
                 f"{store.location} holds a checkpoint of another format, with a file {names.COMMON!r} of its "
                 f"own, which cannot be replaced without a moment in which the two are mixed. Remove it, or "
                 f"save to another directory.",
                 path=store.location,
             )
-        return marked & found
-    paths = [name.removesuffix(V2_FILE) for name in arrays_in(found)]
-    return {name for name in found if _is_part(name, set(paths))} | (marked & found)
+        return marked & files
+    paths = [name.removesuffix(V2_FILE) for name in arrays_in(files)]
+    return {name for name in files if _is_part(name, set(paths))} | (marked & files)
 
 
 def arrays_in(listed: Iterable[str]) -> set[str]:
@@ -72,7 +72,7 @@ def arrays_in(listed: Iterable[str]) -> set[str]:
 
 
 def _is_part(name: str, paths: set[str]) -> bool:
-    """Say whether a file belongs to a committed checkpoint of version 1."""
+    """Return whether a file belongs to a committed checkpoint of version 1."""
     if name.startswith(names.STAGING):
         return False
     _, slash, leaf = name.rpartition("/")
@@ -80,7 +80,7 @@ def _is_part(name: str, paths: set[str]) -> bool:
         return name == names.COMMON
     if names.parse_shard(leaf) is not None and leaf.endswith(".pt"):
         return True
-    # With the separator '/' chunks lie in directories of numbers.
+    # With the separator '/', chunks are in directories with numbers as names.
     parts = name.split("/")
     above = next((n for n in range(1, len(parts)) if "/".join(parts[:n]) + "/" in paths), None)
     if above is None:
@@ -90,17 +90,17 @@ def _is_part(name: str, paths: set[str]) -> bool:
 
 
 def marked_files(store: Store, listed: Iterable[str]) -> list[str]:
-    """Return the files that markers name, as far as they are there, then the markers.
+    """Return the existing files that markers name, then the markers.
 
-    A marker that cannot be read names nothing.
+    A marker that cannot be read counts as empty.
     """
-    found = set(listed)
-    markers = sorted(n for n in found if names.attempt_of_marker(n) is not None)
+    files = set(listed)
+    markers = sorted(n for n in files if names.attempt_of_marker(n) is not None)
     marked: set[str] = set()
     for name in markers:
         with contextlib.suppress(FormatError):
             marked |= _marked(store, {name})
-    return [*sorted(marked & found), *markers]
+    return [*sorted(marked & files), *markers]
 
 
 def _marked(store: Store, listed: set[str]) -> set[str]:
@@ -110,8 +110,8 @@ def _marked(store: Store, listed: set[str]) -> set[str]:
         if names.attempt_of_marker(name) is None:
             continue
         try:
-            files = json.loads(store.read(name, max_bytes=MARKER_MAX_BYTES))["files"]
-            marked.update(str(file) for file in files)
+            named = json.loads(store.read(name, max_bytes=MARKER_MAX_BYTES))["files"]
+            marked.update(str(file) for file in named)
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise FormatError(
                 f"{store.location}/{name}: not a list of files ({error}). It was left by a save that did not "
@@ -123,20 +123,20 @@ def _marked(store: Store, listed: set[str]) -> set[str]:
 
 
 def publish_files(store: Store, *, attempt: str) -> None:
-    """Replace what is at this place by the staged files of an attempt; leave it without a commit.
+    """Replace the checkpoint in a store by the staged files of an attempt, without a commit. Rank 0 only.
 
-    The commit is taken away first, since arrays have fixed names: a crash from there on leaves no
-    checkpoint, and never a mixture. A failure leaves the one of before, where the store can move files.
-    Everything staged is durable before. Rank 0 only.
+    The old commit is removed first, since arrays have fixed names: a crash after that leaves no checkpoint,
+    but never a mixture. After an error, the old checkpoint is restored if the store can move files. All
+    staged files are durable before.
 
     Raises:
-        StorageError: a file that no checkpoint owns is in the way. Nothing was changed then.
+        StorageError: a file of no checkpoint is in the way. Nothing was changed.
     """
     listed = set(store.names())
     staging = names.staged(attempt)
     target_of = {name: name.removeprefix(staging) for name in sorted(listed) if name.startswith(staging)}
     owned = owned_files(store, listed)
-    _check_room(store, listed - owned, target_of)
+    _check_no_foreign_files(store, listed - owned, target_of)
     markers = [n for n in listed if names.attempt_of_marker(n) is not None]
     put_marker(store, attempt, owned=owned, checkpoint=target_of.values())
     manifest = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES) if is_committed(store) else None
@@ -146,8 +146,8 @@ def publish_files(store: Store, *, attempt: str) -> None:
             store.delete([MANIFEST])
         store.sync()
         if store.moves_atomically:
-            aside = {name: f"{staging}{_ASIDE}{name}" for name in sorted(owned)}
-            _move_all(store, {**aside, **target_of}, moved)
+            backup = {name: f"{staging}{_BACKUP}{name}" for name in sorted(owned)}
+            _move_all(store, {**backup, **target_of}, moved)
         else:
             store.delete(sorted(owned - set(target_of.values())))
             _move_all(store, target_of, moved)
@@ -155,30 +155,30 @@ def publish_files(store: Store, *, attempt: str) -> None:
         with contextlib.suppress(CheckpointError):
             if manifest is not None and store.moves_atomically:
                 _put_back(store, moved, manifest, marker=names.marker(attempt))
-            elif store.exists(MANIFEST):  # of the old checkpoint, which the new marker knows nothing of
+            elif store.exists(MANIFEST):  # of the old checkpoint, to which the new marker does not belong
                 store.delete([names.marker(attempt)])
         raise
     store.delete([to for _, to in moved if to.startswith(staging)])
-    # Only now: until all is in place, the markers of before may be what names some of the files.
+    # Last: until all files are in place, only the old markers may name some of them.
     store.delete(markers)
     store.sync()
     remove_empty_directories(store, names.STAGING)
 
 
 def put_marker(store: Store, attempt: str, *, owned: Iterable[str], checkpoint: Iterable[str]) -> None:
-    """Write, all at once, which files are of saves of ours, and which of these the checkpoint consists of."""
+    """Write atomically which files are of our saves, and which of these make up the checkpoint."""
     files = {"files": sorted({*owned, *checkpoint}), "checkpoint": sorted(checkpoint)}
     store.replace(names.marker(attempt), json.dumps(files).encode())
 
 
 def check_marked(store: Store, listed: Sequence[str]) -> None:
-    """Refuse a checkpoint of ours that has lost the document of an array, or an object.
+    """Check that no document of an array, and no object, is missing in a checkpoint of ours.
 
-    The marker of an attempt that still waits to be published says nothing about what is here. Others have no
-    marker, and cannot be checked.
+    The marker of an attempt that is not published yet is ignored. Checkpoints of others have no marker, and
+    cannot be checked.
 
     Raises:
-        FormatError: one is lost, or the marker is damaged.
+        FormatError: a file is missing, or the marker is damaged.
     """
     waiting = {names.attempt_of_staged(name) for name in listed}
     for name in listed:
@@ -187,8 +187,8 @@ def check_marked(store: Store, listed: Sequence[str]) -> None:
             continue
         where = f"{store.location}/{name}"
         files = parse_files(store.read(name, max_bytes=MARKER_MAX_BYTES), "checkpoint", where=where)
-        files = [n for n in files if n != names.COMMON]  # whose reader will miss it
-        check_listed(files, listed, location=store.location, holder=where, key_of=str)
+        files = [n for n in files if n != names.COMMON]  # its reader reports it
+        check_listed(files, listed, location=store.location, list_name=where, key_of=str)
 
 
 def _move_all(store: Store, target_of: Mapping[str, str], moved: list[tuple[str, str]]) -> None:
@@ -198,7 +198,7 @@ def _move_all(store: Store, target_of: Mapping[str, str], moved: list[tuple[str,
 
 
 def _put_back(store: Store, moved: list[tuple[str, str]], manifest: bytes, *, marker: str) -> None:
-    """Undo what was moved, and commit what was there before only once all of it is in place."""
+    """Undo the moves, and commit the old checkpoint again only when all its files are in place."""
     for name, target in reversed(moved):
         store.move(target, name)
     store.sync()
@@ -206,8 +206,12 @@ def _put_back(store: Store, moved: list[tuple[str, str]], manifest: bytes, *, ma
     store.replace(MANIFEST, manifest)
 
 
-def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -> None:
-    """Refuse to overwrite files of others, and to make a directory of one or a file of their directory."""
+def _check_no_foreign_files(store: Store, foreign: set[str], target_of: Mapping[str, str]) -> None:
+    """Check that no file of others has the name of a file to be saved, or of a directory above one.
+
+    Raises:
+        StorageError: there is one.
+    """
     targets = set(target_of.values())
     in_the_way = sorted((targets | _directories_above(targets)) & foreign)
     in_the_way += sorted(targets & _directories_above(foreign))
@@ -221,13 +225,13 @@ def _check_room(store: Store, foreign: set[str], target_of: Mapping[str, str]) -
 
 
 def _directories_above(files: Iterable[str]) -> set[str]:
-    found: set[str] = set()
+    directories: set[str] = set()
     for name in files:
         above = name.rpartition("/")[0]
-        while above and above not in found:
-            found.add(above)
+        while above and above not in directories:
+            directories.add(above)
             above = above.rpartition("/")[0]
-    return found
+    return directories
 
 
 def remove_empty_directories(store: Store, prefix: str) -> None:

@@ -1,7 +1,7 @@
-"""Which rows touch which files, and in which round each row is written.
+"""Which files each row writes parts of, and in which round each row is written.
 
-Pure: a function of the whole plan and its grids. A file that two ranks write parts of is written by one after
-the other: their rows stand in different rounds, between which all ranks meet.
+Pure: a function of the whole plan and its grids. Two ranks that write parts of one file do so one after the
+other: their rows are in different rounds, between which all ranks synchronise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TouchedFiles:
 
     Attributes:
         row: row of the plan, `[m]`.
-        file: number of the file, `[m]`: that of its array's first file plus its place in the grid.
+        file: number of the file, `[m]`: row-major position in the grid, counted from its array's first file.
         first_file: number of the first file of each array, and one past the last, `[arrays + 1]`.
     """
 
@@ -32,7 +32,7 @@ class TouchedFiles:
     first_file: Ints
 
     def files_of(self, row: int) -> Ints:
-        """Return the numbers of the files that a row touches."""
+        """Return the numbers of the files that a row writes parts of."""
         low, high = np.searchsorted(self.row, [row, row + 1])
         return self.file[low:high]
 
@@ -44,8 +44,8 @@ class Rounds:
     Attributes:
         count: number of rounds; at least 1.
         round: the round of each row of the plan, `[n]`.
-        first_round: the first round of each file that is written in several, by its number. Not all of
-            these are shared: a rank's own rows stand in different rounds if one of them shares another file.
+        first_round: the first round of each file that is written in several rounds, by its number. Not all
+            of these are shared: a rank's own rows are in different rounds if one of them shares another file.
     """
 
     count: int
@@ -54,12 +54,12 @@ class Rounds:
 
 
 def grid_extents(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many chunks lie along each dim."""
+    """Return the number of chunks along each dim."""
     return tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
 def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> TouchedFiles:
-    """Return which rows write into which files. Rows of objects (no grid) touch none."""
+    """Return which rows write parts of which files. Rows of objects, which have no grid, are left out."""
     chunk = np.ones((len(table.arrays), table.dims), np.int64)
     extents = np.zeros((len(table.arrays), table.dims), np.int64)
     for i, (spec, grid) in enumerate(zip(table.arrays, grids, strict=True)):
@@ -71,6 +71,7 @@ def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> Touch
     first_file = np.concatenate([[0], np.cumsum(extents.prod(axis=1))]).astype(np.int64)
     rows = np.flatnonzero(np.array([g is not None for g in grids], np.bool_)[table.array])
     cut = rectangles_of(table.shape[rows], table.flat_start[rows], table.flat_stop[rows])
+    # The range of cells of each rectangle, along each dim.
     row = rows[cut.row]
     array = table.array[row]
     start = cut.start + table.start[row]
@@ -82,11 +83,11 @@ def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> Touch
 
 
 def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
-    """Expand ranges of cells `[low, high)`, `[m, dims]`: of each cell (range, row-major place)."""
+    """Return the cells of ranges `[low, high)`, `[m, dims]`: of each, the range and row-major position."""
     counts = high - low
     total = counts.prod(axis=1)
     which = np.repeat(np.arange(len(low)), total)
-    rest = joined_ranges(0, total)
+    rest = joined_ranges(0, total)  # row-major position within the range; divided by counts, dim by dim
     linear = np.zeros(len(which), np.int64)
     stride = np.ones(len(low), np.int64)
     for d in range(low.shape[1] - 1, -1, -1):
@@ -97,20 +98,21 @@ def _cells(low: Ints, high: Ints, extents: Ints) -> tuple[Ints, Ints]:
 
 
 def plan_rounds(plan: SavePlan, touches: TouchedFiles) -> Rounds:
-    """Put rows of different ranks that share a file into different rounds.
+    """Return rounds in which no two ranks write parts of the same file.
 
-    Each row, in order, goes into the first round in which no other rank touches its files. The shards of
-    one array follow each other in its files, so that the number of rounds is that of the ranks in the file
-    that most of them share.
+    Each row, in order, is put into the first round in which no other rank writes its files. The shards of one
+    array follow each other in its files, so there are as many rounds as ranks in the file that most share.
     """
     writer = plan.writer[touches.row] if len(touches.row) else touches.row
     shared = _shared_files(touches.file, writer)
     rounds = np.zeros(len(plan.table), np.int64)
     taken: dict[int, dict[int, int]] = {}  # file -> round -> the one rank that writes it then
-    at = np.flatnonzero(np.isin(touches.file, shared))
-    for part in np.split(at, np.flatnonzero(np.diff(touches.row[at])) + 1) if at.size else ():
-        row, rank = int(touches.row[part[0]]), int(writer[part[0]])
-        uses = [taken.setdefault(file, {}) for file in touches.file[part].tolist()]
+    # Pairs are sorted by row: each group has the shared files of one row.
+    pairs = np.flatnonzero(np.isin(touches.file, shared))
+    groups = np.split(pairs, np.flatnonzero(np.diff(touches.row[pairs])) + 1) if pairs.size else ()
+    for group in groups:
+        row, rank = int(touches.row[group[0]]), int(writer[group[0]])
+        uses = [taken.setdefault(file, {}) for file in touches.file[group].tolist()]
         number = 0
         while any(use.get(number, rank) != rank for use in uses):
             number += 1
@@ -121,19 +123,19 @@ def plan_rounds(plan: SavePlan, touches: TouchedFiles) -> Rounds:
 
 
 def _first_rounds(touches: TouchedFiles, rounds: Ints) -> dict[int, int]:
-    """Return the first round of each file that is written in several."""
-    files, place = np.unique(touches.file, return_inverse=True)
-    of_touch = rounds[touches.row]
+    """Return the first round of each file that is written in several rounds."""
+    files, number = np.unique(touches.file, return_inverse=True)
+    round_of_pair = rounds[touches.row]
     first = np.full(len(files), np.iinfo(np.int64).max)
     last = np.zeros(len(files), np.int64)
-    np.minimum.at(first, place, of_touch)
-    np.maximum.at(last, place, of_touch)
+    np.minimum.at(first, number, round_of_pair)
+    np.maximum.at(last, number, round_of_pair)
     several = first < last
     return dict(zip(files[several].tolist(), first[several].tolist(), strict=True))
 
 
 def _shared_files(file: Ints, writer: Ints) -> Ints:
-    """Return the files that more than one rank touches."""
+    """Return the files that more than one rank writes parts of."""
     pairs = np.unique(np.stack([file, writer], axis=1), axis=0)
     files, counts = np.unique(pairs[:, 0], return_counts=True)
     return files[counts > 1]

@@ -1,7 +1,4 @@
-"""Writing zarr checkpoints: what both versions do alike.
-
-Owns the order of writing. How keys become directories, and what a commit says, is up to the versions.
-"""
+"""Writing zarr checkpoints: what both versions have in common. Each has its own names of files."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from megackpt.storage import Store
 
 
 class ZarrSaveStrategy(SaveStrategy):
-    """Saves arrays as zarr. Used for one save at a time.
-
-    rules say how large files and chunks become.
-    """
+    """Saves arrays as zarr, with sizes of files and chunks by rules. Used for one save at a time."""
 
     backend = BACKEND
     capabilities = Capabilities(writes_in_place=True)
@@ -37,10 +31,10 @@ class ZarrSaveStrategy(SaveStrategy):
 
     @abstractmethod
     def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
-        """Refuse keys that cannot be stored.
+        """Check that all keys can be stored.
 
         Raises:
-            DeclarationError: there are some.
+            DeclarationError: some cannot.
         """
 
     @abstractmethod
@@ -52,7 +46,7 @@ class ZarrSaveStrategy(SaveStrategy):
         """Return the file of an object while it is not published."""
 
     def rounds(self, plan: SavePlan, rank: int) -> list[Ints]:
-        """Return the rows of a rank by round: ranks that share a file write in different ones.
+        """Return the rows of a rank by round: ranks that share a file write it in different rounds.
 
         Raises:
             DeclarationError: a key cannot be stored; the same on every rank.
@@ -67,7 +61,7 @@ class ZarrSaveStrategy(SaveStrategy):
     def write_chunks(
         self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
     ) -> bytes:
-        """Write the files of one round. There is nothing that rank 0 would have to know."""
+        """Write the files of one round. Rank 0 needs no receipt."""
         writing = self._planned(plan, attempt)
         table = plan.table
         first_rows = np.searchsorted(table.array, np.arange(len(table.arrays)))
@@ -87,7 +81,7 @@ class ZarrSaveStrategy(SaveStrategy):
         return b""
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
-        """Write the documents of arrays without elements; those of others stand with their elements."""
+        """Write the documents of arrays without elements; `write_chunks` has written all others."""
         writing = self._planned(plan, attempt)
         filled = set(plan.table.array.tolist())
         for number, array in enumerate(writing.arrays):
@@ -96,8 +90,8 @@ class ZarrSaveStrategy(SaveStrategy):
         return {}
 
     def _planned(self, plan: SavePlan, attempt: str) -> WritePlan:
-        """Return how a plan is written; each rank needs it several times in a save."""
-        last = self._last  # once: ranks simulated by threads may share a strategy
+        """Return how a plan is written. It is kept, as each rank needs it several times in a save."""
+        last = self._last  # read once: ranks simulated by threads may share a strategy
         if last is not None and last[0] is plan and last[1] == attempt:
             return last[2]
         grids = choose_grids(plan.table, self._rules)

@@ -1,7 +1,7 @@
 """Format `zarr` version 1: zarr v2 arrays exactly as Megatron-Core up to 0.15 wrote them.
 
-One array a key in the directory of its name, raw chunks, objects and common state as torch.save writes them.
-An attempt is written beside the checkpoint, in a directory of its own, and moved into place at the end.
+Each array is in the directory of its key, with uncompressed chunks. Objects and common state are files of
+torch.save. An attempt is written to a directory of its own, and moved to its final names at the end.
 
 Source: Megatron-Core 0.12 `dist_checkpointing/strategies/{zarr,tensorstore,common}.py`.
 """
@@ -47,7 +47,7 @@ from megackpt.storage import Store
 RULES = GridRules()
 SUFFIX = ".pt"
 CONTENT_METADATA = "content_metadata"
-"""Where Megatron-Core keeps content metadata in the common state."""
+"""Key under which Megatron-Core stores content metadata in common state."""
 
 _MANIFEST: Json = {
     "sharded_backend": names.BACKEND,
@@ -55,7 +55,7 @@ _MANIFEST: Json = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""All that metadata.json may hold: Megatron-Core refuses any further field."""
+"""The whole content of metadata.json: Megatron-Core fails on any other field."""
 
 _COMMON_MAX_BYTES = 2**34
 
@@ -70,17 +70,17 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         super().__init__(rules)
 
     def begin(self, store: Store, *, attempt: str) -> None:
-        """Refuse a directory with arrays that no checkpoint owns, before anything is written."""
+        """Check, before anything is written, that all arrays in the directory are of a checkpoint."""
         tensorstore()
         owned_files(store, store.names())
         remove_empty_directories(store, names.STAGING)
 
     def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
-        """Refuse keys that are no paths of their own."""
+        """Check that keys are paths that do not contain each other."""
         names.check_names(arrays)
 
     def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
-        """Return the array in the directory of an attempt."""
+        """Return the array as it is stored in the directory of an attempt."""
         return array_v2(spec, grid, directory=names.staged(attempt))
 
     def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
@@ -90,11 +90,11 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         )
 
     def check_common(self, common: Any) -> None:
-        """Refuse what cannot be pickled, or could not be loaded without running code."""
+        """Check that common state can be pickled, and loaded without running code."""
         _encoded_common(common)
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
-        """Return what torch.save makes of a value."""
+        """Return the bytes of torch.save for a value."""
         return save_value(value, path=path)
 
     def write_common(self, store: Store, *, attempt: str, common: Any) -> Json:
@@ -103,16 +103,16 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         return {"common": names.staged(attempt) + names.COMMON}
 
     def publish(self, store: Store, *, attempt: str, entries: Json) -> Json:
-        """Put all files in place of those that are there."""
+        """Replace the files of the last checkpoint by those of the attempt."""
         publish_files(store, attempt=attempt)
         return dict(_MANIFEST)
 
     def committed_attempt(self, store: Store) -> str | None:
-        """Return the attempt of the marker beside a metadata.json of this format."""
+        """Return the attempt of the marker, if metadata.json is of this format."""
         return _attempt(store, store.names()) if is_committed(store) else None
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
-        """Name the files of the arrays, documents first: an array goes with its document."""
+        """Return the files of the arrays, documents first: without its document there is no array."""
         listed = store.names()
         paths = [n.removesuffix(V2_FILE) for n in arrays_in(listed) if n.startswith(key_prefix)]
         stale = [path + V2_FILE for path in sorted(paths)]
@@ -129,11 +129,11 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         return manifest, stale
 
     def files_of(self, manifest: Json) -> list[str]:
-        """Return the common state, where it is before it is published."""
+        """Return the file with common state before it is published."""
         return [manifest["common"]] if "common" in manifest else []
 
     def fixed_names(self, store: Store) -> list[str]:
-        """Return the files that markers of ours name, and the markers themselves."""
+        """Return the files that our markers name, then the markers."""
         return marked_files(store, store.names())
 
 
@@ -144,35 +144,35 @@ class ZarrV2LoadStrategy(LoadStrategy):
     version = 1
 
     def detect(self, store: Store) -> Json | None:
-        """Take a directory of zarr v2 arrays for a checkpoint, unless it looks like an incomplete save.
+        """Accept a directory of zarr v2 arrays as a checkpoint, unless it looks like an incomplete save.
 
-        Arrays further down count only below a zarr group: else they are of the steps of a run.
+        Arrays in deeper directories count only inside a zarr group: else they are of the steps of a training.
         """
         listed = store.names()
-        unfinished = names.COMMON in listed or any(names.attempt_of_marker(n) for n in listed)
+        is_incomplete = names.COMMON in listed or any(names.attempt_of_marker(n) for n in listed)
         arrays = arrays_in(listed)
         is_group = bool(arrays) and ".zgroup" in listed
-        if unfinished or not (is_group or any(name.count("/") == 1 for name in arrays)):
+        if is_incomplete or not (is_group or any(name.count("/") == 1 for name in arrays)):
             return None
         return {**_MANIFEST, "detected": True}
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-        """Yield the files that are gone, and entries of the commit that no save writes."""
+        """Yield the files that are missing or changed, and entries of the commit that no save writes."""
         listed = store.names()
         try:
             attempt = None if manifest.get("detected") else _attempt(store, listed)
-            if attempt is not None:  # of ours: others may say more, or less
+            if attempt is not None:  # saved by megackpt: others may write other entries
                 if manifest != _MANIFEST:
                     what = "it has other entries than a save of this format writes"
                     yield Damage(file=MANIFEST, what=what)
                 name = names.marker(attempt)
                 data = store.read(name, max_bytes=MARKER_MAX_BYTES)
                 files = parse_files(data, "checkpoint", where=f"{store.location}/{name}")
-                yield from missing_files(files, listed, holder=name)
-            found = find_arrays_v2(store, listed)
-            yield from missing_chunks(found, listed)
+                yield from missing_files(files, listed, list_name=name)
+            arrays = find_arrays_v2(store, listed)
+            yield from missing_chunks(arrays, listed)
             if attempt is not None:
-                yield from changed_documents(store, found, lambda array: array_v2(array.spec, array.grid))
+                yield from changed_documents(store, arrays, lambda array: array_v2(array.spec, array.grid))
                 if deep:
                     yield from changed_records(
                         store, [n for n in files if n.endswith(SUFFIX) and n in listed]
@@ -181,14 +181,14 @@ class ZarrV2LoadStrategy(LoadStrategy):
             yield damage_of(error, location=store.location)
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
-        """Find the arrays; pickles are read when asked for."""
+        """Find the arrays. Pickles are read when they are needed."""
         tensorstore()
         if allow_unsafe_pickle:
             warn_of_unsafe_pickle(store.location)
         listed = store.names()
         if not manifest.get("detected"):
             check_marked(store, listed)
-        found = find_arrays_v2(store, listed)
+        arrays = find_arrays_v2(store, listed)
 
         def decode(data: bytes, where: str) -> Any:
             return load_value(data, where=where, allow_unsafe=allow_unsafe_pickle)
@@ -200,18 +200,18 @@ class ZarrV2LoadStrategy(LoadStrategy):
 
         return open_contents(
             store,
-            arrays=found,
+            arrays=arrays,
             objects=find_objects(listed, directory="", key_of=str, suffix=SUFFIX),
             listed=listed,
             common=common,
             decode_object=decode,
-            identity=_attempt(store, listed) or identity_of(found, listed),
+            identity=_attempt(store, listed) or identity_of(arrays, listed),
             names_save=_attempt(store, listed) is not None,
         )
 
 
 def _encoded_common(common: Any) -> bytes:
-    """Return what common.pt holds: common state, and content metadata in it."""
+    """Return the content of common.pt: common state, with content metadata in it."""
     state, content_metadata = common["state_dict"], common[CONTENT_METADATA]
     if CONTENT_METADATA in state:  # Megatron-Core would take it for what save() was given
         raise UnserializableError(

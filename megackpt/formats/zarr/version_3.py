@@ -1,7 +1,7 @@
 """Format `zarr` version 3: zarr v3 arrays in shards, each attempt in a group of its own.
 
-Nothing that a committed checkpoint needs is touched before the next commit: names carry the attempt.
-Objects and common state are blobs of `megackpt.codec`, without pickle, behind a digest.
+Names of files carry the attempt, so no file of a committed checkpoint is changed before the next commit.
+Objects and common state are blobs of `megackpt.codec`, without pickle, each with a digest.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         super().__init__(rules)
 
     def begin(self, store: Store, *, attempt: str) -> None:
-        """Remove directories that earlier attempts have left empty; what is written carries the attempt."""
+        """Remove empty directories of earlier attempts."""
         tensorstore()
         for prefix in ("zarr-", "objects-"):
             remove_empty_directories(store, prefix)
 
     def check_keys(self, arrays: tuple[ArraySpec, ...]) -> None:
-        """Refuse keys that are no directory name even when encoded."""
+        """Check that encoded keys are valid directory names."""
         names.check_lengths(arrays)
 
     def array_of(self, spec: ArraySpec, grid: Grid, attempt: str) -> ZarrArray:
-        """Return the array in the group of an attempt."""
+        """Return the array as it is stored in the group of an attempt."""
         return array_v3(spec, grid, directory=names.arrays_directory(attempt), name=names.quoted(spec.key))
 
     def object_name(self, spec: ArraySpec, offset: tuple[int, ...], attempt: str) -> str:
@@ -80,27 +80,27 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         return f"{names.objects_directory(attempt)}{names.quoted(spec.key)}/{leaf}"
 
     def check_common(self, common: Any) -> None:
-        """Refuse what `megackpt.codec` cannot encode."""
+        """Check that `megackpt.codec` can encode common state and content metadata."""
         pack(common["state_dict"])
         pack(common["content_metadata"], path="content_metadata")
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
-        """Return digest and blob of a value."""
+        """Return the digest and the blob of a value."""
         return with_digest(pack(value, path=path))
 
     def write_index(self, store: Store, *, attempt: str, plan: SavePlan, receipts: list[list[bytes]]) -> Json:
-        """Write what makes a group of the arrays."""
+        """Write the document of the group of arrays, and the list of files."""
         super().write_index(store, attempt=attempt, plan=plan, receipts=receipts)
         put_file(store, names.arrays_directory(attempt) + V3_FILE, group_v3())
-        files = json.dumps({"files": self._telling_files(plan, attempt)}, indent=1)
+        files = json.dumps({"files": self._identifying_files(plan, attempt)}, indent=1)
         return {
             "files": write_small_file(store, names.files_file(attempt), files.encode()),
             "arrays": names.arrays_directory(attempt).rstrip("/"),
             "objects": names.objects_directory(attempt).rstrip("/"),
         }
 
-    def _telling_files(self, plan: SavePlan, attempt: str) -> list[str]:
-        """Return the documents of arrays and the files of objects: what says which keys there are."""
+    def _identifying_files(self, plan: SavePlan, attempt: str) -> list[str]:
+        """Return the documents of arrays and the files of objects, from which a reader knows the keys."""
         table, files = plan.table, set()
         for spec in table.arrays:
             if spec.dtype != OBJECT:
@@ -125,7 +125,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         return attempt_in_manifest(store)
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
-        """Let the manifest say that arrays are gone; their files are then not needed."""
+        """Add the prefix to the removed ones in the manifest; the files of these arrays become stale."""
         found = _find(store, manifest)
         gone = tuple(a.path for a in found.arrays if a.spec.key.startswith(key_prefix))
         stale = [n for n in found.listed if n.startswith(gone)] if gone else []
@@ -145,9 +145,9 @@ class ZarrV3LoadStrategy(LoadStrategy):
     version = 3
 
     def detect(self, store: Store) -> Json | None:
-        """Take a zarr v3 group with arrays in it for a checkpoint, or a directory of arrays without one.
+        """Accept a zarr v3 group with arrays as a checkpoint, or a directory of arrays without a group.
 
-        Arrays further down belong to other checkpoints: those of the steps of a run.
+        Arrays in deeper directories are of other checkpoints: those of the steps of a training.
         """
         listed = store.names()
         documents = [n for n in listed if n.endswith(f"/{V3_FILE}") and names.attempt_of_native(n) is None]
@@ -157,14 +157,14 @@ class ZarrV3LoadStrategy(LoadStrategy):
         return None
 
     def check_files(self, store: Store, manifest: Json, *, deep: bool) -> Iterator[Damage]:
-        """Yield the files that are gone, and what the commit says that does not fit its attempt."""
+        """Yield the files that are missing or changed, and wrong entries of the commit."""
         listed = store.names()
         try:
             if not manifest.get("detected"):
                 yield from _check_manifest(manifest)
                 directories = _directories(manifest, store.location)
-                files = _telling_files(store, manifest)
-                yield from missing_files(files, listed, holder=manifest["files"]["file"])
+                files = _identifying_files(store, manifest)
+                yield from missing_files(files, listed, list_name=manifest["files"]["file"])
                 there = [name for name in files if name in set(listed)]
                 found = find_arrays_v3(store, there, directory=directories[0])
                 yield from missing_chunks(found, listed)
@@ -180,7 +180,7 @@ class ZarrV3LoadStrategy(LoadStrategy):
             yield damage_of(error, location=store.location)
 
     def open(self, store: Store, manifest: Json, *, allow_unsafe_pickle: bool) -> Contents:
-        """Find the arrays; there are no pickles."""
+        """Find the arrays. There are no pickles in this format."""
         tensorstore()
         detected = bool(manifest.get("detected"))
         found = _find(store, manifest)
@@ -203,7 +203,7 @@ _DIGEST_BYTES = 32  # hexadecimal
 
 @dataclass(frozen=True, slots=True)
 class _FoundItems:
-    """What there is: arrays, objects by key, and all names in the store."""
+    """Arrays, objects by key, and all names in the store."""
 
     arrays: list[ZarrArray]
     objects: dict[str, StoredObjects]
@@ -215,8 +215,8 @@ def _find(store: Store, manifest: Json) -> _FoundItems:
     if manifest.get("detected"):
         return _FoundItems(find_arrays_v3(store, listed, directory=""), {}, listed)
     directories, gone = _directories(manifest, store.location), _removed(manifest, store.location)
-    files, holder = _telling_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
-    check_listed(files, listed, location=store.location, holder=holder, key_of=_key_of_directory)
+    files, holder = _identifying_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
+    check_listed(files, listed, location=store.location, list_name=holder, key_of=_key_of_directory)
     arrays = find_arrays_v3(store, listed, directory=directories[0])
     objects = find_objects(
         listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX, is_checked=True
@@ -229,7 +229,7 @@ def _find(store: Store, manifest: Json) -> _FoundItems:
 
 
 def _removed(manifest: Json, where: str) -> tuple[str, ...]:
-    """Return the prefixes of keys that were taken out."""
+    """Return the prefixes of keys that were removed."""
     removed = manifest.get(_REMOVED, [])
     if not isinstance(removed, list) or not all(isinstance(prefix, str) for prefix in removed):
         raise FormatError(
@@ -238,15 +238,15 @@ def _removed(manifest: Json, where: str) -> tuple[str, ...]:
     return tuple(removed)
 
 
-def _telling_files(store: Store, manifest: Json) -> list[str]:
-    """Return the documents of arrays and the files of objects, as the save has listed them."""
+def _identifying_files(store: Store, manifest: Json) -> list[str]:
+    """Return the documents of arrays and the files of objects that the save has listed."""
     gone = _removed(manifest, store.location)
     data, where = read_small_file(store, manifest, "files")
     return [name for name in parse_files(data, "files", where=where) if not _key_of(name).startswith(gone)]
 
 
 def _is_array(store: Store, name: str) -> bool:
-    """Say whether a document describes an array; one that cannot be read does: to open it names the fault."""
+    """Return whether a document describes an array, or is damaged, which opening it reports."""
     try:
         data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
         return parse_document(data, where=f"{store.location}/{name}").get("node_type") != "group"
@@ -284,15 +284,15 @@ def _identity(manifest: Json) -> str:
 
 
 def with_digest(data: bytes) -> bytes:
-    """Return data behind its digest."""
+    """Return the digest of data, followed by data."""
     return digest_of(data).encode() + data
 
 
 def without_digest(data: bytes, *, where: str) -> bytes:
-    """Return the data behind a digest.
+    """Return the data that follow a digest.
 
     Raises:
-        IntegrityError: the digest is another one.
+        IntegrityError: the digest does not match.
     """
     if digest_of(data[_DIGEST_BYTES:]).encode() != data[:_DIGEST_BYTES]:
         raise IntegrityError(
