@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from megackpt.comm import collectives
 from megackpt.engine.verification import verify
 from megackpt.errors import StorageError
 from megackpt.formats.native import NativeSaveStrategy
+from megackpt.formats.strategy import ChunkParts
 from megackpt.storage import LocalStore, Store
 from megackpt.testing.faulty_store import FaultyStore, Operation
 
@@ -83,8 +84,18 @@ class LeavingStrategy(NativeSaveStrategy):
         raise SystemExit
 
 
+class TakenParts(ChunkParts):
+    """The bytes of rows that were taken before."""
+
+    def __init__(self, parts: dict[int, list[bytes]]) -> None:
+        self._parts = parts
+
+    def __call__(self, row: int) -> Iterator[memoryview]:
+        return map(memoryview, self._parts[row])
+
+
 class SlowStrategy(NativeSaveStrategy):
-    """Pauses before each of its rows, and then takes its bytes, or writes others elsewhere."""
+    """Pauses before each of its rows, and then takes its bytes, or writes other bytes elsewhere."""
 
     def __init__(self, pause_s: float, *, takes_rows: bool) -> None:
         self.pause_s, self.takes_rows = pause_s, takes_rows
@@ -100,7 +111,7 @@ class SlowStrategy(NativeSaveStrategy):
                 else:
                     out.write(bytes(1))
         if self.takes_rows:
-            kwargs["parts"] = lambda row: map(memoryview, taken[row])
+            kwargs["parts"] = TakenParts(taken)
         return super().write_chunks(*args, **kwargs)
 
 

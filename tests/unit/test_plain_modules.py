@@ -352,7 +352,7 @@ def test_a_comparison_finds_what_differs_between_an_array_and_common_state(
     for first, second in (("a", "b"), ("b", "a")):
         assert main(["diff", str(tmp_path / first), str(tmp_path / second), "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
-        assert [value["place"] for value in found["values"]] == ["common state: model.w"]
+        assert [value["path"] for value in found["values"]] == ["common state: model.w"]
         assert found["only_first"] + found["only_second"] == ["model.gone"]
         assert not found["arrays"]
 
