@@ -259,7 +259,7 @@ def test_a_writer_for_which_there_is_no_memory_still_knows_for_which_rank_it_wri
         session.joined = (1, 2)
         with monkeypatch.context() as patched:
             patched.setattr("megackpt.engine.background.staging_memory._available_bytes", lambda: 0)
-            with pytest.raises(StorageError, match="cannot be had"):
+            with pytest.raises(StorageError, match="cannot be allocated"):
                 session.running()
         assert session.running()._rank == 1
 

@@ -154,7 +154,7 @@ def test_a_tier_for_which_there_is_no_memory_is_a_warning(
             patched.setattr("megackpt.engine.background.staging_memory._available_bytes", lambda: 0)
             assert not run.save(1, state(1))
             assert f"Step 1 is not in the local disk tier {tmp_path / 'a'}" in caplog.text
-            with pytest.raises(StorageError, match="cannot be had"):
+            with pytest.raises(StorageError, match="cannot be allocated"):
                 run.save(2, state(2))
         run.save(4, state(4))
     check(tmp_path / "a", [4])

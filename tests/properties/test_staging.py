@@ -53,7 +53,7 @@ class Reader:
             assert self.news.wait_for(lambda: self.consumed + self.capacity > position, 20)
             return self.consumed + self.capacity
 
-    def tell_staged(self, position: int) -> None:
+    def report_staged(self, position: int) -> None:
         self.stream.stage(position)
 
 

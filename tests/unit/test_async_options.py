@@ -45,9 +45,11 @@ def test_a_strategy_that_cannot_be_sent_to_the_writer_is_refused() -> None:
     assert sendable(strategy) is strategy
 
 
-def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do() -> None:
+def test_memory_that_cannot_be_allocated_is_an_error_that_says_what_to_do() -> None:
     arena = StagingMemory()
-    with pytest.raises(StorageError, match=r"cannot be had .* AsyncOptions.staging_bytes a smaller number"):
+    with pytest.raises(
+        StorageError, match=r"cannot be allocated .* AsyncOptions.staging_bytes a smaller number"
+    ):
         arena.resize(1 << 62)
     arena.resize(10)
     assert arena.nbytes == 4096

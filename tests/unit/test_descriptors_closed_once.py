@@ -46,9 +46,9 @@ def test_a_path_is_walked_without_closing_a_directory_twice(
 
 
 def test_staging_memory_is_closed_once(interrupts: Callable[[int], list[int]]) -> None:
-    arena = StagingMemory()
+    memory = StagingMemory()
     closed = interrupts(1)
     with pytest.raises(KeyboardInterrupt):
-        arena.close()
-    arena.close()
+        memory.close()
+    memory.close()
     assert len(closed) == 1

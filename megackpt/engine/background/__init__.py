@@ -1,1 +1,1 @@
-"""Asynchronous saves: staged by the training process, written by a process beside each rank."""
+"""Asynchronous saves: staged by the training process, written by a writer process of each rank."""

@@ -119,7 +119,7 @@ class WriterProcess:
         return bool(self._jobs)
 
     def join(self, *, rank: int, size: int, host: StoreHost | None, timeout_s: float) -> None:
-        """Tell it for which rank it writes, and over which store writers synchronise."""
+        """Set for which rank it writes, and over which store writers synchronise."""
         self._rank, self._host, self._timeout_s = rank, host, timeout_s
         address = host.address if host is not None else None
         self._send(JoinMessage(rank=rank, size=size, address=address, timeout_s=timeout_s))
@@ -206,8 +206,8 @@ class WriterProcess:
                 raise StreamClosedError
             return self._consumed + self._capacity
 
-    def tell_staged(self, position: int) -> None:
-        """Tell the process that the stream is written up to a position."""
+    def report_staged(self, position: int) -> None:
+        """Report to the process that the stream is written up to a position."""
         self._send_jobs()
         self._send(StagedMessage(position))
 

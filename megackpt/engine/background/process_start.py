@@ -26,8 +26,8 @@ settings = json.loads(sys.argv[1])
 if settings["user_site"]:
     site.addsitedir(settings["user_site"])
 sys.path[:] = settings["search"]
-places = [settings["package"]]
-spec = spec_from_file_location("megackpt", places[0] + "/__init__.py", submodule_search_locations=places)
+package = settings["package"]
+spec = spec_from_file_location("megackpt", package + "/__init__.py", submodule_search_locations=[package])
 sys.modules["megackpt"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["megackpt"])
 from megackpt.engine.background.writer_main import main
@@ -62,7 +62,7 @@ def start_writer(
 def search_path() -> list[str]:
     """Return where this process looks for modules, with the current directory last.
 
-    Modules of the user in that directory are found, but never in place of others.
+    Modules of the user in that directory are found, but never instead of others.
     """
     try:
         here = os.path.realpath(os.getcwd())

@@ -242,13 +242,13 @@ class AsyncSaver:
             session.plans_with_room.append(planned.kept)
             return prepared
         # All ranks use this plan again and had room for it, so they need not synchronise. If it fails all the
-        # same, the writers of other ranks are told.
+        # same, the writers of other ranks receive the error.
         try:
             return self._with_room(planned, rank=group.rank)
         except Exception as error:
             if session.host is not None:
-                shared = common_error({group.rank: encode_error(error)}, "making room for its state")
-                session.host.abort(store_prefix(planned.attempt), encode_error(shared))
+                common = common_error({group.rank: encode_error(error)}, "making room for its state")
+                session.host.abort(store_prefix(planned.attempt), encode_error(common))
             raise
 
     def _with_room(self, planned: PlannedSave, *, rank: int) -> PreparedSave:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class WriterSession:
-    """A writer process, the memory that is shared with it, and what it was told.
+    """A writer process, the memory that is shared with it, and what was sent to it.
 
     It does not refer to the saver, so that it can be ended when the saver is garbage.
 
@@ -84,7 +84,7 @@ class WriterSession:
         return self.writer
 
     def connect(self, group: Group, *, timeout_s: float) -> None:
-        """Host a store for the writers of a group, and tell the writer of this rank. Collective.
+        """Host a store for the writers of a group, and send this rank's writer its address. Collective.
 
         Raises:
             RankFailedError: a rank cannot reach the store.
@@ -203,7 +203,7 @@ class WriterSession:
             self.host.close()
 
     def _send_join(self, writer: WriterProcess, rank: int, size: int) -> None:
-        """Tell a process for which rank it writes."""
+        """Send a process the rank for which it writes."""
         writer.join(rank=rank, size=size, host=self.host, timeout_s=self.timeout_s)
 
 

@@ -26,8 +26,8 @@ class StreamReader(Protocol):
             StreamClosedError: the reader has failed.
         """
 
-    def tell_staged(self, position: int) -> None:
-        """Tell the reader that the stream is written up to a position."""
+    def report_staged(self, position: int) -> None:
+        """Report to the reader that the stream is written up to a position."""
 
 
 class StreamClosedError(Exception):
@@ -57,18 +57,18 @@ def copy_rows(
 ) -> None:
     """Copy rows into a ring of memory, `[capacity]`; if they do not fit, wait for the reader to free memory.
 
-    If all rows fit, the reader is told at the end: before, it would take processor time from the copy. If
-    they do not, it is told after each quarter of the memory.
+    If all rows fit, this is reported at the end: before, the reader would take processor time from the copy.
+    If they do not fit, it is reported after each quarter of the memory.
 
     Raises:
         StreamClosedError: see `StreamReader`.
         CheckpointError: raised by parts.
     """
     if not rows:
-        reader.tell_staged(target.stop)
+        reader.report_staged(target.stop)
         return
     free_until = reader.room_from(target.start)
-    told = target.start
+    reported = target.start
     starts = (target.layout.start + target.start).tolist()
     for position, row_parts in zip(starts, parts.in_order(rows), strict=True):
         for part in row_parts:
@@ -76,16 +76,16 @@ def copy_rows(
             while data.size:
                 if free_until <= position:
                     # No room: what is staged is all that the reader can free.
-                    reader.tell_staged(position)
-                    told = position
+                    reader.report_staged(position)
+                    reported = position
                     free_until = reader.room_from(position)
                 count = min(data.size, free_until - position)
                 _copy(memory, position, data[:count])
                 position, data = position + count, data[count:]
-                if free_until < target.stop and position - told >= memory.size // 4:
-                    reader.tell_staged(position)
-                    told = position
-    reader.tell_staged(target.stop)
+                if free_until < target.stop and position - reported >= memory.size // 4:
+                    reader.report_staged(position)
+                    reported = position
+    reader.report_staged(target.stop)
 
 
 def _copy(memory: ByteArray, position: int, data: ByteArray) -> None:

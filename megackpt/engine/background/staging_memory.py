@@ -70,7 +70,7 @@ class StagingMemory:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.descriptor, 0)
             raise StorageError(
-                f"{size:,} bytes of shared memory for staging cannot be had ({error.strerror}). Give "
+                f"{size:,} bytes of shared memory for staging cannot be allocated ({error.strerror}). Give "
                 f"AsyncOptions.staging_bytes a smaller number: a larger state goes through it in waves."
             ) from error
         self._array = map_memory(self.descriptor, size, writable=True)
@@ -80,7 +80,7 @@ class StagingMemory:
     def close(self) -> None:
         """Release the memory. Views of `array` stay valid."""
         self._array = np.zeros(0, np.uint8)
-        descriptor, self.descriptor = self.descriptor, -1  # first: see `storage.beneath`, closed once only
+        descriptor, self.descriptor = self.descriptor, -1  # first: so that it is closed only once
         if descriptor >= 0:
             os.close(descriptor)
 

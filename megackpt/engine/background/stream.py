@@ -1,7 +1,7 @@
 """The stream of bytes that a rank stages, as its writer process reads it.
 
-The stream passes through the staging memory: the writer waits until bytes are there, and tells the rank which
-memory is free again. How the rank writes it is in `staging`.
+The stream passes through the staging memory: the writer waits until bytes are there, and reports which memory
+is free again. How the rank writes it is in `staging`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StagedStream:
                 raise decode_error(self._cancelled[job])
 
     def consume(self, position: int, *, step: int = 0) -> None:
-        """Free the memory before a position. The rank is told if that is at least step bytes."""
+        """Free the memory before a position. Report it to the rank if it is at least step bytes."""
         with self._changed:
             if position - self._consumed < max(step, 1):
                 return

@@ -22,7 +22,7 @@ class SubmittedJob:
     """A job that was submitted to the writer process, and its state.
 
     Attributes:
-        job: what the process is told.
+        job: what is sent to the process.
         stop: one past the last position of the stream that belongs to it.
         on_commit: called here when the job is committed.
         on_failure: called here when the job has failed.

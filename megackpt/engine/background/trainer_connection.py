@@ -17,7 +17,7 @@ class TrainerConnection:
     """Messages to and from the training process. Any thread may send; one thread receives.
 
     Attributes:
-        heartbeat: tells the training that this process works.
+        heartbeat: reports to the training process that this one works.
     """
 
     def __init__(self, connection: Connection) -> None:

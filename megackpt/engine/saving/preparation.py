@@ -1,4 +1,4 @@
-"""The first half of a save up to planning: every rank prepares its state, then all ranks compare digests.
+"""The first part of a save: every rank prepares its state, then all ranks compare digests.
 
 The digests show whether ranks save with equal settings, whether common state is equal, and whether a cached
 plan fits on all ranks. Only small messages are exchanged; their length does not depend on the state.
@@ -97,6 +97,7 @@ def prepare_on_all_ranks(
         CheckpointError: the same on every rank.
     """
     local: LocalState | None = None
+    numbers: Numbers | None = None
     leftovers: manifest.LeftoverFiles | None = None
     with compare_step(group, _DOING, equal=_EQUAL, largest=_LARGEST) as step:
         spread_label = request.spread_label()  # it may be collective: no rank may leave it out
@@ -107,17 +108,18 @@ def prepare_on_all_ranks(
         else:
             local, settings = _prepare(request, options, group, spread_label)
             leftovers = _leftovers(local, store, group)
-            step.numbers = _numbers(local, settings, writer_status)
+            step.numbers = numbers = _numbers(local, settings, writer_status)
     if step.reduced.largest[_NOT_IMPORTED]:
         # Some ranks have compared their settings only. An import takes seconds, so it begins when all ranks
         # are known to want the same format.
         if not step.reduced.equal[_SETTINGS]:
             raise_different_settings(settings, group)
         with compare_step(group, _DOING, equal=_EQUAL, largest=_LARGEST) as step:
-            if local is None:
+            if numbers is None:
                 local, settings = _prepare(request, options, group, spread_label)
                 leftovers = _leftovers(local, store, group)
-            step.numbers = _numbers(local, settings, writer_status)
+                numbers = _numbers(local, settings, writer_status)
+            step.numbers = numbers
     assert local is not None
     return _prepared_state(local, leftovers, settings, step.reduced)
 
@@ -150,7 +152,7 @@ def _leftovers(local: LocalState, store: Store | None, group: Group) -> manifest
 def _prepared_state(
     local: LocalState, leftovers: manifest.LeftoverFiles | None, settings: bytes, reduced: Numbers
 ) -> PreparedState:
-    """Say what the reduced numbers mean."""
+    """Interpret the numbers that ranks have reduced."""
     plans, misfits = local.request.plans, reduced.largest[_MISFITS]
     caches_are_equal = bool(reduced.equal[_CACHE])
     has_fitting_plan = caches_are_equal and 0 in misfits

@@ -51,8 +51,10 @@ class ReplicaCheckHook(SaveHook):
             group, lambda: replicas.digests(self.part_bytes).tobytes(), doing=_DOING
         )
         # Rank 0 knows digests only. Ranks that hold what differs send its keys and boxes for the error.
-        found = find_divergences([np.frombuffer(digests, REPLICA_DIGEST) for digests in digests_of_ranks])
-        names = broadcast_from_rank_0(group, b"".join(f.name for f in found), doing=_DOING)
+        divergences = find_divergences(
+            [np.frombuffer(digests, REPLICA_DIGEST) for digests in digests_of_ranks]
+        )
+        names = broadcast_from_rank_0(group, b"".join(d.name for d in divergences), doing=_DOING)
         if not names:
             return
         wanted = {names[at : at + 16] for at in range(0, len(names), 16)}
@@ -64,7 +66,7 @@ class ReplicaCheckHook(SaveHook):
                 labels = {
                     name: label for labels in labels_of_ranks for name, label in json.loads(labels).items()
                 }
-                self._report(_divergence_error(found, labels))
+                self._report(_divergence_error(divergences, labels))
 
     def _report(self, error: MismatchError) -> None:
         if self.policy is Policy.ERROR:
@@ -106,8 +108,8 @@ class _LocalReplicas:
         return digest_of_parts(host_parts(data, part_bytes=part_bytes))
 
 
-def _divergence_error(found: list[Divergence], labels: dict[str, list[str]]) -> MismatchError:
-    named = sorted((labels[divergence.name.hex()], divergence) for divergence in found)
+def _divergence_error(divergences: list[Divergence], labels: dict[str, list[str]]) -> MismatchError:
+    named = sorted((labels[divergence.name.hex()], divergence) for divergence in divergences)
     lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in named]
     (key, _), first = named[0]
     return MismatchError(

@@ -2,7 +2,7 @@
 
 A rank that holds a slice of a parameter, and does not declare how it is cut, declares the same chunk as the
 others: their slices then look like replicas, and only one of them would be stored. A few KiB of each tensor
-tell such slices apart. Small differences elsewhere are found by the replica check (`replica_check`).
+tell such slices apart. The replica check (`replica_check`) finds small differences elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POSITION_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSampleHook(SaveHook):
-    """Compares samples of the chunks of tensors that several ranks declare, where a save plans anew.
+    """Compares samples of the chunks of tensors that several ranks declare, where a save makes a new plan.
 
     Attributes:
         policy: what to do if samples differ: ERROR or WARN.
@@ -70,19 +70,21 @@ class ReplicaSampleHook(SaveHook):
         self, attachments: Sequence[bytes], attachment_of_rank: Ints, table: ChunkTable
     ) -> None:
         """Compare the samples of all ranks."""
-        found = find_divergences([np.frombuffer(samples, SAMPLE) for samples in attachments])
-        if not found:
+        divergences = find_divergences([np.frombuffer(samples, SAMPLE) for samples in attachments])
+        if not divergences:
             return
         labels = {_chunk_name(table, row): _label(table, row) for row in range(len(table))}
-        error = _divergence_error(sorted((labels[d.name], _with_ranks(d, attachment_of_rank)) for d in found))
+        error = _divergence_error(
+            sorted((labels[d.name], _with_ranks(d, attachment_of_rank)) for d in divergences)
+        )
         if self.policy is Policy.ERROR:
             raise error
         log.warning("%s", error)
 
 
-def _divergence_error(found: list[tuple[tuple[str, str], Divergence]]) -> MismatchError:
-    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in found]
-    (key, _), first = found[0]
+def _divergence_error(divergences: list[tuple[tuple[str, str], Divergence]]) -> MismatchError:
+    lines = [f"{key!r} {box}: {divergence}" for (key, box), divergence in divergences]
+    (key, _), first = divergences[0]
     return MismatchError(
         f"Ranks declare the same chunk of a tensor, as replicas of each other, and hold different bits in "
         f"it:\n{truncated_list(lines)}\n"
@@ -141,8 +143,8 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         ranges = [_flat_range_at(tensor.shape, width, position) for position in _POSITIONS]
         return [flat[start * width : (start + length) * width] for start, length in ranges]
     if fits:
-        everything = _flat_bytes(tensor)
-        return [everything, *[everything[:0]] * (len(_POSITIONS) - 1)]
+        flat = _flat_bytes(tensor)
+        return [flat, *[flat[:0]] * (len(_POSITIONS) - 1)]
     return [_flat_bytes(_box_at(tensor, position)) for position in _POSITIONS]
 
 

@@ -25,7 +25,7 @@ class WrittenChunks:
     Attributes:
         attempt: id of the attempt.
         receipts: what `SaveStrategy.write_chunks` returned, by rank and round; on rank 0.
-        reports: what each rank reports besides (`PlannedSave.report`); on rank 0.
+        reports: what each rank reports in addition (`PlannedSave.report`); on rank 0.
         own_plan: the plan that this rank has written by.
         complete: makes the plan of all ranks from the reports; None if `own_plan` is that already.
     """

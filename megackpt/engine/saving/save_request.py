@@ -15,7 +15,7 @@ from megackpt.options import PlainTensors, Spread
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What is saved, besides where and how.
+    """What is saved; `SaveOptions` say how.
 
     Attributes:
         state: this rank's sharded state dict.
@@ -26,7 +26,7 @@ class SaveRequest:
         validate: prove coverage and equality of common state before anything is written.
         common_to_compare: takes the common state and returns what of it must be equal on all ranks; None for
             all of it.
-        plans: the plans of earlier saves; None to plan anew.
+        plans: the plans of earlier saves; None to make a new plan.
         assume_constant_structure: use the last plan, if there is one, without comparing declarations.
         spread: who may write a chunk that several ranks hold; see `SaveOptions`.
         spread_label: returns a number that is equal on the ranks of one `spread_group`; 0 where there is
