@@ -1,4 +1,4 @@
-"""A job that saves one step after the other for ever, to be killed; and what must hold when it was.
+"""A job that saves one step after the other for ever, to be killed; and what must be true afterwards.
 
 Owns what the job does, on ranks of a pool or, as a script, under torchrun; what it notes of its processes;
 and what is looked at after a kill. Who kills, and when, is up to the tests.
@@ -112,7 +112,7 @@ def save_one_step_after_the_other(root: Path, notes: Notes, *, async_save: bool)
         step += 1
 
 
-def load_alone(root: Path, step: int | None = None) -> tuple[int, torch.Tensor]:
+def load_in_one_process(root: Path, step: int | None = None) -> tuple[int, torch.Tensor]:
     """Load a step, or the one that is chosen; return its number and `[tensors, elements]`."""
     checkpointer = Checkpointer(root, group=SingleProcess())
     tensors = {
@@ -145,7 +145,7 @@ class Tally:
         newest = found.committed[-1]
         assert newest > self.newest
         for asked in (*found.committed[:-1], None):
-            step, values = load_alone(root, asked)
+            step, values = load_in_one_process(root, asked)
             assert step == (newest if asked is None else asked)
             assert torch.equal(values, torch.full_like(values, step))
         # Torn is the step that was being saved, or an old one that was being removed.

@@ -142,7 +142,7 @@ def writers_on(machine: CrashMachine, kind: type[MortalWriter] = MortalWriter) -
         yield
 
 
-def save_behind(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
+def save_asynchronously(machine: CrashMachine, value: int, *, ranks: int) -> list[str]:
     """Save asynchronously on a number of ranks; return the error of each, "" for none."""
 
     def work(group: Group) -> str:
@@ -182,7 +182,7 @@ def test_an_asynchronous_save_does_what_a_synchronous_one_does(ranks: int, over:
     """So that what is shown of the one, with every strategy, holds for the other."""
     one, other = Listening(before(over)), Listening(before(over))
     run_save(one, 2, ranks=ranks, strategy=NATIVE)
-    assert save_behind(other, 2, ranks=ranks) == [""] * ranks
+    assert save_asynchronously(other, 2, ranks=ranks) == [""] * ranks
     assert {r: texts for r, texts in other.texts.items()} == one.texts
     assert other.disk.files_after(Loss.NOTHING) == one.disk.files_after(Loss.NOTHING)
 
@@ -201,14 +201,14 @@ def test_a_crash_of_writers_at_any_moment_leaves_the_old_checkpoint_or_the_new_o
         NATIVE, over, names_of(saved(3, ranks=1, strategy=NATIVE).disk.files_after(Loss.EVERYTHING))
     )
     whole = Listening(files)
-    save_behind(whole, 2, ranks=ranks)
+    save_asynchronously(whole, 2, ranks=ranks)
     moments = [(rank, index) for rank in range(ranks) for index in range(whole.passed[rank])]
     if ranks > 1 and not is_thorough():
         moments = random.Random(seed()).sample(moments, 4)
     outcomes: set[int | None] = set()
     for rank, index in moments:
         machine = CrashMachine(files, stop_at=Moment(rank=rank, index=index, only_this_rank=only_this_rank))
-        errors = save_behind(machine, 2, ranks=ranks)
+        errors = save_asynchronously(machine, 2, ranks=ranks)
         assert machine.has_stopped
         assert all(errors), (rank, index, errors)  # the writers are lost, and every rank is told
         for loss in losses:

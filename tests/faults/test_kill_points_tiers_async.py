@@ -89,7 +89,7 @@ def run_of(base: Path) -> Run:
     return Run(base, per_node=1, tiers=[LocalTier(f"{base}/node-{{node}}/memory", keep_last=1)])
 
 
-def save_behind(run: Run, nodes: Nodes, step: int) -> list[str]:
+def save_asynchronously(run: Run, nodes: Nodes, step: int) -> list[str]:
     """Save a step into the tier of two nodes; return the error of each, "" for none."""
 
     class Behind(Checkpointer):
@@ -137,7 +137,7 @@ def files_of(run: Run) -> dict[str, bytes]:
 def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_path: Path) -> None:
     """So that what is shown of the one holds for the other."""
     seen: list[tuple[dict[int, list[str]], Any]] = []
-    for number, save in enumerate((save_at_once, save_behind)):
+    for number, save in enumerate((save_at_once, save_asynchronously)):
         run, nodes = run_of(tmp_path / str(number)), Nodes()
         with patch(
             "megackpt.engine.saving.preparation.new_attempt", side_effect=iter(f"{n:016x}" for n in range(9))
@@ -155,7 +155,7 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
     tmp_path: Path,
 ) -> None:
     whole = Nodes()
-    save_behind(run_of(tmp_path / "whole"), whole, 2)
+    save_asynchronously(run_of(tmp_path / "whole"), whole, 2)
     count = sum(map(len, whole.seen.values()))
     points = range(count) if is_thorough() else sorted(random.Random(seed()).sample(range(count), 4))
     found = set()
@@ -165,7 +165,7 @@ def test_writers_killed_at_any_operation_of_a_save_into_a_tier_leave_the_old_ste
             Nodes(stop_at=point, only_this_rank=only_this_rank),
         )
         run.save(1, nodes=range(2))
-        errors = save_behind(run, nodes, 2)
+        errors = save_asynchronously(run, nodes, 2)
         assert nodes.stopped is not None
         who = f"writer process of rank {nodes.stopped} " if only_this_rank else "writer process of rank"
         assert all(who in error and "while saving step 2" in error for error in errors), (point, errors)

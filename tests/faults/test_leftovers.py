@@ -1,4 +1,4 @@
-"""What unfinished and earlier saves of any format leave is recognised and removed; nothing of others is."""
+"""Leftovers of unfinished and earlier saves of any format are removed; files of others are not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dying(directory: Path, at: int) -> FaultyStore:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_first_save_that_dies_anywhere_is_torn_and_removed_once_a_newer_step_is_committed(
+def test_a_first_save_that_dies_anywhere_is_incomplete_and_removed_once_a_newer_step_is_committed(
     tmp_path: Path, strategy: Strategy
 ) -> None:
     checkpointer = Checkpointer(tmp_path, group=SingleProcess())
@@ -71,7 +71,7 @@ def test_a_first_save_that_dies_anywhere_is_torn_and_removed_once_a_newer_step_i
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_removal_that_dies_anywhere_leaves_a_torn_step(tmp_path: Path, strategy: Strategy) -> None:
+def test_a_removal_that_dies_anywhere_leaves_an_incomplete_step(tmp_path: Path, strategy: Strategy) -> None:
     for at in range(100):
         directory = tmp_path / str(at)
         save(state(1.0), directory, sharded_strategy=strategy)

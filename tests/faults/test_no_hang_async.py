@@ -127,7 +127,7 @@ def raise_at_each_meeting(root: Path, location: Where) -> list[str]:
         message.append(text)
 
 
-@only_thorough("writers that are killed, fail and hang are in test_async_trouble.py and test_tiers_behind.py")
+@only_thorough("writers that are killed, fail and hang are in test_async_trouble.py and test_tiers_async.py")
 @pytest.mark.parametrize("location", get_args(Where))
 def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
     rank_pool: RankPool, tmp_path: Path, location: Where

@@ -1,4 +1,4 @@
-"""Asynchronous saves hold what the state was when `save` was called."""
+"""Asynchronous saves store the state at the call of `save`."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def save_while_training(root: Path, gate: Path) -> None:
         assert checkpointer.steps() == (2,)  # keep_last is followed after the commit
 
 
-def test_a_step_holds_the_state_at_the_call_while_training_goes_on(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_step_has_the_state_at_the_call_while_training_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(save_while_training, 2, tmp_path / "root", made(tmp_path / "gate"))
 
 
@@ -224,7 +222,7 @@ def test_a_closed_checkpointer_leaves_no_connections(rank_pool: RankPool, tmp_pa
         assert third <= second
 
 
-def test_any_group_will_do(tmp_path: Path) -> None:
+def test_any_group_can_save_asynchronously(tmp_path: Path) -> None:
     def run(group: Group) -> None:
         data = torch.full((2,), group.rank + 1.0)
         state = {"w": ShardedTensor.from_rank_offsets("w", data, (0, group.rank, group.size))}
@@ -254,7 +252,7 @@ def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
     assert checkpointer.steps() == (1, 3)
 
 
-def test_a_store_that_another_process_cannot_be_given_is_refused() -> None:
+def test_a_store_that_cannot_be_sent_to_another_process_is_an_error() -> None:
     with pytest.raises(DeclarationError, match=r"MemoryStore cannot be sent to the process .*pickle"):
         Checkpointer(MemoryStore(), async_save=True)
 
@@ -276,7 +274,7 @@ def test_a_store_of_a_user_is_saved_to_asynchronously(tmp_path: Path, kind: str)
     assert checkpointer.steps() == Checkpointer(tmp_path).steps() == (2, 3)
 
 
-def test_a_store_whose_copy_writes_elsewhere_is_found_out(tmp_path: Path) -> None:
+def test_a_store_whose_copy_writes_elsewhere_is_an_error(tmp_path: Path) -> None:
     checkpointer = alone(KeepsNothing(tmp_path / "here"))
     checkpointer.save(1, ones())
     with pytest.raises(StorageError, match=r"committed step 1 with its copy of this store, and this process"):
@@ -311,7 +309,7 @@ def test_a_script_that_ends_waits_for_its_save_and_is_run_once(tmp_path: Path) -
     assert Checkpointer(tmp_path / "root").latest() == 2
 
 
-def test_memory_that_is_made_anew_again_and_again_is_no_trouble_to_a_writer(tmp_path: Path) -> None:
+def test_a_writer_follows_staging_memory_that_is_replaced_again_and_again(tmp_path: Path) -> None:
     with alone(tmp_path) as run:
         run.save(1, ones())
         run.wait()

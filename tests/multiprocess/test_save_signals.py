@@ -1,4 +1,4 @@
-"""Real signals to real ranks: one of them hears it, all save the same step, and leave with the same code."""
+"""Real signals to real ranks: one of them receives it, all save the same step and exit with the same code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight real ranks as four nodes: a node is killed while it saves, and the job goes on from what is left."""
+"""Eight real ranks as four nodes: a node is killed during a save, and the job continues on the others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def resume(base: Path, tp: int) -> LastLoad:
     return again.last_load
 
 
-def test_the_newest_step_in_memory_outlives_any_node_and_without_it_the_root_is_loaded(
+def test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_the_root_is_loaded(
     rank_pool: RankPool, memory_path: Path
 ) -> None:
     outcomes = rank_pool.outcomes(train_until_a_node_is_killed, RANKS, memory_path / "run")

@@ -167,7 +167,7 @@ def test_a_rank_visits_all_samples_of_its_shards_before_any_of_the_next_epoch() 
     assert read[:3] == [("a", 0), ("b", 0), ("c", 0)]
 
 
-def test_other_shards_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_shards_are_an_error_that_names_them(tmp_path: Path) -> None:
     def data(**lengths: int) -> ShardedData:
         return ShardedData(list(lengths), open_shard(lengths, 0), RankPosition.single_process())
 
@@ -181,7 +181,7 @@ def test_other_shards_are_refused_by_name(tmp_path: Path) -> None:
         shorter.resume(load(shorter.sharded_state_dict(), tmp_path / "c"), step=1)
 
 
-def test_shards_that_cannot_be_shared_out_are_refused() -> None:
+def test_fewer_shards_than_ranks_and_empty_shards_are_errors() -> None:
     location = RankPosition(layout={"dp": 4}, coordinates={"dp": 0})
     with pytest.raises(DeclarationError, match=r"4 data-parallel ranks share 3 shards.*Use at most 3"):
         ShardedData(["a", "b", "c"], open_shard({"a": 1}, 0), location)

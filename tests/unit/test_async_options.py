@@ -23,7 +23,7 @@ from tests.writer_faults import FullDiskStrategy
         ({"start_timeout_s": -1}, "start_timeout_s is -1"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(bad: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_errors(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         AsyncOptions(**bad)
 

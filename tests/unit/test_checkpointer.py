@@ -1,4 +1,4 @@
-"""The steps of a run: which count, which stay, and that nothing else is ever touched."""
+"""The steps of a run: which count, which stay, and that no other file is changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_keep_last_removes_older_steps_after_a_newer_is_committed(tmp_path: Path
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000005"]
 
 
-def test_a_torn_step_is_named_ignored_and_removed_once_training_has_passed_it(
+def test_an_incomplete_step_is_a_warning_and_removed_once_a_newer_step_is_committed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = Checkpointer(tmp_path)
@@ -92,7 +92,7 @@ def test_a_name_with_extra_zeros_is_not_a_step(tmp_path: Path) -> None:
     assert value_of(checkpointer, 100) == 100
 
 
-def test_an_older_step_than_the_newest_is_saved_with_a_warning_and_a_negative_one_refused(
+def test_an_older_step_than_the_newest_is_saved_with_a_warning_and_a_negative_one_is_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = Checkpointer(tmp_path)
@@ -118,7 +118,7 @@ def test_a_relative_root_means_the_same_after_a_change_of_directory(
     assert checkpointer.steps() == (1, 2)
 
 
-def test_the_removal_of_a_commit_is_durable_before_its_files_go(
+def test_the_removal_of_a_commit_is_durable_before_its_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, tuple[str, ...]]] = []

@@ -1,4 +1,4 @@
-"""What follows a commit: retention, pins, metrics, verification, the tracker file."""
+"""Actions after a commit: retention, pins, metrics, verification, the tracker file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_metrics_are_those_of_the_last_save_of_a_step(root: Path | Store) -> Non
     assert checkpointer.load({}) == {"a": 2}
 
 
-def test_a_pin_holds_a_step_whatever_happens_and_needs_a_committed_one(root: Path | Store) -> None:
+def test_a_pin_keeps_a_step_whatever_happens_and_needs_a_committed_one(root: Path | Store) -> None:
     checkpointer = Checkpointer(root, keep_last=1)
     with pytest.raises(NotACheckpointError, match=r"iter_0000001 is not committed.*Committed are \[\]"):
         checkpointer.pin(1)
@@ -101,7 +101,7 @@ def test_a_pin_holds_a_step_whatever_happens_and_needs_a_committed_one(root: Pat
     assert checkpointer.pins() == ()
 
 
-def test_a_pin_that_comes_after_the_decision_is_still_heeded(tmp_path: Path) -> None:
+def test_a_pin_that_is_set_after_the_decision_still_counts(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     for step in (1, 2, 3):
         checkpointer.save(step, {"a": step})
@@ -181,7 +181,7 @@ def test_a_step_that_is_damaged_right_after_the_commit_is_removed_and_older_ones
     assert checkpointer.steps() == (3,)
 
 
-def test_each_rank_verifies_its_share_and_nobody_reads_a_step_twice(
+def test_each_rank_verifies_its_share_and_no_byte_is_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[tuple[int, int]] = []

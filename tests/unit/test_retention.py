@@ -1,4 +1,4 @@
-"""Which steps stay: a pure decision, compared with the words of the documentation."""
+"""The decision which steps stay, compared with the rules of the documentation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_step_stays_exactly_if_something_asks_for_it(
     assert set(found.kept) | set(found.removed) == committed
 
 
-def test_the_largest_is_best_where_that_is_asked_for_and_reasons_are_told() -> None:
+def test_with_mode_max_the_largest_is_best_and_reasons_are_returned() -> None:
     retention = Retention(keep_last=1, keep_every=4, keep_best=KeepBest(metric="acc", mode="max"))
     metrics = {1: {"acc": 0.9}, 2: {"acc": 0.7}, 3: {"acc": math.inf}, 4: {"loss": 9.0}, 5: {}}
     found = decide(retention, range(1, 6), metrics=metrics, pinned={3})
@@ -65,7 +65,7 @@ def test_the_largest_is_best_where_that_is_asked_for_and_reasons_are_told() -> N
     assert found.removed == (2,)
 
 
-def test_leftovers_go_up_to_a_commit_unless_pinned() -> None:
+def test_leftovers_are_removed_up_to_a_commit_unless_pinned() -> None:
     assert stale_leftovers([5, 1, 3, 9], upto=5, pinned={3}) == (1, 5)
 
 
@@ -81,6 +81,6 @@ def test_leftovers_go_up_to_a_commit_unless_pinned() -> None:
         (lambda: KeepBest(metric="loss", mode="lowest"), "'min' or 'max'"),
     ],
 )
-def test_a_policy_that_means_nothing_is_refused(wrong: object, message: str) -> None:
+def test_a_retention_out_of_range_is_an_error(wrong: object, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         wrong()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""When to save: equal answers on all ranks, few meetings, signals of any rank."""
+"""When to save: equal answers on all ranks, few collectives, signals of any rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_multiples_of_steps_are_due_once_and_after_a_resume(tmp_path: Path) -> N
     assert not Checkpointer(tmp_path).should_save(100)
 
 
-def test_rank_0s_clock_decides_for_all_and_ranks_meet_about_once_a_second() -> None:
+def test_rank_0s_clock_decides_for_all_ranks_which_synchronise_about_once_a_second() -> None:
     world = SimulatedWorld(4)
 
     def train(group: Group) -> list[int]:
@@ -88,7 +88,7 @@ def test_a_signal_at_one_rank_is_a_save_at_the_same_step_on_all() -> None:
     assert exits == [None, None, signal.SIGTERM, signal.SIGTERM]
 
 
-def test_ranks_that_ask_differently_are_refused_together() -> None:
+def test_ranks_that_ask_differently_raise_the_same_error() -> None:
     def ask(group: Group, *, seconds: float, step: int) -> None:
         SaveTrigger(SaveSchedule(seconds=seconds), no_signals()).should_save(step, group)
 
@@ -125,7 +125,7 @@ def test_a_real_signal_saves_then_asks_to_exit_and_handlers_are_put_back(tmp_pat
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_a_signal_asks_for_goes_to_the_root_whatever_every_says(tmp_path: Path) -> None:
+def test_a_step_that_a_signal_asks_for_goes_to_the_root_whatever_root_every_is(tmp_path: Path) -> None:
     schedule = SaveSchedule(steps=1, signals=(signal.SIGUSR1,))
     with Checkpointer(tmp_path, tiers=Tiers(root_every=500), schedule=schedule) as checkpointer:
         assert not checkpointer.maybe_save(119, lambda: {"step": 119})
@@ -136,7 +136,7 @@ def test_what_a_signal_asks_for_goes_to_the_root_whatever_every_says(tmp_path: P
         assert checkpointer.steps() == (120,)
 
 
-def test_a_step_that_nobody_takes_is_not_saved(tmp_path: Path) -> None:
+def test_a_step_without_a_destination_is_not_saved(tmp_path: Path) -> None:
     tiers = Tiers([MemoryTier(tmp_path / "tier", every=10)], root_every=100)
     with Checkpointer(tmp_path / "root", tiers=tiers, save_interval=3) as checkpointer:
         assert not checkpointer.maybe_save(3, lambda: {"step": 3})  # due, but nobody's
@@ -218,9 +218,7 @@ def test_signals_that_cannot_be_watched_leave_all_handlers_as_they_were(tmp_path
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
-    tmp_path: Path, options: dict[str, object], message: str
-) -> None:
+def test_options_out_of_range_are_errors(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         Checkpointer(tmp_path, **options)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match=r"SaveSchedule\.seconds is -1"):

@@ -1,4 +1,4 @@
-"""Tiers in a simulated world: what is kept where, what is loaded when nodes are lost, and what is refused."""
+"""Tiers in a simulated world: where steps are, what is loaded when nodes are lost, invalid arguments."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_each_byte_is_on_as_many_nodes_as_asked_for_and_old_steps_go(
+def test_each_byte_is_on_replication_factor_nodes_and_old_steps_are_removed(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_transfer, "PART_BYTES", 1000)
@@ -180,7 +180,7 @@ def test_other_layouts_and_fewer_nodes_take_the_newest_step_from_the_nodes_that_
     assert run.load(nodes=[*left, *lost], tp=4).step == 2  # empty nodes come instead
 
 
-def test_two_neighbours_lost_leave_the_root_and_that_is_said(
+def test_if_two_neighbours_are_lost_the_root_is_loaded_with_a_warning(
     memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(memory_path)
@@ -199,7 +199,7 @@ def test_two_neighbours_lost_leave_the_root_and_that_is_said(
     assert run.load().step == 2
 
 
-def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(memory_path: Path) -> None:
+def test_if_no_step_is_left_the_error_names_the_skipped_steps(memory_path: Path) -> None:
     run = Run(memory_path)
     with pytest.raises(NotACheckpointError, match="no committed step that is complete"):
         run.load()
@@ -211,7 +211,7 @@ def test_nothing_left_at_all_is_an_error_that_says_what_was_passed_over(memory_p
         run.load(step=7)
 
 
-def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(memory_path: Path) -> None:
+def test_a_step_that_no_node_has_committed_is_never_loaded_and_is_removed(memory_path: Path) -> None:
     run = Run(memory_path)
     run.save(1, 2, 3)
     for node in range(4):
@@ -224,7 +224,7 @@ def test_a_step_that_no_node_has_committed_is_never_chosen_and_goes(memory_path:
     assert [step.state for step in list_steps(run.node(3))] == ["committed"]
 
 
-def test_a_tier_or_a_root_that_cannot_be_looked_at_is_a_warning(
+def test_a_tier_or_a_root_that_cannot_be_listed_is_a_warning(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(memory_path)
@@ -276,7 +276,7 @@ def test_stored_keys_may_be_renamed_where_ranks_read_for_each_other(memory_path:
     assert SimulatedWorld(8).run(load_part) == [float(torch.arange(48_000.0).sum())] * 8
 
 
-def test_a_damaged_copy_is_left_out_and_the_other_one_read(
+def test_a_damaged_copy_is_not_used_and_the_other_one_is_read(
     memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(memory_path)
@@ -314,7 +314,7 @@ def test_a_damaged_index_or_commit_of_one_node_is_replaced_by_that_of_another(
     assert file.read_bytes() == whole
 
 
-def test_a_damaged_step_of_the_root_is_passed_over_too(memory_path: Path) -> None:
+def test_a_damaged_step_of_the_root_is_skipped_too(memory_path: Path) -> None:
     run = Run(memory_path, tiers=[MemoryTier(f"{memory_path}/node-{{node}}/memory", every=2)])
     run.save(2)
     run.save(3, to_root=True)
@@ -440,7 +440,7 @@ def test_ranks_share_a_node_by_local_world_size_unless_it_is_named(
     assert SimulatedWorld(2).run(nodes_of) == [(0, 0)] * 2
 
 
-def test_tiers_that_cannot_be_meant_are_refused(memory_path: Path) -> None:
+def test_invalid_tiers_are_errors(memory_path: Path) -> None:
     with pytest.raises(DeclarationError, match="MemoryTier: keep_last is 0"):
         MemoryTier(memory_path, keep_last=0)
     with pytest.raises(DeclarationError, match="Two tiers are in"):

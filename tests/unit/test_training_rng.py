@@ -1,4 +1,4 @@
-"""Random states: bit-exact at the layout they were saved at, never another rank's, otherwise as asked for."""
+"""Random states are bit-exact at the layout of the save, and at another an error or fresh as asked for."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_at_the_same_layout_each_rank_gets_its_own_state(tmp_path: Path, elsewhe
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
-def test_at_another_layout_streams_are_refused_unless_fresh_ones_are_asked_for(
+def test_at_another_layout_streams_are_an_error_unless_fresh_ones_are_asked_for(
     tmp_path: Path, layout: ParallelLayout
 ) -> None:
     saved_at(LAYOUT, tmp_path / "c")
@@ -161,7 +161,7 @@ def test_equal_shapes_of_other_axes_are_another_layout(tmp_path: Path) -> None:
         state("dp").resume(load(state("dp").sharded_state_dict(), tmp_path / "c"), step=1)
 
 
-def test_other_sources_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_sources_are_an_error_that_names_them(tmp_path: Path) -> None:
     saved_at(ParallelLayout(), tmp_path / "c")
     rng = RngState(RankPosition.of(ParallelGroups.offline(ParallelLayout(), 0)), seed=1, sources={})
     with pytest.raises(MismatchError, match=r"saved from own, parallel, and this run has"):
@@ -214,7 +214,7 @@ def test_a_tracker_s_generators_stay_the_same_objects() -> None:
     assert tracker.states["model-parallel-rng"] is owned
 
 
-def test_generators_of_another_kind_or_name_are_refused() -> None:
+def test_generators_of_another_kind_or_name_are_errors() -> None:
     state = NumpyGenerator(np.random.Generator(np.random.MT19937(1)), "augment").capture()
     with pytest.raises(MismatchError, match=r"'augment' was saved from a MT19937.*here is a PCG64"):
         NumpyGenerator(np.random.default_rng(1), "augment").restore(state)
@@ -225,12 +225,12 @@ def test_generators_of_another_kind_or_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", ["keep", ""])
-def test_an_unknown_policy_is_refused(elsewhere: Any) -> None:
+def test_an_unknown_policy_is_an_error(elsewhere: Any) -> None:
     with pytest.raises(DeclarationError, match="Give 'error' or 'reseed'"):
         RngState(RankPosition.single_process(), seed=1, sources={}, elsewhere=elsewhere)
 
 
 @pytest.mark.parametrize("coordinates", [{"dp": 2}, {"tp": 0}, {"dp": -1}])
-def test_a_position_outside_of_its_layout_is_refused(coordinates: dict[str, int]) -> None:
+def test_a_position_outside_of_its_layout_is_an_error(coordinates: dict[str, int]) -> None:
     with pytest.raises(DeclarationError, match="RankPosition has"):
         RankPosition(layout={"dp": 2}, coordinates=coordinates)

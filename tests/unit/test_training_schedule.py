@@ -1,4 +1,4 @@
-"""A schedule goes on where it was; a difference to what is given is refused, or settled as asked for."""
+"""A schedule continues where it was; a different configuration is an error, or resolved as asked for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_given_schedule_wins_where_asked_for_with_the_progress_that_is_store
     assert note.startswith("the given schedule is followed (peak:")
 
 
-def test_equal_schedules_go_on_without_a_word(tmp_path: Path) -> None:
+def test_equal_schedules_continue_without_a_note(tmp_path: Path) -> None:
     state, note = resumed({**GIVEN, "num_steps": 50}, GIVEN, tmp_path / "c")
     assert (state.values["num_steps"], note) == (50, "")
 
@@ -143,6 +143,6 @@ def test_megatron_s_schedule_goes_on_and_is_compared(tmp_path: Path) -> None:
         refused.resume(loaded, step=7)
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_an_unknown_policy_is_an_error() -> None:
     with pytest.raises(DeclarationError, match="Give 'error', 'checkpoint' or 'given'"):
         ScheduleState({}, when_different="stored")  # type: ignore[arg-type]

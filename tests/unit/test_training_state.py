@@ -1,4 +1,4 @@
-"""Users' objects, data loaders, and all parts of a run's state together."""
+"""Users' objects, data loaders, and the state of a run made of several parts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_data_loader_resumes_at_the_same_dp_whatever_the_other_axes_are(tmp_pa
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (4, 1), (3, 1)])
-def test_a_data_loader_is_refused_at_another_dp_with_the_reason(tmp_path: Path, dp: int, tp: int) -> None:
+def test_a_data_loader_at_another_dp_is_an_error_with_the_reason(tmp_path: Path, dp: int, tp: int) -> None:
     save_of_each(tmp_path / "c", loader_object, dp=2, tp=2)
     expected = rf"States of a Counter were saved at dp 2, and this run is at dp {dp}: a loader's state counts"
     with pytest.raises(MismatchError, match=expected):
@@ -122,12 +122,12 @@ def test_a_part_that_the_checkpoint_lacks_is_named() -> None:
         TrainingState({"data": DataPosition({})}).resume({"schedule": {}}, step=1)
 
 
-def test_names_that_would_not_begin_keys_are_refused() -> None:
+def test_names_that_cannot_begin_keys_are_errors() -> None:
     with pytest.raises(DeclarationError, match=r"named \['a\.b', ''\]"):
         TrainingState({"a.b": DataPosition({}), "": DataPosition({}), "c": DataPosition({})})
 
 
-def test_a_position_in_another_order_of_samples_is_refused_by_field() -> None:
+def test_a_position_in_another_order_of_samples_is_an_error_that_names_the_fields() -> None:
     stored = DataPosition({"samples": 10, "seed": 1}).sharded_state_dict()
     with pytest.raises(MismatchError, match=r"(?s)samples: 10 stored, 12 here\n  seed: 1 stored, None here"):
         DataPosition({"samples": 12}).resume(stored, step=1)

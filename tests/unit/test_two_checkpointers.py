@@ -1,4 +1,4 @@
-"""Two Checkpointers on one root, which there should not be: what they do to each other is no silent loss."""
+"""Two Checkpointers on one root, which is not supported: no committed step is lost without an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loaded(root: Path, step: int) -> float:
     return float(Checkpointer(root).load(state(0.0), step)["w"][0])
 
 
-def test_a_save_under_way_fails_when_another_commits_a_newer_step_and_nothing_committed_goes(
+def test_a_save_under_way_fails_when_another_commits_a_newer_step_and_no_committed_step_is_removed(
     tmp_path: Path,
 ) -> None:
     one, other, slow = Checkpointer(tmp_path), Checkpointer(tmp_path), SlowStrategy()

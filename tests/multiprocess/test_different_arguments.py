@@ -40,7 +40,7 @@ def state() -> dict[str, Any]:
     return {"w": filled(rank, 4, rank=rank, ranks=2)}
 
 
-def unlike_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:
+def different_checkpointers(root: str) -> dict[str, tuple[Given, Given]]:
     """What ranks 0 and 1 are given, by what the error names."""
     here, there = MemoryTier(f"{root}/t"), MemoryTier(f"{root}/u")
     return {
@@ -73,11 +73,11 @@ def caught(act: Callable[[], object]) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
 
 
-def _make_unlike_checkpointers(root: str) -> dict[str, tuple[str, float]]:
+def _make_different_checkpointers(root: str) -> dict[str, tuple[str, float]]:
     with Checkpointer(root, **SAVED) as checkpointer:
         checkpointer.save(1, state())
     found = {}
-    for name, pair in unlike_checkpointers(root).items():
+    for name, pair in different_checkpointers(root).items():
         own = SAVED | pair[dist.get_rank()]
         unlike = Checkpointer(own.pop("root", root), **own)
         begin = unlike.should_save if "SaveSchedule" in name else _begin_save(unlike)
@@ -92,11 +92,11 @@ def _begin_save(checkpointer: Checkpointer) -> Callable[[int], bool]:
     return lambda step: checkpointer.save(step, state())
 
 
-def test_checkpointers_that_differ_are_refused_on_all_ranks_before_anything_is_done(
+def test_checkpointers_that_differ_are_an_error_on_all_ranks_before_anything_is_done(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    found = rank_pool.run(_make_unlike_checkpointers, 2, str(tmp_path / "run"))
-    for name in unlike_checkpointers(""):
+    found = rank_pool.run(_make_different_checkpointers, 2, str(tmp_path / "run"))
+    for name in different_checkpointers(""):
         (first, took), (second, _) = (of_rank[name] for of_rank in found)
         assert first == second
         assert first.startswith(
@@ -105,17 +105,17 @@ def test_checkpointers_that_differ_are_refused_on_all_ranks_before_anything_is_d
         assert took < TIMEOUT_S / 2
 
 
-def _wait_for_unlike_times(root: str) -> tuple[str, float]:
+def _wait_for_different_times(root: str) -> tuple[str, float]:
     return caught(Checkpointer(root, timeout_s=TIMEOUT_S + dist.get_rank()).find_latest)
 
 
-def test_deadlines_that_differ_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
-    for message, took in rank_pool.run(_wait_for_unlike_times, 2, str(tmp_path)):
+def test_deadlines_that_differ_are_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
+    for message, took in rank_pool.run(_wait_for_different_times, 2, str(tmp_path)):
         assert "SaveOptions.timeout_s is 20.0 on rank 0 and 21.0 on rank 1" in message
         assert took < TIMEOUT_S / 2
 
 
-def _call_unlike(root: str) -> dict[str, tuple[str, float]]:
+def _call_differently(root: str) -> dict[str, tuple[str, float]]:
     rank = dist.get_rank()
 
     def saved(**given: Any) -> Callable[[], object]:
@@ -153,10 +153,10 @@ def _call_unlike(root: str) -> dict[str, tuple[str, float]]:
     return found
 
 
-def test_calls_that_differ_are_refused_on_all_ranks_and_say_what_differs(
+def test_calls_that_differ_are_an_error_on_all_ranks_that_names_the_difference(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    found = rank_pool.run(_call_unlike, 2, str(tmp_path / "run"))
+    found = rank_pool.run(_call_differently, 2, str(tmp_path / "run"))
     for of_rank in found:
         for name, (message, took) in of_rank.items():
             assert name in message, (name, message)

@@ -187,7 +187,7 @@ def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]
     return [lose_a_writer(base, how, DEADLINE_S if how == "dies" else 3.0) for how in troubles]
 
 
-def test_tiers_are_written_behind_and_outlive_a_node_a_full_one_and_a_writer(
+def test_tiers_are_written_asynchronously_and_survive_a_lost_node_a_full_one_and_a_lost_writer(
     rank_pool: RankPool, memory_path: Path
 ) -> None:
     troubles = list(SAID) if is_thorough() else ["dies"]  # to start writers takes seconds

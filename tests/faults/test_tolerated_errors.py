@@ -1,4 +1,4 @@
-"""Saves that the system refuses, for real: disk full, read-only, forbidden. Training goes on."""
+"""Saves that the system rejects: disk full, read-only, forbidden. Training goes on."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def limited(root: Path) -> Iterator[None]:
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_after_a_save_that_is_refused_and_nothing_of_it_is_left(
+def test_training_goes_on_after_a_failed_save_and_none_of_its_files_is_left(
     disk: Path, caplog: pytest.LogCaptureFixture, refuse: Refuse, message: str, asynchronous: bool
 ) -> None:
     def train(group: Group) -> tuple[list[bool], int, float]:
@@ -141,7 +141,7 @@ def test_training_goes_on_after_a_save_that_is_refused_and_nothing_of_it_is_left
 
 
 @pytest.mark.parametrize("options", [{}, {"on_error": "raise"}])
-def test_without_leave_to_warn_a_refusal_is_raised_on_all_ranks(
+def test_with_on_error_raise_a_failed_save_is_raised_on_all_ranks(
     tmp_path: Path, options: dict[str, str]
 ) -> None:
     (tmp_path / "iter_0000002").write_text("a file where the directory should be")
@@ -172,7 +172,7 @@ def open_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_user_without_permission_is_told_and_trains_on(
+def test_a_missing_permission_is_a_warning_and_training_goes_on(
     open_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if os.getuid() != 0:

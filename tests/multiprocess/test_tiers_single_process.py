@@ -1,4 +1,4 @@
-"""One process that saves into tiers and a root behind: what is copied, what is owed, what fails alone."""
+"""One process saves asynchronously into tiers and a root: copies, skipped steps, and single failures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def copied_ranges(monkeypatch: pytest.MonkeyPatch) -> list[StreamRange]:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_step_for_several_places_is_copied_once(
+def test_a_step_for_several_destinations_is_copied_once(
     tmp_path: Path, copied_ranges: list[StreamRange], behind: bool
 ) -> None:
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
@@ -85,7 +85,7 @@ class Held(Checkpointer):
     _writer_hook = f"{in_a_tier.__module__}:{in_a_tier.__name__}"
 
 
-def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) -> None:
+def test_staged_bytes_for_several_destinations_stay_until_the_last_has_them(tmp_path: Path) -> None:
     TierOrder(node="b", kind="create", how="held").give(tmp_path)
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(when_busy="queue", stage_in_background=True)
@@ -107,7 +107,7 @@ def test_what_several_places_take_stays_until_the_last_has_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("strategy", "staging_bytes"), [(None, 8192), (("torch_dist", 1), None)], ids=["waves", "formats"]
 )
-def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
+def test_a_state_that_does_not_fit_or_has_two_formats_is_copied_for_each_destination(
     tmp_path: Path, copied_ranges: list[StreamRange], strategy: Any, staging_bytes: int | None
 ) -> None:
     options = AsyncOptions(staging_bytes=staging_bytes)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_or_is_written_otherwise_is_copied_for_each_place(
     check(tmp_path / "root", [1, 2])
 
 
-def test_a_step_that_was_skipped_is_owed_to_all_places_that_were_to_have_it(tmp_path: Path) -> None:
+def test_after_a_skipped_step_the_next_one_goes_to_all_its_destinations(tmp_path: Path) -> None:
     tiers = Tiers([LocalTier(tmp_path / "a", every=2), LocalTier(tmp_path / "b", every=3)], root_every=4)
     with alone(tmp_path / "root", tiers=tiers, async_save=AsyncOptions(when_busy="skip")) as run:
         run.warm_up(state(2))
@@ -135,7 +135,7 @@ def test_a_step_that_was_skipped_is_owed_to_all_places_that_were_to_have_it(tmp_
     check(tmp_path / "b", [])
 
 
-def test_what_is_wrong_with_the_root_is_no_reason_to_have_a_step_nowhere(tmp_path: Path) -> None:
+def test_an_error_of_the_root_does_not_keep_a_step_out_of_the_tiers(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("not a directory")
     with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")]) as run:
         with pytest.raises(StorageError, match="root: cannot create"):
@@ -162,7 +162,7 @@ def test_a_tier_for_which_there_is_no_memory_is_a_warning(
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_the_error_of_an_earlier_save_is_none_of_a_tier(
+def test_the_error_of_an_earlier_save_is_not_taken_for_that_of_a_tier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, on_error: Any
 ) -> None:
     (tmp_path / "root").write_text("not a directory")
