@@ -1,7 +1,7 @@
-"""The entry points: save, load and what looks into a checkpoint.
+"""The public functions that save, load and look into a checkpoint.
 
-Owns the public signatures and the translation of their arguments; the engine does the work. Names and order
-of the arguments are those of Megatron-Core's `dist_checkpointing.serialization`.
+They check and translate arguments; the engine does the work. Names and order of the arguments are those of
+Megatron-Core's `dist_checkpointing.serialization`.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def save(
 
     Source: Megatron-Core `dist_checkpointing.save`.
     """
-    options = _given_options(options, SaveOptions)
+    options = _options_or_default(options, SaveOptions)
     check_kind("plans", plans, PlanCache, give="a PlanCache", optional=True)
-    group = _given_group(group, timeout_s=options.timeout_s)
+    group = _group_or_world(group, timeout_s=options.timeout_s)
     request = save_request(
         sharded_state_dict,
         sharded_strategy,
@@ -122,7 +122,7 @@ def save(
         group=group,
         plans=plans,
         spread_group=spread_group,
-        equal_arguments={"checkpoint_dir": _place_of(checkpoint_dir)},
+        equal_arguments={"checkpoint_dir": _comparable_location(checkpoint_dir)},
     )
     with opened_store(checkpoint_dir) as store:
         save_state(request, store, group, options)
@@ -224,42 +224,44 @@ def load(
     group: Group | None = None,
     exchange_group: AnyGroup | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """Fill the tensors of a sharded state dict from a checkpoint saved at any layout.
+    """Load a checkpoint, saved at any layout, into the tensors of a sharded state dict.
 
-    Collective: every rank of the group calls it and asks for what it needs. Tensors are filled in place. The
-    result has the structure of the request: each entity replaced by its loaded tensor or object,
-    non-persistent objects by their own values, and the common state of the checkpoint merged in. A DTensor
-    stays itself. A plain tensor whose path, joined with dots, is the key of a stored array is filled with all
-    of it: so a model without DTensors loads what was saved from them. One for whose path there is common
-    state of equal shape and dtype (a buffer) is filled with it, and returned. One for whose path there is
-    nothing is an unexpected key, named by its path; the default mode warns of it. Other leaves are dropped.
+    Collective: every rank of the group calls it and requests what it needs. Tensors are filled in place. The
+    result has the structure of the request: each entity is replaced by its loaded tensor or object,
+    non-persistent objects by their own values, and the common state of the checkpoint is merged in. A
+    DTensor stays itself.
+
+    A plain tensor is filled with the stored array whose key is its path, joined with dots: so a model without
+    DTensors loads what was saved from DTensors. If common state has a value of equal shape and dtype at its
+    path (a buffer), the tensor is filled with that and returned. If nothing is stored for its path, the path
+    is an unexpected key; the default mode warns of it. Other leaves are dropped.
 
     Args:
         sharded_state_dict: as for `save`; an entity without data gets a new tensor.
         checkpoint_dir: the directory of a committed checkpoint; its format is detected.
-        sharded_strategy: the format that it has to be in: a strategy, `(backend, version)` or a backend name;
-            None for whatever it is in.
+        sharded_strategy: the format that the checkpoint must have: a strategy, `(backend, version)` or a
+            backend name; None for any.
         strict: what to do about keys that only one side has. Entities and plain tensors with an unexpected
             key (not in the checkpoint) that is no error are left out of the result.
         options: tunables, and rules for keys and arrays that differ.
         group: as for `save`.
         exchange_group: with `LoadOptions(exchange=...)`, the ranks that read for each other, this one among
-            them: a group of ours or of torch, of this rank's own; None for all of the load. Groups of
-            different ranks have no rank in common, and work side by side.
+            them: a group of ours or of torch; None for all ranks of the load. Groups of different ranks have
+            no rank in common, and exchange at the same time.
 
     Returns:
-        The state dict; with `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint
-        and asked for by no rank; only `RETURN_ALL` looks for them) and this rank's unexpected ones.
+        The state dict; with `RETURN_UNEXPECTED` and `RETURN_ALL` also the missing keys (in the checkpoint,
+        and requested by no rank; only `RETURN_ALL` looks for them) and this rank's unexpected ones.
 
     Raises:
-        NotACheckpointError: nothing was committed there.
-        MismatchError: it is in another format than sharded_strategy.
-        MissingKeyError: a key is asked for that the checkpoint lacks; the text has the most similar one.
-        MismatchError: an array is stored with another dtype or global shape.
-        IntegrityError: stored bytes are damaged, and nothing may or can take their place, see
+        NotACheckpointError: nothing was committed in this directory.
+        MissingKeyError: a requested key is not in the checkpoint; the text has the most similar one.
+        MismatchError: the checkpoint has another format than sharded_strategy, or an array is stored with
+            another dtype or global shape.
+        IntegrityError: stored bytes are damaged, and no other source may or can replace them, see
             `LoadOptions.on_corrupt`; the text names key, file and byte range.
-        CheckpointError: each of these, and every other error of a load; raised on all ranks, naming the
-            failing one.
+        CheckpointError: base class of these and of every other error of a load. It is raised on all ranks,
+            and names the rank that failed.
 
     Source: Megatron-Core `dist_checkpointing.load`.
     """
@@ -281,10 +283,10 @@ def load_with_report(
     group: Group | None = None,
     exchange_group: AnyGroup | None = None,
 ) -> tuple[StateDict, LoadReport]:
-    """Like `load`, and say what was done.
+    """Load as `load` does, and return the state dict with a report of what was done.
 
-    Collective. The report is that of this rank; print it, or look into it. Missing keys are in it where the
-    mode, or a rule, looks for them.
+    Collective. The report is that of this rank; print it, or use its fields. It lists missing keys if the
+    mode or a rule looks for them.
     """
     loaded = _load(
         sharded_state_dict, checkpoint_dir, options, group, strict, exchange_group, sharded_strategy
@@ -301,8 +303,8 @@ def _load(
     exchange_group: AnyGroup | None = None,
     choice: LoadChoice = None,
 ) -> LoadResult:
-    options = _given_options(options, LoadOptions)
-    group = _given_group(group, timeout_s=options.timeout_s)
+    options = _options_or_default(options, LoadOptions)
+    group = _group_or_world(group, timeout_s=options.timeout_s)
     request = LoadRequest(
         state=state,
         # Opened in the first step of the load, whose errors are raised on all ranks.
@@ -326,9 +328,8 @@ def _opened_in_format(location: Location, choice: LoadChoice) -> Iterator[Store]
 def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> StateDict:
     """Return the common state of a checkpoint. Local.
 
-    allow_unsafe_pickle as in `LoadOptions`.
-
-    A list that also held sharded entities comes back as a dict by position.
+    A list that also held sharded entities is returned as a dict by position. allow_unsafe_pickle is as in
+    `LoadOptions`.
 
     Source: Megatron-Core `dist_checkpointing.load_common_state_dict`.
     """
@@ -341,9 +342,9 @@ def load_common_state_dict(checkpoint_dir: Location, *, allow_unsafe_pickle: boo
 
 
 def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False) -> Any:
-    """Return the `content_metadata` that `save` was given, None if it was given none. Local.
+    """Return the `content_metadata` that was given to `save`, or None. Local.
 
-    allow_unsafe_pickle as in `LoadOptions`.
+    allow_unsafe_pickle is as in `LoadOptions`.
 
     Source: Megatron-Core `dist_checkpointing.load_content_metadata`.
     """
@@ -355,29 +356,30 @@ def load_content_metadata(checkpoint_dir: Location, *, allow_unsafe_pickle: bool
 def load_sharded_metadata(
     checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False
 ) -> dict[str, ShardedBase]:
-    """Return what a checkpoint holds, without data. Local. allow_unsafe_pickle as in `LoadOptions`.
+    """Return the arrays and objects of a checkpoint, without data. Local.
 
-    Each global array is a ShardedTensor that covers it whole, under its key; each object a ShardedObject,
-    under its `unique_key`. Tensors of common state that are stored as arrays are among the arrays.
+    Each global array is a ShardedTensor of all of it, under its key. Each object is a ShardedObject, under
+    its `unique_key`. Tensors of common state that are stored as arrays are among the arrays.
+    allow_unsafe_pickle is as in `LoadOptions`.
 
     Source: Megatron-Core `dist_checkpointing.load_sharded_metadata`.
     """
     with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=allow_unsafe_pickle)
-        found: dict[str, ShardedBase] = {}
+        entities: dict[str, ShardedBase] = {}
         starts = _object_starts(contents)
         for spec in contents.arrays.values():
             if spec.dtype == OBJECT:
                 for start in starts.get(spec.key, []):
                     entity = ShardedObject(spec.key, None, spec.global_shape, start)
-                    found[entity.unique_key] = entity
+                    entities[entity.unique_key] = entity
             else:
                 dtype = getattr(torch, spec.dtype)
                 origin, ones = (0,) * len(spec.global_shape), (1,) * len(spec.global_shape)
-                found[spec.key] = ShardedTensor(
+                entities[spec.key] = ShardedTensor(
                     spec.key, None, dtype, spec.global_shape, spec.global_shape, origin, ones
                 )
-        return found
+        return entities
 
 
 def _object_starts(contents: Contents) -> dict[str, list[tuple[int, ...]]]:
@@ -386,7 +388,7 @@ def _object_starts(contents: Contents) -> dict[str, list[tuple[int, ...]]]:
     starts: dict[str, list[tuple[int, ...]]] = {}
     if not keys:
         return starts
-    table = contents.chunks(keys).table  # of all at once: formats may read them
+    table = contents.chunks(keys).table  # of all keys at once, since a format may read its rows now
     for array, start in zip(table.array.tolist(), table.start.tolist(), strict=True):
         spec = table.arrays[array]
         starts.setdefault(spec.key, []).append(tuple(start[: len(spec.global_shape)]))
@@ -396,12 +398,12 @@ def _object_starts(contents: Contents) -> dict[str, list[tuple[int, ...]]]:
 def load_tensors_metadata(
     checkpoint_dir: Location, *, allow_unsafe_pickle: bool = False
 ) -> dict[str, ShardedTensor]:
-    """Return the global arrays of a checkpoint, without data: `load_sharded_metadata` less objects. Local.
+    """Return the global arrays of a checkpoint, without data: `load_sharded_metadata` without objects. Local.
 
     Source: Megatron-Core `dist_checkpointing.load_tensors_metadata`.
     """
-    found = load_sharded_metadata(checkpoint_dir, allow_unsafe_pickle=allow_unsafe_pickle)
-    return {key: entity for key, entity in found.items() if isinstance(entity, ShardedTensor)}
+    entities = load_sharded_metadata(checkpoint_dir, allow_unsafe_pickle=allow_unsafe_pickle)
+    return {key: entity for key, entity in entities.items() if isinstance(entity, ShardedTensor)}
 
 
 def load_plain_tensors(
@@ -412,11 +414,11 @@ def load_plain_tensors(
     Local; needs memory for all of them.
 
     Raises:
-        FormatError: an array is stored as what cannot be loaded.
+        FormatError: an array is stored in a form that cannot be loaded.
 
     Source: Megatron-Core `dist_checkpointing.load_plain_tensors`.
     """
-    trusted = _given_options(options, LoadOptions).allow_unsafe_pickle
+    trusted = _options_or_default(options, LoadOptions).allow_unsafe_pickle
     with opened_store(checkpoint_dir) as store:
         contents = open_checkpoint(store, allow_unsafe_pickle=trusted)
         check_readable(contents.unreadable, contents.unreadable, where=store.location)
@@ -430,20 +432,18 @@ def load_plain_tensors(
 
 
 def remove_sharded_tensors(checkpoint_dir: Location, key_prefix: str) -> None:
-    """Take every array and object whose key begins with key_prefix out of a checkpoint, atomically.
+    """Remove every array and object whose key begins with key_prefix from a checkpoint, atomically.
 
-    This includes tensors of common state that are stored as arrays: a load then returns common state without
-    them.
-
-    Local: one process calls it. Files that held nothing else are removed; in others the bytes stay,
-        unreachable.
+    Local: one process calls it. Tensors of common state that are stored as arrays are removed as well: a
+    load then returns common state without them. Files that held nothing else are removed; in other files the
+    bytes stay, and cannot be loaded any more.
 
     Source: Megatron-Core `dist_checkpointing.remove_sharded_tensors`.
     """
     with opened_store(checkpoint_dir) as store:
         manifest = read_manifest(store)
-        found = (str(manifest.get("sharded_backend")), int(manifest.get("sharded_backend_version", 0)))
-        strategy = save_strategy(found)
+        backend, version = manifest.get("sharded_backend"), manifest.get("sharded_backend_version", 0)
+        strategy = save_strategy((str(backend), int(version)))
         remove_arrays(store, key_prefix=key_prefix, strategy=strategy)
 
 
@@ -456,22 +456,22 @@ def check_is_distributed_checkpoint(checkpoint_dir: Location) -> bool:
         return is_committed(store)
 
 
-def _place_of(location: Location) -> str | None:
-    """Return what all ranks have to call a directory alike; None for a store: each may name its own."""
+def _comparable_location(location: Location) -> str | None:
+    """Return the location that must be equal on all ranks; None for a store, which each rank names itself."""
     if not isinstance(location, (str, os.PathLike)):
         return None
     text = checked_path(location)
     return text if is_url(text) else os.path.abspath(text)
 
 
-def _given_options(options: Options | None, kind: type[Options]) -> Options:
-    """Return options, the default ones for None."""
+def _options_or_default(options: Options | None, kind: type[Options]) -> Options:
+    """Return the options, or the default options for None."""
     check_kind("options", options, kind, give=f"{kind.__name__}(...)", optional=True)
     return kind() if options is None else options
 
 
-def _given_group(group: Group | None, *, timeout_s: float) -> Group:
-    """Return a group, that of all ranks for None."""
+def _group_or_world(group: Group | None, *, timeout_s: float) -> Group:
+    """Return the group, or the group of all ranks for None."""
     if group is None:
         return world_group(timeout_s=timeout_s)
     check_group(group)

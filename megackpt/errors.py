@@ -1,25 +1,25 @@
-"""Every error megackpt raises on purpose.
+"""All errors that megackpt raises on purpose; `megackpt` exports every one of them.
 
-Owns the error tree and nothing else; each layer raises from here.
-
-    CheckpointError (also spelled CheckpointingException, Megatron-Core's name)
-    |- GeometryError          ValueError         a box, split or flat range that cannot exist
-    |- DeclarationError       ValueError         an entity or state dict that contradicts itself
-    |- CoverageError          ValueError         an element saved by no rank, or by two
-    |- MismatchError          ValueError         ranks, or the request and the checkpoint, disagree
-    |  `- CommonStateError    ValueError         ranks disagree about what is not sharded
-    |- MissingKeyError        KeyError           asked for, and not in the checkpoint
-    |- UnserializableError    TypeError          a value without a codec, named by its path in the state dict
-    |- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
-    |- FormatError            ValueError         a file that is not what the format says
-    |  `- UnknownClassError   ValueError         a stored value of a class that this process does not know
-    |- IntegrityError         ValueError         stored bytes whose digest differs
-    |- StorageError           OSError            the file system or object store refused
-    |- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or steps out of order
-    |- UnsupportedError       NotImplementedError  a name of another library that is not offered here
-    |- MissingExtraError      ImportError        an optional dependency is not installed
-    `- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
-       `- WriterFailedError   RuntimeError       a process that writes asynchronous saves; all ranks are well
+CheckpointError (also spelled CheckpointingException, Megatron-Core's name)
+|- GeometryError          ValueError         a box, split or flat range that cannot exist
+|- DeclarationError       ValueError         an entity, state dict or argument that contradicts itself
+|- CoverageError          ValueError         an element that no rank saves, or two ranks
+|- MismatchError          ValueError         ranks, or the request and the checkpoint, disagree
+|  `- CommonStateError    ValueError         ranks have different common state
+|- MissingKeyError        KeyError           a requested key is not in the checkpoint
+|- UnserializableError    TypeError          a value without a codec; the text has its path in the state
+dict
+|- NotACheckpointError    FileNotFoundError  no committed checkpoint at this path
+|- FormatError            ValueError         a file does not have the form that its format requires
+|  `- UnknownClassError   ValueError         a stored value of a class that this process does not know
+|- IntegrityError         ValueError         stored bytes do not have their digest
+|- StorageError           OSError            the file system or object store raised an error
+|- OptimizerError         RuntimeError       an optimizer that cannot be sharded, or calls in a wrong
+order
+|- UnsupportedError       NotImplementedError  a name of another library that is not offered here
+|- MissingExtraError      ImportError        an optional dependency is not installed
+`- RankFailedError        RuntimeError       another rank failed, or did not answer before the deadline
+   `- WriterFailedError   RuntimeError       a process that writes asynchronous saves failed; no rank did
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CheckpointError(Exception):
         self.path = path
 
     def __str__(self) -> str:
-        # KeyError would print the repr of its argument; every error of ours prints its text.
+        # KeyError prints the repr of its argument; every error here prints its text.
         return self.message
 
 
@@ -59,11 +59,11 @@ class GeometryError(CheckpointError, ValueError):
 
 
 class DeclarationError(CheckpointError, ValueError):
-    """A sharded entity, layout or state dict that contradicts itself."""
+    """A sharded entity, layout, state dict or argument contradicts itself, or another argument."""
 
 
 class CoverageError(CheckpointError, ValueError):
-    """An element of a global array that no main replica covers, or more than one."""
+    """An element of a global array is covered by no main replica, or by more than one."""
 
 
 class MismatchError(CheckpointError, ValueError):
@@ -71,15 +71,15 @@ class MismatchError(CheckpointError, ValueError):
 
 
 class CommonStateError(MismatchError):
-    """Ranks disagree about common state, of which rank 0's is stored; `path` is one of the places."""
+    """Ranks have different common state, of which rank 0's would be stored; `path` is one that differs."""
 
 
 class MissingKeyError(CheckpointError, KeyError):
-    """A key was asked for that the checkpoint does not hold."""
+    """A requested key is not in the checkpoint."""
 
 
 class UnserializableError(CheckpointError, TypeError):
-    """A value without a codec; `path` is where it stands in the state dict."""
+    """A value has no codec; `path` is its path in the state dict."""
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):
@@ -87,31 +87,31 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """A file of a checkpoint is not what the format says."""
+    """A file of a checkpoint does not have the form that its format requires."""
 
 
 class UnknownClassError(FormatError):
-    """A stored value is of a class that this process does not know, or may not load; it may be whole."""
+    """A stored value is of a class that this process does not know, or may not load; it may be undamaged."""
 
 
 class IntegrityError(CheckpointError, ValueError):
-    """Stored bytes do not have the digest they were stored with."""
+    """Stored bytes do not have the digest that was stored with them."""
 
 
 class StorageError(CheckpointError, OSError):
-    """The file system or object store refused an operation."""
+    """The file system or object store raised an error."""
 
 
 class OptimizerError(CheckpointError, RuntimeError):
-    """An inner optimizer whose state cannot be sharded, or calls in an order that loses data."""
+    """The state of an inner optimizer cannot be sharded, or calls are in an order that loses data."""
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """What another library does under this name is not offered; the text says what to use instead."""
+    """A feature of another library under this name is not supported; the text says what to use instead."""
 
 
 class MissingExtraError(CheckpointError, ImportError):
-    """Something needs an optional dependency that is not installed; the text names the extra."""
+    """An optional dependency is not installed; the text names the extra."""
 
 
 class RankFailedError(CheckpointError, RuntimeError):
@@ -119,13 +119,13 @@ class RankFailedError(CheckpointError, RuntimeError):
 
 
 class WriterFailedError(RankFailedError):
-    """A process that writes an asynchronous save died, hung or lost the others; the ranks themselves live."""
+    """A process that writes an asynchronous save died, hung or lost the others; no rank failed."""
 
 
 def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = None) -> str:
-    """Join the first `limit` lines, indented, and say how many were left out.
+    """Join the first `limit` lines, indented, and append how many were left out.
 
-    total is how many there are where `lines` holds the first ones only.
+    total is the number of all lines, if `lines` holds only the first ones.
     """
     shown = [f"  {line}" for line in lines[:limit]]
     total = len(lines) if total is None else total
@@ -135,15 +135,15 @@ def truncated_list(lines: list[str], *, limit: int = 10, total: int | None = Non
 
 
 def rank_list(ranks: Iterable[int], *, limit: int = 8) -> str:
-    """Join ranks, ascending; many of them as ranges, so that the few that are missing can be seen.
+    """Join ranks, ascending; if they are many, as ranges, so that gaps can be seen.
 
     >>> rank_list([4, 2]), rank_list(rank for rank in range(64) if rank != 17)
     ('2, 4', '0-16, 18-63 (63 in all)')
     """
-    found = sorted(set(ranks))
-    if len(found) <= limit:
-        return ", ".join(map(str, found))
-    starts = [at for at, rank in enumerate(found) if at == 0 or found[at - 1] != rank - 1]
-    runs = [found[a:b] for a, b in pairwise([*starts, len(found)])]
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:limit]]
-    return f"{', '.join(shown)}{', ...' if len(runs) > limit else ''} ({len(found)} in all)"
+    ordered = sorted(set(ranks))
+    if len(ordered) <= limit:
+        return ", ".join(map(str, ordered))
+    starts = [i for i, rank in enumerate(ordered) if i == 0 or ordered[i - 1] != rank - 1]
+    ranges = [ordered[a:b] for a, b in pairwise([*starts, len(ordered)])]
+    shown = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges[:limit]]
+    return f"{', '.join(shown)}{', ...' if len(ranges) > limit else ''} ({len(ordered)} in all)"

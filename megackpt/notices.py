@@ -15,43 +15,44 @@ from contextvars import ContextVar
 Notices = list[tuple[str, str]]
 """Names of loggers and texts of warnings, in order."""
 
-_HELD: ContextVar[Notices | None] = ContextVar("megackpt_held_notices", default=None)
+_COLLECTED: ContextVar[Notices | None] = ContextVar("megackpt_collected_notices", default=None)
 
 
 def notice(log: logging.Logger, text: str) -> None:
-    """Log a warning, or hold it back for the ranks to compare. Local."""
-    held = _HELD.get()
-    if held is None:
+    """Log a warning, or add it to the list of the block that collects warnings. Local."""
+    notices = _COLLECTED.get()
+    if notices is None:
         log.warning("%s", text)
     else:
-        held.append((log.name, text))
+        notices.append((log.name, text))
 
 
 @contextmanager
 def collected_notices() -> Iterator[Notices]:
-    """Hold the warnings of a block back, of this thread. If the block fails, they are logged. Local."""
-    held: Notices = []
-    token = _HELD.set(held)
+    """Collect the warnings of this thread in a block. If the block fails, they are logged. Local."""
+    notices: Notices = []
+    token = _COLLECTED.set(notices)
     try:
-        yield held
+        yield notices
     except BaseException:
-        _HELD.reset(token)
-        for name, text in held:
+        _COLLECTED.reset(token)
+        for name, text in notices:
             notice(logging.getLogger(name), text)
         raise
-    _HELD.reset(token)
+    _COLLECTED.reset(token)
 
 
 def log_notices(of_ranks: Sequence[Notices]) -> None:
-    """Log the warnings of all ranks, each text once; one that not all ranks have names the first that has it.
+    """Log the warnings of all ranks, each text once. Local: rank 0 calls it.
 
-    Local: rank 0 calls it.
+    A warning that not all ranks have is logged with the first rank that has it.
     """
-    ranks: dict[tuple[str, str], list[int]] = {}
+    ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, notices in enumerate(of_ranks):
         for name, text in dict.fromkeys((name, text) for name, text in notices):
-            ranks.setdefault((name, text), []).append(rank)
-    for (name, text), found in ranks.items():
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        said = text if len(found) == len(of_ranks) else f"Rank {found[0]}{more}: {text}"
-        logging.getLogger(name).warning("%s", said)
+            ranks_of.setdefault((name, text), []).append(rank)
+    for (name, text), ranks in ranks_of.items():
+        if len(ranks) < len(of_ranks):
+            more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            text = f"Rank {ranks[0]}{more}: {text}"
+        logging.getLogger(name).warning("%s", text)
