@@ -1,4 +1,4 @@
-"""Digests of whole arrays, as commands use them: what need not be read is not read, and nothing else is."""
+"""Digests of whole arrays, as commands use them: arrays of equal digests are not read, all others are."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, Any]:
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_diff_reads_nothing_of_arrays_whose_digests_are_equal(
+def test_diff_does_not_read_arrays_whose_digests_are_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = saved(tmp_path / "one"), saved(tmp_path / "two", ranks=2)
@@ -159,7 +159,7 @@ def test_verify_names_an_array_whose_blocks_are_right_and_whose_digest_is_not(
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_ranks_that_verify_a_share_each_compare_digests_together(ranks: int, tmp_path: Path) -> None:
+def test_ranks_that_each_verify_a_share_combine_their_digests(ranks: int, tmp_path: Path) -> None:
     def verify(group: Group) -> list[Damage]:
         look = partial(verify_share, open_store(tmp_path), VerifyOptions(deep=True))
         return verify_on_all_ranks(group, look, timeout_s=60)
@@ -173,7 +173,7 @@ def test_ranks_that_verify_a_share_each_compare_digests_together(ranks: int, tmp
     assert all("the digest that is stored of the whole array" in damage.what for damage in found[0])
 
 
-def test_verify_says_of_a_damaged_block_only_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_block_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = files_below(saved(tmp_path) / "data", "*")[0]
     flip(file, file.read_bytes().index(ARRAYS["long"].numpy().tobytes()))
     code, message = run(capsys, "verify", tmp_path, "--deep")
@@ -197,7 +197,7 @@ def test_removing_and_converting_keep_or_make_digests(
     assert "stores no digests of arrays" in capsys.readouterr().err
 
 
-def test_what_cannot_have_digests_is_refused_on_all_ranks_before_anything_is_written(
+def test_a_save_that_cannot_have_digests_is_an_error_on_all_ranks_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save_rank(group: Group) -> None:
@@ -216,7 +216,7 @@ def test_what_cannot_have_digests_is_refused_on_all_ranks_before_anything_is_wri
     assert not files_below(tmp_path, "*.safetensors")
 
 
-def test_without_the_library_digests_are_compared_with_each_other_and_verify_says_what_it_left_out(
+def test_without_the_library_digests_are_compared_with_each_other_and_verify_tells_what_it_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = saved(tmp_path / "one", ranks=2), saved(tmp_path / "two")

@@ -121,7 +121,7 @@ def test_converting_from_format_to_format_and_back_changes_no_bit(
         assert difference(everything_in(source), everything_in(after)) is None
 
 
-def test_chunks_keep_the_cuts_that_they_have(tmp_path: Path) -> None:
+def test_chunks_are_not_resharded(tmp_path: Path) -> None:
     source = saved(tmp_path / "source")
     assert main(["convert", str(source), str(tmp_path / "target"), "--to", NATIVE]) == 0
     tables = [
@@ -212,7 +212,7 @@ class Flipping(NativeSaveStrategy):
         return super().write_chunks(store, attempt=attempt, rank=rank, plan=plan, rows=rows, parts=parts)
 
 
-def test_a_target_that_reads_differently_is_taken_back(tmp_path: Path) -> None:
+def test_a_target_that_differs_when_it_is_read_is_removed(tmp_path: Path) -> None:
     source, target = open_store(saved(tmp_path / "source")), tmp_path / "target"
     with pytest.raises(
         IntegrityError, match=r"'flat' \[0:6, 0:8\] flat 0:21: .*target has other bytes .* byte 83"
@@ -223,7 +223,7 @@ def test_a_target_that_reads_differently_is_taken_back(tmp_path: Path) -> None:
     assert "metadata.json" in files_in(target)
 
 
-class Refusing(NativeSaveStrategy):
+class WithoutObjects(NativeSaveStrategy):
     """A format that cannot hold objects."""
 
     def encode_object(self, value: Any, *, path: str) -> bytes:
@@ -233,7 +233,7 @@ class Refusing(NativeSaveStrategy):
 def test_an_object_that_the_format_cannot_hold_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     target = MemoryStore()
     with pytest.raises(UnserializableError, match="object: no objects here"):
-        convert(open_store(saved(tmp_path / "source")), target, Refusing())
+        convert(open_store(saved(tmp_path / "source")), target, WithoutObjects())
     assert target.names() == []
 
 
@@ -308,7 +308,7 @@ def test_a_source_with_a_gap_fails_the_check(tmp_path: Path, capsys: pytest.Capt
         (["nowhere", "target"], 2, "Missing option '--to'"),
     ],
 )
-def test_bad_input_is_said_in_words_with_exit_code_2_and_no_checkpoint_with_3(
+def test_bad_input_has_exit_code_2_and_a_missing_checkpoint_3(
     arguments: list[str],
     code: int,
     message: str,
@@ -380,7 +380,7 @@ def test_torchrun_shares_the_work_between_two_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads(ran.stdout)["is_verified"] is True  # said once
+    assert json.loads(ran.stdout)["is_verified"] is True  # printed once
     assert len(list((target / "data").iterdir())) == 2
     assert difference(everything_in(source), everything_in(target)) is None
 

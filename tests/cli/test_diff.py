@@ -54,7 +54,7 @@ def test_one_rank_and_two_ranks_in_any_format_are_equal_both_ways(
         assert message["nbytes"] == 48 * 4 * 2 + LONG.nbytes + 6
 
 
-def test_differing_elements_are_counted_placed_and_measured(
+def test_differing_elements_are_counted_located_and_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed, half = NUMBERS.clone(), torch.ones(3).bfloat16()
@@ -198,7 +198,7 @@ def test_differences_are_shown_as_tables(tmp_path: Path, capsys: pytest.CaptureF
     assert "equal; 6 arrays" in capsys.readouterr().out
 
 
-def test_what_is_no_checkpoint_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+def test_a_location_without_a_checkpoint_has_exit_code_3(tmp_path: Path) -> None:
     assert main(["diff", str(saved(tmp_path / "a")), str(tmp_path / "nowhere")]) == 3
     assert main(["diff", str(tmp_path / "a")]) == 2
 

@@ -1,4 +1,4 @@
-"""Help does not wait for torch: it says what a command does, and imports nothing that it does not need."""
+"""Help does not wait for torch: it imports nothing that it does not need."""
 
 from __future__ import annotations
 

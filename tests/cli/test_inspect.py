@@ -47,16 +47,14 @@ def test_arrays_objects_files_and_common_state_of_any_format_are_listed(
         assert sum(message["rank_nbytes"].values()) == nbytes
 
 
-def test_globs_choose_keys_and_the_files_that_hold_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_globs_choose_keys_and_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = inspected(saved(tmp_path), capsys, "--keys", "b*", "--keys", "half")
     assert [a["key"] for a in message["arrays"]] == ["block", "half"]
     assert sum(f["chunks"] for f in message["files"]) == 3
     assert sum(f["nbytes"] for f in message["files"]) == 48 * 4 + 6
 
 
-def test_tensors_are_not_read_and_damage_of_common_state_is_said(
+def test_tensors_are_not_read_and_damage_of_common_state_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in sorted((saved(tmp_path) / "data").iterdir()):
@@ -93,7 +91,7 @@ def test_keys_are_printed_as_they_are_and_move_no_cursor(
     assert "\x1b" not in out
 
 
-def test_exit_codes_tell_usage_from_what_is_no_checkpoint(
+def test_bad_usage_and_a_missing_checkpoint_have_different_exit_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect"]) == 2

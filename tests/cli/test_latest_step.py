@@ -1,4 +1,4 @@
-"""Commands that read a checkpoint take the latest step of a run's root, and say so on stderr."""
+"""Commands that read a checkpoint take the latest step of a run's root, and name it on stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_latest_step_is_taken_and_named(
     assert message.err == f"megackpt: {root} is the root of a run; its latest step is {root}/iter_0000002.\n"
 
 
-def test_a_step_is_taken_without_a_word(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_taken_without_a_message(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(root / "iter_0000001")]) == 0
     assert capsys.readouterr().err == ""
 

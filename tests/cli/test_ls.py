@@ -33,8 +33,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_steps_come_with_state_format_ranks_and_size(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(root), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    found = [(s["step"], s["state"], s["format"], s["world_size"]) for s in said["steps"]]
+    result = json.loads(capsys.readouterr().out)
+    found = [(s["step"], s["state"], s["format"], s["world_size"]) for s in result["steps"]]
     assert found == [
         (1, "committed", "torch_dist:1", None),
         (2, "committed", "megackpt:1", 1),
@@ -42,7 +42,7 @@ def test_steps_come_with_state_format_ranks_and_size(root: Path, capsys: pytest.
         (4, "unreadable", None, None),
     ]
     files = [f for f in (root / "iter_0000002").rglob("*") if f.is_file()]
-    assert said["steps"][1]["nbytes"] == sum(f.stat().st_size for f in files)
+    assert result["steps"][1]["nbytes"] == sum(f.stat().st_size for f in files)
 
 
 def test_the_latest_is_the_step_that_a_checkpointer_would_load(root: Path) -> None:
@@ -62,7 +62,7 @@ def test_age_is_counted_from_the_commit(root: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7300, "2 h"), (2e6, "23 d")]
 )
-def test_ages_are_said_in_the_largest_unit_of_which_there_are_two(seconds: float, text: str) -> None:
+def test_ages_are_shown_in_the_largest_unit_that_they_have_two_of(seconds: float, text: str) -> None:
     assert age_as_text(seconds) == text
 
 
@@ -105,18 +105,18 @@ def test_a_url_is_listed_as_a_directory_is(
     assert main(["pin", url, "1"]) == 0
     capsys.readouterr()
     assert main(["ls", url, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["latest"] == 2
-    found = [(s["step"], s["state"], s["format"], s["pinned"]) for s in said["steps"]]
+    result = json.loads(capsys.readouterr().out)
+    assert result["latest"] == 2
+    found = [(s["step"], s["state"], s["format"], s["pinned"]) for s in result["steps"]]
     assert found == [
         (1, "committed", "megackpt:1", True),
         (2, "committed", "megackpt:1", False),
         (3, "incomplete", None, False),
     ]
     second = ObjectStore(f"{url}/iter_0000002")
-    assert said["steps"][1]["nbytes"] == sum(map(second.size, second.names()))
-    assert said["steps"][1]["metrics"] == {"loss": 0.5}
-    assert all(0 <= step["age_s"] < 600 for step in said["steps"])
+    assert result["steps"][1]["nbytes"] == sum(map(second.size, second.names()))
+    assert result["steps"][1]["metrics"] == {"loss": 0.5}
+    assert all(0 <= step["age_s"] < 600 for step in result["steps"])
     assert main(["ls", url]) == 0
     assert "committed, latest" in capsys.readouterr().out
     assert main(["ls", f"{url}/iter_0000002"]) == 3

@@ -1,4 +1,4 @@
-"""`megackpt pin` and `megackpt gc`: what stays, what goes, what is said; `ls` shows pins and metrics."""
+"""`megackpt pin` and `megackpt gc`: which steps are kept, which are removed; `ls` shows pins and metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_older(root: Path, *, minutes: float = 61) -> None:
         os.utime(path, (then, then))
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     code = main([*arguments, "--json"])
     return {"code": code, **json.loads(capsys.readouterr().out)}
 
@@ -45,9 +45,9 @@ def test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep(
     assert main(["pin", str(root), "1"]) == 0
     before = sorted(root.rglob("*"))
     arguments = ("gc", str(root), "--keep-last", "1", "--keep-best", "loss:1")
-    planned = said(capsys, *arguments, "--dry-run") if capsys.readouterr() else {}
+    planned = run_json(capsys, *arguments, "--dry-run") if capsys.readouterr() else {}
     assert sorted(root.rglob("*")) == before
-    done = said(capsys, *arguments)
+    done = run_json(capsys, *arguments)
     assert done["removed"] == planned["removed"]
     assert done["removed"] == [
         {"step": 2, "state": "incomplete"},
@@ -66,26 +66,26 @@ def test_gc_removes_what_is_incomplete_and_what_the_policy_does_not_keep(
     assert sorted(files) == [f"iter_000000{step}" for step in (1, 3, 6, 7)]
 
 
-def test_gc_removes_an_incomplete_newest_step_only_when_told_to(
+def test_gc_removes_an_incomplete_newest_step_only_if_asked_to(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = root / "iter_0000007"
-    assert said(capsys, "gc", str(root), "--keep-all")["incomplete_newest"] == [7]
+    assert run_json(capsys, "gc", str(root), "--keep-all")["incomplete_newest"] == [7]
     assert newest.is_dir()
     assert main(["gc", str(root), "--keep-all"]) == 0
     assert "newer than the newest commit: --incomplete-newest" in capsys.readouterr().out
     flags = ("--keep-all", "--incomplete-newest")
-    assert said(capsys, "gc", str(root), *flags, "--dry-run")["removed"] == [
+    assert run_json(capsys, "gc", str(root), *flags, "--dry-run")["removed"] == [
         {"step": 7, "state": "incomplete"}
     ]
     assert newest.is_dir()
     (newest / "now").write_text("")  # a job may be saving it
-    assert said(capsys, "gc", str(root), *flags)["left_alone"] == []  # it holds a file that is not ours
+    assert run_json(capsys, "gc", str(root), *flags)["left_alone"] == []  # it holds a file that is not ours
     (newest / "now").unlink()
     os.utime(newest)
-    assert said(capsys, "gc", str(root), *flags)["left_alone"] == [7]
+    assert run_json(capsys, "gc", str(root), *flags)["left_alone"] == [7]
     make_older(root)
-    assert said(capsys, "gc", str(root), *flags)["removed"] == [{"step": 7, "state": "incomplete"}]
+    assert run_json(capsys, "gc", str(root), *flags)["removed"] == [{"step": 7, "state": "incomplete"}]
     assert not newest.exists()
     assert Checkpointer(root).steps() == (1, 3, 4, 6)
 
@@ -103,7 +103,7 @@ def test_gc_leaves_a_step_alone_that_a_job_saves_again(
     )
     saving.start()
     assert slow.is_written.wait(60)
-    found = said(capsys, "gc", str(root), "--keep-last", "1")
+    found = run_json(capsys, "gc", str(root), "--keep-last", "1")
     assert (found["left_alone"], found["code"]) == ([step], 0)
     assert main(["gc", str(root), "--keep-last", "1"]) == 0
     assert "left alone" in capsys.readouterr().out
@@ -123,25 +123,25 @@ def test_gc_takes_what_is_old_enough_and_does_not_touch_metrics_of_steps_to_come
     (data / "0123456789abcdef-00000.safetensors").write_bytes(b"")
     metrics = root / ".megackpt" / "metrics" / "iter_0000000.json"
     metrics.write_text("{}")
-    assert said(capsys, "gc", str(root), "--keep-all")["left_alone"] == [2]
+    assert run_json(capsys, "gc", str(root), "--keep-all")["left_alone"] == [2]
     make_older(root, minutes=11)
-    assert said(capsys, "gc", str(root), "--keep-all", "--min-age", "10")["left_alone"] == []
+    assert run_json(capsys, "gc", str(root), "--keep-all", "--min-age", "10")["left_alone"] == []
     assert not (root / "iter_0000002").exists()
     assert metrics.exists()
 
 
-def test_gc_keeps_the_newest_whole_step_beside_a_damaged_newest(
+def test_gc_keeps_the_newest_undamaged_step_besides_a_damaged_newest(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "iter_0000006" / "metadata.json").write_text("{")
-    done = said(capsys, "gc", str(root), "--keep-last", "1")
+    done = run_json(capsys, "gc", str(root), "--keep-last", "1")
     assert done["kept"] == [
         {"step": 4, "because": ["good"]},
         {"step": 6, "because": ["newest", "last 1"]},
     ]
 
 
-def test_gc_does_not_guess_what_is_to_stay(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_has_no_default_for_what_to_keep(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(root.rglob("*"))
     for arguments in ([], ["--keep-all", "--keep-last", "2"], ["--keep-last", "0"], ["--keep-best", "l:0"]):
         assert main(["gc", str(root), *arguments]) == 2
@@ -158,13 +158,13 @@ def test_gc_does_not_guess_what_is_to_stay(root: Path, capsys: pytest.CaptureFix
     assert Checkpointer(root).steps() == (1, 3, 4, 6)
 
 
-def test_pin_says_what_is_pinned_and_refuses_what_is_not_committed(
+def test_pin_shows_what_is_pinned_and_rejects_what_is_not_committed(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pin", str(root), "3"]) == 0
     assert "step 3 is pinned; pinned: 3." in capsys.readouterr().out
-    assert said(capsys, "pin", str(root), "1")["pins"] == [1, 3]
-    assert said(capsys, "pin", str(root), "--list")["pins"] == [1, 3]
+    assert run_json(capsys, "pin", str(root), "1")["pins"] == [1, 3]
+    assert run_json(capsys, "pin", str(root), "--list")["pins"] == [1, 3]
     assert main(["pin", str(root), "1", "--remove"]) == 0
     assert "step 1 is no longer pinned; pinned: 3." in capsys.readouterr().out
     assert main(["pin", str(root), "1", "--remove"]) == 0
@@ -177,7 +177,7 @@ def test_pin_says_what_is_pinned_and_refuses_what_is_not_committed(
 
 def test_ls_shows_pins_and_metrics(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["pin", str(root), "6"])
-    steps = said(capsys, "ls", str(root))["steps"] if capsys.readouterr() else []
+    steps = run_json(capsys, "ls", str(root))["steps"] if capsys.readouterr() else []
     assert [(s["step"], s["pinned"], s["metrics"]) for s in steps if s["state"] == "committed"] == [
         (1, False, {"loss": 2.5}),
         (3, False, {"loss": 0.5}),

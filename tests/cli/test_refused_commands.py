@@ -1,4 +1,4 @@
-"""What a user mistypes: one clear line on stderr, the exit code that docs/tools.md says, no traceback."""
+"""What a user mistypes: one clear line on stderr, the exit code of docs/tools.md, no traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_with_error(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return the exit code and what stderr says; nothing is on stdout."""
     code = main(arguments.split())
     message = capsys.readouterr()
@@ -39,10 +39,10 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 @pytest.mark.parametrize(
     "command", ["inspect {}", "verify {}", "repair {}", "diff whole {}", "convert {} new --to zarr"]
 )
-def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
+def test_a_location_without_a_checkpoint_has_exit_code_3_in_every_command(
     here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, message = refused(command.format(location), capsys)
+    code, message = run_with_error(command.format(location), capsys)
     assert code == 3
     assert location in message
     assert ("is a file, not a checkpoint" if location == "file" else "is not a checkpoint") in message
@@ -52,11 +52,11 @@ def test_what_is_no_checkpoint_has_exit_code_3_in_every_command(
 @pytest.mark.parametrize(
     "command", ["ls {}", "pin {} --list", "pin {} 1", "pin {} 1 --remove", "gc {} --keep-all"]
 )
-def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
+def test_a_root_that_is_not_a_directory_has_exit_code_3_in_every_command(
     here: Path, command: str, location: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = f"megackpt: {location} is not a directory. Name the one that a Checkpointer saves to.\n"
-    assert refused(command.format(location), capsys) == (3, message)
+    assert run_with_error(command.format(location), capsys) == (3, message)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_root_that_is_no_directory_has_exit_code_3_in_every_command(
         ("gc run --keep-best lost", "no committed step of run was saved with that metric; known are loss"),
     ],
 )
-def test_bad_input_is_refused_before_any_work(
+def test_bad_input_is_an_error_before_any_work(
     here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(here.rglob("*"))
@@ -103,12 +103,12 @@ def test_bad_input_is_refused_before_any_work(
         ("pin s3://bucket/run --list", "nowhere", "does not begin with http:// or https://"),
     ],
 )
-def test_a_store_that_cannot_be_reached_is_bad_input_and_no_damage(
+def test_a_store_that_cannot_be_reached_is_bad_input_and_not_damage(
     here: Path, command: str, endpoint: str, message: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    code, err = refused(command, capsys)
+    code, err = run_with_error(command, capsys)
     assert code == 2
     assert message in err

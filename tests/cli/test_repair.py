@@ -1,4 +1,4 @@
-"""`megackpt repair`: damaged files are mended from parity or copies, or nothing is touched."""
+"""`megackpt repair`: damaged files are repaired from parity or copies, or nothing is changed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megackpt.comm import Group
 from megackpt.testing.world import SimulatedWorld
 from tests.cli.small_checkpoints import FORMATS, RANKS, files_below, flip, saved, state_of
 
-Said = Callable[..., tuple[int, dict[str, Any]]]
+RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def repair(capsys: pytest.CaptureFixture[str]) -> Said:
+def repair(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     def run(directory: Path, *flags: str) -> tuple[int, dict[str, Any]]:
         code = main(["repair", str(directory), "--json", *flags])
         return code, json.loads(capsys.readouterr().out)
@@ -75,8 +75,8 @@ DAMAGES = [lose, cut, grow, spoil_block, spoil_header]
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("pattern", ["data/*-00000*", "data/*-00001*", "parity/*"])
-def test_parity_mends_any_damage_to_one_file(
-    tmp_path: Path, pattern: str, damage: Callable[[Path], None], repair: Said
+def test_parity_repairs_any_damage_to_one_file(
+    tmp_path: Path, pattern: str, damage: Callable[[Path], None], repair: RunCommand
 ) -> None:
     before = content(protected(tmp_path))
     (file,) = tmp_path.glob(pattern)
@@ -89,8 +89,8 @@ def test_parity_mends_any_damage_to_one_file(
     assert content(tmp_path) == before
 
 
-def test_files_of_one_group_that_are_damaged_at_different_places_are_mended(
-    tmp_path: Path, repair: Said
+def test_files_of_one_group_that_are_damaged_at_different_positions_are_repaired(
+    tmp_path: Path, repair: RunCommand
 ) -> None:
     before = content(protected(tmp_path))
     first, second = files_below(tmp_path, "data/*")
@@ -103,7 +103,7 @@ def test_files_of_one_group_that_are_damaged_at_different_places_are_mended(
     assert content(tmp_path) == before
 
 
-def test_nothing_is_touched_where_something_cannot_be_mended(tmp_path: Path, repair: Said) -> None:
+def test_nothing_is_changed_if_something_cannot_be_repaired(tmp_path: Path, repair: RunCommand) -> None:
     whole = content(protected(tmp_path))
     first, second = files_below(tmp_path, "data/*")
     flip(first, -1)
@@ -120,7 +120,7 @@ def test_nothing_is_touched_where_something_cannot_be_mended(tmp_path: Path, rep
     assert second.read_bytes() == whole[f"data/{second.name}"]
 
 
-def test_dry_run_says_what_can_be_mended_and_changes_nothing(tmp_path: Path, repair: Said) -> None:
+def test_dry_run_shows_what_can_be_repaired_and_changes_nothing(tmp_path: Path, repair: RunCommand) -> None:
     lose(files_below(protected(tmp_path), "data/*")[0])
     before = content(tmp_path)
     code, message = repair(tmp_path, "--dry-run")
@@ -137,8 +137,8 @@ def test_a_whole_checkpoint_is_left_alone(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_a_copy_mends_all_files_of_chunks_that_are_lost(
-    tmp_path: Path, format: tuple[str, int], repair: Said
+def test_a_copy_repairs_all_files_of_chunks_that_are_lost(
+    tmp_path: Path, format: tuple[str, int], repair: RunCommand
 ) -> None:
     directory, copy = saved(tmp_path / "it", format), tmp_path / "copy"
     shutil.copytree(directory, copy)
@@ -150,7 +150,9 @@ def test_a_copy_mends_all_files_of_chunks_that_are_lost(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_copy_mends_every_other_file_of_a_checkpoint(tmp_path: Path, first: int, repair: Said) -> None:
+def test_a_copy_repairs_every_other_file_of_a_checkpoint(
+    tmp_path: Path, first: int, repair: RunCommand
+) -> None:
     directory, copy = protected(tmp_path / "it"), tmp_path / "copy"
     shutil.copytree(directory, copy)
     before = content(directory)
@@ -161,7 +163,7 @@ def test_a_copy_mends_every_other_file_of_a_checkpoint(tmp_path: Path, first: in
 
 
 @pytest.mark.parametrize("at", range(5, 860, 57))
-def test_a_damaged_commit_is_mended_from_a_copy(tmp_path: Path, at: int, repair: Said) -> None:
+def test_a_damaged_commit_is_repaired_from_a_copy(tmp_path: Path, at: int, repair: RunCommand) -> None:
     """Also where it says that other files are damaged, and they are not."""
     directory = protected(tmp_path / "it")
     shutil.copytree(directory, tmp_path / "copy")
@@ -174,7 +176,7 @@ def test_a_damaged_commit_is_mended_from_a_copy(tmp_path: Path, at: int, repair:
     assert main(["verify", str(directory), "--deep"]) == 0
 
 
-def test_a_copy_of_another_save_is_of_no_use(tmp_path: Path, repair: Said) -> None:
+def test_a_copy_of_another_save_is_not_used(tmp_path: Path, repair: RunCommand) -> None:
     directory, other = saved(tmp_path / "it"), saved(tmp_path / "other")
     flip(files_below(directory, "data/*")[0], -1)
     before = content(directory)
@@ -187,7 +189,7 @@ def test_a_copy_of_another_save_is_of_no_use(tmp_path: Path, repair: Said) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, repair: Said) -> None:
+def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path, repair: RunCommand) -> None:
     """Nothing in it says which save it is of: a copy could be of another step."""
     for location, value in (("it", 1.0), ("other", 2.0)):
         torch.distributed.checkpoint.save(
@@ -199,7 +201,7 @@ def test_what_another_library_has_saved_is_not_mixed_with_a_copy(tmp_path: Path,
     assert (code, message["is_applied"], message["files"]) == (1, False, [])
 
 
-def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: Said) -> None:
+def test_what_a_repair_that_was_killed_left_is_removed(tmp_path: Path, repair: RunCommand) -> None:
     before = content(protected(tmp_path))
     first = files_below(tmp_path, "data/*")[0]
     lose(first)
@@ -225,7 +227,7 @@ def test_bad_input_has_exit_codes_of_its_own(
     assert message in capsys.readouterr().err
 
 
-def test_people_read_what_was_mended_and_what_stays(
+def test_tables_show_what_was_repaired_and_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = files_below(protected(tmp_path), "data/*")

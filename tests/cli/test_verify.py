@@ -1,4 +1,4 @@
-"""`megackpt verify`: names everything that is damaged, and nothing that is not."""
+"""`megackpt verify`: names everything that is damaged, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megackpt.metadata import DIGEST_BLOCK_BYTES
 from megackpt.storage import open_store
 from tests.cli.small_checkpoints import FORMATS, NATIVE, files_below, flip, saved
 
-Said = Callable[..., tuple[int, dict[str, Any]]]
+RunCommand = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def verify(capsys: pytest.CaptureFixture[str]) -> Said:
+def verify(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run the command with --json; return its exit code and what it says."""
 
     def run(directory: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -50,7 +50,7 @@ def place_of(file: Path, tensor: str) -> tuple[int, int]:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("flags", [[], ["--deep"]], ids=["shallow", "deep"])
 def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
-    tmp_path: Path, format: tuple[str, int], flags: list[str], verify: Said
+    tmp_path: Path, format: tuple[str, int], flags: list[str], verify: RunCommand
 ) -> None:
     code, message = verify(saved(tmp_path, format), *flags)
     assert (code, message["damages"], message["is_undamaged"]) == (0, [], True)
@@ -61,7 +61,7 @@ def test_an_undamaged_checkpoint_is_called_whole_only_if_every_byte_was_checked(
     assert message["is_whole"] is (True if flags and is_checked else None)
 
 
-def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, verify: Said) -> None:
+def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path, verify: RunCommand) -> None:
     first, second = data_files(saved(tmp_path))
     long = place_of(first, "long[0:200000]")
     flip(first, long[0])
@@ -86,7 +86,7 @@ def test_every_flipped_block_is_named_with_key_box_file_and_bytes(tmp_path: Path
     assert all("digest differs" in d["what"] for d in message["damages"])
 
 
-def test_what_was_checked_is_said_and_nothing_more(
+def test_the_verdict_names_what_was_checked_and_nothing_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step with a flipped byte was called whole where nobody had looked at its bytes."""
@@ -108,7 +108,7 @@ def test_what_was_checked_is_said_and_nothing_more(
     assert verdict(directory) == "1 damages (bytes not read, --deep reads them)"
 
 
-def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, verify: Said) -> None:
+def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[0]
     begin, end = place_of(file, "long[0:200000]")
     data = file.read_bytes()
@@ -117,7 +117,7 @@ def test_damaged_blocks_that_follow_each_other_are_one_damage(tmp_path: Path, ve
     assert [(d["key"], d["start"], d["stop"]) for d in message["damages"]] == [("long", begin, end)]
 
 
-def test_a_damaged_object_is_named(tmp_path: Path, verify: Said) -> None:
+def test_a_damaged_object_is_named(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[1]
     start, stop = place_of(file, "object[1:2]")
     flip(file, stop - 1)
@@ -129,7 +129,7 @@ def test_a_damaged_object_is_named(tmp_path: Path, verify: Said) -> None:
 
 @pytest.mark.parametrize("at", [0, 3, 20, 100, 300, 1000])
 def test_a_flipped_byte_in_the_header_of_a_data_file_is_damage_although_loads_do_not_read_it(
-    tmp_path: Path, at: int, verify: Said
+    tmp_path: Path, at: int, verify: RunCommand
 ) -> None:
     file = data_files(saved(tmp_path))[0]
     flip(file, at)
@@ -142,7 +142,7 @@ def test_a_flipped_byte_in_the_header_of_a_data_file_is_damage_although_loads_do
 @pytest.mark.parametrize("pattern", ["index-*", "common-*.json", "common-*.safetensors"])
 @pytest.mark.parametrize("at", [0, 40, -1])
 def test_a_flipped_byte_in_index_or_common_state_is_named(
-    tmp_path: Path, pattern: str, at: int, verify: Said
+    tmp_path: Path, pattern: str, at: int, verify: RunCommand
 ) -> None:
     (file,) = saved(tmp_path).glob(pattern)
     flip(file, at)
@@ -151,7 +151,7 @@ def test_a_flipped_byte_in_index_or_common_state_is_named(
     assert {d["file"] for d in message["damages"]} == {file.name}
 
 
-def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_the_commit_is_damage_or_changes_nothing(tmp_path: Path) -> None:
     manifest = saved(tmp_path) / "metadata.json"
     whole = manifest.read_bytes()
     message = json.loads(whole)
@@ -165,12 +165,12 @@ def test_every_flipped_bit_of_the_commit_is_damage_or_says_the_same(tmp_path: Pa
                 for name in {*message, *changed}:
                     if message.get(name) != changed.get(name):
                         overlooked.setdefault(name, set()).add(at)
-    # How many ranks saved is said nowhere else: those that wrote nothing have no file.
+    # How many ranks saved is result nowhere else: those that wrote nothing have no file.
     assert set(overlooked) <= {"world_size"}
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_every_lost_file_is_missed(tmp_path: Path, format: tuple[str, int], verify: Said) -> None:
+def test_every_lost_file_is_damage(tmp_path: Path, format: tuple[str, int], verify: RunCommand) -> None:
     """Files whose loss changes nothing but for other programs are told apart by name."""
     directory = saved(tmp_path, format)
     for file in files_below(directory, "*"):
@@ -188,7 +188,7 @@ def test_every_lost_file_is_missed(tmp_path: Path, format: tuple[str, int], veri
         assert code == (3 if is_commit else 1), name
 
 
-def test_a_lost_data_file_is_one_damage_that_says_what_was_in_it(tmp_path: Path, verify: Said) -> None:
+def test_a_lost_data_file_is_one_damage_that_names_its_chunks(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[1]
     file.unlink()
     code, message = verify(tmp_path, "--deep")
@@ -200,7 +200,7 @@ def test_a_lost_data_file_is_one_damage_that_says_what_was_in_it(tmp_path: Path,
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_every_truncated_file_of_chunks_is_damage(
-    tmp_path: Path, format: tuple[str, int], verify: Said
+    tmp_path: Path, format: tuple[str, int], verify: RunCommand
 ) -> None:
     directory = saved(tmp_path, format)
     with_chunks = inspected_files(directory)
@@ -220,7 +220,7 @@ def inspected_files(directory: Path) -> list[str]:
     return [file.name for file in megackpt.inspect(directory).files]
 
 
-def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, verify: Said) -> None:
+def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, verify: RunCommand) -> None:
     file = data_files(saved(tmp_path))[0]
     begin, _ = place_of(file, "long[0:200000]")
     file.write_bytes(file.read_bytes()[: begin + 10])
@@ -230,7 +230,7 @@ def test_a_truncated_data_file_names_every_chunk_that_is_cut(tmp_path: Path, ver
     assert all(d["stop"] > begin + 10 for d in message["damages"] if d.get("key") in cut and d["start"])
 
 
-def test_swapped_data_files_are_damage(tmp_path: Path, verify: Said) -> None:
+def test_swapped_data_files_are_damage(tmp_path: Path, verify: RunCommand) -> None:
     first, second = data_files(saved(tmp_path))
     one, two = first.read_bytes(), second.read_bytes()
     first.write_bytes(two)
@@ -242,7 +242,7 @@ def test_swapped_data_files_are_damage(tmp_path: Path, verify: Said) -> None:
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != ("zarr", 1)], ids=str)
 def test_a_flipped_byte_in_the_middle_of_any_file_of_chunks_is_found(
-    tmp_path: Path, format: tuple[str, int], verify: Said
+    tmp_path: Path, format: tuple[str, int], verify: RunCommand
 ) -> None:
     directory = saved(tmp_path, format)
     for name in inspected_files(directory):
@@ -255,7 +255,7 @@ def test_a_flipped_byte_in_the_middle_of_any_file_of_chunks_is_found(
         file.write_bytes(data)
 
 
-def test_the_zip_records_around_tensors_are_checked(tmp_path: Path, verify: Said) -> None:
+def test_the_zip_records_around_tensors_are_checked(tmp_path: Path, verify: RunCommand) -> None:
     directory = saved(tmp_path, ("torch_dist", 1))
     for file in files_below(directory, "*.distcp"):
         data = file.read_bytes()
@@ -267,14 +267,14 @@ def test_the_zip_records_around_tensors_are_checked(tmp_path: Path, verify: Said
             file.write_bytes(data)
 
 
-def test_another_metadata_than_that_of_the_save_is_damage(tmp_path: Path, verify: Said) -> None:
+def test_another_metadata_than_that_of_the_save_is_damage(tmp_path: Path, verify: RunCommand) -> None:
     flip(saved(tmp_path, ("torch_dist", 1)) / ".metadata", 200)
     code, message = verify(tmp_path)
     assert code == 1
     assert ".metadata" in {d["file"] for d in message["damages"]}
 
 
-def test_elements_that_no_chunk_has_are_named(tmp_path: Path, verify: Said) -> None:
+def test_elements_that_no_chunk_has_are_named(tmp_path: Path, verify: RunCommand) -> None:
     half = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
     megackpt.save({"w": half}, tmp_path, validate_access_integrity=False)
     code, message = verify(tmp_path)
@@ -282,7 +282,7 @@ def test_elements_that_no_chunk_has_are_named(tmp_path: Path, verify: Said) -> N
     assert message["damages"] == [{"key": "w", "box": "[4:8]", "what": "no chunk has it"}]
 
 
-def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, verify: Said) -> None:
+def test_arrays_that_were_taken_out_leave_no_damage(tmp_path: Path, verify: RunCommand) -> None:
     megackpt.remove_sharded_tensors(saved(tmp_path), "block")
     assert verify(tmp_path, "--deep")[0] == 0
     flip(data_files(tmp_path)[0], 60)

@@ -58,13 +58,6 @@ class ClosingStore(LocalStore):
         super().close()
 
 
-def test_every_error_class_and_report_is_a_name_of_the_package() -> None:
-    for name, value in vars(megackpt.errors).items():
-        if isinstance(value, type) and issubclass(value, CheckpointError):
-            assert getattr(megackpt, name) is value
-            assert name in megackpt.__all__
-
-
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_inspect_returns_arrays_files_and_common_state(tmp_path: Path, format: tuple[str, int]) -> None:
     summary = megackpt.inspect(saved(tmp_path, format))
