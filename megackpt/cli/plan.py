@@ -111,7 +111,7 @@ def _of_model(
     *,
     states: tuple[str, ...] | None,
 ) -> _Planned:
-    from megackpt.simulation import Stored, check_layout, simulate_load, simulate_save
+    from megackpt.simulation import StoredCheckpoint, check_layout, simulate_load, simulate_save
 
     if source is None:
         raise DeclarationError(
@@ -123,7 +123,7 @@ def _of_model(
         check_layout(model, layout)
     with RankCountBar("planning the save", source.world) as bar:
         save, plan = simulate_save(model, source, states=states, advance=bar.advance)
-    stored = Stored(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
+    stored = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, name)
     with RankCountBar("planning the load", min(target.world, ranks_planned or target.world)) as bar:
         load = simulate_load(
             model, target, stored, states=states, ranks_planned=ranks_planned, advance=bar.advance

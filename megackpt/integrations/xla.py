@@ -1,9 +1,9 @@
 """XLA SPMD: tensors of torch_xla in state dicts of ours and in `torch.distributed.checkpoint`.
 
 `megackpt.save` and `megackpt.load` take sharded tensors of torch_xla as they are; `declare_xla` gives one a
-key of its own. The planners here do the same for `torch.distributed.checkpoint`: each box that the devices of
-this host hold is one write item, a box that several devices hold is written once in the world, and a load
-puts a tensor onto the devices once all of its boxes have arrived. Nothing of torch_xla is imported.
+key of its own. The planners here do the same for `torch.distributed.checkpoint`: each box on the devices of
+this host is one write item, a box on several devices is written once in the world, and a load moves a
+tensor to the devices when all of its boxes have arrived. Nothing of torch_xla is imported.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ class _Sharded:
         self.awaited = 0
         self._lock = threading.Lock()
         self._size, self._properties = tensor.shape, TensorProperties(dtype=tensor.dtype)
-        held = HostShards.of(key, tensor)
-        self.is_replicated = held.is_replicated
+        shards = HostShards.of(key, tensor)
+        self.is_replicated = shards.is_replicated
         # Of an array with elements the boxes that have none are left out: they would share their start with
         # others.
-        kept = [s for s in held.shards if s.data.numel() or 0 in tensor.shape]
+        kept = [s for s in shards.shards if s.data.numel() or 0 in tensor.shape]
         self._boxes = [(s.start, tuple(s.data.shape), s.replica_id) for s in kept]
         self._data = {s.start: s.data for s in kept}
-        self._held: HostShards | None = held
+        self._shards: HostShards | None = shards
 
     @property
     def numel(self) -> int:
@@ -162,7 +162,7 @@ class _Sharded:
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         mine = [(start, shape) for start, shape, replica in self._boxes if replica == 0]
-        self._held = None  # nothing goes back to the devices; what is not written here is not needed either
+        self._shards = None  # nothing goes back to the devices; what is not written here is not needed either
         self._data = {start: self._data[start] for start, _ in mine}
         return [
             WriteItem(
@@ -188,9 +188,9 @@ class _Sharded:
         """Note that one read has been done; the last one puts the tensor onto the devices."""
         with self._lock:
             self.awaited -= 1
-            if self.awaited == 0 and self._held is not None:
-                self._held.commit()
-                self._held, self._data = None, {}
+            if self.awaited == 0 and self._shards is not None:
+                self._shards.commit()
+                self._shards, self._data = None, {}
 
 
 def _chunk(start: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:

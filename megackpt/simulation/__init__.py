@@ -8,7 +8,7 @@ from megackpt.simulation.model import Model, check_layout
 from megackpt.simulation.presets import PRESETS
 from megackpt.simulation.replicas import replica_groups
 from megackpt.simulation.report import PlanReport
-from megackpt.simulation.save import Stored, simulate_save
+from megackpt.simulation.save import StoredCheckpoint, simulate_save
 from megackpt.simulation.sizes import ModelSizes, read_sizes
 from megackpt.simulation.stored import open_stored
 from megackpt.simulation.transformer import build_model
@@ -21,7 +21,7 @@ __all__ = [
     "Model",
     "ModelSizes",
     "PlanReport",
-    "Stored",
+    "StoredCheckpoint",
     "advise",
     "build_model",
     "check_layout",

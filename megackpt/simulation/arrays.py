@@ -1,6 +1,6 @@
 """The global arrays of a job: parameters, and what an optimizer keeps of each.
 
-Owns their keys, dtypes and shapes, which follow from a model and from tp, to which vocabularies are padded.
+Their keys, dtypes and shapes follow from a model and from tp, because vocabularies are padded to tp.
 Keys of optimizer state are those of `megackpt.optim`.
 """
 

@@ -1,4 +1,4 @@
-"""A picture of a plan: what each rank writes and reads, by where it stands."""
+"""A picture of a plan: how much more or less than the mean each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ GB = 1e9
 
 
 def draw(title: str, save: SaveOutcome, load: LoadOutcome | None, path: Path) -> None:
-    """Write heat maps in the format that the ending of path says: a row a (pp, tp), a column a dp rank."""
+    """Write heat maps of the deviation from the mean; the suffix of the path chooses the format.
+
+    A row is a (pp, tp), a column is a dp rank.
+    """
     panels: list[tuple[str, JobLayout, npt.NDArray[np.float64]]] = []
     if save.layout is not None:
         panels.append(("written", save.layout, save.nbytes / GB))
@@ -40,11 +43,13 @@ def _draw_panel(
 ) -> None:
     placed = of_rank.reshape(layout.pp, layout.dp, layout.tp).transpose(0, 2, 1)
     rows = placed.reshape(layout.pp * layout.tp, layout.dp)
-    # From 0, so that even loads look even.
-    drawn = axes.imshow(
-        rows, aspect="auto", interpolation="nearest", vmin=0.0, vmax=float(np.nanmax(rows)) or 1.0
-    )
     mean, most = float(np.nanmean(rows)), float(np.nanmax(rows))
+    deviation = 100 * (rows / mean - 1) if mean else np.zeros_like(rows)
+    # Symmetric, so that the mean is white; never below 1 %, so that rounding does not look like imbalance.
+    limit = max(1.0, float(np.nanmax(np.abs(deviation))))
+    drawn = axes.imshow(
+        deviation, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-limit, vmax=limit
+    )
     axes.set_title(f"{layout}: {what}; mean {mean:.3g} GB, most {most:.3g} GB", fontsize="medium")
     axes.set_xlabel("dp rank")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -52,11 +57,11 @@ def _draw_panel(
     step = max(1, layout.pp // 8)
     stages = range(0, layout.pp, step)
     axes.set_yticks([pp * layout.tp for pp in stages], [str(pp) for pp in stages])
-    figure.colorbar(drawn, ax=axes, label="GB per rank")
+    figure.colorbar(drawn, ax=axes, label="% above or below the mean")
 
 
 def _everywhere(of_planned: Ints, load: LoadOutcome) -> npt.NDArray[np.float64]:
-    """Put numbers of planned ranks where they belong; nothing where no rank was planned."""
+    """Return a number for each rank; NaN for ranks that were not planned."""
     placed = np.full(load.layout.world, np.nan)
     placed[load.planned] = of_planned
     return placed

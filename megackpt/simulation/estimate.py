@@ -1,7 +1,7 @@
-"""Times on hardware that one does not have, and how often to save.
+"""Estimates times on other hardware, and how often to save.
 
-Owns the arithmetic from bytes and bandwidths to seconds, and the advice about the interval between saves. No
-estimate is better than the bandwidths that are given: what a directory does is measured by `megackpt bench`.
+Seconds are computed from bytes and bandwidths. No estimate is better than the given bandwidths: `megackpt
+bench` measures those of a directory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Interval:
 
     Attributes:
         young: `sqrt(2 C M)`, for a save that takes C and a mean time between failures of M.
-        daly: Daly's higher-order estimate, which holds also where C is not small beside M.
+        daly: Daly's higher-order estimate, which is also valid where C is not small compared with M.
         efficiency: the share of time that is progress at Daly's interval; the rest are saves, lost work and
             restarts.
     """

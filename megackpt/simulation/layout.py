@@ -1,6 +1,6 @@
-"""Layouts of jobs that need not exist: sizes along each axis, and where ranks stand.
+"""Layouts of simulated jobs: sizes along each axis, and the numbering of ranks.
 
-Owns how a layout is written (`tp8,pp16,dp128`) and the numbering of ranks. Unlike
+A layout is written as `tp8,pp16,dp128`. Unlike
 `megackpt.parallel.ParallelLayout`, which runs models, it knows expert parallelism.
 """
 

@@ -1,6 +1,6 @@
 """The load of a simulated job from what another one, or a real one, has stored.
 
-Owns which ranks are planned, and what is counted of their plans.
+It chooses which ranks are planned, and counts what their plans read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megackpt.simulation.replicas import (
     joined,
     replica_groups,
 )
-from megackpt.simulation.save import Advance, Stored, table_nbytes
+from megackpt.simulation.save import Advance, StoredCheckpoint, table_nbytes
 
 
 def simulate_load(
     model: Model,
     layout: JobLayout,
-    stored: Stored,
+    stored: StoredCheckpoint,
     *,
     states: tuple[str, ...] | None = None,
     bucket_size: int = BUCKET_SIZE,
@@ -55,14 +55,14 @@ def simulate_load(
     chosen = _chosen(layout.world, ranks_planned)
     is_chosen = np.zeros(layout.world, np.bool_)
     is_chosen[chosen] = True
-    counts, places = _Counts(), StoredPositions.of(stored.table)
+    counts, positions = _Counts(), StoredPositions.of(stored.table)
     for stage in stages:
         for dense, experts in data_parallel_groups(stage):
-            _count_group([dense, *experts], arrays, stored, places, counts)
+            _count_group([dense, *experts], arrays, stored, positions, counts)
             for ep in range(max(1, len(experts))):
                 groups = [dense, *experts[ep : ep + 1]]
                 members = groups[-1].ranks[is_chosen[groups[-1].ranks]]
-                _plan_ranks(groups, members, arrays, stored, places, counts)
+                _plan_ranks(groups, members, arrays, stored, positions, counts)
                 advance(len(members))
     order = np.argsort(np.array(counts.rank, np.int64))
     return LoadOutcome(
@@ -97,13 +97,13 @@ class _Counts:
 def _count_group(
     groups: Sequence[ReplicaGroup],
     arrays: JobArrays,
-    stored: Stored,
-    places: StoredPositions,
+    stored: StoredCheckpoint,
+    positions: StoredPositions,
     counts: _Counts,
 ) -> None:
     """Count what data-parallel ranks ask for together: their flat ranges tile the boxes."""
     boxes = _stored_only(boxes_of(groups, arrays), stored)
-    region = run_planner.region_of(boxes.table, stored.table, places)
+    region = run_planner.region_of(boxes.table, stored.table, positions)
     copies, _ = run_planner.plan_rank(boxes, region, where=stored.where)
     counts.unique.append(copied_nbytes(copies, region.table))
     counts.shared_read.append(read_nbytes(copies, region.table, block_bytes=stored.block_bytes))
@@ -113,22 +113,22 @@ def _plan_ranks(
     groups: Sequence[ReplicaGroup],
     ranks: Ints,
     arrays: JobArrays,
-    stored: Stored,
-    places: StoredPositions,
+    stored: StoredCheckpoint,
+    positions: StoredPositions,
     counts: _Counts,
 ) -> None:
     """Plan ranks that are members of all the groups, one by one."""
     if not len(ranks):
         return
     boxes = _stored_only(boxes_of(groups, arrays), stored)
-    region = run_planner.region_of(boxes.table, stored.table, places)
+    region = run_planner.region_of(boxes.table, stored.table, positions)
     counts.region_s.append(region.seconds)
     counts.region_nbytes = max(counts.region_nbytes, table_nbytes(region.table) + region.rows.nbytes)
     file = stored.file[region.rows]
     members = [np.searchsorted(group.ranks, ranks) for group in groups]  # ranks of a group are ascending
     for at, rank in enumerate(ranks.tolist()):
         mine = zip(groups, members, strict=True)
-        requested = joined([group.declare(arrays, places[at : at + 1]) for group, places in mine])
+        requested = joined([group.declare(arrays, positions[at : at + 1]) for group, positions in mine])
         copies, seconds = run_planner.plan_rank(_stored_only(requested, stored), region, where=stored.where)
         counts.rank.append(rank)
         counts.needed.append(copied_nbytes(copies, region.table))
@@ -137,7 +137,7 @@ def _plan_ranks(
         counts.plan_s.append(seconds)
 
 
-def _stored_only(requested: DeclaredChunks, stored: Stored) -> DeclaredChunks:
+def _stored_only(requested: DeclaredChunks, stored: StoredCheckpoint) -> DeclaredChunks:
     """Leave out arrays that are not stored."""
     known = {spec.key for spec in stored.table.arrays}
     is_known = np.array([spec.key in known for spec in requested.table.arrays], np.bool_)

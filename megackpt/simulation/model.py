@@ -1,7 +1,7 @@
 """The parameters of a model: names, shapes, and which dim tp cuts.
 
-Owns what is known of a parameter before a layout is chosen, and the check that a layout can hold a model.
-Where parameters come from is for `transformer` and `stored` to say.
+A parameter is described before a layout is chosen; a check says whether a layout is possible for the model.
+`transformer` and `stored` make the parameters.
 """
 
 from __future__ import annotations

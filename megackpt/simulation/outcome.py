@@ -1,6 +1,6 @@
 """What planning a job has shown: bytes, files and times, by rank where they differ.
 
-Owns the results and the sums over them. Tables and pictures of them are made elsewhere.
+`report` and `chart` make tables and pictures of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SaveOutcome:
 
     @property
     def coordinator_s(self) -> float:
-        """Time that rank 0 needs in all, beside its own part."""
+        """Time that rank 0 needs in all, without its own part."""
         return self.merge_s + self.prove_s + self.plan_s + self.pack_s + self.index_s
 
     def to_json(self) -> dict[str, Any]:

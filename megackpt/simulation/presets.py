@@ -1,4 +1,4 @@
-"""Published models by name. Their totals stand in the tests, beside where they were published."""
+"""Published models by name. The tests have their totals and sources."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How many bytes copies make a rank read: whole blocks, and what lies in short gaps.
 
-Owns that sum, for many copies at once; that it is what `planning.plan_reads` asks for is tested.
+It computes the sum for many copies at once. A test compares it with `planning.plan_reads`.
 """
 
 from __future__ import annotations

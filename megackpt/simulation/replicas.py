@@ -1,8 +1,8 @@
-"""What the ranks of a job hold, in columns.
+"""The declarations of the ranks of a simulated job, in columns.
 
-Owns the step from a model at a layout to declarations. Ranks that hold the same parameters, as
-data-parallel ones do, are one `ReplicaGroup`: what is equal on them is computed once, and the flat ranges of
-the distributed optimizer, which differ, for all of them together.
+They are computed from a model and a layout. Ranks with the same parameters, such as data-parallel ranks,
+are one `ReplicaGroup`: what is equal on them is computed once, and the flat ranges of the distributed
+optimizer, which differ, for all of them at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class BucketedParameters:
     """Parameters in flat buckets that ranks own equal slices of, `[m]` rows.
 
     Attributes:
@@ -70,7 +70,7 @@ class Packed:
     slice: Ints
 
     @classmethod
-    def of(cls, buffer: BufferLayout) -> Packed:
+    def of(cls, buffer: BufferLayout) -> BucketedParameters:
         """Put a layout into columns."""
         bucket = np.array(buffer.bucket_of_param, np.int64)
         start = np.array([span.start for span in buffer.buckets], np.int64)
@@ -108,7 +108,7 @@ class ReplicaGroup:
     step: Ints
     step_start: Ints
     step_main: Flags
-    packed: Packed
+    packed: BucketedParameters
     holds_experts: bool
 
     def declare(self, arrays: JobArrays, members: Ints) -> DeclaredChunks:
@@ -119,7 +119,7 @@ class ReplicaGroup:
         tables = [self._params(arrays, members), *self._states(arrays, members)]
         return _joined(arrays, tables)
 
-    def boxes(self, arrays: JobArrays) -> _Declared:
+    def boxes(self, arrays: JobArrays) -> _GroupDeclarations:
         """Return the boxes of everything that these ranks hold together, as one rank would declare them."""
         whole = self.parts.arrays.reshape(-1)  # every part in each of its arrays
         rows = np.repeat(np.arange(len(self.parts.param)), self.parts.arrays.shape[1])
@@ -129,17 +129,17 @@ class ReplicaGroup:
         counts = _Rows(self.step, start, shape, one - 1, one)
         resizable = np.concatenate([self.parts.resizable[rows], np.zeros(len(one), np.bool_)])
         none = np.zeros(len(resizable), np.int64)
-        return _Declared(_stacked([boxes, counts]), none.astype(np.bool_), resizable, none)
+        return _GroupDeclarations(_stacked([boxes, counts]), none.astype(np.bool_), resizable, none)
 
-    def _params(self, arrays: JobArrays, members: Ints) -> _Declared:
+    def _params(self, arrays: JobArrays, members: Ints) -> _GroupDeclarations:
         parts = self.parts
         row, member = _pairs(len(parts.param), members)
         numel = parts.numel[row]
         rows = _Rows(parts.arrays[row, 0], parts.start[row], parts.shape[row], np.zeros_like(numel), numel)
         main = parts.main[row] & (member == 0)
-        return _Declared(rows, main, parts.resizable[row], self.ranks[member])
+        return _GroupDeclarations(rows, main, parts.resizable[row], self.ranks[member])
 
-    def _states(self, arrays: JobArrays, members: Ints) -> Iterator[_Declared]:
+    def _states(self, arrays: JobArrays, members: Ints) -> Iterator[_GroupDeclarations]:
         if not len(self.step):
             return
         low, high = self.packed.owned(members)  # [d, m]
@@ -150,7 +150,7 @@ class ReplicaGroup:
         begin, end = start[at, row], stop[at, row]
         for state in range(1, parts.arrays.shape[1]):
             rows = _Rows(parts.arrays[row, state], parts.start[row], parts.shape[row], begin, end)
-            yield _Declared(rows, parts.main[row], parts.resizable[row], self.ranks[members[at]])
+            yield _GroupDeclarations(rows, parts.main[row], parts.resizable[row], self.ranks[members[at]])
         at, param = np.nonzero(low < high)
         one = np.ones_like(param)
         rows = _Rows(
@@ -162,7 +162,7 @@ class ReplicaGroup:
         )
         # Of the ranks with a part of the parameter, the one with its first element speaks for it.
         main = self.step_main[param] & (low[at, param] == 0)
-        yield _Declared(rows, main, np.zeros(len(param), np.bool_), self.ranks[members[at]])
+        yield _GroupDeclarations(rows, main, np.zeros(len(param), np.bool_), self.ranks[members[at]])
 
 
 def replica_groups(
@@ -219,7 +219,7 @@ def joined(declared: Sequence[DeclaredChunks]) -> DeclaredChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _StageParameter:
     """A parameter of a stage: its leading axes `(index, total)`, and whether it is the one that is saved."""
 
     weight: Weight
@@ -239,39 +239,39 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Declared:
+class _GroupDeclarations:
     rows: _Rows
     main: Flags
     resizable: Flags
     rank: Ints
 
 
-def _of_stage(model: Model, owned: range, *, is_first: bool, is_last: bool) -> Iterator[_Placed]:
+def _of_stage(model: Model, owned: range, *, is_first: bool, is_last: bool) -> Iterator[_StageParameter]:
     """Yield the parameters of a stage in order of registration."""
     if is_first:
-        yield from (_Placed(weight) for weight in model.first)
+        yield from (_StageParameter(weight) for weight in model.first)
     begin = 0
     for stack in model.stacks:
         for layer in range(max(owned.start, begin), min(owned.stop, begin + stack.layers)):
             leading = ((layer - begin, stack.layers),) if stack.has_axis else ()
-            yield from (_Placed(weight, leading) for weight in stack.weights)
+            yield from (_StageParameter(weight, leading) for weight in stack.weights)
         begin += stack.layers
     if is_last:
-        yield from (_Placed(weight) for weight in model.last)
+        yield from (_StageParameter(weight) for weight in model.last)
         if model.shared is not None and not is_first:
-            yield _Placed(model.shared, is_copy=True)
+            yield _StageParameter(model.shared, is_copy=True)
 
 
-def _of_experts(placed: Sequence[_Placed], ep: int, of: int) -> Iterator[_Placed]:
+def _of_experts(placed: Sequence[_StageParameter], ep: int, of: int) -> Iterator[_StageParameter]:
     """Yield the parameters of the experts that one of `of` groups of ranks holds."""
     for param in placed:
         count = param.weight.experts // of
         for expert in range(ep * count, (ep + 1) * count):
-            yield _Placed(param.weight, (*param.leading, (expert, param.weight.experts)))
+            yield _StageParameter(param.weight, (*param.leading, (expert, param.weight.experts)))
 
 
 def _hold(
-    placed: Sequence[_Placed],
+    placed: Sequence[_StageParameter],
     model: Model,
     arrays: JobArrays,
     ranks: Ints,
@@ -328,7 +328,7 @@ def _hold(
         step=np.array(step, np.int64),
         step_start=np.array(step_start, np.int64).reshape(len(step), dims),
         step_main=np.array(step_main, np.bool_),
-        packed=Packed.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
+        packed=BucketedParameters.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
         holds_experts=any(param.weight.experts for param in placed),
     )
 
@@ -338,7 +338,7 @@ def _pairs(rows: int, members: Ints) -> tuple[Ints, Ints]:
     return np.tile(np.arange(rows), len(members)), np.repeat(members, rows)
 
 
-def _joined(arrays: JobArrays, declared: Sequence[_Declared]) -> DeclaredChunks:
+def _joined(arrays: JobArrays, declared: Sequence[_GroupDeclarations]) -> DeclaredChunks:
     table = _table(arrays, [d.rows for d in declared])
     return DeclaredChunks(
         table,

@@ -44,20 +44,20 @@ class PlanReport:
 
     @property
     def host_memory(self) -> dict[str, int]:
-        """Bytes of host memory beside the state, at most, by what needs them on a rank."""
+        """Bytes of host memory in addition to the state, at most, by purpose, on a rank."""
         writer = FileOptions()
-        said = {
+        buffers = {
             "save, buffers": writer.buffers * writer.buffer_bytes,
             "save, plan (rank 0)": self.save.plan_nbytes,
         }
         if self.save.layout is not None:
-            said["async save, copy of what a rank writes"] = int(self.save.nbytes.max(initial=0))
+            buffers["async save, copy of what a rank writes"] = int(self.save.nbytes.max(initial=0))
         if self.load is not None:
             options = LoadOptions()
-            said["load, buffers"] = options.threads * COMMON_POOL.buffer_bytes
-            said["load by exchange, buffers"] = options.exchange_bytes
-            said["load, rows of the index"] = self.load.region_nbytes
-        return said
+            buffers["load, buffers"] = options.threads * COMMON_POOL.buffer_bytes
+            buffers["load by exchange, buffers"] = options.exchange_bytes
+            buffers["load, rows of the index"] = self.load.region_nbytes
+        return buffers
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON; bytes are whole numbers, times seconds."""
@@ -78,7 +78,8 @@ class PlanReport:
             layout = self.load.layout
             yield _table(f"Load at {layout}, {layout.world} ranks", _load_lines(self.load))
         yield _table(
-            "Host memory of a rank, beside the state", [(n, decimal(b)) for n, b in self.host_memory.items()]
+            "Host memory of a rank, in addition to the state",
+            [(n, decimal(b)) for n, b in self.host_memory.items()],
         )
         lines = list(self._time_lines())
         if lines:

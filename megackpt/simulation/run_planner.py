@@ -1,7 +1,7 @@
-"""The planner, run for jobs that are not there.
+"""Runs the planner for simulated jobs.
 
-Owns every call of the planner that a simulation makes, and how long each takes, in CPU time: what else the
-machine does is not the planner's. What goes in is made elsewhere, and what comes out is counted elsewhere.
+Every call of the planner by a simulation is here, with its CPU time, which does not depend on other work of
+the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ATTEMPT = "0" * 16  # names of files are as long as real ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinated:
+class CoordinatorTimes:
     """How long the steps of rank 0 took, in s: merge, proof, plan, and packing the rows of each rank."""
 
     merge_s: float
@@ -66,24 +66,24 @@ def list_of(declared: DeclaredChunks) -> tuple[PackedDeclarations, bytes, float]
 
 
 def plan_all(
-    alone: Sequence[bytes], shared: Sequence[bytes], owner_groups: Sequence[Ints]
-) -> tuple[SavePlan, list[bytes], Coordinated]:
+    main_lists: Sequence[bytes], shared: Sequence[bytes], owner_groups: Sequence[Ints]
+) -> tuple[SavePlan, list[bytes], CoordinatorTimes]:
     """Do what rank 0 does: merge the lists of all ranks, prove coverage, plan, and pack the rows of each.
 
-    shared has the lists that several ranks have alike, and owner_groups the ranks that have each.
+    shared has the lists that are equal on several ranks, and owner_groups the ranks of each.
 
     Raises:
         CoverageError: main replicas do not cover everything once.
     """
     clock = _Clock()
-    held, _ = merge_packed_declarations(alone, shared, owner_groups)
+    merged, _ = merge_packed_declarations(main_lists, shared, owner_groups)
     merge_s = clock.lap()
-    check_coverage(held.declared)
+    check_coverage(merged.declared)
     prove_s = clock.lap()
-    plan = plan_merged_save(held)
+    plan = plan_merged_save(merged)
     plan_s = clock.lap()
-    rows = pack_rows(plan, ranks=len(alone))
-    return plan, rows, Coordinated(merge_s=merge_s, prove_s=prove_s, plan_s=plan_s, pack_s=clock.lap())
+    rows = pack_rows(plan, ranks=len(main_lists))
+    return plan, rows, CoordinatorTimes(merge_s=merge_s, prove_s=prove_s, plan_s=plan_s, pack_s=clock.lap())
 
 
 def take_rows(
@@ -109,15 +109,15 @@ def build_index(plan: SavePlan, *, world: int) -> tuple[int, float]:
         if count:
             store.write(names.data_file(_ATTEMPT, rank), b"")
     began = time.thread_time()
-    said = NativeSaveStrategy().write_index(store, attempt=_ATTEMPT, plan=plan, receipts=receipts)
-    return int(said["index"]["nbytes"]), time.thread_time() - began
+    fields = NativeSaveStrategy().write_index(store, attempt=_ATTEMPT, plan=plan, receipts=receipts)
+    return int(fields["index"]["nbytes"]), time.thread_time() - began
 
 
-def region_of(boxes: ChunkTable, stored: ChunkTable, places: StoredPositions) -> Region:
+def region_of(boxes: ChunkTable, stored: ChunkTable, positions: StoredPositions) -> Region:
     """Find the stored chunks that meet boxes; stored is sorted as in an index, whose head tells places."""
     began = time.thread_time()
     meets = np.zeros(len(stored), np.bool_)
-    meets[overlapping_chunks(boxes, stored, places)[1]] = True
+    meets[overlapping_chunks(boxes, stored, positions)[1]] = True
     rows = np.flatnonzero(meets)
     table = with_bounding_boxes(stored.take(rows))
     order = search_order(table)
@@ -131,8 +131,8 @@ def plan_rank(requested: DeclaredChunks, region: Region, *, where: str) -> tuple
         FormatError: the checkpoint lacks elements of an array that may not be resized.
     """
     began = time.thread_time()
-    told = replace(requested, table=with_bounding_boxes(requested.table))
-    copies = plan_load(told, region.table, where=where)
+    declared = replace(requested, table=with_bounding_boxes(requested.table))
+    copies = plan_load(declared, region.table, where=where)
     return copies, time.thread_time() - began
 
 

@@ -1,7 +1,7 @@
 """The save of a simulated job: every rank declared, planned and counted.
 
-Owns the order of the steps, which is that of a real save. Ranks are declared one by one: what is held of all
-of them is what rank 0 would hold.
+The steps have the order of a real save. Ranks are declared one by one, so memory is needed only for what
+rank 0 of the real job would keep.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class StoredCheckpoint:
     """What a checkpoint holds, as loads need to know it.
 
     Attributes:
@@ -69,7 +69,7 @@ def simulate_save(
         sent.add(rank, *run_planner.list_of(declared))
         advance(1)
     plan, rows, coordinated = run_planner.plan_all(
-        sent.alone, [data for _, data in sent.shared.values()], sent.owner_groups()
+        sent.main_lists, [data for _, data in sent.shared.values()], sent.owner_groups()
     )
     for rank, declared in each_rank(stages, arrays):
         _, seconds = run_planner.take_rows(rows[rank], declared, sent.lists[rank], rank=rank)
@@ -106,7 +106,7 @@ class _Sent:
     """
 
     lists: list[PackedDeclarations]
-    alone: list[bytes]
+    main_lists: list[bytes]
     shared: dict[bytes, tuple[int, bytes]]
     kind: Ints
     seconds: Seconds
@@ -119,7 +119,10 @@ class _Sent:
     def add(self, rank: int, lists: PackedDeclarations, digest: bytes, seconds: float) -> None:
         number, _ = self.shared.setdefault(digest, (len(self.shared), lists.replica_rows))
         self.kind[rank] = number
-        self.lists[rank], self.alone[rank] = replace(lists, main_rows=b"", replica_rows=b""), lists.main_rows
+        self.lists[rank], self.main_lists[rank] = (
+            replace(lists, main_rows=b"", replica_rows=b""),
+            lists.main_rows,
+        )
         self.seconds[rank] = seconds
 
     def owner_groups(self) -> list[Ints]:
@@ -127,7 +130,7 @@ class _Sent:
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.alone)) + sum(len(data) for _, data in self.shared.values())
+        return sum(map(len, self.main_lists)) + sum(len(data) for _, data in self.shared.values())
 
 
 def table_nbytes(table: ChunkTable) -> int:
@@ -140,7 +143,7 @@ def _outcome(
     layout: JobLayout,
     plan: SavePlan,
     sent: _Sent,
-    coordinated: run_planner.Coordinated,
+    coordinated: run_planner.CoordinatorTimes,
     index_nbytes: int,
     index_s: float,
 ) -> SaveOutcome:

@@ -1,6 +1,6 @@
-"""What a transformer is, as numbers: the description that a user gives, or picks by name.
+"""The sizes of a transformer, as a user gives them or picks them by name.
 
-Owns the fields, their checks and reading them from a file; which arrays follow is for `transformer` to say.
+They are checked, and may be read from a file. `transformer` makes the arrays from them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ModelSizes:
         ffn_size: extent inside an ordinary MLP.
         query_groups: key and value heads; None: one for each query head.
         head_dim: extent of a head; None: `hidden_size / num_heads`.
-        gated: whether the MLP has a gate beside its first projection.
+        gated: whether the MLP has a gate in addition to its first projection.
         linear_bias: whether the linear layers of a block have biases.
         norm_bias: whether norms have a bias (LayerNorm) or not (RMSNorm).
         tied_embeddings: whether the embedding is the output weight too.
@@ -138,13 +138,13 @@ class ModelSizes:
         return asdict(self)
 
 
-def sizes_from_json(said: Any, *, where: str) -> ModelSizes:
+def sizes_from_json(fields: Any, *, where: str) -> ModelSizes:
     """Return the sizes that a JSON object names by the fields of `ModelSizes`.
 
     Raises:
         DeclarationError: it is no object, a field is unknown, missing or of another type, or a value is bad.
     """
-    values = dict(_fields_of(ModelSizes, said, where))
+    values = dict(_fields_of(ModelSizes, fields, where))
     for name, kind in (("latent", LatentAttention), ("experts", Experts)):
         if values.get(name) is not None:
             values[name] = kind(**_fields_of(kind, values[name], f"{where}, {name}"))
@@ -158,38 +158,40 @@ def read_sizes(path: Path) -> ModelSizes:
         DeclarationError: the file cannot be read, is no JSON, or not what it should be.
     """
     try:
-        said = json.loads(path.read_text())
+        fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DeclarationError(
             f"{path}: not a description of a model ({error}). Give a JSON object with the fields of "
             f"ModelSizes, such as hidden_size.",
             path=str(path),
         ) from error
-    return sizes_from_json(said, where=str(path))
+    return sizes_from_json(fields, where=str(path))
 
 
 _NESTED = {"latent": dict, "experts": dict}
 
 
-def _fields_of(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
-    if not isinstance(said, dict):
+def _fields_of(kind: type[Any], values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
         raise DeclarationError(
-            f"{where}: a {type(said).__name__} where an object should be. Give the fields of "
+            f"{where}: a {type(values).__name__} where an object should be. Give the fields of "
             f"{kind.__name__}.",
             path=where,
         )
     known = {field.name: field for field in fields(kind)}
-    unknown = sorted(set(said) - set(known))
+    unknown = sorted(set(values) - set(known))
     needed = {name for name, field in known.items() if field.default is MISSING}
-    missing = sorted(needed - set(said))
-    wrong = sorted(n for n in set(said) & set(known) if not isinstance(said[n], _types_of(n, known[n].type)))
+    missing = sorted(needed - set(values))
+    wrong = sorted(
+        n for n in set(values) & set(known) if not isinstance(values[n], _types_of(n, known[n].type))
+    )
     if unknown or missing or wrong:
         raise DeclarationError(
             f"{where}: unknown fields {unknown}, missing ones {missing}, of another type {wrong}. "
             f"{kind.__name__} has {', '.join(known)}.",
             path=where,
         )
-    return said
+    return values
 
 
 def _types_of(name: str, annotation: Any) -> tuple[type, ...]:

@@ -1,8 +1,9 @@
-"""A checkpoint that is there, as the source of a simulated load.
+"""A real checkpoint as the source of a simulated load.
 
-Owns what its index tells, and a guess at the model behind it: which arrays are parts of one parameter, which
-have an axis of layers, which dim tp cuts. Guesses go by names and by how chunks are cut; where parameters lie
-in the optimizer's buffers is not stored, so their order there is that of keys.
+Its index is read, and the model is guessed from it: which arrays belong to one parameter, which have an
+    axis of layers,
+which dim tp cuts. Guesses use names and how chunks are cut. The order of parameters in the optimizer's
+buffers is not stored, so the order of keys is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megackpt.metadata import OBJECT, ArraySpec, ChunkTable
 from megackpt.simulation.arrays import STEP, state_key
 from megackpt.simulation.model import Model, Stack, Weight
 from megackpt.simulation.outcome import SaveOutcome
-from megackpt.simulation.save import Stored, table_nbytes
+from megackpt.simulation.save import StoredCheckpoint, table_nbytes
 from megackpt.storage import open_store
 
 _FUSED = (("q", "k", "v"), ("gate", "up"))
@@ -33,7 +34,7 @@ _COLUMNS = re.compile(
 _NEVER_CUT = re.compile(r"norm|bias|router|down_proj|position")  # what is not named above
 
 
-def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]]:
+def open_stored(path: Path) -> tuple[SaveOutcome, StoredCheckpoint, Model, tuple[str, ...]]:
     """Return what a checkpoint of any format holds, its model, and the states that an optimizer has stored.
 
     Raises:
@@ -49,18 +50,18 @@ def open_stored(path: Path) -> tuple[SaveOutcome, Stored, Model, tuple[str, ...]
     files = int(file.max(initial=-1)) + 1
     nbytes = np.zeros(files, np.int64)
     np.add.at(nbytes, file, table.nbytes)
-    said = read_manifest(store).get("index")
+    fields = read_manifest(store).get("index")
     outcome = SaveOutcome(
         layout=None,
         nbytes=nbytes,
         chunks=np.bincount(file, minlength=files).astype(np.int64),
         arrays=len(table.arrays),
-        index_nbytes=int(said["nbytes"]) if isinstance(said, dict) and "nbytes" in said else 0,
+        index_nbytes=int(fields["nbytes"]) if isinstance(fields, dict) and "nbytes" in fields else 0,
         rank_s=np.zeros(0),
         plan_nbytes=table_nbytes(table),
     )
     model, states = model_of(table)
-    return outcome, Stored(table, file, chunks.block_bytes, store.location), model, states
+    return outcome, StoredCheckpoint(table, file, chunks.block_bytes, store.location), model, states
 
 
 def model_of(table: ChunkTable) -> tuple[Model, tuple[str, ...]]:

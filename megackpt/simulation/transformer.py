@@ -1,6 +1,6 @@
 """A transformer's parameters from its sizes.
 
-Owns the composition, with the keys and the order of registration of Megatron-style layers as
+It has the keys and the order of registration of Megatron-style layers as
 `megackpt.parallel` declares them: the layers of a stack are one array with a leading axis, a fused weight is
 one parameter of several named parts. An expert is a parameter of its own, with a second leading axis.
 """

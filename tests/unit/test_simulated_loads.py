@@ -16,7 +16,7 @@ from megackpt.planning.overlaps import search_order, with_bounding_boxes
 from megackpt.simulation import (
     JobLayout,
     ModelSizes,
-    Stored,
+    StoredCheckpoint,
     build_model,
     job_arrays,
     open_stored,
@@ -40,11 +40,11 @@ def planned(
     *,
     ranks_planned: int | None = None,
     states: tuple[str, ...] | None = None,
-) -> tuple[LoadOutcome, Stored, list[DeclaredChunks]]:
+) -> tuple[LoadOutcome, StoredCheckpoint, list[DeclaredChunks]]:
     """Return the outcome of a load, what it loads from, and what each rank asks for."""
     model, layout = build_model(sizes), JobLayout.parse(target)
     _, plan = simulate_save(model, JobLayout.parse(source), bucket_size=BUCKET, states=states)
-    stored = Stored(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "the checkpoint")
+    stored = StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "the checkpoint")
     outcome = simulate_load(
         model, layout, stored, bucket_size=BUCKET, ranks_planned=ranks_planned, states=states
     )
@@ -139,7 +139,7 @@ def test_the_states_of_a_checkpoint_are_those_of_its_model(tmp_path: Path) -> No
     same = simulate_load(
         build_model(TIED),
         target,
-        Stored(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "x"),
+        StoredCheckpoint(plan.table, plan.writer, DIGEST_BLOCK_BYTES, "x"),
         bucket_size=BUCKET,
     )
     # The order of parameters in the optimizer's buffers is not stored, so ranks may differ, sums do not. The

@@ -16,7 +16,7 @@ from megackpt.simulation import (
     PRESETS,
     JobLayout,
     ModelSizes,
-    Stored,
+    StoredCheckpoint,
     build_model,
     check_layout,
     read_sizes,
@@ -220,7 +220,7 @@ def test_layers_with_keys_of_their_own_are_recognised_by_their_numbers() -> None
     assert cuts["0.self_attn.q_proj.weight"] == 0
     assert cuts["1.input_layernorm.weight"] is None
     assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == 0
-    stored = Stored(table, np.zeros(len(table), np.int64), 1, "x")
+    stored = StoredCheckpoint(table, np.zeros(len(table), np.int64), 1, "x")
     load = simulate_load(model, JobLayout.parse("tp2,pp3"), stored, states=())
     # Norms are needed on both tp ranks, all else once.
     assert load.total_needed == int(table.nbytes.sum()) + 2 * 3 * 8

@@ -1,7 +1,7 @@
 """A load planner for DCP that knows megackpt's entities.
 
-Owns DCP's view of a megackpt load: what each rank asks for as read items, and the state dict put together
-in place once the last of them has been read. Works with any storage reader.
+It turns the request of each rank into read items, and rebuilds the state dict in place when the last item
+has been read. It works with any storage reader.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megackpt.codec import unpack
 from megackpt.engine.data.tensor_bytes import check_target
 from megackpt.engine.state.flatten import flatten_state
 from megackpt.errors import MismatchError, MissingKeyError
+from megackpt.integrations.dcp.location import rank_and_size
 from megackpt.integrations.dcp.names import flatten, replace_leaves, update
-from megackpt.integrations.dcp.place import place_in
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.mapping.tree import dotted, empty_containers, keys_by_container
@@ -72,7 +72,7 @@ class MegackptLoadPlanner(LoadPlanner):
         self._state_dict = state_dict
         self._stored = metadata.state_dict_metadata
         arrays = {name for name, found in self._stored.items() if isinstance(found, TensorStorageMetadata)}
-        rank, ranks = place_in(self._process_group)
+        rank, ranks = rank_and_size(self._process_group)
         self._flattened = flatten_state(state_dict, rank=rank, ranks=ranks, stored=arrays)
         self._values = {name: value for name, (_, value) in flatten(self._flattened.common).items()}
         self._objects = {entity.unique_key: entity for entity in self._flattened.objects}
@@ -113,7 +113,7 @@ class MegackptLoadPlanner(LoadPlanner):
         """Note how much is to be read. DCP calls it on every rank."""
         self._outstanding = len(central_plan.items)
         if not self._outstanding:
-            self._put_together()
+            self._rebuild()
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -154,7 +154,7 @@ class MegackptLoadPlanner(LoadPlanner):
             return self._refuse_missing(tensor.key)
         tensor.init_data()
         check_target(tensor)
-        _check_alike(tensor, found)
+        _check_matches(tensor, found)
         assert isinstance(found, TensorStorageMetadata)
         if tuple(found.size) != tensor.global_shape and tensor.data is not None:
             tensor.data.detach().zero_()  # what is not stored: padding
@@ -210,9 +210,9 @@ class MegackptLoadPlanner(LoadPlanner):
             self._outstanding -= 1
             is_last = not self._outstanding
         if is_last:
-            self._put_together()
+            self._rebuild()
 
-    def _put_together(self) -> None:
+    def _rebuild(self) -> None:
         """Write everything into the state dict, in place: nobody tells a planner that a load has ended."""
         common = replace_leaves(self._flattened.common, self._loaded)
         update(self._state_dict, self._flattened.unflatten(common, self._missing))
@@ -229,7 +229,7 @@ def _nothing_asked(name: str, keys: list[str]) -> MissingKeyError:
     )
 
 
-def _check_alike(tensor: ShardedTensor, found: Any) -> None:
+def _check_matches(tensor: ShardedTensor, found: Any) -> None:
     if not isinstance(found, TensorStorageMetadata):
         raise MismatchError(f"{tensor.key!r} is stored as a value, not as a tensor.", key=tensor.key)
     shape = tuple(found.size)

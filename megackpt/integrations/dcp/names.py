@@ -1,7 +1,7 @@
 """Nested state dicts as DCP names their leaves, and back.
 
-Owns the rule of names: the steps to a leaf joined with dots. A dict is walked always; a list only where a
-dict or a tensor stands in it, else it is one value.
+A name is the steps to a leaf, joined with dots. A dict is always walked. A list is walked only if it
+contains a dict or a tensor; otherwise it is one value.
 
 Source: torch.distributed.checkpoint's flatten_state_dict (torch 2.4 and later).
 """
@@ -76,12 +76,12 @@ def update(target: Any, loaded: Any) -> None:
     """Write the leaves of a loaded tree into a state dict of the same structure, in place."""
     for key, value in _children(loaded).items():
         known = isinstance(target, list) or key in target
-        held = target[key] if known else None
-        alike = isinstance(held, Mapping) and isinstance(value, Mapping)
-        alike |= isinstance(held, list) and isinstance(value, list) and len(held) == len(value)
-        if alike and held:
-            update(held, value)
-        elif held is not value:
+        present = target[key] if known else None
+        same_kind = isinstance(present, Mapping) and isinstance(value, Mapping)
+        same_kind |= isinstance(present, list) and isinstance(value, list) and len(present) == len(value)
+        if same_kind and present:
+            update(present, value)
+        elif present is not value:
             target[key] = value
 
 

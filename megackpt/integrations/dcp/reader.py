@@ -1,7 +1,7 @@
 """A storage reader for DCP over checkpoints of every format that megackpt reads.
 
-Owns what DCP is told of a checkpoint - each array as one chunk, whatever was stored - and the reads, which
-are the engine's own: ranged, checked, several at once.
+To DCP, each array is one chunk, whatever was stored. The engine reads: only the ranges that are needed,
+checked, several at once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megackpt.engine.loading.shared_targets import SharedTargets
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.contents import Contents
 from megackpt.integrations.dcp.load_planner import MegackptLoadPlanner
+from megackpt.integrations.dcp.location import Location, opened
 from megackpt.integrations.dcp.names import flatten, name_of
-from megackpt.integrations.dcp.place import Location, opened
 from megackpt.mapping import ShardedObject, ShardedTensor
 from megackpt.mapping.describe import describe
 from megackpt.metadata import OBJECT
@@ -179,7 +179,7 @@ class MegackptStorageReader(StorageReader):
 
 
 def _check_followed(options: LoadOptions) -> None:
-    """Refuse options that a DCP load would pass over.
+    """Raise an error for options that a DCP load would ignore.
 
     Raises:
         DeclarationError: naming them, and what to do instead.

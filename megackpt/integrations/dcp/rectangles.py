@@ -1,6 +1,6 @@
 """Entities as DCP knows chunks: rectangles of the global array, each with a view of its elements.
 
-Owns the cutting of flat shards, of which DCP has no notion, and of prepended axes.
+DCP knows neither flat shards nor prepended axes, so they are cut into such rectangles here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rectangles(tensor: ShardedTensor) -> list[Rectangle]:
     for start, extents in zip(cut.start.tolist(), cut.shape.tolist(), strict=True):
         offset = tuple(a + b for a, b in zip(tensor.global_offset, start, strict=True))
         box = Box(offset, tuple(extents))
-        held = None if data is None else data[position : position + box.numel].view(box.shape)
-        found.append(Rectangle(box, held))
+        present = None if data is None else data[position : position + box.numel].view(box.shape)
+        found.append(Rectangle(box, present))
         position += box.numel
     return found

@@ -1,8 +1,8 @@
 """A save planner for DCP that knows megackpt's entities and proves what it plans.
 
-Owns DCP's view of a megackpt save: entities become write items, the declarations of all ranks travel with the
-local plans, and the engine's own planning decides which rank writes what. Works with any storage writer; with
-one that is not megackpt's, values are stored as blobs of megackpt's codec.
+Entities become write items. The declarations of all ranks travel with the local plans, and the engine's own
+planning decides which rank writes what. It works with any storage writer; another library's writer stores
+values as blobs of megackpt's codec.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from megackpt.engine.saving.unmarked_replicas import (
 )
 from megackpt.engine.state.flatten import FlattenedState, flatten_state
 from megackpt.errors import DeclarationError
+from megackpt.integrations.dcp.location import rank_and_size
 from megackpt.integrations.dcp.names import Steps, flatten
-from megackpt.integrations.dcp.place import place_in
 from megackpt.integrations.dcp.rectangles import Rectangle, rectangles
 from megackpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megackpt.mapping.describe import describe, dtype_name
@@ -66,13 +66,13 @@ from megackpt.validation import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What a rank tells the coordinator beside its items.
+class _RankMessage:
+    """What a rank sends to the coordinator in addition to its items.
 
     Attributes:
         columns: its declarations.
         entity_items: the items of each declared entity.
-        shared: keys of arrays of which several ranks may hold copies that no replica id tells apart.
+        shared: keys of arrays that may have equal copies on several ranks, without replica ids.
         replicated: digests of replicated values, by key.
         copies: digests of such copies, by chunk.
         common: digests of the leaves that are not sharded, by path; empty where nothing is to be proved.
@@ -121,7 +121,7 @@ class MegackptSavePlanner(SavePlanner):
         Raises:
             DeclarationError, UnserializableError: a leaf that cannot be saved.
         """
-        self._rank, ranks = place_in(self._process_group)
+        self._rank, ranks = rank_and_size(self._process_group)
         self._flattened = flatten_state(state_dict, rank=self._rank, ranks=ranks)
         plain, self.common = _plain_tensors(self._flattened.common)
         self._tensors = (*self._flattened.tensors, *plain)
@@ -149,17 +149,17 @@ class MegackptSavePlanner(SavePlanner):
         nbytes = [len(self._objects[entity.unique_key][1]) for entity in self._flattened.objects]
         entity_items = [self._items_of(tensor) for tensor in self._tensors]
         entity_items += [[_bytes_item(entity.unique_key)] for entity in self._flattened.objects]
-        held = {o.key: o.data for o in self._flattened.objects if o.key in self._flattened.replicated}
-        said = _Said(
+        present = {o.key: o.data for o in self._flattened.objects if o.key in self._flattened.replicated}
+        message = _RankMessage(
             columns=pack_columns(describe(entities, rank=self._rank, object_nbytes=nbytes).to_columns()),
             entity_items=entity_items,
             shared=self._shared,
-            replicated={key: str(sorted(leaf_digests(value).items())) for key, value in held.items()},
+            replicated={key: str(sorted(leaf_digests(value).items())) for key, value in present.items()},
             copies=digests_of_unmarked_replicas(self._flattened) if self._validate else {},
             common=leaf_digests(self._flattened.common) if self._validate else {},
             values={name: steps for name, (steps, _) in self._values.items()},
         )
-        return SavePlan([item for items in entity_items for item in items], planner_data=said)
+        return SavePlan([item for items in entity_items for item in items], planner_data=message)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide who writes what, after proving the declarations right. DCP calls it on the coordinator.
@@ -167,19 +167,23 @@ class MegackptSavePlanner(SavePlanner):
         Raises:
             CoverageError, MismatchError: the declarations of the ranks do not fit each other.
         """
-        said: list[_Said] = [plan.planner_data for plan in all_plans]
-        columns = [unpack_columns(s.columns, where=f"declarations of rank {r}") for r, s in enumerate(said)]
+        messages: list[_RankMessage] = [plan.planner_data for plan in all_plans]
+        columns = [
+            unpack_columns(s.columns, where=f"declarations of rank {r}") for r, s in enumerate(messages)
+        ]
         merged = merge_declarations(decode_declarations(columns))
-        merged = choose_lowest_rank_as_main(merged, {key for s in said for key in s.replicated})
-        merged = keep_lowest_main(merged, {key for s in said for key in s.shared})
+        merged = choose_lowest_rank_as_main(merged, {key for s in messages for key in s.replicated})
+        merged = keep_lowest_main(merged, {key for s in messages for key in s.shared})
         if self._validate:
             check_coverage(merged)
-            check_replicated_equal([s.replicated for s in said])
-            check_copies_equal([s.copies for s in said])
-            check_common_equal([s.common for s in said])
-        chosen = _chosen_items(merged, said)
+            check_replicated_equal([s.replicated for s in messages])
+            check_copies_equal([s.copies for s in messages])
+            check_common_equal([s.common for s in messages])
+        chosen = _chosen_items(merged, messages)
         steps: dict[str, Steps] = {}
-        for items, of_rank in zip(chosen, said, strict=True):  # a value is written by the first that has it
+        for items, of_rank in zip(
+            chosen, messages, strict=True
+        ):  # a value is written by the first that has it
             items += [_bytes_item(name) for name in of_rank.values if name not in steps]
             steps = of_rank.values | steps
         plans = [
@@ -266,10 +270,10 @@ def _is_array(value: Any) -> bool:
     )
 
 
-def _chosen_items(merged: DeclaredChunks, said: list[_Said]) -> list[list[WriteItem]]:
+def _chosen_items(merged: DeclaredChunks, messages: list[_RankMessage]) -> list[list[WriteItem]]:
     """Return the items that each rank writes."""
-    plan = plan_save(merged, ranks=len(said), part_bytes=None)
-    entity_items = [plan.entity[plan.rows_of(rank)].tolist() for rank in range(len(said))]
+    plan = plan_save(merged, ranks=len(messages), part_bytes=None)
+    entity_items = [plan.entity[plan.rows_of(rank)].tolist() for rank in range(len(messages))]
     planned = set(plan.table.array.tolist())
     for number in range(len(merged.table.arrays)):
         if number not in planned:  # an array without elements: only its name is stored
@@ -277,7 +281,7 @@ def _chosen_items(merged: DeclaredChunks, said: list[_Said]) -> list[list[WriteI
             entity_items[int(merged.rank[row])].append(int(merged.entity[row]))
     return [
         [item for entity in of_rank for item in s.entity_items[entity]]
-        for of_rank, s in zip(entity_items, said, strict=True)
+        for of_rank, s in zip(entity_items, messages, strict=True)
     ]
 
 

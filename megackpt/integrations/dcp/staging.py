@@ -1,7 +1,8 @@
 """The copy that a save in the background takes of a state dict, for torch releases that take none.
 
-Owns a workaround: before DCP had stagers of its own, its async_save copied what lies on a device, and shared
-tensors in host memory with the training that goes on.
+A workaround: before DCP had stagers, its async_save copied tensors of devices only, and shared tensors in
+    host memory
+with the training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A storage writer for DCP that writes checkpoints of the native format.
 
-Owns the translation of DCP's plan into rows of ours, and DCP's protocol into an attempt that is committed
-last. Tensors become global arrays; values that are no tensors become common state, encoded by megackpt's
-codec whatever the planner: nothing is pickled into a file.
+It translates DCP's plan into rows of ours, and DCP's protocol into an attempt that is committed last.
+Tensors become global arrays. Other values become common state, encoded by megackpt's codec whatever the
+planner: no file is a pickle.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megackpt.engine.saving.write import PlannedSave, commit_attempt
 from megackpt.errors import DeclarationError, MismatchError
 from megackpt.formats.registry import save_strategy
 from megackpt.formats.strategy import ChunkParts
+from megackpt.integrations.dcp.location import Location, opened
 from megackpt.integrations.dcp.names import with_lists, with_value
-from megackpt.integrations.dcp.place import Location, opened
 from megackpt.integrations.dcp.save_planner import MegackptSavePlanner
 from megackpt.integrations.dcp.staging import Stager
 from megackpt.mapping import (
@@ -82,7 +82,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
     Args:
         path: the directory of this one checkpoint, or an open store; None to give it to DCP as
             checkpoint_id.
-        content_metadata: a value stored beside the common state; that of the coordinator counts.
+        content_metadata: a value stored in addition to the common state; the coordinator's counts.
         options: tunables; of the timeouts, DCP's own process group decides.
 
     Raises:
@@ -362,7 +362,7 @@ def _refuse_cached(plan: SavePlan) -> None:
 
 
 def _check_followed(options: SaveOptions) -> None:
-    """Refuse options that a DCP save would pass over."""
+    """Raise an error for options that a DCP save would ignore."""
     default = SaveOptions()
     names = ("parity", "compare_replicas")
     ignored = [name for name in names if getattr(options, name) != getattr(default, name)]

@@ -1,6 +1,6 @@
 """Where a DCP save or load happens: which rank this is, and which store.
 
-Owns the two questions that DCP leaves to planners and storages.
+DCP leaves these two questions to planners and storages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megackpt.storage import Store, as_store, open_store
 Location: TypeAlias = "str | os.PathLike[str] | Store"
 
 
-def place_in(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group and the group's size; (0, 1) without torch.distributed. Local."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
