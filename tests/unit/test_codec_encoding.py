@@ -149,7 +149,7 @@ def test_loaded_tensors_own_their_memory() -> None:
     assert first.untyped_storage().nbytes() == 12
 
 
-def test_pack_refuses_a_tree_that_no_reader_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_rejects_a_tree_that_no_reader_would_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megackpt.codec.blob._MAX_HEADER_BYTES", 1000)
     with pytest.raises(
         UnserializableError, match=r"^args: everything but tensors and bytes.*1,\d+ bytes.*Keep large data in"

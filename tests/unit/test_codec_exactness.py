@@ -1,4 +1,4 @@
-"""What comes back from the codec is what went in, beyond what equality sees."""
+"""Values load exactly as they were saved, also where `==` does not show a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees, texts and blobs that make no sense are refused at their place."""
+"""Trees, texts and blobs that make no sense are errors that name their path."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ from tests.codec_values import nested
     ],
     ids=lambda item: repr(item)[:40],
 )
-def test_a_tree_that_makes_no_sense_is_refused_at_its_place(tree: typing.Any, reason: str) -> None:
+def test_a_tree_that_makes_no_sense_is_rejected_with_its_path(tree: typing.Any, reason: str) -> None:
     with pytest.raises(FormatError, match=rf"^index: a\[1\].*{reason}") as caught:
         decode(EncodedValue({"a": [0, tree]}, ()), where="index")
     assert caught.value.path == "index"
@@ -114,7 +114,7 @@ def test_an_empty_tensor_of_absurd_shape_costs_nothing() -> None:
     assert unpack(blob_of(one(entry(0, 0, shape=[0, 2**62, 2**62]))), where="f").numel() == 0
 
 
-def test_a_deep_tree_is_refused() -> None:
+def test_a_deep_tree_is_rejected() -> None:
     with pytest.raises(FormatError, match=r"values are nested more than 64 levels deep.*restore it"):
         decode(EncodedValue(typing.cast(typing.Any, nested(1000, lambda v: [v])), ()), where="f")
 
@@ -132,12 +132,12 @@ def test_a_deep_tree_is_refused() -> None:
     ],
     ids=lambda text: text[:20],
 )
-def test_json_that_is_not_ours_is_refused(text: str, reason: str) -> None:
+def test_json_that_is_not_ours_is_rejected(text: str, reason: str) -> None:
     with pytest.raises(FormatError, match=rf"^common\.json: .*{reason}.*restore it"):
         load_tree(text, where="common.json")
 
 
-def test_a_float_too_large_for_the_type_is_refused() -> None:
+def test_a_float_too_large_for_the_type_is_rejected() -> None:
     with pytest.raises(FormatError, match=r"f: .*infinite"):
         load_tree("[1e999]", where="f")
 
@@ -195,19 +195,19 @@ def one(described: object) -> dict[str, object]:
     ],
     ids=lambda item: item if isinstance(item, str) else "",
 )
-def test_a_blob_that_makes_no_sense_is_refused(blob: bytes, reason: str) -> None:
+def test_a_blob_that_makes_no_sense_is_rejected(blob: bytes, reason: str) -> None:
     with pytest.raises(FormatError, match=rf"^rng/rank_3: .*{reason}.*restore it, or use another") as caught:
         unpack(blob, where="rng/rank_3")
     assert caught.value.path == "rng/rank_3"
 
 
-def test_a_blob_of_a_newer_version_says_so() -> None:
+def test_a_blob_of_a_newer_version_is_an_error() -> None:
     header = {"__metadata__": {"format": "megackpt.codec", "version": "2", "tree": "1"}}
     with pytest.raises(FormatError, match=r"f: written in version '2' .* reads '1'\. Use a newer megackpt"):
         unpack(blob_of(header), where="f")
 
 
-def test_every_truncation_of_a_blob_is_refused() -> None:
+def test_every_truncation_of_a_blob_is_rejected() -> None:
     blob = pack({"w": torch.arange(4.0), "x": [1, (2, b"3")]})
     for length in range(len(blob)):
         with pytest.raises(FormatError):

@@ -1,4 +1,4 @@
-"""Ranges of local files: around the page cache and through it, into the caller's memory or lent."""
+"""Ranges of local files: past the page cache and through it, into the caller's memory or borrowed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_range_is_the_same_either_way(
         assert data == content[offset : offset + nbytes]
 
 
-def test_a_range_comes_piece_by_piece_and_each_is_right_when_it_is_told_of(
+def test_a_range_arrives_in_parts_that_are_complete_when_they_are_reported(
     store: LocalStore, content: bytes, way: str
 ) -> None:
     out = bytearray(NBYTES - 9)
@@ -144,7 +144,7 @@ def test_both_ways_to_ask_what_is_cached_agree(
     os.close(descriptor)
 
 
-def test_a_file_system_that_refuses_direct_reads_is_read_through_its_cache(
+def test_a_file_system_that_has_no_direct_reads_is_read_through_its_cache(
     store: LocalStore, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
@@ -161,7 +161,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_its_cache(
     assert out == content[5:]
 
 
-def test_a_refusal_that_another_thread_was_given_first_is_none(
+def test_a_rejection_that_another_thread_got_first_is_no_error(
     store: LocalStore, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
@@ -201,7 +201,7 @@ def test_a_file_that_ends_early_is_an_error_either_way(
             pass
 
 
-def test_what_is_longer_than_a_buffer_is_not_lent(store: LocalStore) -> None:
+def test_what_is_longer_than_a_buffer_cannot_be_borrowed(store: LocalStore) -> None:
     memory = MemoryStore()
     memory.create()
     memory.write("a", bytes(MAX_BORROWED_BYTES + 1))

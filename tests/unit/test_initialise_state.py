@@ -1,4 +1,4 @@
-"""The state of a fresh optimizer: made without moving anything, and asked for where a checkpoint has it."""
+"""The state of a new optimizer: created without changing anything, and loaded from a checkpoint."""
 
 from __future__ import annotations
 

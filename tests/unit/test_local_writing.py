@@ -1,4 +1,4 @@
-"""LocalStore while it writes: what the system refuses, direct I/O, descriptors, and what is durable when."""
+"""LocalStore while it writes: errors of the system, direct I/O, descriptors, and what is durable when."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
         (errno.EBUSY, r"EBUSY\)\. Check the file system"),
     ],
 )
-def test_a_refused_write_says_what_where_and_how_and_leaves_nothing(
+def test_a_failed_write_names_what_where_and_how_and_leaves_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
 ) -> None:
     monkeypatch.setattr(os, "fsync", _raiser(code))
@@ -94,7 +94,7 @@ def test_a_process_killed_inside_replace_leaves_the_old_bytes(tmp_path: Path, st
     assert leftover.endswith(".tmp")
 
 
-def test_a_stream_too_large_for_the_disk_is_refused_before_it_begins(store: LocalStore) -> None:
+def test_a_stream_too_large_for_the_disk_is_rejected_before_it_begins(store: LocalStore) -> None:
     state = os.statvfs(store.location)
     nbytes = state.f_bfree * state.f_frsize + (1 << 40)
     message = rf"ckpt/a: cannot reserve space: .*ENOSPC.* {nbytes:,} bytes were needed, [\d,]+ bytes are free"
@@ -110,7 +110,7 @@ def test_space_is_reserved_before_the_first_byte(store: LocalStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize("answer", [errno.ENOSPC, errno.EDQUOT])
-def test_a_refused_reservation_is_raised_at_once(
+def test_a_failed_reservation_is_raised_at_once(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     monkeypatch.setattr(rawio, "_fallocate", _fallocate_answering(answer))
@@ -215,7 +215,7 @@ def test_an_error_of_the_last_background_write_is_raised_by_close(
     assert store.names() == []
 
 
-def test_a_writer_holds_no_more_buffers_than_it_may(
+def test_a_writer_uses_no_more_buffers_than_allowed(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
@@ -254,7 +254,7 @@ def test_a_buffered_stream_is_flushed_and_dropped_from_the_cache_as_it_goes(
         ({"buffers": 5}, "5 buffers of 4194304 bytes exceed the 16 MiB .* use fewer or smaller"),
     ],
 )
-def test_impossible_options_are_refused(fields: dict[str, int], message: str) -> None:
+def test_impossible_options_are_rejected(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FileOptions(**fields)
 

@@ -273,7 +273,7 @@ def test_groups_keep_their_own_options_and_are_restored_by_name(kind: Kind) -> N
     assert [g["weight_decay"] for g in resumed.param_groups] == [0.5, 0.0]
 
 
-def test_groups_of_another_name_are_refused_and_nothing_is_changed() -> None:
+def test_groups_of_another_name_are_rejected_and_nothing_is_changed() -> None:
     model = make_model()
     optimizer = DistributedOptimizer(
         [{"params": model.parameters(), "name": "all"}], OPTIMIZERS["adamw"], ALONE
@@ -309,7 +309,7 @@ def test_a_learning_rate_scheduler_drives_the_inner_optimizer() -> None:
         (RowMoments, r"RowMoments keeps a state 'row' of shape \(8, 2\).*Use an optimizer without"),
     ],
 )
-def test_an_optimizer_whose_state_cannot_be_declared_is_refused(
+def test_an_optimizer_whose_state_cannot_be_declared_is_rejected(
     kind: Kind, factory: Callable[[Any], Optimizer], match: str
 ) -> None:
     with pytest.raises(OptimizerError, match=match):
@@ -317,7 +317,7 @@ def test_an_optimizer_whose_state_cannot_be_declared_is_refused(
 
 
 @pytest.mark.parametrize("factory", [Lamb, lambda g: torch.optim.Adafactor(g, lr=0.1)])
-def test_an_optimizer_that_is_not_elementwise_is_refused_for_shards(
+def test_an_optimizer_that_is_not_elementwise_is_rejected_for_shards(
     factory: Callable[[Any], Optimizer],
 ) -> None:
     with pytest.raises(
@@ -401,7 +401,7 @@ def test_parameters_of_several_dtypes_train_together() -> None:
     assert [p.tolist() for p in (half, single, double)] == [[0.5] * 3] * 3
 
 
-def test_weights_that_are_not_the_rounded_masters_are_refused_after_load() -> None:
+def test_weights_that_are_not_the_rounded_masters_are_rejected_after_load() -> None:
     model, other = make_model(torch.bfloat16), make_model(torch.bfloat16, seed=7)
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
     resumed = DistributedOptimizer(other.parameters(), OPTIMIZERS["adamw"], ALONE)
@@ -466,7 +466,7 @@ def test_reload_model_params_trains_on_from_loaded_weights() -> None:
     assert_same_weights(model, make_model(torch.bfloat16, seed=7))
 
 
-def test_loaded_tensors_of_another_size_are_refused() -> None:
+def test_loaded_tensors_of_another_size_are_rejected() -> None:
     model = make_model()
     optimizer = DistributedOptimizer(model.parameters(), OPTIMIZERS["adamw"], ALONE)
     answer = loaded(optimizer.sharded_state_dict(declare(model)))
@@ -504,12 +504,12 @@ W = Parameter(torch.zeros(2))
         ([{"params": [W], "name": 3}], r"group 0 has the name 3. Give a non-empty string"),
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(given: Any, match: str) -> None:
+def test_parameters_that_make_no_sense_are_rejected(given: Any, match: str) -> None:
     with pytest.raises(DeclarationError, match=match):
         DistributedOptimizer(given, OPTIMIZERS["sgd"], ALONE)
 
 
-def test_a_step_without_communication_is_refused_where_ranks_must_talk() -> None:
+def test_a_step_without_communication_is_rejected_where_ranks_must_communicate() -> None:
     groups = ParallelGroups.offline(ParallelLayout(dp=2), 1)
     optimizer = DistributedOptimizer([Parameter(torch.zeros(2))], OPTIMIZERS["sgd"], groups)
     with pytest.raises(DeclarationError, match=r"ranks \(0, 1\).*offline.*ParallelGroups.create"):

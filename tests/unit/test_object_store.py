@@ -1,4 +1,4 @@
-"""ObjectStore over a real S3 server: the conformance suite, requests, faults, what is said of failures."""
+"""ObjectStore over a real S3 server: the conformance suite, requests, faults, and texts of errors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_odd_names_are_kept_as_they_are(store: ObjectStore, name: str) -> None:
 # Memory.
 
 
-def test_a_writer_holds_few_buffers_however_slow_the_store_is(
+def test_a_writer_uses_few_buffers_however_slow_the_store_is(
     s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borrowed, most = [0], [0]
@@ -200,7 +200,7 @@ def test_an_older_object_is_not_taken_for_one_whose_upload_failed(
     assert store.read("a", max_bytes=LARGE) == some_bytes(LARGE, seed=1)
 
 
-def test_an_upload_that_cannot_be_made_is_aborted_and_said_so(
+def test_an_upload_that_cannot_be_made_is_aborted_with_an_error(
     s3_server: S3Server, s3_proxy: FaultyProxy
 ) -> None:
     store = ObjectStore(new_url(), options=options_for(s3_proxy.port, max_retries=2))
@@ -269,7 +269,7 @@ def test_a_missing_bucket_is_named(s3_server: S3Server) -> None:
             use()
 
 
-def test_a_server_that_is_not_there_or_does_not_answer_is_said_to_be_so(s3_proxy: FaultyProxy) -> None:
+def test_a_server_that_is_not_there_or_does_not_answer_is_named(s3_proxy: FaultyProxy) -> None:
     options = options_for(1, max_retries=1, connect_timeout_s=0.5)
     with pytest.raises(StorageError, match=r"/a: cannot write: no connection.*AWS_ENDPOINT_URL"):
         ObjectStore(new_url(), options=options).write("a", b"")
@@ -282,7 +282,7 @@ def test_a_server_that_is_not_there_or_does_not_answer_is_said_to_be_so(s3_proxy
     assert caught.value.errno == errno.ETIMEDOUT
 
 
-def test_settings_that_the_library_refuses_are_named() -> None:
+def test_settings_that_the_library_rejects_are_named() -> None:
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
     with pytest.raises(
         StorageError, match=r"s3://b: the library rejects the settings .*ObjectOptions.*: endpoind"

@@ -1,4 +1,4 @@
-"""Finding a model's entities and declaring optimizer state like them."""
+"""The entities of parameters are found, and optimizer state is declared like them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stacked(param: Tensor, *, tp_rank: int = 0, dp_rank: int = 0) -> ShardedTens
     )
 
 
-def test_entities_are_found_by_the_parameter_they_hold() -> None:
+def test_entities_are_found_by_their_parameter() -> None:
     a, b, c, absent = (Parameter(torch.zeros(4)) for _ in range(4))
     factory = ShardedTensorFactory("c", c, lambda *x: [], lambda x: x)
     state = {
@@ -55,7 +55,7 @@ def test_entities_are_found_by_the_parameter_they_hold() -> None:
     assert get_optim_param_to_id_map([c, a, c]) == {id(c): 0, id(a): 1}
 
 
-def test_a_state_dict_without_keep_vars_is_refused_with_the_way_to_build_it() -> None:
+def test_a_state_dict_without_keep_vars_is_rejected_with_the_way_to_build_it() -> None:
     model = nn.Linear(2, 3)
     state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
     match = r"without keep_vars=True: the data of 2(.|\n)*bias(.|\n)*weight(.|\n)*state_dict\(keep_vars=True"
@@ -69,7 +69,7 @@ def test_a_state_dict_without_keep_vars_is_refused_with_the_way_to_build_it() ->
         optimizer.sharded_state_dict(state)
 
 
-def test_a_model_state_that_lacks_a_parameter_is_refused() -> None:
+def test_a_model_state_that_lacks_a_parameter_is_rejected() -> None:
     model = nn.Linear(2, 3)
     optimizer = DistributedOptimizer(
         model.parameters(), torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(), 0)
@@ -164,7 +164,7 @@ def test_the_state_of_a_plain_torch_optimizer_becomes_sharded() -> None:
         (None, {"rows": torch.zeros(9)}, r"'optimizer.state.rows.w': data has shape \(9,\)"),
     ],
 )
-def test_states_that_cannot_be_declared_are_refused(ids: Any, states: dict[str, Any], match: str) -> None:
+def test_states_that_cannot_be_declared_are_rejected(ids: Any, states: dict[str, Any], match: str) -> None:
     entity = ShardedTensor.from_rank_offsets("w", Parameter(torch.zeros(2)))
     state = {"state": {0: states}, "param_groups": []}
     with pytest.raises(DeclarationError, match=match):
@@ -178,7 +178,7 @@ def test_states_that_cannot_be_declared_are_refused(ids: Any, states: dict[str, 
         ((0, 1), r"'w': replica_id \(0, 1\) does not have the three elements.*Give all three"),
     ],
 )
-def test_replica_ids_that_do_not_tell_their_axes_are_refused(replica_id: Any, match: str) -> None:
+def test_replica_ids_that_do_not_tell_their_axes_are_rejected(replica_id: Any, match: str) -> None:
     param = Parameter(torch.zeros(2))
     optimizer = DistributedOptimizer(
         [param], torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(tp=2), 0)
@@ -189,7 +189,7 @@ def test_replica_ids_that_do_not_tell_their_axes_are_refused(replica_id: Any, ma
         )
 
 
-def test_a_factory_that_declares_nothing_is_refused() -> None:
+def test_a_factory_that_declares_nothing_is_rejected() -> None:
     param = Parameter(torch.zeros(2))
     optimizer = DistributedOptimizer([param], torch.optim.AdamW, ParallelGroups.offline(ParallelLayout(), 0))
     factory = ShardedTensorFactory("f", param, lambda *x: [], lambda x: x)

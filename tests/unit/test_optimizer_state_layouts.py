@@ -156,7 +156,7 @@ def test_fp32_parameters_are_their_own_masters_and_stored_once(kind: Kind) -> No
     assert_equal_arrays(gather(world), expected.arrays(with_masters=False))
 
 
-def test_the_main_copy_of_a_number_is_with_the_rank_that_holds_the_first_element() -> None:
+def test_the_main_copy_of_a_number_is_with_the_rank_with_the_first_element() -> None:
     layout = ParallelLayout(tp=2, dp=4)
     holders: dict[str, list[int]] = {}
     for rank in range(layout.world_size):

@@ -1,4 +1,4 @@
-"""Parallel layers on one rank against plain torch, and what their constructors refuse."""
+"""Parallel layers on one rank against plain torch, and errors of their constructors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_only_what_is_cut_is_marked_tensor_parallel() -> None:
     assert marked == [True, True, True, False]
 
 
-def test_fused_components_come_out_in_order() -> None:
+def test_fused_components_are_in_order() -> None:
     layer = ColumnParallelLinear(4, {"gate": 6, "up": 2}, ONE, bias=False)
     y = layer(torch.eye(4))
     gate, up = layer.split(y)
@@ -74,7 +74,7 @@ def test_splitting_an_output_without_components_is_an_error() -> None:
         ColumnParallelLinear(4, 4, ONE).split(torch.zeros(1, 4))
 
 
-def test_features_that_tp_does_not_divide_are_refused() -> None:
+def test_features_that_tp_does_not_divide_are_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"out_features 6.*tp=4.*multiple of 4") as caught:
         ColumnParallelLinear(4, 6, _tp(4, 1))
     assert caught.value.rank == 1
@@ -92,7 +92,7 @@ def test_query_groups_are_not_cut_inside_a_head() -> None:
         QKVParallelLinear(32, 6, 2, 8, _tp(4))
 
 
-def test_more_ranks_than_key_heads_hold_one_head_each_and_neighbours_the_same() -> None:
+def test_more_ranks_than_key_heads_have_one_head_each_and_neighbours_the_same() -> None:
     layers = [QKVParallelLinear(32, 8, 2, 8, _tp(4, rank)) for rank in range(4)]
     assert layers[1].local_components == {"q": 16, "k": 8, "v": 8}
     placed = [layer.sharded_state_dict()["weight"].tensors() for layer in layers]
@@ -103,7 +103,7 @@ def test_more_ranks_than_key_heads_hold_one_head_each_and_neighbours_the_same() 
     assert [copied_rows(layer.weight) for layer in layers] == [(), (RowRange(0, 16, 32),)] * 2
 
 
-def test_copies_that_do_not_divide_tp_are_refused() -> None:
+def test_copies_that_do_not_divide_tp_are_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"component 'k': 3 neighbouring ranks.*tp=4.*divides tp"):
         ColumnParallelLinear(4, {"q": 8, "k": 4}, _tp(4), copies={"k": 3})
     with pytest.raises(DeclarationError, match=r"copies is \{'x': 2\}.*components \['k'\]"):
@@ -123,7 +123,7 @@ def test_a_whole_tensor_may_have_copies() -> None:
     assert copied_rows(entity.data) == (RowRange(1, 0, 4),)
 
 
-def test_heads_that_cannot_share_keys_are_refused() -> None:
+def test_heads_that_cannot_share_keys_are_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"num_heads 4.*num_query_groups 3"):
         QKVParallelLinear(32, 4, 3, 8, ONE)
 
@@ -174,7 +174,7 @@ def test_cross_entropy_of_huge_logits_is_finite() -> None:
     assert losses.tolist() == [2e4]
 
 
-def test_ids_outside_the_vocabulary_are_refused() -> None:
+def test_ids_outside_the_vocabulary_are_rejected() -> None:
     layer = VocabParallelEmbedding(5, 2, ONE)
     with pytest.raises(DeclarationError, match=r"token ids range from 0 to 5.*ids 0 to 4.*tokenizer"):
         layer(torch.tensor([0, 5]))
@@ -182,6 +182,6 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         vocab_parallel_cross_entropy(torch.zeros(2, 8), torch.tensor([-1, 3]), ONE.tp, vocab_size=5)
 
 
-def test_a_tied_output_without_a_weight_is_refused() -> None:
+def test_a_tied_output_without_a_weight_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"tied VocabParallelOutput has no weight.*embedding"):
         VocabParallelOutput(5, 2, ONE, tied=True)(torch.zeros(1, 2))

@@ -1,4 +1,4 @@
-"""What a ParallelLayout and its groups refuse, and what they are without torch.distributed."""
+"""ParallelLayout and its groups without torch.distributed, and their errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def test_rank_order_is_megatron_core_s() -> None:
     assert layout.ranks_of("pp", 6) == (2, 6)
 
 
-def test_a_size_below_one_is_refused() -> None:
+def test_a_size_below_one_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"pp=0.*at least 1"):
         ParallelLayout(pp=0)
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_axes_to_come_are_refused_by_name(axis: str) -> None:
+def test_axes_to_come_are_rejected_by_name(axis: str) -> None:
     with pytest.raises(DeclarationError, match=rf"{axis}=2.*not supported yet.*Set {axis}=1"):
         ParallelLayout(**{axis: 2})
 
@@ -32,13 +32,13 @@ def test_infer_names_the_numbers_that_do_not_divide() -> None:
         ParallelLayout.infer(6, tp=2, pp=2)
 
 
-def test_a_rank_outside_the_layout_is_refused() -> None:
+def test_a_rank_outside_the_layout_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"rank 4 does not exist.*ranks 0 to 3") as caught:
         ParallelLayout(tp=4).coordinates(4)
     assert caught.value.rank == 4
 
 
-def test_coordinates_outside_the_layout_are_refused() -> None:
+def test_coordinates_outside_the_layout_are_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"tp must be in \[0, 2\)"):
         ParallelLayout(tp=2).rank_at(Coordinates(tp=2))
 
@@ -51,7 +51,7 @@ def test_a_world_of_one_needs_no_torch_distributed() -> None:
     assert reduce_from(x, groups.tp) is x
 
 
-def test_create_says_how_many_ranks_are_missing() -> None:
+def test_create_names_the_number_of_missing_ranks() -> None:
     with pytest.raises(MismatchError, match=r"needs 2 ranks but 1 run.*init_process_group.*infer\(1, tp=2"):
         ParallelGroups.create(ParallelLayout(tp=2))
 
@@ -65,7 +65,7 @@ def test_offline_groups_know_every_axis_of_every_rank() -> None:
     assert ParallelGroups.offline(layout, 9).embedding.ranks == (1, 9)
 
 
-def test_offline_groups_refuse_to_communicate() -> None:
+def test_offline_groups_cannot_communicate() -> None:
     groups = ParallelGroups.offline(ParallelLayout(tp=2), 1)
     with pytest.raises(DeclarationError, match=r"ranks \(0, 1\).*offline.*ParallelGroups\.create") as caught:
         reduce_from(torch.ones(2), groups.tp)

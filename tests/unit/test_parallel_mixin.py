@@ -1,4 +1,4 @@
-"""How modules declare what they hold: composition, replica ids, stacks, and declarations that are refused."""
+"""Declarations of modules: composition, replica ids, stacks, and declarations that are errors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_second_copy_needs_a_replica_id_of_ours() -> None:
         second_copy(entity, "e")
 
 
-def test_a_declared_name_that_does_not_exist_is_refused() -> None:
+def test_a_declared_name_that_does_not_exist_is_rejected() -> None:
     layer = RowCutLinear(ONE, 3, 2, tp_sharding={"wieght": 0})
     with pytest.raises(
         DeclarationError, match=r"'m\.wieght'.*RowCutLinear.*'bias', 'weight'.*Correct"
@@ -154,20 +154,20 @@ def test_a_declared_name_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dim", [-1, 2])
-def test_a_dim_that_does_not_exist_is_refused(dim: int) -> None:
+def test_a_dim_that_does_not_exist_is_rejected(dim: int) -> None:
     layer = RowCutLinear(ONE, 3, 2, tp_sharding={"weight": TpSharding(dim=dim)})
     with pytest.raises(DeclarationError, match=rf"'m\.weight'.*cuts dim {dim}.*\(2, 3\).*dim from 0 to 1"):
         layer.sharded_state_dict("m.")
 
 
-def test_a_sharded_parameter_that_is_not_declared_is_refused() -> None:
+def test_a_sharded_parameter_that_is_not_declared_is_rejected() -> None:
     layer = nn.Linear(3, 2)
     mark(layer.weight, "tensor_model_parallel")
     with pytest.raises(DeclarationError, match=r"'m\.0\.weight'.*marked tensor_model_parallel.*Declare it"):
         sharded_state_dict(nn.Sequential(layer), GROUPS, "m.")
 
 
-def test_sharded_offsets_of_other_axes_are_refused() -> None:
+def test_sharded_offsets_of_other_axes_are_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"\(1, 0, 2\).*axes 0 to 0.*tp_sharding"):
         Scale(ONE).sharded_state_dict("m.", ((1, 0, 2),))
 

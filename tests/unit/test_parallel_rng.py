@@ -1,4 +1,4 @@
-"""Random streams: who draws alike, what a resume restores, and what another layout means."""
+"""Random streams: which ranks draw the same, what a resume restores, and how another layout reseeds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_torch_s_global_generator_is_neither_read_nor_advanced() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_another_layout_s_state_is_refused_with_the_way_on() -> None:
+def test_another_layout_s_state_is_rejected_with_the_way_on() -> None:
     with pytest.raises(
         MismatchError, match=r"\(2, 2, 2\) but this run has \(1, 4, 2\).*reseed\(step\)"
     ) as caught:
@@ -104,12 +104,12 @@ def test_dropout_does_nothing_in_evaluation() -> None:
     assert layer(x) is x
 
 
-def test_dropout_without_streams_is_refused() -> None:
+def test_dropout_without_streams_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"dropout of 0\.5.*rng=ParallelRng"):
         ParallelDropout(0.5, None, "distinct")
 
 
-def test_a_probability_of_one_is_refused() -> None:
+def test_a_probability_of_one_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"probability 1 is not in \[0, 1\)"):
         ParallelDropout(1, _rng(0), "distinct")
 

@@ -1,4 +1,4 @@
-"""Stage splits and plans by example, and what they refuse."""
+"""Stage splits and plans by example, and their errors."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def test_uneven_counts_are_taken_as_given() -> None:
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 2, 3), (-1, 3, 3)])
-def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
+def test_counts_that_do_not_fit_are_rejected(counts: tuple[int, ...]) -> None:
     with pytest.raises(DeclarationError, match=r"5 layers over pp=3.*3 numbers that add up to 5"):
         split_layers(5, 3, counts=counts)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_more_stages_than_layers_are_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"2 layers.*pp=3.*at most 2 stages"):
         split_layers(2, 3)
 
 
-def test_a_plan_for_a_stage_that_does_not_exist_is_refused() -> None:
+def test_a_plan_for_a_stage_that_does_not_exist_is_rejected() -> None:
     with pytest.raises(DeclarationError, match=r"stage 2 of 2.*stage of 0\.\.1"):
         plan_1f1b(2, 2, 1)
 
 
-def test_no_micro_batch_is_refused() -> None:
+def test_no_micro_batch_is_rejected() -> None:
     batches: list[MicroBatch] = []
     with pytest.raises(DeclarationError, match=r"no micro-batch.*at least one"):
         forward_backward(lambda x, y: x, batches, ParallelGroups.create(ParallelLayout()))  # type: ignore[arg-type]

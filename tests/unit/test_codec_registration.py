@@ -1,4 +1,4 @@
-"""Classes of users: what register_codec takes, and what becomes of their values."""
+"""Classes of users: what register_codec accepts, and how their values are saved and loaded."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_class_and_a_name_belong_to_each_other() -> None:
         ((Opaque(1), "x", vars, Opaque), r"which is not a class\. Give the class"),
     ],
 )
-def test_impossible_registrations_are_refused(arguments: tuple[typing.Any, ...], message: str) -> None:
+def test_impossible_registrations_are_rejected(arguments: tuple[typing.Any, ...], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         register_codec(*arguments)
 

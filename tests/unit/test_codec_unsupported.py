@@ -1,4 +1,4 @@
-"""Values that are not encoded are refused, with their path, their type and a remedy."""
+"""Values without a codec are errors that name their path, their type and a remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WRAPPERS: list[Callable[[object], object]] = [
 REFUSED = [
     (
         Slot(),
-        r"A value of type .*test_codec_refusals\.Slot has no codec, "
+        r"A value of type .*test_codec_unsupported\.Slot has no codec, "
         r"and nothing is ever pickled.*_codec\(Slot, ",
     ),
     (
@@ -94,7 +94,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("value", "reason"), REFUSED, ids=lambda item: item[:25] if isinstance(item, str) else ""
 )
-def test_refused_values_are_named_by_path_type_and_remedy(value: object, reason: str) -> None:
+def test_rejected_values_are_named_by_path_type_and_remedy(value: object, reason: str) -> None:
     tree = {"args": argparse.Namespace(optimizer={"layers.0": [0, value]})}
     with pytest.raises(
         UnserializableError, match=r"^args\.optimizer\['layers\.0'\]\[1\].*" + reason
@@ -107,24 +107,24 @@ def test_refused_values_are_named_by_path_type_and_remedy(value: object, reason:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")  # torch means to remove them
-def test_a_quantized_tensor_is_refused() -> None:
+def test_a_quantized_tensor_is_rejected() -> None:
     quantized = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)
     with pytest.raises(UnserializableError, match=r"^q: A quantized tensor.*Save value\.int_repr"):
         encode({"q": quantized})
 
 
-def test_a_value_refused_at_the_top_is_named_so() -> None:
+def test_a_value_rejected_at_the_top_is_named_so() -> None:
     with pytest.raises(UnserializableError, match=r"^\(top level\): A value of type object"):
         encode(object())
 
 
-def test_a_value_nested_too_deeply_is_refused() -> None:
+def test_a_value_nested_too_deeply_is_rejected() -> None:
     message = r"^x\[0\].*nested more than 64 levels deep\. Save something flatter"
     with pytest.raises(UnserializableError, match=message):
         encode(nested(MAX_DEPTH + 1, lambda v: [v]), path="x")
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_rejected() -> None:
     with pytest.raises(UnserializableError, match=r"^state\[1\]\.again: This list contains itself"):
         encode(recursive_list(), path="state")
 
@@ -136,7 +136,7 @@ def test_the_same_object_twice_is_no_cycle() -> None:
     assert loaded[0] is not loaded[1]
 
 
-def test_a_tensor_in_a_key_or_set_is_refused() -> None:
+def test_a_tensor_in_a_key_or_set_is_rejected() -> None:
     with pytest.raises(
         UnserializableError, match=r"A key of a dict, or an element of a set, cannot contain tensors"
     ):
@@ -145,7 +145,7 @@ def test_a_tensor_in_a_key_or_set_is_refused() -> None:
         encode({torch.zeros(1): 1})
 
 
-def test_a_closed_stream_is_refused() -> None:
+def test_a_closed_stream_is_rejected() -> None:
     stream = io.BytesIO(b"x")
     stream.close()
     with pytest.raises(UnserializableError, match=r"^x: The io\.BytesIO is closed.*Save it before"):
