@@ -72,7 +72,7 @@ class RngSource(Protocol):
 
 
 class PythonRng:
-    """The generator behind the functions of Python's `random`."""
+    """The generator that is used by the functions of Python's `random`."""
 
     def capture(self) -> Any:
         """Return version, words and the spare normal number."""
@@ -89,7 +89,7 @@ class PythonRng:
 
 
 class NumpyRng:
-    """The generator behind the functions of `numpy.random`."""
+    """The generator that is used by the functions of `numpy.random`."""
 
     def capture(self) -> Any:
         """Return numpy's legacy state."""

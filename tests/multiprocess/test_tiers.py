@@ -109,7 +109,7 @@ def test_the_newest_step_in_memory_survives_the_loss_of_any_node_and_without_it_
         for node in range(NODES):
             steps = sorted(path.name for path in (memory_path / "restarted" / f"node-{node}").iterdir())
             assert steps == ["iter_0000003", "iter_0000004"], (
-                "what was torn is gone, what was lost is not back"
+                "incomplete steps are removed, lost copies are not made again"
             )
         shutil.rmtree(memory_path / "restarted")
 

@@ -63,12 +63,12 @@ def copied_ranges(monkeypatch: pytest.MonkeyPatch) -> list[StreamRange]:
     return copied
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
 def test_a_step_for_several_destinations_is_copied_once(
-    tmp_path: Path, copied_ranges: list[StreamRange], behind: bool
+    tmp_path: Path, copied_ranges: list[StreamRange], in_background: bool
 ) -> None:
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
-    options = AsyncOptions(stage_in_background=behind, when_busy="queue")
+    options = AsyncOptions(stage_in_background=in_background, when_busy="queue")
     with alone(tmp_path / "root", tiers=Tiers(tiers, root_every=2), async_save=options) as run:
         for step in range(1, 5):
             given = state(step)

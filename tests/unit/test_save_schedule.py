@@ -58,7 +58,7 @@ def test_rank_0s_clock_decides_for_all_ranks_which_synchronise_about_once_a_seco
     late = [b - a - 30 for a, b in zip([0.0, *times], times, strict=False)]
     assert len(times) == 5
     assert all(-1e-6 < seconds < 1.2 for seconds in late[:2] + late[3:])
-    assert late[2] < 11  # a meeting was 100 steps away when they became slow
+    assert late[2] < 11  # an exchange was 100 steps away when they became slow
     assert world.messages[0] < 230  # one in a second, for 190 s; 10,000 would be one at each step
 
 

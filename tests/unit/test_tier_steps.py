@@ -231,12 +231,12 @@ def test_a_tier_or_a_root_that_cannot_be_listed_is_a_warning(
     run.save(1)
     names = LocalSteps.names
 
-    def names_or_refusal(places: LocalSteps) -> list[str]:
+    def names_or_error(places: LocalSteps) -> list[str]:
         if places.location.endswith("root") or "/node-2/" in places.location:
             raise PermissionError(13, "Permission denied", places.location)
         return names(places)
 
-    monkeypatch.setattr(LocalSteps, "names", names_or_refusal)
+    monkeypatch.setattr(LocalSteps, "names", names_or_error)
     with caplog.at_level(logging.WARNING):
         assert run.load().step == 1
     assert f"{memory_path / 'root'} cannot be listed, so only the tiers are searched" in caplog.text

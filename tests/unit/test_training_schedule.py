@@ -25,11 +25,11 @@ def resumed(stored: Any, schedule: Any, path: Path, **options: Any) -> tuple[Sch
 
 
 def test_a_difference_is_an_error_that_names_each_field_with_both_values(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError) as refused:
+    with pytest.raises(MismatchError) as raised:
         resumed(STORED, GIVEN, tmp_path / "c")
-    assert "  peak: 0.003 stored, 0.001 given\n  warmup: 20 stored, 10 given\n" in str(refused.value)
-    assert "num_steps" not in str(refused.value)
-    assert "minimum" not in str(refused.value)
+    assert "  peak: 0.003 stored, 0.001 given\n  warmup: 20 stored, 10 given\n" in str(raised.value)
+    assert "num_steps" not in str(raised.value)
+    assert "minimum" not in str(raised.value)
 
 
 def test_the_checkpoint_s_schedule_wins_where_asked_for(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_megatron_s_schedule_goes_on_and_is_compared(tmp_path: Path) -> None:
         found[when] = again.optimizer.param_groups[0]["lr"]
     assert found["error"] == found["checkpoint"] == trained.optimizer.param_groups[0]["lr"]
     assert found["given"] > 0.5
-    refused = ScheduleState(scheduler(max_lr=1.0))
-    loaded = load({"schedule": refused.sharded_state_dict()}, path)["schedule"]
+    different = ScheduleState(scheduler(max_lr=1.0))
+    loaded = load({"schedule": different.sharded_state_dict()}, path)["schedule"]
     with pytest.raises(MismatchError, match=r"max_lr: 0\.001 stored, 1\.0 given"):
-        refused.resume(loaded, step=7)
+        different.resume(loaded, step=7)
 
 
 def test_an_unknown_policy_is_an_error() -> None:
