@@ -1,7 +1,7 @@
-"""How one argument is checked, and what is said where it will not do.
+"""Checks of single arguments: the kind and range of a value, and the text of the error.
 
-Owns kinds and ranges, with the text of the error: what was given, and what to give. Which argument may be
-what, and what contradicts what, stands with the options themselves.
+An error says what was given, and what to give. Checks that concern several arguments are in the classes of
+options.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from numbers import Real
 from megackpt.errors import DeclarationError
 
 MOST_SECONDS = 1e9
-"""About 30 years: longer waits overflow clocks of libraries below."""
+"""About 30 years; longer waits overflow the clocks of other libraries."""
 
 MOST = 1 << 62
-"""Counts above it do not fit where they are computed with."""
+"""Larger counts do not fit into the integers in which they are computed."""
 
 
 def check_count(name: str, value: object, *, least: int = 1, most: int = MOST, otherwise: str = "") -> None:
-    """Check a number of things, of bytes or of steps; a bool is none. Local, pure.
+    """Check a count, for example of bytes or steps; a bool is not a count. Local, pure.
 
     otherwise says what else can be given.
 
     Raises:
-        DeclarationError: it is no int, or out of range.
+        DeclarationError: value is not an int, or out of range.
 
     >>> check_count("threads", 4)
     >>> check_count("threads", 0)
@@ -43,10 +43,10 @@ def check_count(name: str, value: object, *, least: int = 1, most: int = MOST, o
 def check_number(
     name: str, value: object, *, most: float = math.inf, otherwise: str = "", may_be_0: bool = False
 ) -> None:
-    """Check a measure: finite and above 0, or 0 where that may be. Local, pure.
+    """Check a number that is finite and above 0, or 0 if `may_be_0`. Local, pure.
 
     Raises:
-        DeclarationError: it is no number, or out of range.
+        DeclarationError: value is not a number, or out of range.
     """
     least = "of at least 0" if may_be_0 else "above 0"
     found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
@@ -57,10 +57,10 @@ def check_number(
 
 
 def check_seconds(name: str, value: object, *, otherwise: str = "") -> None:
-    """Check a time in seconds: above 0, and no longer than clocks can count. Local, pure.
+    """Check a time in seconds: above 0, and at most `MOST_SECONDS`. Local, pure.
 
     Raises:
-        DeclarationError: it is no number, or out of range.
+        DeclarationError: value is not a number, or out of range.
     """
     check_number(name, value, most=MOST_SECONDS, otherwise=otherwise)
 
@@ -69,17 +69,17 @@ def check_flag(name: str, value: object) -> None:
     """Check a switch. Local, pure.
 
     Raises:
-        DeclarationError: it is neither True nor False: text such as "no" would count as true.
+        DeclarationError: value is neither True nor False; text such as "no" would count as true.
     """
     if not isinstance(value, bool):
         raise DeclarationError(f"{name} is {value!r}; give True or False.")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Check one of some words. Local, pure.
+    """Check that a value is one of some words. Local, pure.
 
     Raises:
-        DeclarationError: it is none of them.
+        DeclarationError: value is another one.
     """
     if not isinstance(value, str) or value not in choices:
         raise DeclarationError(f"{name}={value!r} is not known. Give one of {', '.join(choices)}.")
@@ -89,17 +89,17 @@ def check_text(name: str, value: object, *, otherwise: str = "") -> None:
     """Check text that is not empty. Local, pure.
 
     Raises:
-        DeclarationError: it is empty, or no text.
+        DeclarationError: value is empty, or not text.
     """
     if not isinstance(value, str) or not value:
         raise DeclarationError(f"{name} is {value!r}; give text that is not empty{otherwise}.")
 
 
 def check_texts(name: str, value: object, *, example: str) -> None:
-    """Check a tuple of texts: one text alone would be taken for its letters. Local, pure.
+    """Check a tuple of texts; a single text would be taken for its letters. Local, pure.
 
     Raises:
-        DeclarationError: it is anything else.
+        DeclarationError: value is anything else.
     """
     if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
         raise DeclarationError(f"{name} is {value!r}; give a tuple of texts, as {example}.")
@@ -108,10 +108,12 @@ def check_texts(name: str, value: object, *, example: str) -> None:
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], *, give: str, optional: bool = False
 ) -> None:
-    """Check what class an argument is of; give says what would do, and None does if it is optional. Pure.
+    """Check the class of an argument; None passes if it is optional. Pure.
+
+    give says in the error what to give.
 
     Raises:
-        DeclarationError: it is of another one.
+        DeclarationError: value is of another class.
     """
     if isinstance(value, kind) or (optional and value is None):
         return
@@ -119,10 +121,10 @@ def check_kind(
 
 
 def checked_step(value: object, *, name: str = "step") -> int:
-    """Return the number of a step as an int; integers of numpy and torch are taken, too. Local, pure.
+    """Return the number of a step as an int; integers of numpy and torch are converted. Local, pure.
 
     Raises:
-        DeclarationError: it is no whole number, or below 0.
+        DeclarationError: value is not a whole number, or below 0.
 
     >>> checked_step(100)
     100

@@ -1,7 +1,7 @@
-"""The knobs of distributed checkpointing under the names that Megatron-Core's users know.
+"""The settings of distributed checkpointing under the names that users of Megatron-Core know.
 
-Owns what each name means here: which strategy, which options of `save` and `load`. The library itself takes
-those; nothing in it asks for this object.
+`CheckpointConfig` translates them into a strategy and into options of `save` and `load`. Nothing else in the
+library uses it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ EXCHANGE_ALGOS = ("all_to_all", "broadcast", "gather_rounds", "gather_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """How a training run makes and loads its checkpoints. docs/strategies.md says when to choose what.
+    """How a training run saves and loads its checkpoints. docs/strategies.md says which values to choose.
 
     Attributes:
         dist_ckpt_format: backend of new checkpoints: `megackpt`, `torch_dist`, `zarr`, or one of a package
             that adds a format; with a version as in `zarr:1`, else the newest. Loading detects it.
         dist_ckpt_load_on_device: load straight into tensors on their device; False: into tensors in host
             memory, which the loaded state dict then holds.
-        dist_ckpt_parallel_save: spread replicated chunks over the ranks that hold them; False: main replicas
-            write.
+        dist_ckpt_parallel_save: spread replicated chunks over the ranks that declare them; False: main
+            replicas write.
         dist_ckpt_parallel_save_within_dp: spread them inside of the data-parallel group only.
         dist_ckpt_parallel_load: each byte is read once in a data-parallel group and sent on; False: every
             rank reads what it needs.
@@ -53,17 +53,17 @@ class CheckpointConfig:
             gathered on the first data-parallel rank. Loads into any layout either way.
         dist_ckpt_load_strictness: a `StrictHandling` or its value; None (`null` in a configuration file) is
             the default mode.
-        async_save: return from a save when the state is copied to host memory.
+        async_save: return from a save as soon as the state is copied to host memory.
         async_when_busy: what a save does then while an earlier one is under way: `wait`, `queue` or `skip`.
         async_staging_bytes: host memory of a rank for copies of the state; None for as much as it needs.
-        keep_last: how many checkpoints stay; None for all.
-        keep_every: checkpoints of steps that this number divides stay as well; None for no others.
-        save_interval: steps between checkpoints; None for none but the last.
-        save_interval_seconds: at most so many seconds between them; None for any number.
-        exit_signal: name of a signal at which a run saves and ends, e.g. `SIGTERM`; None for none.
-        save_signal: `SIGUSR1` or `SIGUSR2`, at which it saves and goes on; None for none.
-        on_save_error: `raise` ends the run where the store refuses a save, `warn` lets it go on.
-        verify_after_save: read each checkpoint again before older ones are removed.
+        keep_last: how many checkpoints are kept; None keeps all.
+        keep_every: also keep the checkpoints of steps that this number divides; None keeps no others.
+        save_interval: steps between checkpoints; None saves only the last step.
+        save_interval_seconds: most seconds between checkpoints; None for no limit.
+        exit_signal: name of a signal at which a run saves and ends, such as `SIGTERM`; None for no signal.
+        save_signal: `SIGUSR1` or `SIGUSR2`, at which a run saves and continues; None for no signal.
+        on_save_error: `raise` ends the run if the store raises an error in a save; `warn` continues it.
+        verify_after_save: verify each checkpoint before older ones are removed.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Source: Megatron-LM, `megatron/training/arguments.py`, for the names (`exit_signal`: its
@@ -114,7 +114,7 @@ class CheckpointConfig:
         check_choice("on_save_error", self.on_save_error, ("raise", "warn"))
         self._check_signals()
         check_known(self._format)
-        # What options refuse is refused here, too.
+        # Values that the options reject are rejected here as well.
         self.save_options()
         self.load_options()
         self.async_options()
@@ -156,7 +156,7 @@ class CheckpointConfig:
         return save_strategy(self._format)
 
     def save_options(self) -> SaveOptions:
-        """Return the options of a save. With `spread="group"`, hand it the data-parallel group as well."""
+        """Return the options of a save. For `spread="group"`, give `save` the data-parallel group too."""
         spread = "group" if self.dist_ckpt_parallel_save_within_dp else "world"
         return SaveOptions(
             timeout_s=self.timeout_s,
@@ -169,7 +169,7 @@ class CheckpointConfig:
         return AsyncOptions(when_busy=self.async_when_busy, staging_bytes=self.async_staging_bytes)
 
     def load_options(self) -> LoadOptions:
-        """Return the options of a load. Unless it is direct, hand it the group that exchanges as well."""
+        """Return the options of a load. Unless it is direct, give `load` the group that exchanges as well."""
         return LoadOptions(
             timeout_s=self.timeout_s,
             exchange=self.dist_ckpt_exchange_algo if self.dist_ckpt_parallel_load else "direct",  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ class CheckpointConfig:
 
 
 def _mode(strictness: StrictHandling | str | None) -> StrictHandling:
-    """Return the mode that a strictness stands for; None for the default one."""
+    """Return the mode of a strictness; None is the default mode."""
     if strictness is None:
         return StrictHandling.ASSUME_OK_UNEXPECTED
     check_kind("dist_ckpt_load_strictness", strictness, (StrictHandling, str), give="a StrictHandling")

@@ -1,8 +1,7 @@
-"""Exchange: carries an exchange plan out, reading one round while the one before is sent.
+"""Carrying out an exchange plan: ranks read for each other, one round while the previous one is sent.
 
-Owns the order of the steps in a round, and what happens when a rank fails in the middle: ranks say how they
-are before every round, so nobody waits for bytes that do not come. Who reads and needs what was decided by
-`planning`; how bytes travel, and the buffers, are `transport`'s.
+Before every round the ranks gather whether one of them has failed, so that no rank waits for bytes that do
+not come. `planning.exchange` decides which rank reads and which rank needs what; `transport` moves the bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from megackpt.validation import PhaseTimes
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRanks:
-    """Who exchanges what is read.
+    """The ranks that read for each other.
 
     Attributes:
         group: the ranks.
-        devices: the same ranks where data is to go from device to device, if tensors lie there.
+        devices: the same ranks, if data is sent from device to device for tensors on devices.
         file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
             all files.
     """
@@ -52,7 +51,7 @@ class ExchangeRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What one rank wants of a checkpoint.
+    """What one rank needs from a checkpoint.
 
     Attributes:
         requested: its declarations; entities are those of tensors, then of objects.
@@ -66,7 +65,7 @@ class RankRequest:
 
     @property
     def device(self) -> torch.device:
-        """A device that tensors lie on; the host's only if all of them lie there."""
+        """A device that has tensors of the request; the host only if all of them are in its memory."""
         found = (t.data.device for t in self.tensors if t.data is not None and t.data.device.type != "cpu")
         return next(found, torch.device("cpu"))
 
@@ -97,13 +96,14 @@ class ExchangeReader:
 def load_by_exchange(
     contents: Contents, wanted: RankRequest, ranks: ExchangeRanks, options: LoadOptions, *, where: str
 ) -> PhaseTimes | None:
-    """Fill what each rank wants, every stored byte read once; None if another rank failed, which raises why.
+    """Fill what each rank needs, reading every stored byte once. Collective over the group.
 
-    Collective over the group.
+    Returns:
+        The times of this rank; None if another rank failed, which raises its error itself.
 
     Raises:
         IntegrityError, StorageError, FormatError: this rank could not read.
-        MismatchError: ranks do not see the same checkpoint, or have other options.
+        MismatchError: ranks see different checkpoints, or have different options.
         RankFailedError: another rank did not answer.
     """
     group = ranks.group
@@ -117,7 +117,7 @@ def load_by_exchange(
         devices = ranks.devices.on(wanted.device) if ranks.devices and everyone_has_devices else None
         prepared.append(Exchanger(chunks, plan, ranks=ranks, wanted=wanted, options=options, devices=devices))
         said = plan.fingerprint()
-    except Exception as failure:  # noqa: BLE001 - told to the others first, and raised then
+    except Exception as failure:  # noqa: BLE001 - raised when the other ranks know of it
         error = failure
     said_by_all = group.all_gather(said)
     if error is not None:
@@ -140,10 +140,10 @@ def _has_device(wanted: RankRequest) -> bytes:
 def _plan(
     contents: Contents, messages: Sequence[bytes], ranks: ExchangeRanks, options: LoadOptions, where: str
 ) -> tuple[ExchangePlan, Chunks]:
-    """Decode what the ranks of the group want, and plan for all of them."""
+    """Decode the requests of the ranks, and plan the exchange for all of them."""
     columns = [unpack_columns(m, where=f"request of rank {rank}") for rank, m in enumerate(messages)]
     requested = decode_declarations(columns)
-    different = dict(zip(messages, requested, strict=True))  # replicas ask for the same
+    different = dict(zip(messages, requested, strict=True))  # replicas have equal requests
     chunks = contents.chunks_for([declared.table for declared in different.values()])
     plan = plan_exchange(
         requested,
@@ -196,9 +196,10 @@ class Exchanger:
         )
 
     def run(self) -> PhaseTimes | None:
-        """Fill this rank's targets; None if another rank of the group failed, which raises its error itself.
+        """Fill this rank's targets. Collective over the group.
 
-        Collective over the group.
+        Returns:
+            The times of this rank; None if another rank failed, which raises its error itself.
 
         Raises:
             IntegrityError, StorageError, FormatError: this rank could not read.
@@ -223,7 +224,7 @@ class Exchanger:
                 if error is not None:
                     raise error
                 return None
-            # Into the other buffer, which the last exchange has left.
+            # The next round is read into the other buffer, which the last exchange does not use any more.
             reading = self._begin_reading(pool, number + 1)
             arrived = self._transport.move(step, number % 2)
             exchanged = time.perf_counter()
@@ -290,12 +291,12 @@ class Exchanger:
         try:
             for arrival in arrived:
                 self._scatter(arrival)
-        except Exception as error:  # noqa: BLE001 - told to the others first, and raised then
+        except Exception as error:  # noqa: BLE001 - raised when the other ranks know of it
             return error
         return None
 
     def _scatter(self, arrival: Arrival) -> None:
-        """Copy what has arrived to where it belongs."""
+        """Copy what has arrived into the targets."""
         width = int(self._plan.parts.width[self._plan.deliveries.part[arrival.delivery]])
         at = 0
         for copy in self._copies_of(arrival.delivery):
@@ -321,7 +322,7 @@ class Exchanger:
 def _with_real_targets(
     plan: ExchangePlan, rank: int, tensors: Sequence[ShardedTensor], targets: Sequence[Target]
 ) -> Copies:
-    """Give this rank's own copies the strides of its tensors; those of others are only read from."""
+    """Return copies in which those of this rank have the strides of its tensors."""
     of_rank = np.repeat(plan.deliveries.rank, np.diff(plan.deliveries.first))
     mine = np.flatnonzero(of_rank == rank)
     placed = with_target_strides(plan.copies.take(mine), tensors, [t.memory for t in targets])

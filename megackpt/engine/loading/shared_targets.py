@@ -18,8 +18,8 @@ from megackpt.errors import MismatchError
 from megackpt.mapping import ShardedTensor
 
 _MAX_WORK = 10_000
-"""Steps that numpy may take to tell whether two strided views meet. Where these are not enough, they are
-treated as views that do, which costs memory for a copy and nothing else."""
+"""Steps that numpy may take to find whether two strided views share memory. If these are not enough, the
+views are treated as if they did, which costs memory for a copy and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,19 @@ class SharedTargets:
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return which tensors have an element in memory that another one has, too, and one such other each."""
-    spans = [_span(tensor) for tensor in tensors]
-    devices = {device: i for i, device in enumerate(sorted({device for device, _, _ in spans}))}
-    device = np.array([devices[device] for device, _, _ in spans], np.int64)
-    low, high = (np.array([span[i] for span in spans], np.uint64) for i in (1, 2))
+    """Return the tensors that share an element in memory with another tensor, each with one such tensor.
+
+    Tensors are numbered by their positions.
+    """
+    address_ranges = [_address_range(tensor) for tensor in tensors]
+    devices = {device: i for i, device in enumerate(sorted({device for device, _, _ in address_ranges}))}
+    device = np.array([devices[device] for device, _, _ in address_ranges], np.int64)
+    low, high = (np.array([address_range[i] for address_range in address_ranges], np.uint64) for i in (1, 2))
     found: dict[int, int] = {}
     for number in devices.values():
         rows = np.flatnonzero((device == number) & (high > low))
         rows = rows[np.argsort(low[rows], kind="stable")]
-        reach = np.maximum.accumulate(high[rows])  # how far all up to each go
+        reach = np.maximum.accumulate(high[rows])  # the end of all tensors up to each
         begins_anew = np.append(True, low[rows][1:] >= reach[:-1]) if len(rows) else np.zeros(0, np.bool_)
         for group in np.split(rows, np.flatnonzero(begins_anew)[1:]):
             if len(group) > 1:
@@ -113,30 +116,30 @@ def sharing(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 def _find_in(
     group: Sequence[int], tensors: Sequence[torch.Tensor], low: Any, high: Any, found: dict[int, int]
 ) -> None:
-    """Look at the pairs of tensors whose spans meet; group is sorted by where they begin."""
+    """Add the pairs of a group that share memory; the group is sorted by first byte."""
     for at, i in enumerate(group):
         for j in group[at + 1 :]:
             if low[j] >= high[i]:
                 break
-            if (i not in found or j not in found) and _meet(tensors[i], tensors[j]):
+            if (i not in found or j not in found) and _share_memory(tensors[i], tensors[j]):
                 found.setdefault(i, j)
                 found.setdefault(j, i)
 
 
-def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return the device of a tensor, its first byte and one past its last."""
+def _address_range(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return the device of a tensor, the address of its first byte, and the address after its last byte."""
     if not tensor.numel() or tensor.is_meta:
         return "", 0, 0
     try:
         low = tensor.data_ptr()
-    except RuntimeError:  # of a library whose tensors have no address: nothing is known of their memory
+    except RuntimeError:  # a library whose tensors have no addresses: nothing is known of their memory
         return "", 0, 0
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), low, low + (reach + 1) * tensor.element_size()
 
 
-def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Say whether two tensors whose spans meet have an element in common."""
+def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Say whether two tensors whose address ranges overlap have an element in common."""
     if first.is_contiguous() and second.is_contiguous():
         return True
     views = _Addressed(first).array(), _Addressed(second).array()
@@ -147,7 +150,7 @@ def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class _Addressed:
-    """The addresses of a tensor's elements for numpy, which does not look at what is there."""
+    """The addresses of a tensor's elements, for numpy, which does not read the memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         width = tensor.element_size()
@@ -160,11 +163,11 @@ class _Addressed:
         }
 
     def array(self) -> Any:  # of a dtype without a name
-        """Return them as an array."""
+        """Return the addresses as an array."""
         return np.asarray(self)
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Compare the bytes of two tensors: NaNs are equal to themselves then."""
-    octets = [t.detach().to(first.device).contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
-    return torch.equal(*octets)
+    """Say whether two tensors have the same bits, so that a NaN equals itself."""
+    pair = (t.detach().to(first.device).contiguous() for t in (first, second))
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in pair))
