@@ -1,9 +1,9 @@
 """Flat ranges of boxes as rectangles, for many boxes at once.
 
-A distributed optimizer holds a contiguous range `[start, stop)` of the row-major flattening of a box. Such
-a range is at most `2 n - 1` rectangles in n dims (tail rows of the first slab, whole slabs, head rows of
-the last), each of them contiguous in the flat buffer. Owns that decomposition; everything here works on
-int64 numpy arrays, one row a box, so that a plan over a million boxes stays in a few vector operations.
+A distributed optimizer has a contiguous range `[start, stop)` of the row-major flattening of a box. In n dims
+such a range is at most `2 n - 1` rectangles: tail rows of the first slab, whole slabs, head rows of the last.
+Each of them is contiguous in the flat buffer. Everything here works on int64 numpy arrays, one row a box, so
+that a plan for a million boxes takes a few vector operations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Rectangles(NamedTuple):
     """Rectangles cut from rows of boxes.
 
     Attributes:
-        row: which input row each rectangle belongs to, `[m]`, ascending, and in flat order within a row.
+        row: the input row that each rectangle belongs to, `[m]`, ascending, and in flat order within a row.
         start: first element relative to the origin of that row's box, `[m, n]`.
         shape: extents, `[m, n]`, all >= 1.
     """
@@ -31,7 +31,7 @@ class Rectangles(NamedTuple):
 
 
 def strides_of(shape: Ints) -> Ints:
-    """Row-major strides in elements of each row's box; shape `[m, n]` gives `[m, n]`."""
+    """Return the row-major strides of each row's box, in elements; shape is `[m, n]`, as is the result."""
     strides = np.ones_like(shape)
     for dim in range(shape.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * shape[:, dim + 1]
@@ -50,7 +50,7 @@ def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
     dims = shape.shape[1]
     strides = strides_of(shape)
     position = flat_start.astype(np.int64, copy=True)
-    pieces: list[tuple[Ints, Ints, Ints]] = []  # (rows, start, shape), each in flat order for its row
+    cut: list[tuple[Ints, Ints, Ints]] = []  # (rows, start, shape), in flat order for each row
 
     def emit(rows: Ints, dim: int, stop: Ints) -> None:
         """Add the slabs `[position, stop)` of `dim`: both ends are multiples of that dim's stride."""
@@ -59,10 +59,10 @@ def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
         extent = np.ones_like(start)
         extent[:, dim] = (stop - begin) // strides[rows, dim]
         extent[:, dim + 1 :] = shape[rows, dim + 1 :]
-        pieces.append((rows, start, extent))
+        cut.append((rows, start, extent))
         position[rows] = stop
 
-    # Heads, innermost dim first: complete the slab that the range starts in the middle of.
+    # Heads, innermost dim first: complete the slab in the middle of which the range begins.
     climbing = flat_stop > flat_start
     for dim in range(dims - 1, 0, -1):
         slab = np.maximum(strides[:, dim - 1], 1)
@@ -79,13 +79,13 @@ def rectangles_of(shape: Ints, flat_start: Ints, flat_stop: Ints) -> Rectangles:
         if rows.size:
             emit(rows, dim, boundary[rows])
 
-    if not pieces:
+    if not cut:
         none = np.zeros((0, dims), np.int64)
         return Rectangles(np.zeros(0, np.int64), none, none.copy())
-    row = np.concatenate([p[0] for p in pieces])
+    row = np.concatenate([c[0] for c in cut])
     order = np.argsort(row, kind="stable")  # stable: keeps the flat order inside each row
     return Rectangles(
         row[order],
-        np.concatenate([p[1] for p in pieces])[order],
-        np.concatenate([p[2] for p in pieces])[order],
+        np.concatenate([c[1] for c in cut])[order],
+        np.concatenate([c[2] for c in cut])[order],
     )

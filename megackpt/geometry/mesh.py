@@ -1,7 +1,7 @@
 """Arrays cut over a mesh of ranks, one mesh dim after the other, as torch's DTensor cuts them.
 
-Owns the arithmetic of cuts that need not be even and may be strided. What a rank holds along one dim is then
-a list of ranges, and what it holds of the array a list of boxes.
+Cuts need not be even, and may be strided. So along one dim a rank has a list of ranges, and of the array a
+list of boxes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class MeshCut:
 
     Attributes:
         dim: the dim of the array that is cut.
-        split_factor: into how many parts the dim is cut first; of each, every rank then takes its share.
-            1 is the plain cut. It undoes the order of cuts, where a mesh dim on the left cuts what one on
-            the right has cut before.
+        split_factor: the number of equal ranges into which the dim is cut first; every rank then takes its
+            share of each. 1 is the plain cut. With others, a mesh dim on the left can cut what one on the
+            right has cut before.
     """
 
     dim: int
@@ -34,7 +34,7 @@ class MeshCut:
 
 @dataclass(frozen=True, slots=True)
 class MeshBox:
-    """One box of what a rank holds.
+    """One box of an array that a rank has.
 
     Attributes:
         box: the box in the global array.
@@ -53,10 +53,16 @@ def mesh_boxes(
     *,
     order: Sequence[int] | None = None,
 ) -> list[MeshBox]:
-    """Return what the rank at a coordinate of a mesh holds of an array, in the order of its own tensor.
+    """Return the boxes of an array that the rank at a coordinate of a mesh has, in the order of its tensor.
 
-    cuts has one entry per mesh dim, None where the array is replicated. They apply in the order of mesh dims,
-    or in `order`. A rank that holds nothing gets one box without elements.
+    A rank that has nothing gets one box without elements.
+
+    Args:
+        global_shape: shape of the array.
+        mesh_shape: number of ranks along each mesh dim.
+        coordinate: position of the rank in the mesh.
+        cuts: how each mesh dim cuts the array; None if it replicates.
+        order: the order in which mesh dims cut; None for from left to right.
 
     >>> shard = MeshCut(0)
     >>> [b.box for b in mesh_boxes((5, 2), (2,), (1,), [shard])]
@@ -70,17 +76,17 @@ def mesh_boxes(
     Source: the semantics of torch.chunk, and of torch.distributed.tensor's Shard and _StridedShard.
     """
     _check(global_shape, mesh_shape, coordinate, cuts)
-    held: list[list[Range]] = [[(0, extent)] for extent in global_shape]
+    ranges_of_dim: list[list[Range]] = [[(0, extent)] for extent in global_shape]
     for mesh_dim in range(len(cuts)) if order is None else order:
         cut = cuts[mesh_dim]
         if cut is not None:
-            ranges, parts = held[cut.dim], mesh_shape[mesh_dim]
-            held[cut.dim] = _share(ranges, cut.split_factor, parts=parts, index=coordinate[mesh_dim])
-    if not all(held):
-        start = tuple(r[0][0] if r else extent for r, extent in zip(held, global_shape, strict=True))
-        shape = tuple(sum(b - a for a, b in ranges) for ranges in held)
+            ranges, parts = ranges_of_dim[cut.dim], mesh_shape[mesh_dim]
+            ranges_of_dim[cut.dim] = _share(ranges, cut.split_factor, parts=parts, index=coordinate[mesh_dim])
+    if not all(ranges_of_dim):
+        start = tuple(r[0][0] if r else extent for r, extent in zip(ranges_of_dim, global_shape, strict=True))
+        shape = tuple(sum(b - a for a, b in ranges) for ranges in ranges_of_dim)
         return [MeshBox(Box(start, shape), (0,) * len(start))]
-    placed = [list(zip(ranges, _local_starts(ranges), strict=True)) for ranges in held]
+    placed = [list(zip(ranges, _local_starts(ranges), strict=True)) for ranges in ranges_of_dim]
     return [
         MeshBox(
             Box(tuple(a for (a, _), _ in row), tuple(b - a for (a, b), _ in row)), tuple(n for _, n in row)
@@ -90,7 +96,7 @@ def mesh_boxes(
 
 
 def _share(ranges: list[Range], split_factor: int, *, parts: int, index: int) -> list[Range]:
-    """Take one rank's share of ranges: part `index` of each of `split_factor` equal parts."""
+    """Return one rank's share of ranges: share `index` of each of `split_factor` equal stretches."""
     length = sum(b - a for a, b in ranges)
     taken: list[Range] = []
     for first in range(split_factor):
@@ -101,21 +107,21 @@ def _share(ranges: list[Range], split_factor: int, *, parts: int, index: int) ->
 
 
 def _chunk(length: int, *, parts: int, index: int) -> Range:
-    """Part of a length as torch.chunk cuts it: all as long as the first, the last ones shorter or empty."""
+    """Return one range of a length as torch.chunk cuts it: equally long, the last ones shorter or empty."""
     size = -(-length // parts)
     return min(length, index * size), min(length, (index + 1) * size)
 
 
 def _cut_out(ranges: list[Range], start: int, stop: int) -> list[Range]:
-    """What lies at the positions `[start, stop)` of ranges that are laid one behind the other."""
-    found = []
+    """Return the elements at positions `[start, stop)` of ranges that are laid one after the other."""
+    cut = []
     position = 0
     for a, b in ranges:
         low, high = max(a, a + start - position), min(b, a + stop - position)
         if low < high:
-            found.append((low, high))
+            cut.append((low, high))
         position += b - a
-    return found
+    return cut
 
 
 def _joined(ranges: list[Range]) -> list[Range]:

@@ -1,8 +1,8 @@
-"""Strided views of a row-major array: blocks of its elements seen through axes of their own.
+"""Strided views of a row-major array: some of its elements, with axes of their own.
 
-Owns the arithmetic that lets one description serve a whole local tensor and any flat shard of it: a view is
-built by splitting, permuting and narrowing axes, never by merging them, so its strides stay nested and the
-elements of a view that lie in a flat range of the array are again a flat range of the view.
+One view describes elements of a whole local tensor and of any flat shard of it. It is made by splitting,
+permuting and narrowing axes, never by merging them. So its strides stay nested, and the elements of a view
+that lie in a flat range of the array are few boxes of the view.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A block of a row-major array, seen through its own axes.
+    """Elements of a row-major array, with axes of their own.
 
     Attributes:
         base: shape of the array.
@@ -131,7 +131,7 @@ class View:
         [Box(start=(1, 0), shape=(1, 1)), Box(start=(0, 1), shape=(2, 2))]
         """
         strides = self.strides
-        # From the outermost axis of the array to the innermost, positions are lexicographic.
+        # With axes sorted by descending stride, positions ascend in lexicographic order.
         order = sorted(range(len(self.axes)), key=lambda a: -strides[a])
         low, high = self._before(start, order), self._before(stop, order)
         if low >= high:

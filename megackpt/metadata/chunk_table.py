@@ -237,6 +237,7 @@ def decode_arrays(columns: Mapping[str, Column], *, where: str) -> DecodedArrays
     ndim = integers(columns, "ndim", where=where, length=len(keys))
     if len(dtypes) != len(keys) or whole.ndim != 2 or np.any(ndim > whole.shape[1]):
         raise FormatError(f"{where}: the arrays' dtypes or shapes do not fit their keys.", path=where)
+    # The columns are padded; specs have the shapes without padding.
     arrays = tuple(
         ArraySpec(key, dtype, tuple(shape[:n]))
         for key, dtype, shape, n in zip(keys, dtypes, whole.tolist(), ndim.tolist(), strict=True)
@@ -266,6 +267,7 @@ def itemsizes(arrays: Sequence[ArraySpec]) -> Ints:
 
 def pad_shapes(shapes: Sequence[Sequence[int]], dims: int, *, fill: int) -> Ints:
     """Stack shapes of different lengths into `[len(shapes), dims]`; fill is put after the last extent."""
+    # The mask selects the extents that exist, row by row, which is the order of the chained shapes.
     padded = np.full((len(shapes), dims), fill, np.int64)
     ndim = np.fromiter(map(len, shapes), np.int64, len(shapes))
     padded[np.arange(dims) < ndim[:, None]] = np.fromiter(chain.from_iterable(shapes), np.int64)

@@ -117,6 +117,7 @@ def _merge_arrays(per_rank: Sequence[DeclaredChunks]) -> tuple[tuple[ArraySpec, 
     # Peers share one decoded tuple (see `decode_declarations`), so identity finds the different lists
     # quickly.
     distinct = {id(d.table.arrays): d.table.arrays for d in per_rank}
+    # The first spec of a key is compared with all others; ranks are looked up only if there is a conflict.
     specs: dict[str, ArraySpec] = {}
     conflicts: set[str] = set()
     for arrays in distinct.values():

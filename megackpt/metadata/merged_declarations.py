@@ -128,6 +128,7 @@ def pack_declarations(
 
 def _packed(table: ChunkTable, marks: Ints) -> bytes:
     """Return a head (rows, dims, lengths of the specs), the matrix of rows, and the specs of used arrays."""
+    # Only arrays of which there is a row are sent, numbered from 0.
     used, number = np.unique(table.array, return_inverse=True)
     specs = [_packed_spec(table.arrays[i]) for i in used.tolist()]
     matrix = np.column_stack(
@@ -171,6 +172,7 @@ def _unpack(lists: Sequence[bytes]) -> _UnpackedRows:
     known: dict[bytes, list[int]] = {}  # ranks of a pipeline stage have equal lists of specs
     array, matrices = [], []
     for packed, head in zip(lists, heads, strict=True):
+        # A list is: 3 numbers, the lengths of its specs, the matrix, the specs. Nothing is copied to read it.
         rows, dims, specs = head.tolist()
         width, at = 5 + 2 * dims, 8 * (3 + specs)
         matrix = np.frombuffer(packed, np.int64, rows * width, at).reshape(rows, width)
@@ -270,6 +272,7 @@ def _conflict(specs: Sequence[ArraySpec], arrays: Sequence[Ints], owners: Sequen
     specs_of_key: dict[str, int] = {}
     for spec in specs:
         specs_of_key[spec.key] = specs_of_key.get(spec.key, 0) + 1
+    # Ranks declare an array if one of their rows uses its spec.
     versions: dict[str, dict[ArraySpec, set[int]]] = {}
     for used, ranks in zip(arrays, owners, strict=True):
         for i in np.unique(used).tolist():

@@ -16,6 +16,7 @@ def check_common_equal(per_rank: Sequence[Mapping[str, str]]) -> None:
     Raises:
         CommonStateError: lists each path that differs, is missing or is extra, and the ranks where it does.
     """
+    # Faults are collected by path, so that one that many ranks share is one line.
     first = per_rank[0]
     faults: dict[tuple[str, str], list[int]] = {}  # (path, note) -> ranks
     for rank, leaves in enumerate(per_rank[1:], start=1):
@@ -85,6 +86,7 @@ def _differing(per_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
     for rank, digests in enumerate(per_rank):
         for key, digest in digests.items():
             ranks_of_digest.setdefault(key, {}).setdefault(digest, []).append(rank)
+    # A name that only some ranks have is no fault, if these agree.
     lines = {}
     for key, versions in sorted(ranks_of_digest.items()):
         if len(versions) > 1:

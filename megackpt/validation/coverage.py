@@ -199,6 +199,7 @@ def _first_faults(
     faults: list[Fault] = []
     total = 0
     for of_array in regions:
+        # A count of -1, where it was not examined, is listed with the elements that nobody saves.
         rows = np.flatnonzero((of_array.count > 1) == several)
         extents = of_array.stop[rows] - of_array.start[rows]
         total += int(extents.prod(axis=1).sum()) if one_by_one else len(rows)
@@ -223,6 +224,7 @@ def _fault(declared: DeclaredChunks, array: int, start: Ints, stop: Ints, count:
     spec = declared.table.arrays[array]
     of_array = declared.take(np.flatnonzero(declared.table.array == array))
     overlaps = _overlaps(of_array.table, start, stop)
+    # Rows are padded to the widest array; the fault shows only the dims of its own array.
     dims = len(spec.global_shape)
     return Fault(
         spec,

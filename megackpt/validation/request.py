@@ -104,6 +104,7 @@ def check_unexpected_keys(
     def error(keys: list[str]) -> MissingKeyError:
         lines: list[str] = []
         for key in keys:
+            # Finding similar keys is slow, and only the first lines are shown.
             close = difflib.get_close_matches(key, known, n=1) if len(lines) < 10 else []
             lines.append(repr(key) + (f" (the checkpoint has {close[0]!r})" if close else ""))
         return MissingKeyError(
@@ -344,6 +345,7 @@ def _apply(
     keys: list[str], policy_of: Callable[[str], Policy], error: Callable[[list[str]], CheckpointError]
 ) -> None:
     """Raise for the keys whose policy is ERROR, log those whose policy is WARN."""
+    # All keys are looked at before an error is raised, so that it lists all of them.
     by_policy: dict[Policy, list[str]] = {policy: [] for policy in Policy}
     for key in keys:
         by_policy[policy_of(key)].append(key)
