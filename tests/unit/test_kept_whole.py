@@ -62,7 +62,7 @@ def test_common_state_of_the_save_before_is_not_that_of_what_dcp_saved_over_it(
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
     with caplog.at_level(logging.WARNING):
         assert load_common_state_dict(tmp_path) == {}
-    assert "written together with another .metadata" in caplog.text
+    assert "written with another .metadata" in caplog.text
     assert torch.equal(load({"w": tensor("w")}, tmp_path)["w"], torch.ones(4))
 
 

@@ -260,7 +260,7 @@ WRONG = [
     (set_path("../../secret"), StorageError, "has the part '..'"),
     (set_path("/etc/passwd"), StorageError, "is absolute"),
     (set_path("gone.distcp"), CheckpointError, "gone.distcp"),
-    (set_path(7), FormatError, "its place in a file is malformed"),
+    (set_path(7), FormatError, "its position in a file is malformed"),
     (set_offset(-8, 100), FormatError, "no file has 100 bytes at -8"),
     (set_offset(0, 2**62), FormatError, "no file has"),
     (set_offset(0, 2**40), FormatError, "before the end of"),

@@ -45,14 +45,14 @@ def check_files(store: Store, manifest: Json) -> Iterator[Damage]:
         yield damage_of(error, location=store.location)
 
 
-def _check_fixed_names(store: Store, note: Json, holder: str) -> Iterator[Damage]:
+def _check_fixed_names(store: Store, note: Json, note_name: str) -> Iterator[Damage]:
     if store.exists(MANIFEST) and read_manifest_file(store) != MANIFEST_CONTENT:
         yield Damage(file=MANIFEST, what="it has other entries than a save of this format writes")
-    named, _ = file_entry(store, note, "common", document_name=holder)
-    expected = [(named["file"], named), (names.COMMON, named)]
+    common, _ = file_entry(store, note, "common", document_name=note_name)
+    expected = [(common["file"], common), (names.COMMON, common)]
     for entry in names.VALUES_ENTRIES:
         if entry in note:
-            copies, _ = file_entry(store, note, entry, document_name=holder)
+            copies, _ = file_entry(store, note, entry, document_name=note_name)
             expected.append((copies["file"], copies))
     for name, named in expected:
         if not store.exists(name):

@@ -155,7 +155,7 @@ def _is_of_another_save(store: Store) -> bool:
         if noted_digest == digest:
             notice(
                 log,
-                f"{store.location}: {names.COMMON} was written together with another {names.METADATA}, which "
+                f"{store.location}: {names.COMMON} was written with another {names.METADATA}, which "
                 f"has been replaced since. There is no common state.",
             )
             return True

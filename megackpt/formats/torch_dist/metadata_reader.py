@@ -269,7 +269,7 @@ class DcpMetadata:
             raise self._damaged(name, f"no file is named for what begins{at}" if at else "no file is named")
         file, offset, nbytes = (getattr(info, a, None) for a in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
-            raise self._damaged(name, "its place in a file is malformed")
+            raise self._damaged(name, "its position in a file is malformed")
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
             raise self._damaged(name, f"no file has {nbytes} bytes at {offset}")
         check_name(file, location=self._location)

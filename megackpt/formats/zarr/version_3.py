@@ -215,8 +215,8 @@ def _find(store: Store, manifest: Json) -> _FoundItems:
     if manifest.get("detected"):
         return _FoundItems(find_arrays_v3(store, listed, directory=""), {}, listed)
     directories, gone = _directories(manifest, store.location), _removed(manifest, store.location)
-    files, holder = _identifying_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
-    check_listed(files, listed, location=store.location, list_name=holder, key_of=_key_of_directory)
+    files, list_name = _identifying_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
+    check_listed(files, listed, location=store.location, list_name=list_name, key_of=_key_of_directory)
     arrays = find_arrays_v3(store, listed, directory=directories[0])
     objects = find_objects(
         listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX, is_checked=True
@@ -326,26 +326,7 @@ def _directories(manifest: Json, where: str) -> tuple[str, str]:
 
 
 def _read_common(store: Store, manifest: Json) -> Any:
-    said = manifest.get("common")
-    if (
-        not isinstance(said, dict)
-        or not isinstance(said.get("file"), str)
-        or type(said.get("nbytes")) is not int
-    ):
-        raise FormatError(
-            f"{store.location}/{MANIFEST} does not say where the common state is. The file is damaged or "
-            f"foreign.",
-            path=store.location,
-        )
-    where = f"{store.location}/{said['file']}"
-    data = store.read(said["file"], max_bytes=said["nbytes"])
-    if len(data) != said["nbytes"] or digest_of(data) != said.get("xxh3_128"):
-        raise IntegrityError(
-            f"{where}: the content differs from what was saved (the digest does not match). The file is "
-            f"damaged; "
-            f"load another checkpoint.",
-            path=where,
-        )
+    data, where = read_small_file(store, manifest, "common")
     return unpack(data, where=where)
 
 
