@@ -1,7 +1,7 @@
-"""Carrying out an exchange plan: ranks read for each other, one round while the previous one is sent.
+"""Carries an exchange plan out: reads the parts of one round while those of the round before are sent.
 
 Before every round the ranks gather whether one of them has failed, so that no rank waits for bytes that do
-not come. `planning.exchange` decides which rank reads and which rank needs what; `transport` moves the bytes.
+not come. `planning` decides who reads and who needs what; `rounds` lays out the buffers and moves the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megackpt.comm.device_group import DeviceGroup
 from megackpt.engine.data.read import Target, with_target_strides
 from megackpt.engine.data.tensor_bytes import as_elements, byte_view, contiguous_bytes, copy_block
 from megackpt.engine.loading.prepare import PreparedLoad, ReadResult
-from megackpt.engine.loading.transport import Arrival, Buffers, Step, steps_of, transport_for
+from megackpt.engine.loading.rounds import Arrival, RankRound, RoundBuffers, round_exchange_for, rounds_of
 from megackpt.errors import MismatchError
 from megackpt.formats.contents import Chunks, Contents
 from megackpt.geometry import row_major_strides
@@ -35,11 +35,11 @@ from megackpt.validation import PhaseTimes
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRanks:
-    """The ranks that read for each other.
+    """The ranks that exchange what they read.
 
     Attributes:
         group: the ranks.
-        devices: the same ranks, if data is sent from device to device for tensors on devices.
+        devices: the same ranks, if data goes from device to device where tensors lie on devices.
         file_readers: ranks that can read a file of chunks, ascending, by its name; None if all ranks can read
             all files.
     """
@@ -51,10 +51,10 @@ class ExchangeRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What one rank needs from a checkpoint.
+    """What one rank loads of a checkpoint.
 
     Attributes:
-        requested: its declarations; entities are those of tensors, then of objects.
+        requested: declarations of the rank; entities are those of tensors, then of objects.
         tensors: filled in place.
         blobs: a buffer of the right length for each object, filled in place; 1-D uint8.
     """
@@ -65,9 +65,9 @@ class RankRequest:
 
     @property
     def device(self) -> torch.device:
-        """A device that has tensors of the request; the host only if all of them are in its memory."""
-        found = (t.data.device for t in self.tensors if t.data is not None and t.data.device.type != "cpu")
-        return next(found, torch.device("cpu"))
+        """The first device of a tensor that is not the CPU; the CPU if all tensors lie there."""
+        devices = (t.data.device for t in self.tensors if t.data is not None and t.data.device.type != "cpu")
+        return next(devices, torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,56 +94,57 @@ class ExchangeReader:
 
 
 def load_by_exchange(
-    contents: Contents, wanted: RankRequest, ranks: ExchangeRanks, options: LoadOptions, *, where: str
+    contents: Contents, request: RankRequest, ranks: ExchangeRanks, options: LoadOptions, *, where: str
 ) -> PhaseTimes | None:
-    """Fill what each rank needs, reading every stored byte once. Collective over the group.
+    """Fill the request of each rank; each stored byte is read once. Collective over the group.
 
     Returns:
-        The times of this rank; None if another rank failed, which raises its error itself.
+        The times of this rank; None if another rank of the group failed, which raises its error.
 
     Raises:
         IntegrityError, StorageError, FormatError: this rank could not read.
-        MismatchError: ranks see different checkpoints, or have different options.
+        MismatchError: ranks do not see the same checkpoint, or have other options.
         RankFailedError: another rank did not answer.
     """
     group = ranks.group
-    messages = group.all_gather(pack_columns(wanted.requested.to_columns()))
-    prepared: list[Exchanger] = []
+    messages = group.all_gather(pack_columns(request.requested.to_columns()))
+    all_have_devices = ranks.devices is not None and all(group.all_gather(_has_device(request)))
+    devices = ranks.devices.on(request.device) if ranks.devices and all_have_devices else None
+    exchange: RankExchange | None = None
     error: Exception | None = None
-    said = b""
-    everyone_has_devices = ranks.devices is not None and all(group.all_gather(_has_device(wanted)))
+    fingerprint = b""
     try:
         plan, chunks = _plan(contents, messages, ranks, options, where)
-        devices = ranks.devices.on(wanted.device) if ranks.devices and everyone_has_devices else None
-        prepared.append(Exchanger(chunks, plan, ranks=ranks, wanted=wanted, options=options, devices=devices))
-        said = plan.fingerprint()
+        exchange = RankExchange(chunks, plan, ranks=ranks, request=request, options=options, devices=devices)
+        fingerprint = plan.fingerprint()
     except Exception as failure:  # noqa: BLE001 - raised when the other ranks know of it
         error = failure
-    said_by_all = group.all_gather(said)
+    # An empty fingerprint says that the rank has failed.
+    fingerprints = group.all_gather(fingerprint)
     if error is not None:
         raise error
-    if not all(said_by_all):
+    if exchange is None or not all(fingerprints):
         return None
-    if len(set(said_by_all)) > 1:
+    if len(set(fingerprints)) > 1:
         raise MismatchError(
             f"{where}: ranks plan different exchanges. They must open the same checkpoint and give equal "
             f"exchange options.",
             path=where,
         )
-    return prepared[0].run()
+    return exchange.run()
 
 
-def _has_device(wanted: RankRequest) -> bytes:
-    return b"" if wanted.device.type == "cpu" else b"device"
+def _has_device(request: RankRequest) -> bytes:
+    return b"" if request.device.type == "cpu" else b"device"
 
 
 def _plan(
     contents: Contents, messages: Sequence[bytes], ranks: ExchangeRanks, options: LoadOptions, where: str
 ) -> tuple[ExchangePlan, Chunks]:
-    """Decode the requests of the ranks, and plan the exchange for all of them."""
+    """Decode the requests of all ranks of the group, and plan for all of them."""
     columns = [unpack_columns(m, where=f"request of rank {rank}") for rank, m in enumerate(messages)]
     requested = decode_declarations(columns)
-    different = dict(zip(messages, requested, strict=True))  # replicas have equal requests
+    different = dict(zip(messages, requested, strict=True))  # requests of replicas are equal
     chunks = contents.chunks_for([declared.table for declared in different.values()])
     plan = plan_exchange(
         requested,
@@ -170,8 +171,8 @@ def _readers(chunks: Chunks, file_readers: Mapping[str, Sequence[int]]) -> Reade
     )
 
 
-class Exchanger:
-    """One rank's side of an exchange."""
+class RankExchange:
+    """What one rank does in an exchange: it reads its parts, sends them, and copies what arrives."""
 
     def __init__(
         self,
@@ -179,27 +180,27 @@ class Exchanger:
         plan: ExchangePlan,
         *,
         ranks: ExchangeRanks,
-        wanted: RankRequest,
+        request: RankRequest,
         options: LoadOptions,
         devices: DeviceGroup | None,
     ) -> None:
         self._chunks, self._plan, self._group = chunks, plan, ranks.group
         self._verify, self._threads = options.verify, options.threads
         dtypes = {a.key: a.dtype for a in chunks.table.arrays}
-        tensors = [Target.of(tensor, dtypes) for tensor in wanted.tensors]
-        self._targets = [*tensors, *(Target(blob, torch.uint8) for blob in wanted.blobs)]
-        self._blocks = CompactCopies.of(_with_real_targets(plan, ranks.group.rank, wanted.tensors, tensors))
-        self._steps = steps_of(plan, ranks.group.rank)
-        self._buffers = Buffers(self._steps)
-        self._transport = transport_for(
-            plan, ranks.group, self._buffers, directly=self._directly, device=devices
+        tensors = [Target.of(tensor, dtypes) for tensor in request.tensors]
+        self._targets = [*tensors, *(Target(blob, torch.uint8) for blob in request.blobs)]
+        self._blocks = CompactCopies.of(_with_real_targets(plan, ranks.group.rank, request.tensors, tensors))
+        self._rounds = rounds_of(plan, ranks.group.rank)
+        self._buffers = RoundBuffers(self._rounds)
+        self._round_exchange = round_exchange_for(
+            plan, ranks.group, self._buffers, target_memory=self._target_memory, device=devices
         )
 
     def run(self) -> PhaseTimes | None:
         """Fill this rank's targets. Collective over the group.
 
         Returns:
-            The times of this rank; None if another rank failed, which raises its error itself.
+            The times of this rank; None if another rank of the group failed, which raises its error.
 
         Raises:
             IntegrityError, StorageError, FormatError: this rank could not read.
@@ -215,54 +216,56 @@ class Exchanger:
         read_s = exchange_s = copy_s = 0.0
         error: Exception | None = None
         reading = self._begin_reading(pool, 0)
-        for number, step in enumerate(self._steps):
+        for number, rank_round in enumerate(self._rounds):
             spent_s, failure = _outcome(reading)
             read_s += spent_s
             error = error or failure
             began = time.perf_counter()
+            # No rank begins to send before all ranks have read their parts of the round.
             if any(self._group.all_gather(b"" if error is None else b"failed")):
                 if error is not None:
                     raise error
                 return None
-            # The next round is read into the other buffer, which the last exchange does not use any more.
+            # The next round is read into the other buffer: its bytes were sent in the round before this one.
             reading = self._begin_reading(pool, number + 1)
-            arrived = self._transport.move(step, number % 2)
+            arrivals = self._round_exchange.move(rank_round, number % 2)
             exchanged = time.perf_counter()
             exchange_s += exchanged - began
-            error = self._scatter_all(arrived)
+            error = self._copy_arrivals(arrivals)
             copy_s += time.perf_counter() - exchanged
         if error is not None:
             raise error
         return PhaseTimes(read_s, exchange_s, copy_s)
 
     def _begin_reading(self, pool: ThreadPoolExecutor, number: int) -> list[Future[tuple[float, float]]]:
-        if number >= len(self._steps):
+        if number >= len(self._rounds):
             return []
-        step = self._steps[number]
-        return [pool.submit(self._read, step, number % 2, part) for part in step.parts]
+        rank_round = self._rounds[number]
+        return [pool.submit(self._read, rank_round, number % 2, part) for part in rank_round.parts]
 
-    def _read(self, step: Step, parity: int, part: int) -> tuple[float, float]:
-        """Read a part, copy what this rank needs of it, and pack what goes into batches; return when."""
+    def _read(self, rank_round: RankRound, parity: int, part: int) -> tuple[float, float]:
+        """Read a part, copy what this rank needs of it, and pack batches; return when it began and ended."""
         began = time.perf_counter()
         parts, deliveries = self._plan.parts, self._plan.deliveries
         data = self._buffers.part(parity, int(parts.offset[part]), int(parts.nbytes[part]))
         chunk, start = int(parts.chunk[part]), int(parts.start[part])
-        to_whom = step.deliveries_of(part)
-        for low, high in self._needed(part, to_whom, data.numel()):
+        of_part = rank_round.deliveries_of(part)
+        for low, high in self._needed_ranges(part, of_part, data.numel()):
             self._chunks.read_into(chunk, start + low, byte_view(data[low:high]), verify=self._verify)
-        for delivery in to_whom:
+        for delivery in of_part:
             rank = int(deliveries.rank[delivery])
             if rank == self._group.rank:
-                self._scatter(Arrival(delivery, data, begins=0))
-            elif rank in step.batches and deliveries.is_batched[delivery]:
-                self._pack(delivery, data, self._buffers.batch(parity, step, rank))
+                self._copy_to_targets(Arrival(delivery, data, begins=0))
+            elif rank in rank_round.batches and deliveries.is_batched[delivery]:
+                self._pack(delivery, data, self._buffers.batch(parity, rank_round, rank))
         return began, time.perf_counter()
 
-    def _needed(self, part: int, to_whom: Sequence[int], nbytes: int) -> list[tuple[int, int]]:
+    def _needed_ranges(self, part: int, of_part: Sequence[int], nbytes: int) -> list[tuple[int, int]]:
+        """Return the ranges of a part that its deliveries need, in bytes."""
         deliveries, block = self._plan.deliveries, self._chunks.block_bytes
-        if any(deliveries.is_dense[d] and deliveries.nbytes[d] == nbytes for d in to_whom):
+        if any(deliveries.is_dense[d] and deliveries.nbytes[d] == nbytes for d in of_part):
             return [(0, nbytes)]
-        copies = [copy for d in to_whom for copy in self._copies_of(d)]
+        copies = [copy for d in of_part for copy in self._copies_of(d)]
         width = int(self._plan.parts.width[part])
         return needed_ranges(copies, width=width, nbytes=nbytes, block_bytes=block)
 
@@ -271,7 +274,7 @@ class Exchanger:
         return self._blocks.copies(int(first[delivery]), int(first[delivery + 1]))
 
     def _pack(self, delivery: int, data: torch.Tensor, batch: torch.Tensor) -> None:
-        """Copy what one rank needs of a part into the batch for it."""
+        """Copy what a delivery needs of a part into the batch for its rank."""
         deliveries = self._plan.deliveries
         start, nbytes = int(deliveries.start[delivery]), int(deliveries.nbytes[delivery])
         offset = int(deliveries.offset[delivery])
@@ -287,21 +290,22 @@ class Exchanger:
             )
             at += copy.numel
 
-    def _scatter_all(self, arrived: Sequence[Arrival]) -> Exception | None:
+    def _copy_arrivals(self, arrivals: Sequence[Arrival]) -> Exception | None:
+        """Copy what has arrived into the targets; return the error if there was one."""
         try:
-            for arrival in arrived:
-                self._scatter(arrival)
+            for arrival in arrivals:
+                self._copy_to_targets(arrival)
         except Exception as error:  # noqa: BLE001 - raised when the other ranks know of it
             return error
         return None
 
-    def _scatter(self, arrival: Arrival) -> None:
-        """Copy what has arrived into the targets."""
+    def _copy_to_targets(self, arrival: Arrival) -> None:
+        """Copy the bytes of a delivery into the targets of its copies."""
         width = int(self._plan.parts.width[self._plan.deliveries.part[arrival.delivery]])
         at = 0
         for copy in self._copies_of(arrival.delivery):
             target = self._targets[copy.entity]
-            if arrival.begins is None:  # packed: the elements of the copies, one after the other
+            if arrival.begins is None:  # packed: the elements of one copy after the other
                 source = replace(copy, source=at, source_stride=row_major_strides(copy.shape))
                 copy_block(arrival.data.view(target.element), 0, target.memory, source)
                 at += copy.numel
@@ -309,8 +313,8 @@ class Exchanger:
                 elements = arrival.data.view(target.element)
                 copy_block(elements, arrival.begins // width, target.memory, copy)
 
-    def _directly(self, delivery: int) -> memoryview | None:
-        """Return the memory that a delivery on its own fills, where one contiguous copy takes all of it."""
+    def _target_memory(self, delivery: int) -> memoryview | None:
+        """Return the memory that a delivery fills, if it has one copy, contiguous and without a cast."""
         first = self._plan.deliveries.first[delivery : delivery + 2]
         if first[1] - first[0] != 1:
             return None
@@ -322,17 +326,18 @@ class Exchanger:
 def _with_real_targets(
     plan: ExchangePlan, rank: int, tensors: Sequence[ShardedTensor], targets: Sequence[Target]
 ) -> Copies:
-    """Return copies in which those of this rank have the strides of its tensors."""
-    of_rank = np.repeat(plan.deliveries.rank, np.diff(plan.deliveries.first))
-    mine = np.flatnonzero(of_rank == rank)
-    placed = with_target_strides(plan.copies.take(mine), tensors, [t.memory for t in targets])
+    """Return the copies of a plan, those of this rank with the strides of its tensors."""
+    # Copies are sorted as deliveries. Those of other ranks are only packed here, without target strides.
+    rank_of_copy = np.repeat(plan.deliveries.rank, np.diff(plan.deliveries.first))
+    own = np.flatnonzero(rank_of_copy == rank)
+    with_strides = with_target_strides(plan.copies.take(own), tensors, [t.memory for t in targets])
     first, stride = plan.copies.target_first.copy(), plan.copies.target_stride.copy()
-    first[mine], stride[mine] = placed.target_first, placed.target_stride
+    first[own], stride[own] = with_strides.target_first, with_strides.target_stride
     return replace(plan.copies, target_first=first, target_stride=stride)
 
 
 def _outcome(reading: Sequence[Future[tuple[float, float]]]) -> tuple[float, Exception | None]:
-    """Wait for all; return how long they were under way together, and the first error."""
+    """Wait for all reads; return the seconds from the first begin to the last end, and the first error."""
     wait(reading)
     errors = [error for future in reading if (error := future.exception()) is not None]
     if errors:

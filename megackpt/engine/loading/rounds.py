@@ -1,0 +1,319 @@
+"""The rounds of an exchange: what a rank sends and receives in each, and how.
+
+A rank reads its parts of a round into one of two sending buffers, which take turns, so that it can read the
+next round while it sends this one. Behind the parts lie the batches: one for each peer, with all that is too
+short to be sent alone. What arrives lies in the receiving buffer, unless it can go straight into the target.
+Both sides of a delivery derive the layout of the buffers from the plan.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from megackpt.comm import Group, PeerBuffer
+from megackpt.comm.device_group import DeviceGroup
+from megackpt.engine.data.tensor_bytes import byte_view
+from megackpt.planning.exchange_plan import ExchangePlan, aligned
+
+TargetMemory: TypeAlias = Callable[[int], "memoryview | None"]
+"""Returns the memory that a delivery (a row of the plan) fills, or None if it has to be copied there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A delivery whose bytes have arrived in a buffer.
+
+    Attributes:
+        delivery: row of the delivery in the plan.
+        data: the bytes, 1-D uint8.
+        begins: where in the part the bytes begin, in bytes; None if they are packed elements.
+    """
+
+    delivery: int
+    data: torch.Tensor
+    begins: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankRound:
+    """What one rank reads, sends and receives in one round. Lengths and offsets are in bytes.
+
+    Attributes:
+        parts: parts that the rank reads.
+        outgoing: deliveries of these parts, to this rank as well; sorted by part.
+        first: range of `outgoing` with the deliveries of a part, by part.
+        incoming: deliveries from other ranks.
+        sections: length of all parts that a rank reads, laid out one after the other, by rank.
+        batches: offset in the sending buffer and length of the batch for each peer, by rank.
+        incoming_batches: length of the batch from each peer, by rank.
+        sent_nbytes: length of the sending buffer.
+        received_nbytes: length of the receiving buffer.
+    """
+
+    parts: tuple[int, ...]
+    outgoing: tuple[int, ...]
+    first: Mapping[int, tuple[int, int]]
+    incoming: tuple[int, ...]
+    sections: Mapping[int, int]
+    batches: Mapping[int, tuple[int, int]]
+    incoming_batches: Mapping[int, int]
+    sent_nbytes: int
+    received_nbytes: int
+
+    def deliveries_of(self, part: int) -> tuple[int, ...]:
+        """Return the deliveries of a part that this rank reads."""
+        return self.outgoing[slice(*self.first[part])]
+
+
+def rounds_of(plan: ExchangePlan, rank: int) -> list[RankRound]:
+    """Return what a rank does in each round of a plan."""
+    # Parts are sorted by round, and deliveries by part: each round has a range of both.
+    numbers = np.arange(plan.rounds + 1)
+    parts = np.searchsorted(plan.parts.round, numbers).tolist()
+    deliveries = np.searchsorted(plan.deliveries.part, parts).tolist()
+    return [
+        _round_of(plan, rank, slice(*parts[i : i + 2]), slice(*deliveries[i : i + 2]))
+        for i in range(plan.rounds)
+    ]
+
+
+def _round_of(plan: ExchangePlan, rank: int, of_parts: slice, of_deliveries: slice) -> RankRound:
+    parts, deliveries = plan.parts, plan.deliveries
+    # The section of a rank ends where the last of its parts does.
+    reader = parts.reader[of_parts]
+    ends = parts.offset[of_parts] + aligned(parts.nbytes[of_parts])
+    sections = {int(r): int(ends[reader == r].max()) for r in np.unique(reader)}
+    own_parts = of_parts.start + np.flatnonzero(reader == rank)
+
+    part, receiver = deliveries.part[of_deliveries], deliveries.rank[of_deliveries]
+    source = parts.reader[part]
+    outgoing = np.flatnonzero(source == rank)
+    incoming = np.flatnonzero((receiver == rank) & (source != rank))
+    # Outgoing deliveries are sorted by part, so those of one part are a range.
+    first = np.searchsorted(part[outgoing], own_parts).tolist()
+    first.append(len(outgoing))
+    # A batch ends where its last delivery does. The batches lie behind the section, in order of their peers.
+    in_batch = deliveries.is_batched[of_deliveries] & (plan.mode == "all_to_all")
+    ends = deliveries.offset[of_deliveries] + aligned(deliveries.nbytes[of_deliveries])
+    batches, sent_nbytes = {}, sections.get(rank, 0)
+    to_peers = in_batch[outgoing] & (receiver[outgoing] != rank)
+    for peer, nbytes in _batch_lengths(receiver[outgoing], ends[outgoing], to_peers).items():
+        batches[peer] = (sent_nbytes, nbytes)
+        sent_nbytes += nbytes
+    incoming_batches = _batch_lengths(source[incoming], ends[incoming], in_batch[incoming])
+    # How much arrives in the buffer depends on the mode: what this rank needs, or all sections.
+    if plan.mode == "all_to_all":
+        single = aligned(deliveries.nbytes[of_deliveries][incoming[~in_batch[incoming]]])
+        received_nbytes = sum(incoming_batches.values()) + int(single.sum())
+    elif plan.mode == "gather_rounds":
+        longest = max(sections.values(), default=0)
+        sent_nbytes, received_nbytes = longest, longest * plan.size
+    else:
+        received_nbytes = sum(sections.values()) - sections.get(rank, 0)
+    return RankRound(
+        parts=tuple(own_parts.tolist()),
+        outgoing=tuple((of_deliveries.start + outgoing).tolist()),
+        first={number: (first[i], first[i + 1]) for i, number in enumerate(own_parts.tolist())},
+        incoming=tuple((of_deliveries.start + incoming).tolist()),
+        sections=sections,
+        batches=batches,
+        incoming_batches=incoming_batches,
+        sent_nbytes=sent_nbytes,
+        received_nbytes=received_nbytes,
+    )
+
+
+def _batch_lengths(peers: np.ndarray, ends: np.ndarray, is_batched: np.ndarray) -> dict[int, int]:
+    """Return the length of the batch of each peer that has one."""
+    return {int(p): int(ends[is_batched & (peers == p)].max()) for p in np.unique(peers[is_batched])}
+
+
+class RoundBuffers:
+    """The two sending buffers and the receiving buffer of a rank, as long as its rounds need.
+
+    Even rounds use the sending buffer of parity 0, odd rounds the other one.
+    """
+
+    def __init__(self, rounds: Sequence[RankRound]) -> None:
+        lengths = [max((r.sent_nbytes for r in rounds[parity::2]), default=0) for parity in range(2)]
+        self._sending = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in lengths]
+        self._received_nbytes = max((r.received_nbytes for r in rounds), default=0)
+        self._receiving: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.numel() for b in self._sending) + self._received_nbytes
+
+    @property
+    def receiving(self) -> torch.Tensor:
+        """The receiving buffer, made when it is first needed: all bytes may go into targets directly."""
+        if self._receiving is None:
+            self._receiving = torch.empty(self._received_nbytes, dtype=torch.uint8)
+        return self._receiving
+
+    def section(self, parity: int, nbytes: int) -> torch.Tensor:
+        """Return the first bytes of a sending buffer."""
+        return self._sending[parity][:nbytes]
+
+    def part(self, parity: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Return the memory of a part in a sending buffer."""
+        return self._sending[parity][offset : offset + nbytes]
+
+    def batch(self, parity: int, rank_round: RankRound, peer: int) -> torch.Tensor:
+        """Return the memory of the batch for a peer in a sending buffer."""
+        start, nbytes = rank_round.batches[peer]
+        return self._sending[parity][start : start + nbytes]
+
+
+class RoundExchange(ABC):
+    """Moves the bytes of a round between the ranks, in one of the modes of a plan."""
+
+    def __init__(self, plan: ExchangePlan, group: Group, buffers: RoundBuffers) -> None:
+        self._plan, self._group, self._buffers = plan, group, buffers
+
+    @abstractmethod
+    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
+        """Send and receive the bytes of a round; return what has to be copied into targets. Collective."""
+
+    def _arrivals(self, rank_round: RankRound, sections: Mapping[int, torch.Tensor]) -> list[Arrival]:
+        """Return the deliveries to this rank, for modes that send whole sections to all ranks."""
+        parts, deliveries, arrivals = self._plan.parts, self._plan.deliveries, []
+        for delivery in rank_round.incoming:
+            part = int(deliveries.part[delivery])
+            offset, nbytes = int(parts.offset[part]), int(parts.nbytes[part])
+            data = sections[int(parts.reader[part])][offset : offset + nbytes]
+            arrivals.append(Arrival(delivery, data, begins=0))
+        return arrivals
+
+
+def round_exchange_for(
+    plan: ExchangePlan,
+    group: Group,
+    buffers: RoundBuffers,
+    *,
+    target_memory: TargetMemory,
+    device: DeviceGroup | None,
+) -> RoundExchange:
+    """Return the round exchange for the mode of a plan.
+
+    Args:
+        plan: of the exchange.
+        group: the ranks.
+        buffers: of this rank.
+        target_memory: where a delivery can be received directly.
+        device: broadcasts go over this group instead, from device to device; None for the group.
+    """
+    if plan.mode == "all_to_all":
+        return _AllToAll(plan, group, buffers, target_memory)
+    if plan.mode == "gather_rounds":
+        return _GatherRounds(plan, group, buffers)
+    if plan.mode == "gather_object":
+        return _GatherObject(plan, group, buffers)
+    return _Broadcast(plan, group, buffers, device)
+
+
+class _AllToAll(RoundExchange):
+    """Sends each rank what it needs: long deliveries as they lie in the part, short ones in a batch."""
+
+    def __init__(
+        self, plan: ExchangePlan, group: Group, buffers: RoundBuffers, target_memory: TargetMemory
+    ) -> None:
+        super().__init__(plan, group, buffers)
+        self._target_memory = target_memory
+
+    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
+        parts, deliveries = self._plan.parts, self._plan.deliveries
+        # Sender and receiver list the buffers of a pair in one order: the batch, then single deliveries.
+        sends = [
+            (peer, byte_view(self._buffers.batch(parity, rank_round, peer))) for peer in rank_round.batches
+        ]
+        for delivery in rank_round.outgoing:
+            if deliveries.rank[delivery] != self._group.rank and not deliveries.is_batched[delivery]:
+                offset = int(parts.offset[deliveries.part[delivery]] + deliveries.start[delivery])
+                data = self._buffers.part(parity, offset, int(deliveries.nbytes[delivery]))
+                sends.append((int(deliveries.rank[delivery]), byte_view(data)))
+        receives, arrivals = self._expected(rank_round)
+        self._group.exchange(sends, receives)
+        return arrivals
+
+    def _expected(self, rank_round: RankRound) -> tuple[list[PeerBuffer], list[Arrival]]:
+        """Return the buffers to fill, and the deliveries that lie in the receiving buffer afterwards."""
+        deliveries, offset = self._plan.deliveries, 0
+        receives: list[PeerBuffer] = []
+        arrivals, batches = [], {}
+        for peer, nbytes in rank_round.incoming_batches.items():
+            batches[peer] = self._buffers.receiving[offset : offset + nbytes]
+            receives.append((peer, byte_view(batches[peer])))
+            offset += nbytes
+        for delivery in rank_round.incoming:
+            peer = int(self._plan.parts.reader[deliveries.part[delivery]])
+            nbytes = int(deliveries.nbytes[delivery])
+            begins = int(deliveries.start[delivery]) if deliveries.is_dense[delivery] else None
+            if deliveries.is_batched[delivery]:
+                in_batch = int(deliveries.offset[delivery])
+                arrivals.append(Arrival(delivery, batches[peer][in_batch : in_batch + nbytes], begins))
+                continue
+            memory = self._target_memory(delivery)
+            if memory is None:
+                data = self._buffers.receiving[offset : offset + nbytes]
+                offset += int(aligned(np.int64(nbytes)))
+                memory = byte_view(data)
+                arrivals.append(Arrival(delivery, data, begins))
+            receives.append((peer, memory))
+        return receives, arrivals
+
+
+class _Broadcast(RoundExchange):
+    """Lets each reader in turn broadcast what it has read."""
+
+    def __init__(
+        self, plan: ExchangePlan, group: Group, buffers: RoundBuffers, device: DeviceGroup | None
+    ) -> None:
+        super().__init__(plan, group, buffers)
+        self._device = device
+
+    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
+        sections, offset = {}, 0
+        for reader, nbytes in rank_round.sections.items():
+            if reader == self._group.rank:
+                data = self._buffers.section(parity, nbytes)
+            elif self._device is not None:
+                data = self._device.empty(nbytes)
+            else:
+                data = self._buffers.receiving[offset : offset + nbytes]
+                offset += nbytes
+            if self._device is not None:
+                data = self._device.broadcast(data, root=reader)
+            else:
+                self._group.broadcast(byte_view(data), root=reader)
+            sections[reader] = data
+        return self._arrivals(rank_round, sections)
+
+
+class _GatherRounds(RoundExchange):
+    """Gathers all sections of a round on all ranks at once, padded to the longest section."""
+
+    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
+        longest = max(rank_round.sections.values())
+        gathered = self._buffers.receiving[: longest * self._plan.size]
+        self._group.all_gather_into(byte_view(self._buffers.section(parity, longest)), byte_view(gathered))
+        return self._arrivals(rank_round, {r: gathered[r * longest :] for r in rank_round.sections})
+
+
+class _GatherObject(RoundExchange):
+    """Gathers everything that was read on all ranks, as messages."""
+
+    def move(self, rank_round: RankRound, parity: int) -> list[Arrival]:
+        own_section = self._buffers.section(parity, rank_round.sections.get(self._group.rank, 0))
+        messages = self._group.all_gather(bytes(byte_view(own_section)))
+        sections = {
+            r: torch.frombuffer(bytearray(messages[r]), dtype=torch.uint8) for r in rank_round.sections
+        }
+        return self._arrivals(rank_round, sections)
