@@ -2,7 +2,6 @@
 
 from megackpt.validation.common import check_common_equal, check_copies_equal, check_replicated_equal
 from megackpt.validation.coverage import check_coverage, coverage_faults
-from megackpt.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
 from megackpt.validation.report import (
     PARITY,
     ArrayReport,
@@ -26,9 +25,7 @@ from megackpt.validation.strictness import StrictHandling
 
 __all__ = [
     "PARITY",
-    "REPLICA_DIGEST",
     "ArrayReport",
-    "Divergence",
     "LoadReport",
     "LoadRules",
     "LoadTimes",
@@ -46,7 +43,6 @@ __all__ = [
     "check_resharding",
     "check_unexpected_keys",
     "coverage_faults",
-    "find_divergences",
     "merge_recovered",
     "report_arrays",
 ]

@@ -130,10 +130,10 @@ def parts_in_buffers(tensor: torch.Tensor, part_bytes: int) -> Iterator[torch.Te
 def to_host(
     parts: Iterable[tuple[Label, torch.Tensor]], buffers: HostBuffers = COMMON_BUFFERS
 ) -> Iterator[tuple[Label, memoryview]]:
-    """Yield the bytes of parts of tensors with their labels, in order, each valid until the next is taken.
+    """Yield the bytes of parts of tensors with their labels, in order, each valid until the next one.
 
-    A part fits into a buffer. While one is looked at, the next AHEAD are being copied; they follow what
-    `follow` was told of.
+    Each part has to fit into a buffer. While one part is used, the next AHEAD parts are being copied. These
+    copies wait for the work that `follow` has marked.
     """
     under_way: deque[tuple[Label, _Download]] = deque()
     try:

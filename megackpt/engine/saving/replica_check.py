@@ -21,7 +21,7 @@ from megackpt.errors import MismatchError, truncated_list
 from megackpt.metadata import DeclaredChunks
 from megackpt.options import Policy
 from megackpt.storage import digest_of, digest_of_parts
-from megackpt.validation import REPLICA_DIGEST, Divergence, find_divergences
+from megackpt.validation.replicas import REPLICA_DIGEST, Divergence, find_divergences
 
 log = logging.getLogger(__name__)
 

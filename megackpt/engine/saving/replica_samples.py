@@ -23,7 +23,7 @@ from megackpt.geometry import Ints
 from megackpt.metadata import ChunkTable, DeclaredChunks
 from megackpt.options import Policy
 from megackpt.storage import digest_of
-from megackpt.validation import Divergence, find_divergences
+from megackpt.validation.replicas import Divergence, find_divergences
 
 log = logging.getLogger(__name__)
 
