@@ -151,7 +151,7 @@ def ends(root: Path) -> Ends:
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_ends_in_one_line_and_exit_code_2(root: Path, ends: Ends, name: str) -> None:
     ended = ends[name]
-    expected = CASES[name].says.replace("{root}", re.escape(str(root)))
+    expected = CASES[name].message.replace("{root}", re.escape(str(root)))
     line = f"pretrain_gpt\\.py: {expected}\n" if expected else ""
     assert re.fullmatch(line, ended.stderr), ended.stderr
     assert ended.stdout == ""

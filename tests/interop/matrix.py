@@ -149,7 +149,7 @@ class Cell:
         wrong: what went otherwise than said.
     """
 
-    skipped: int
+    passed: int
     cannot: tuple[str, ...]
     wrong: tuple[str, ...]
 
@@ -227,11 +227,11 @@ def judge_one(read: Read, result: Outcome) -> tuple[str, str]:
     if result.error.startswith("absent"):
         return ("cannot", result.error)
     if read.refused:
-        ok = read.says in result.error and result.error
+        ok = read.text in result.error and result.error
         return (
             ("cannot", read.refused)
             if ok
-            else ("wrong", f"expected {read.says!r}: {last_line(result.error) or 'passed'}")
+            else ("wrong", f"expected {read.text!r}: {last_line(result.error) or 'passed'}")
         )
     if result.error:
         source = f"{' '.join(read.written.program.flags)} {read.written.program.env} {read.written.layout}"
@@ -248,7 +248,7 @@ def last_line(error: str) -> str:
 def cell_of(message: list[tuple[str, str]]) -> Cell:
     """Put what was found together."""
     return Cell(
-        skipped=sum(what == "pass" for what, _ in message),
+        passed=sum(what == "pass" for what, _ in message),
         cannot=tuple(dict.fromkeys(text for what, text in message if what == "cannot")),
         wrong=tuple(dict.fromkeys(text for what, text in message if what == "wrong")),
     )

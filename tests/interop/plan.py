@@ -97,7 +97,7 @@ class Read:
         program: by whom.
         layout: at which layout.
         refused: why the peer cannot; "" if it must.
-        says: part of the error that shows it.
+        text: part of the error that shows it.
     """
 
     written: Written

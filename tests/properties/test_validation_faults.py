@@ -582,7 +582,7 @@ def test_a_fault_is_found_on_every_rank_and_named_before_anything_is_written(nam
         assert isinstance(outcome, CheckpointError), f"{name} was not found"
     found = [o for o in outcomes if isinstance(o, expected.error)]
     assert found, f"found as {outcomes[0]!r}"
-    for text in expected.said:
+    for text in expected.message:
         assert any(text in str(error) for error in found), f"{text!r} is not in {found[0]}"
     assert len({type(o) for o in outcomes}) == 1
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
