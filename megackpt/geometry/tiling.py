@@ -85,7 +85,7 @@ def uncovered_regions(
     ([[3]], [[4]], [0])
     """
     found: list[Regions] = []
-    for array, position, weight, split in _left_over_parts(rectangles, whole, expected):
+    for array, position, weight, split in _left_over_corners(rectangles, whole, expected):
         bounds = np.append(np.flatnonzero(np.diff(array, prepend=-1)), len(array)).tolist()
         found += [
             _regions_of(int(array[a]), position[a:b], weight[a:b], whole, split) for a, b in pairwise(bounds)
@@ -95,11 +95,11 @@ def uncovered_regions(
 
 def uncovered_arrays(rectangles: Rectangles, whole: Ints, expected: Rectangles) -> Ints:
     """Return the numbers of the arrays for which `uncovered_regions` finds regions, ascending."""
-    arrays = [np.unique(part[0]) for part in _left_over_parts(rectangles, whole, expected)]
+    arrays = [np.unique(left[0]) for left in _left_over_corners(rectangles, whole, expected)]
     return np.concatenate([np.zeros(0, np.int64), *arrays])
 
 
-def _left_over_parts(
+def _left_over_corners(
     rectangles: Rectangles, whole: Ints, expected: Rectangles | None
 ) -> Iterator[tuple[Ints, Ints, Ints, Mask]]:
     """Yield the corners that do not cancel, as (array, position, weight, split dims of all arrays)."""

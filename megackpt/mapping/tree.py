@@ -214,10 +214,10 @@ def shown(steps: Steps) -> str:
 
 
 def same_name_error(
-    name: str, places: Iterable[Steps], what: str = "tensors of the state dict"
+    name: str, leaves: Iterable[Steps], what: str = "tensors of the state dict"
 ) -> DeclarationError:
     """Return the error for leaves at different steps that have one name; what describes the leaves."""
-    first, second, *_ = sorted(map(shown, places))
+    first, second, *_ = sorted(map(shown, leaves))
     return DeclarationError(
         f"{name!r}: two {what} have this name, which is a path joined with dots: {first} and {second}. "
         f"Rename one of the dict keys on the way to them.",

@@ -185,7 +185,7 @@ def _plan(
     needed, copies = _renumbered(copies)
     chunk, start = chunk[needed], start[needed]
     wide = width[chunk]
-    low, high = _spans(copies)
+    low, high = _source_ranges(copies)
     part_first = np.flatnonzero(np.diff(copies.stored, prepend=-1))
     lowest = _reduced(np.minimum, low, part_first) * wide
     highest = _reduced(np.maximum, high, part_first) * wide
@@ -221,7 +221,7 @@ def _renumbered(copies: Copies) -> tuple[Ints, Copies]:
     return needed, replace(copies, stored=number.reshape(-1).astype(np.int64))
 
 
-def _spans(copies: Copies) -> tuple[Ints, Ints]:
+def _source_ranges(copies: Copies) -> tuple[Ints, Ints]:
     """Return the first element and one past the last that each copy reads in its part."""
     return copies.source_first, copies.source_first + ((copies.shape - 1) * copies.source_stride).sum(
         axis=1
