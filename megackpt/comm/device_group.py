@@ -1,7 +1,6 @@
-"""Broadcasts between devices, over a torch process group with its own backend.
+"""Broadcasts between devices, over a process group of torch with a backend for them.
 
-Owns the buffers there. What goes wrong on a device is told by the backend: deadlines are those of the process
-group.
+The backend reports errors of devices, and its deadline is that of the process group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A group of ranks that meet in a key-value store, without torch's collectives.
+"""A group of writer processes that send messages through a key-value store, without torch's collectives.
 
-Owns the store (a TCPStore that rank 0 hosts), how ranks find it, and meetings over it. It is for processes
-that stand beside the ranks of a job: what they say to each other never waits behind the training's
-collectives, nor they behind it. Messages go through one server, so they are to be small.
+Rank 0 hosts the store, a TCPStore. Messages of writer processes never wait behind the collectives of the
+training, nor these behind them. All messages go through one server, so they must be short.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PART_BYTES = 4 << 20
 """Longer messages go in parts: the store's server refuses values of 8 MiB."""
 
 LOOK_EVERY_S = 1.0
-"""How often a rank that waits for a message looks whether another has given the meeting up."""
+"""How often a rank that waits for a message checks whether another rank has given up."""
 
 _CONNECTING_S = 0.5
 
@@ -77,7 +76,7 @@ class StoreHost:
         return False
 
     def leave(self, prefix: str) -> None:
-        """Say for a process that died that it will come to no other meeting under a prefix."""
+        """Leave the groups with a prefix for a process that died."""
         with contextlib.suppress(RuntimeError):
             self._client.add(_left_key(prefix), 1)
 
@@ -178,16 +177,18 @@ def _open_store(
 
 
 class StoreGroup(Group):
-    """Ranks that meet under one prefix of a store, each meeting once, with a deadline. See `Group`.
+    """Ranks that exchange messages under one prefix of a store, with a deadline. See `Group`.
 
-    Rank 0 collects and tells; what was said is removed from the store as soon as all have read it. Made anew
-    for each piece of work, with a prefix of its own that all ranks know. while_waiting is called about every
-    LOOK_EVERY_S as long as this rank waits for others.
+    Rank 0 gathers and sends the results. A message is removed from the store when all ranks have read it.
+    Each piece of work has a group of its own, with a prefix that all ranks know.
+
+    Args:
+        while_waiting: called about every LOOK_EVERY_S as long as this rank waits for others.
 
     Raises:
-        CheckpointError: from every method: the error with which another rank has given up (see
-            `StoreHost.abort`); WriterFailedError where a process did not come before the deadline, or the
-            store is gone: the ranks beside which they stand may be well.
+        CheckpointError: from every method, the error with which another rank has given up (see
+            `StoreHost.abort`). WriterFailedError if a process did not answer before the deadline or the store
+            is gone; the ranks of these processes may be well.
     """
 
     def __init__(
@@ -204,8 +205,8 @@ class StoreGroup(Group):
         self._while_waiting = while_waiting
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        self._meetings = 0
-        self._told: list[str] = []  # keys of rank 0's answers that some may not have read yet
+        self._collectives = 0
+        self._sent_keys: list[str] = []  # keys of rank 0's answers that some may not have read yet
 
     @property
     def timeout_s(self) -> float:
@@ -214,35 +215,35 @@ class StoreGroup(Group):
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, in rank order."""
-        everyone = self._collect(data)
-        return _split(self._tell(_joined(everyone)))
+        everyone = self._gather_on_root(data)
+        return _split(self._broadcast_from_root(_joined(everyone)))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return on rank 0 what every rank gave; nothing on the others, which do not wait."""
-        return self._collect(data)
+        return self._gather_on_root(data)
 
     def all_reduce_max(self, numbers: Sequence[int], *, step: bytes) -> list[int]:
         """Return the largest of what the ranks gave, number by number."""
-        everyone = [json.loads(said) for said in self._collect(json.dumps(list(numbers)).encode())]
-        if len({len(one) for one in everyone}) > 1:
+        by_rank = [json.loads(data) for data in self._gather_on_root(json.dumps(list(numbers)).encode())]
+        if len({len(of_rank) for of_rank in by_rank}) > 1:
             raise RankFailedError("Ranks are at different steps, which have different numbers to compare.")
-        largest = [max(column) for column in zip(*everyone, strict=True)]
-        found: list[int] = json.loads(self._tell(json.dumps(largest).encode()))
+        largest = [max(column) for column in zip(*by_rank, strict=True)]
+        found: list[int] = json.loads(self._broadcast_from_root(json.dumps(largest).encode()))
         return found
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part; rank 0 gives those of all."""
-        self._meetings += 1
+        self._collectives += 1
         if self.rank:
-            return self._take(self._key(f"for/{self.rank}"), from_rank=0)
+            return self._receive_message(self._key(f"for/{self.rank}"), from_rank=0)
         for rank in range(1, self.size):
-            self._put(self._key(f"for/{rank}"), parts[rank])
+            self._send_message(self._key(f"for/{rank}"), parts[rank])
         return parts[0]
 
     def leave(self) -> None:
-        """Say that this rank will come to no other meeting; rank 0 waits for all, and clears the store.
+        """Leave the group. Rank 0 waits until all ranks have left, and removes the keys of the group.
 
-        A rank that does not say so costs rank 0 a short while, and no error; then what was said last stays.
+        If a rank does not leave, rank 0 waits a short time without an error, and the last messages stay.
         """
         left = _left_key(self._prefix)
         with contextlib.suppress(RuntimeError):
@@ -257,33 +258,36 @@ class StoreGroup(Group):
                 if time.monotonic() - began > min(most, self._timeout_s):
                     return  # one may still come, and is to find that it was given up
                 time.sleep(0.005)
-            for key in (*self._told, left, _abort_key(self._prefix)):
+            for key in (*self._sent_keys, left, _abort_key(self._prefix)):
                 self._store.delete_key(key)
 
-    def _collect(self, data: bytes) -> list[bytes]:
-        """Begin a meeting: rank 0 takes what each has."""
-        self._meetings += 1
+    def _gather_on_root(self, data: bytes) -> list[bytes]:
+        """Return on rank 0 the data of each rank, and an empty list on the other ranks."""
+        self._collectives += 1
         if self.rank:
-            self._put(self._key(str(self.rank)), data)
+            self._send_message(self._key(str(self.rank)), data)
             return []
         others = range(1, self.size)
         deadline = time.monotonic() + self._timeout_s  # one for all of them
-        everyone = [data, *(self._take(self._key(str(r)), from_rank=r, deadline=deadline) for r in others)]
-        for key in self._told:  # who has come here has read them
+        everyone = [
+            data,
+            *(self._receive_message(self._key(str(r)), from_rank=r, deadline=deadline) for r in others),
+        ]
+        for key in self._sent_keys:  # who has come here has read them
             self._ask(self._store.delete_key, key)
-        self._told = []
+        self._sent_keys = []
         return everyone
 
-    def _tell(self, data: bytes) -> bytes:
-        """End a meeting: rank 0 tells all the same."""
+    def _broadcast_from_root(self, data: bytes) -> bytes:
+        """Return rank 0's data on every rank."""
         key = self._key("all")
         if self.rank:
-            return self._take(key, from_rank=0, keep=True)
+            return self._receive_message(key, from_rank=0, keep=True)
         if self.size > 1:
-            self._told += self._put(key, data)
+            self._sent_keys += self._send_message(key, data)
         return data
 
-    def _put(self, key: str, data: bytes) -> list[str]:
+    def _send_message(self, key: str, data: bytes) -> list[str]:
         """Store a message, in parts, of which the first comes last; return their keys."""
         count = max(1, -(-len(data) // PART_BYTES))
         keys = [key, *(f"{key}.{n}" for n in range(1, count))]
@@ -293,9 +297,11 @@ class StoreGroup(Group):
             self._ask(self._store.set, keys[n], head + part)
         return keys
 
-    def _take(self, key: str, *, from_rank: int, keep: bool = False, deadline: float | None = None) -> bytes:
+    def _receive_message(
+        self, key: str, *, from_rank: int, keep: bool = False, deadline: float | None = None
+    ) -> bytes:
         """Wait for a message and return it; unless keep, remove it."""
-        # Rank 0 says who is missing; the others give it the time to.
+        # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
         self._await(key, from_rank, deadline or time.monotonic() + self._timeout_s + 2 * LOOK_EVERY_S)
         first = self._ask(self._store.get, key)
         keys = [f"{key}.{n}" for n in range(1, int.from_bytes(first[:4], "little"))]
@@ -326,7 +332,7 @@ class StoreGroup(Group):
             raise decode_error(self._ask(self._store.get, key))
 
     def _not_come(self, from_rank: int) -> list[int]:
-        """Return the ranks that have not come to the meeting, of which this is the first."""
+        """Return the ranks whose message is missing, of which from_rank is the first."""
         missing = [from_rank]
         if self.rank == 0:
             later = range(from_rank + 1, self.size)
@@ -345,10 +351,10 @@ class StoreGroup(Group):
 
     def abort(self, error: Exception) -> CheckpointError:
         """Let the others fail with an error, unless one has given up before; return with which. Local."""
-        said = encode_error(error)
+        encoded = encode_error(error)
         with contextlib.suppress(RuntimeError):  # without the store they fail anyhow
-            said = _first_error(self._store, self._prefix, said)
-        return decode_error(said)
+            encoded = _first_error(self._store, self._prefix, encoded)
+        return decode_error(encoded)
 
     def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -372,7 +378,7 @@ class StoreGroup(Group):
         )
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{self._meetings}/{name}"
+        return f"{self._prefix}/{self._collectives}/{name}"
 
 
 def _first_error(store: StoreClient, prefix: str, error: bytes) -> bytes:
