@@ -17,8 +17,8 @@ from typing import Any, cast
 from unittest import mock
 
 import megackpt.engine.data.read as engine_read
-import megackpt.engine.loading.load as engine_load
 import megackpt.engine.loading.prepare as engine_prepare
+import megackpt.engine.loading.source as engine_source
 import megackpt.formats.file_chunks as file_chunks
 from megackpt.formats.strategy import MANIFEST, ChunkParts, Json, SaveStrategy
 from megackpt.geometry import Ints
@@ -26,7 +26,7 @@ from megackpt.planning import SavePlan
 from megackpt.storage import ForwardingStore, Store, StreamWriter
 
 _LOAD_PHASES: tuple[tuple[ModuleType, str, str], ...] = (
-    (engine_load, "open_checkpoint", "open"),
+    (engine_source, "open_checkpoint", "open"),
     (engine_prepare, "plan_load", "plan"),
     (engine_read, "plan_reads", "plan"),
     (file_chunks, "digest_list", "digest"),
