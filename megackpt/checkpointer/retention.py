@@ -229,7 +229,7 @@ class Cleanup:
     def _update_tracker(self) -> StepList:
         """Write the newest step into the tracker; return the steps."""
         steps = scan(self._directories)
-        # A crash between writing and renaming a file beside the steps leaves its temporary file.
+        # A crash between writing and renaming a file next to the steps leaves its temporary file.
         leftovers = [
             name for name in self._directories.temporary_files() if name.startswith(_TEMPORARY_FILE_PREFIXES)
         ]

@@ -1,6 +1,6 @@
 """What lies below the root of a run: its steps, and small files of the run about them.
 
-The files are written beside the steps, so that formats need not know of them. Those of one kind share a
+The files are written next to the steps, so that formats need not know of them. Those of one kind share a
 prefix, so that one listing finds all of them.
 """
 

@@ -132,8 +132,8 @@ class SaveTrigger:
             return is_time, 1
         last_step, last_s = self._last_exchange
         steps_apart = steps_until_exchange(
-            passed_steps=step - last_step,
-            passed_s=now - last_s,
+            steps_since=step - last_step,
+            seconds_since=now - last_s,
             before=self._steps_apart,
             agree_s=self._schedule.agree_s,
         )
@@ -149,24 +149,24 @@ def passes_multiple(steps: int | None, *, step: int, since: int) -> bool:
     return steps is not None and step // steps > since // steps
 
 
-def steps_until_exchange(*, passed_steps: int, passed_s: float, before: int, agree_s: float) -> int:
+def steps_until_exchange(*, steps_since: int, seconds_since: float, before: int, agree_s: float) -> int:
     """Return the number of steps until the next exchange, so that it is about agree_s away.
 
     The number at most doubles each time, so that a few fast steps do not put the next exchange far away.
 
     Args:
-        passed_steps: steps since the last exchange.
-        passed_s: how long they took.
+        steps_since: steps since the last exchange.
+        seconds_since: how long they took.
         before: what this function returned at the last exchange.
         agree_s: as in `SaveSchedule`.
 
-    >>> steps_until_exchange(passed_steps=8, passed_s=0.2, before=8, agree_s=1.0)
+    >>> steps_until_exchange(steps_since=8, seconds_since=0.2, before=8, agree_s=1.0)
     16
-    >>> steps_until_exchange(passed_steps=8, passed_s=40.0, before=8, agree_s=1.0)
+    >>> steps_until_exchange(steps_since=8, seconds_since=40.0, before=8, agree_s=1.0)
     1
     """
     most = min(2 * before, _MAX_STEPS_APART)
-    fitting = most if passed_s <= 0 else min(most, int(agree_s * max(passed_steps, 1) / passed_s))
+    fitting = most if seconds_since <= 0 else min(most, int(agree_s * max(steps_since, 1) / seconds_since))
     return max(1, fitting)
 
 

@@ -180,7 +180,7 @@ class StoreGroup(Group):
     """Ranks that exchange messages under one prefix of a store, with a deadline. See `Group`.
 
     Rank 0 gathers and sends the results. A message is removed from the store when all ranks have read it.
-    Each piece of work has a group of its own, with a prefix that all ranks know.
+    Each job has a group of its own, with a prefix that all ranks know.
 
     Args:
         while_waiting: called about every LOOK_EVERY_S as long as this rank waits for others.

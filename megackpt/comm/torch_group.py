@@ -190,7 +190,7 @@ class TorchGroup(Group):
         return self._guarded(lambda: self._scatter(parts))
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:
-        """Move parcels between pairs of ranks, all of them at once."""
+        """Send and receive between pairs of ranks, all of them at once."""
         self._guarded(lambda: self._exchange(sends, receives))
 
     def broadcast(self, data: memoryview, *, root: int) -> None:
@@ -220,9 +220,9 @@ class TorchGroup(Group):
         )
 
     def _open_transport(self) -> Any:
-        from megackpt.comm import transport
+        from megackpt.comm import transport_choice
 
-        if transport.transport_name() == "gloo":
+        if transport_choice.transport_name() == "gloo":
             from megackpt.comm.gloo_transport import MeshTransport
 
             return MeshTransport(self._group)
@@ -232,7 +232,7 @@ class TorchGroup(Group):
             connect_s=self._timeout_s,
             answer_s=self._timeout_s,
         )
-        return transport.open_transport(client, prefix=self._name, rank=self.rank, host="")
+        return transport_choice.open_transport(client, prefix=self._name, rank=self.rank, host="")
 
     def _send_first(
         self, kind: int, numbers: Sequence[int], step: bytes, data: bytes = b""

@@ -17,7 +17,8 @@ from megackpt.comm.hosts import host_towards
 from megackpt.comm.messages import first_line
 from megackpt.comm.store_client import StoreClient
 from megackpt.comm.store_group import StoreAddress, StoreGroup
-from megackpt.comm.transport import LatePeersError, LostPeerError, Transport, open_transport
+from megackpt.comm.transport import LatePeersError, LostPeerError, Transport
+from megackpt.comm.transport_choice import open_transport
 from megackpt.errors import WriterFailedError
 
 _PAUSE_S = 0.05

@@ -83,20 +83,20 @@ class HostShards:
         _wait_for_devices()
         on_devices = tuple(tensor.local_shards)
         positions: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        held: list[HostShard] = []
+        shards: list[HostShard] = []
         box_of = []
         for shard in on_devices:
             start, shape = _box(shard.indices, tuple(tensor.shape))
             _check_padding(key, tuple(tensor.shape), start, shape, tuple(shard.data.shape))
-            at = positions.setdefault((start, shape), len(held))
+            at = positions.setdefault((start, shape), len(shards))
             box_of.append(at)
-            if at == len(held):
+            if at == len(shards):
                 data = shard.data[tuple(slice(0, n) for n in shape)]
-                held.append(HostShard(start, data, shard.replica_id))
-            elif shard.replica_id < held[at].replica_id:
-                held[at] = HostShard(start, held[at].data, shard.replica_id)
+                shards.append(HostShard(start, data, shard.replica_id))
+            elif shard.replica_id < shards[at].replica_id:
+                shards[at] = HostShard(start, shards[at].data, shard.replica_id)
             shard.data = on_devices[box_of.index(at)].data  # replicas on this host share one buffer
-        return cls(tensor, tuple(held), on_devices)
+        return cls(tensor, tuple(shards), on_devices)
 
     @property
     def is_replicated(self) -> bool:

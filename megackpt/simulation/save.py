@@ -88,8 +88,8 @@ def each_rank(
             for at, rank in enumerate(dense.ranks.tolist()):
                 mine = [dense.declare(arrays, np.array([at]))]
                 if experts:  # neighbours hold different ones
-                    place = np.array([at // len(experts)])
-                    mine.append(experts[at % len(experts)].declare(arrays, place))
+                    dp_ranks = np.array([at // len(experts)])
+                    mine.append(experts[at % len(experts)].declare(arrays, dp_ranks))
                 yield rank, joined(mine)
 
 

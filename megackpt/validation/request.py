@@ -159,17 +159,17 @@ def check_empty_containers(lost: Mapping[str, Iterable[str]], rules: LoadRules, 
     container_of = {key: name for name, keys in lost.items() for key in keys}
 
     def error(keys: list[str]) -> MissingKeyError:
-        below: dict[str, list[str]] = {}
+        inside: dict[str, list[str]] = {}
         for key in keys:
-            below.setdefault(container_of[key], []).append(key)
-        lines = [f"{name!r}: {len(lost)} keys, {lost[0]!r} for one" for name, lost in sorted(below.items())]
+            inside.setdefault(container_of[key], []).append(key)
+        lines = [f"{name!r}: {len(lost)} keys, {lost[0]!r} for one" for name, lost in sorted(inside.items())]
         return MissingKeyError(
             f"{where} holds arrays or objects where the state dict has an empty dict or list, so none of "
             f"them would be loaded:\n{truncated_list(lines)}\n"
             f"If it is the state of an optimizer that has not taken a step yet, call "
             f"megackpt.optim.initialise_state(optimizer) before optimizer.state_dict(). To load without "
             f"them, leave the empty container out of the state dict, or load with "
-            f"KeyRule(keys='{next(iter(below))}.*', missing=Policy.IGNORE).",
+            f"KeyRule(keys='{next(iter(inside))}.*', missing=Policy.IGNORE).",
             key=keys[0],
             path=where,
         )

@@ -19,7 +19,7 @@ from megackpt import WriterFailedError
 from megackpt.comm import run_on_all_ranks, store_group, writer_group
 from megackpt.comm.hosts import host_towards
 from megackpt.comm.store_group import StoreAddress, connect_store
-from megackpt.comm.transport import open_transport
+from megackpt.comm.transport_choice import open_transport
 from megackpt.comm.writer_group import WriterGroup
 
 MIB = 1 << 20

@@ -82,12 +82,12 @@ class StepFiles:
         return cls(commit=commit, small=small, data=data)
 
 
-def list_node_steps(places: StepDirectories) -> Iterator[NodeStep]:
+def list_node_steps(directories: StepDirectories) -> Iterator[NodeStep]:
     """Yield what this node has of each step below a root; leave out steps that disappear meanwhile. Local."""
-    for name in places.names():
+    for name in directories.names():
         if step_of(name) is None:
             continue
-        with contextlib.suppress(OSError), contextlib.closing(places.open(name)) as store:
+        with contextlib.suppress(OSError), contextlib.closing(directories.open(name)) as store:
             files = {file: store.size(file) for file in store.names()}
             commit, small = "", None
             with contextlib.suppress(CheckpointError):

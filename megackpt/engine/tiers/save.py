@@ -57,26 +57,26 @@ class NodeLocation:
         return LocalSteps.at(self.root).open(step_name(self.step))
 
 
-def save_on_nodes(planned: PlannedSave, store: Store, group: Group, place: NodeLocation) -> None:
+def save_on_nodes(planned: PlannedSave, store: Store, group: Group, location: NodeLocation) -> None:
     """Write this rank's rows, copy files between nodes, and commit on each node. Collective.
 
     Args:
         planned: the save, in a format that names files by attempt and writer, as the native one does.
         store: of the step's directory on this node.
         group: the ranks.
-        place: the location of the step.
+        location: of the step.
 
     Raises:
         CheckpointError: on all ranks. Nothing was committed, unless the commit itself failed on some nodes:
             then the checkpoint is complete over all nodes, and the other nodes have committed it.
     """
-    is_leader, strategy = group.rank in place.nodes.leaders(), planned.strategy
+    is_leader, strategy = group.rank in location.nodes.leaders(), planned.strategy
     leftovers = manifest.LeftoverFiles()
     with errors_on_all_ranks(group, "opening the directory of its node"):
         store.create()
         if is_leader:
             leftovers = manifest.find_leftover_files(store, strategy)
-    keepers = place.nodes.keepers(copies=place.replication_factor, jump=place.jump)
+    keepers = location.nodes.keepers(copies=location.replication_factor, jump=location.jump)
     try:
         manifest_fields = _write_and_copy(planned, store, group, keepers, is_leader=is_leader)
     except Exception:
@@ -90,23 +90,23 @@ def save_on_nodes(planned: PlannedSave, store: Store, group: Group, place: NodeL
             )
 
 
-def clean_node(place: NodeLocation, *, rank: int) -> None:
+def clean_node(location: NodeLocation, *, rank: int) -> None:
     """Remove incomplete steps up to this one, and the oldest committed ones beyond `keep_last`.
 
     Errors of the file system are ignored. Local; only one rank of each node acts. To be called when all nodes
     have committed the step.
     """
-    if rank not in place.nodes.leaders():
+    if rank not in location.nodes.leaders():
         return
-    places = LocalSteps.at(place.root)
+    directories = LocalSteps.at(location.root)
     with contextlib.suppress(OSError):
-        steps = {name: step for name in places.names() if (step := step_of(name)) is not None}
-        committed = sorted(places.committed(steps), key=steps.__getitem__)
-        surplus = [name for name in committed[: -place.keep_last] if steps[name] != place.step]
-        older = [name for name, step in steps.items() if step <= place.step and name not in committed]
-        for name in [*surplus, *(name for name in older if places.is_leftover(name))]:
+        steps = {name: step for name in directories.names() if (step := step_of(name)) is not None}
+        committed = sorted(directories.committed(steps), key=steps.__getitem__)
+        surplus = [name for name in committed[: -location.keep_last] if steps[name] != location.step]
+        older = [name for name, step in steps.items() if step <= location.step and name not in committed]
+        for name in [*surplus, *(name for name in older if directories.is_leftover(name))]:
             with contextlib.suppress(OSError):
-                places.remove(name)
+                directories.remove(name)
 
 
 def _write_and_copy(

@@ -187,9 +187,9 @@ class MegackptLoadPlanner(LoadPlanner):
                 f"{tuple(found.size)}.",
                 key=name,
             )
-        place = torch.Size((0,))
+        offset = torch.Size((0,))
         index = MetadataIndex(name)
-        return [ReadItem(LoadItemType.BYTE_IO, index, place, index, place, place)]
+        return [ReadItem(LoadItemType.BYTE_IO, index, offset, index, offset, offset)]
 
     def _holds_objects(self, key: str) -> bool:
         """Whether there is an array of objects of this key, of whatever shape."""

@@ -248,15 +248,15 @@ def _common_of(contents: Contents, store: Store) -> Any:
     """
     common, _ = read_common_and_references(contents, where=store.location)
     arrays = {
-        place: contents.arrays[key]
-        for place, key in stored_references(common, contents).items()
-        if name_of(place) == key
+        steps: contents.arrays[key]
+        for steps, key in stored_references(common, contents).items()
+        if name_of(steps) == key
     }
     return with_tensors(
         common,
         {
-            place: torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype), device="meta")
-            for place, spec in arrays.items()
+            steps: torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype), device="meta")
+            for steps, spec in arrays.items()
         },
     )
 
