@@ -33,7 +33,9 @@ def saver_of(checkpointer: Checkpointer) -> AsyncSaver:
     return found
 
 
-def alone(root: Path | Store, *, async_save: bool | AsyncOptions = True, **arguments: Any) -> Checkpointer:
+def single_process_checkpointer(
+    root: Path | Store, *, async_save: bool | AsyncOptions = True, **arguments: Any
+) -> Checkpointer:
     return Checkpointer(root, async_save=async_save, group=SingleProcess(), **arguments)
 
 

@@ -1,6 +1,6 @@
 """docs/options.md: every option with its default. `python -m tests.options_page` writes it.
 
-Owns the page. What an option does is said where it is defined.
+Writes the page. The docstring of each option describes it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def page() -> str:
     for function, given in FUNCTIONS.items():
         parameters = signature(function).parameters.values()
         defaults = {p.name: "" if p.default is p.empty else f"`{_shown(p.default)}`" for p in parameters}
-        parts.append(_section(f"{function.__name__}()", given, _said(function, "Args"), defaults))
+        parts.append(_section(f"{function.__name__}()", given, _described(function, "Args"), defaults))
     for kind, given in CLASSES.items():
         defaults = {field.name: _default(field) for field in fields(kind) if field.init}
-        parts.append(_section(kind.__name__, given, _said(kind, "Attributes"), defaults))
+        parts.append(_section(kind.__name__, given, _described(kind, "Attributes"), defaults))
     return "\n".join(parts)
 
 
@@ -90,7 +90,7 @@ def _section(name: str, given: str, message: dict[str, str], defaults: dict[str,
     return "\n".join([*lines, *rows, ""])
 
 
-def _said(documented: object, section: str) -> dict[str, str]:
+def _described(documented: object, section: str) -> dict[str, str]:
     """Return what a docstring says of each name in a section, as one line."""
     text = getdoc(documented) or ""
     body = re.search(rf"^{section}:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)

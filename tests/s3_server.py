@@ -1,6 +1,6 @@
 """A real S3 server over HTTP, and a proxy before it that counts requests and spoils some of them.
 
-Owns both processes' ends: the server (moto) is a process of its own, the proxy a thread of the test's.
+The server (moto) is a process of its own, and the proxy is a thread of the test's process.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def kind_of(method: str, target: str) -> str:
 FAULTS = ("500", "503", "cut", "lost", "half", "stall")
 """Refused; connection closed before doing anything, after it, and within the answer; no answer in time."""
 
-_SAID = {
+_ANNOUNCED = {
     "500": "<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
     "503": "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
     "429": "<Error><Code>TooManyRequests</Code></Error>",
@@ -166,8 +166,8 @@ def _handler(proxy: FaultyProxy, port: int, stall_s: float) -> type[BaseHTTPRequ
             with proxy.lock:
                 fault = proxy.choose(kind, self.path)
                 proxy.asked.append(Asked(kind, self.path, len(body), fault))
-            if fault in _SAID:
-                self._answer(int(fault), {}, _SAID[fault].encode())
+            if fault in _ANNOUNCED:
+                self._answer(int(fault), {}, _ANNOUNCED[fault].encode())
                 return
             if fault in ("cut", "stall"):
                 time.sleep(stall_s if fault == "stall" else 0)

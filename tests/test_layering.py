@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api", "engine", "formats", "validation", "planning", "mapping", "metadata", "geometry", "codec",
         "comm", "storage", "options", "notices", "errors",
     },
-    # A user of the whole, beside peers; it stands around stores and strategies, and looks into the engine.
+    # A user of the whole, and of peers; it wraps stores and strategies, and looks into the engine.
     "bench": {
         "api", "checkpointer", "engine", "formats", "planning", "mapping", "geometry", "comm", "storage",
         "options", "errors",

@@ -144,7 +144,7 @@ class FormatConformance:
         store.close()
 
     @pytest.mark.parametrize("part_bytes", [64, 1 << 20])
-    def test_pieces_are_not_looked_at_when_they_are_no_longer_valid(
+    def test_parts_are_not_read_when_they_are_no_longer_valid(
         self, strategy: SaveStrategy, new_store: Callable[[], Store], part_bytes: int
     ) -> None:
         values = {f"w{i}": torch.rand(20, 30)[:, i:] for i in range(5)}

@@ -165,8 +165,8 @@ def _filled_boxes(table: ChunkTable, numel: Ints) -> tuple[Ints, Ints]:
     )
     follows[first] = table.flat_start[first] == 0
     follows[last] &= table.flat_stop[last] == numel[last]
-    fills = np.logical_and.reduceat(follows, first)
-    return first[fills], np.flatnonzero(np.repeat(~fills, np.diff(np.append(first, len(table)))))
+    is_filled = np.logical_and.reduceat(follows, first)
+    return first[is_filled], np.flatnonzero(np.repeat(~is_filled, np.diff(np.append(first, len(table)))))
 
 
 def _coverage_error(declared: DeclaredChunks, regions: Sequence[Regions]) -> CoverageError:

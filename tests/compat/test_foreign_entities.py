@@ -124,7 +124,7 @@ def test_an_entity_that_lacks_a_field_is_refused_by_its_path() -> None:
     assert (caught.value.key, caught.value.path) == ("w", "model.w")
 
 
-def test_what_only_looks_alike_is_left_alone() -> None:
+def test_what_only_looks_similar_is_not_changed() -> None:
     stranger = SimpleNamespace(key="k", data=None, global_shape=(1,), global_offset=(0,))
     assert adopt_megatron_entities({"a": stranger}, {type(stranger)})["a"] is stranger
 

@@ -1,6 +1,6 @@
 """A job that saves one step after the other for ever, to be killed; and what must be true afterwards.
 
-Owns what the job does, on ranks of a pool or, as a script, under torchrun; what it notes of its processes;
+What the job does, on ranks of a pool or, as a script, under torchrun; what it notes of its processes;
 and what is looked at after a kill. Who kills, and when, is up to the tests.
 """
 
@@ -130,17 +130,17 @@ class Tally:
         newest: the newest committed step.
         kills: how many there were.
         interrupted: how many came before the commit of a save that had begun.
-        torn: how many left a torn step that is newer than the committed ones; of others the writers, which
-            found themselves alone, have removed the files before they ended.
+        incomplete: how many left an incomplete step that is newer than the committed ones. In the other
+            cases, the writers that found themselves alone had removed the files before they ended.
     """
 
     newest: int = 0
     kills: int = 0
     interrupted: int = 0
-    torn: int = 0
+    incomplete: int = 0
 
     def look(self, root: Path, notes: Notes) -> None:
-        """Check that all that is committed loads, bit for bit, and that nothing torn is chosen."""
+        """Check that all that is committed loads, bit for bit, and that no incomplete step is chosen."""
         found = Checkpointer(root, group=SingleProcess()).scan()
         newest = found.committed[-1]
         assert newest > self.newest
@@ -148,17 +148,19 @@ class Tally:
             step, values = load_in_one_process(root, asked)
             assert step == (newest if asked is None else asked)
             assert torch.equal(values, torch.full_like(values, step))
-        # Torn is the step that was being saved, or an old one that was being removed.
-        assert all(torn == newest + 1 or torn < found.committed[0] for torn in found.incomplete)
+        # Incomplete is the step that was being saved, or an old one that was being removed.
+        assert all(
+            incomplete == newest + 1 or incomplete < found.committed[0] for incomplete in found.incomplete
+        )
         self.newest = newest
         self.kills += 1
         self.interrupted += notes.step() > newest
-        self.torn += any(torn > newest for torn in found.incomplete)
+        self.incomplete += any(incomplete > newest for incomplete in found.incomplete)
 
     def __str__(self) -> str:
         return (
             f"{self.kills} kills, {self.interrupted} before the commit of a save that had begun, of which "
-            f"{self.torn} left a torn step; newest committed step {self.newest}"
+            f"{self.incomplete} left an incomplete step; newest committed step {self.newest}"
         )
 
 

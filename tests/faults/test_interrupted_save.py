@@ -1,4 +1,4 @@
-"""Ranks or writers are killed at random moments: nothing committed is lost, nothing torn is chosen."""
+"""Ranks or writers are killed at random moments: nothing committed is lost, no incomplete step is chosen."""
 
 from __future__ import annotations
 

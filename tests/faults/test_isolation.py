@@ -82,7 +82,7 @@ def test_a_writer_process_takes_nothing_from_the_current_directory(
 def test_the_console_script_takes_nothing_from_the_current_directory(poisoned: Path) -> None:
     program = Path(sys.executable).parent / "megackpt"
     if not program.exists():
-        pytest.skip("the command megackpt is not installed beside this interpreter")
+        pytest.skip("the command megackpt is not installed with this interpreter")
     for words in (["--help"], ["ls", str(poisoned)]):
         ran = subprocess.run(
             [str(program), *words], cwd=poisoned, capture_output=True, text=True, timeout=300

@@ -54,7 +54,7 @@ def run_save(machine: CrashMachine, step: int, *, ranks: int) -> None:
 
 
 def before() -> Files:
-    """Committed are 1, pinned, 2, the best, and 3, the newest; 4 is torn. All of it is durable."""
+    """Committed are 1, pinned, 2, the best, and 3, the newest; 4 is incomplete. All of it is durable."""
     store = MemoryStore()
     with Checkpointer(store) as checkpointer:
         for step in (1, 2, 3, 4):

@@ -92,11 +92,11 @@ def run_of(base: Path) -> Run:
 def save_asynchronously(run: Run, nodes: Nodes, step: int) -> list[str]:
     """Save a step into the tier of two nodes; return the error of each, "" for none."""
 
-    class Behind(Checkpointer):
+    class AsyncCheckpointer(Checkpointer):
         _writer_hook = f"threads of {id(nodes)}"
 
     def act(group: Group) -> str:
-        checkpointer = Behind(
+        checkpointer = AsyncCheckpointer(
             run.base / "root",
             async_save=True,
             tiers=run.tiers_of(node=group.rank),
@@ -144,7 +144,7 @@ def test_an_asynchronous_save_into_a_tier_does_what_a_synchronous_one_does(tmp_p
         ):
             run.save(1, nodes=range(2))
             assert not any(save(run, nodes, 2) or [])
-        # How many pieces a row is written in is another matter: those that are staged lie together.
+        # The number of writes of a row differs: staged parts are contiguous.
         steps = {rank: [text for text, _ in groupby(texts)] for rank, texts in nodes.seen.items()}
         seen.append((steps, files_of(run)))
     assert seen[0] == seen[1]

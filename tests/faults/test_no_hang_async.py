@@ -1,4 +1,4 @@
-"""A writer, or the training beside it, gets into trouble in an asynchronous save: nobody waits for ever.
+"""A writer, or its training process, gets into trouble in an asynchronous save: nobody waits for ever.
 
 The last rank raises, dies or falls asleep; all others must raise an error that names it, before a deadline,
 and save again where ranks live. What ranks do when nothing is under way is in test_no_hang.py.
@@ -115,8 +115,8 @@ def save_next(root: Path) -> int:
     return newest + 1
 
 
-def raise_at_each_meeting(root: Path, location: Where) -> list[str]:
-    """Let the writer raise one meeting later each time, until there is no other; return what was said."""
+def raise_at_each_collective(root: Path, location: Where) -> list[str]:
+    """Let the writer raise one collective later each time, until there is no other; return the errors."""
     message: list[str] = []
     while True:
         text, _ = end_in_trouble(root, "raises", len(message), location)
@@ -129,11 +129,11 @@ def raise_at_each_meeting(root: Path, location: Where) -> list[str]:
 
 @only_thorough("writers that are killed, fail and hang are in test_async_trouble.py and test_tiers_async.py")
 @pytest.mark.parametrize("location", get_args(Where))
-def test_a_writer_in_trouble_at_any_meeting_is_named_on_all_ranks(
+def test_a_writer_in_trouble_at_any_collective_is_named_on_all_ranks(
     rank_pool: RankPool, tmp_path: Path, location: Where
 ) -> None:
     root = tmp_path / "root"
-    everyone = rank_pool.run(raise_at_each_meeting, RANKS, root, location)
+    everyone = rank_pool.run(raise_at_each_collective, RANKS, root, location)
     assert len(everyone[0]) >= 5
     assert all(message == everyone[0] for message in everyone)
     for text in everyone[0]:

@@ -1,4 +1,4 @@
-"""The machine stops at every moment of a repair: no file is worse then, and the next one mends them all."""
+"""The machine stops at every moment of a repair: no file is worse then, and the next repair ends it."""
 
 from __future__ import annotations
 

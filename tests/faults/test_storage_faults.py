@@ -35,7 +35,7 @@ def files_of(directory: Path) -> set[str]:
     return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
-def refusal_of(store: FaultyStore) -> StorageError | None:
+def error_of(store: FaultyStore) -> StorageError | None:
     """Save other values and return the error, if there was one."""
     try:
         save(state(2.0), store)
@@ -54,7 +54,7 @@ def test_a_save_that_fails_at_any_operation_leaves_the_old_checkpoint_and_nothin
         save(state(1.0), directory)
         before = files_of(directory)
         store = FaultyStore(LocalStore(directory), fail_at=fail_at, error=error)
-        reason = refusal_of(store)
+        reason = error_of(store)
         if reason is None:
             succeeded += 1
             assert value_of(directory) == 2.0
@@ -133,7 +133,7 @@ def test_a_rank_lost_right_after_the_commit_does_not_take_the_checkpoint_with_it
             super().replace(name, data)
 
     SimulatedWorld(2).run(lambda group: save(shard(group.rank, 1.0), tmp_path / "c", group=group))
-    # The other rank waits at the last meeting for less time than the commit takes: both see a failed save.
+    # The other rank waits at the last collective for less time than the commit takes: both see a failed save.
     outcomes = SimulatedWorld(2, timeout_s=0.3).outcomes(
         lambda group: save(shard(group.rank, 2.0), SlowCommit(tmp_path / "c"), group=group)
     )

@@ -133,7 +133,7 @@ def test_training_goes_on_after_a_failed_save_and_none_of_its_files_is_left(
 
     with caplog.at_level(logging.WARNING):
         outcomes = [train(SingleProcess())] if asynchronous else SimulatedWorld(RANKS).run(train)
-    # What is asynchronous meets the refusal in the writer process, after `save` has returned.
+    # An asynchronous save meets the error in the writer process, after `save` has returned.
     assert outcomes == [([True, asynchronous, True], 1, 3.0)] * len(outcomes)
     assert "Saving step 2 failed (rank " in caplog.text
     assert message in caplog.text

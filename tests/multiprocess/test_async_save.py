@@ -32,7 +32,7 @@ from megackpt.formats.torch_dist import TorchDistSaveStrategy
 from megackpt.storage import LocalStore, MemoryStore
 from megackpt.testing.ranks import RankPool
 from megackpt.testing.world import SimulatedWorld
-from tests.async_saves import OPTIONS, alone, made, ones, part, saver_of
+from tests.async_saves import OPTIONS, made, ones, part, saver_of, single_process_checkpointer
 from tests.user_stores import KeepsNothing, NamedStore
 from tests.writer_faults import (
     GatedStrategy,
@@ -239,7 +239,7 @@ def test_any_group_can_save_asynchronously(tmp_path: Path) -> None:
 def test_the_last_save_of_a_run_is_not_skipped(tmp_path: Path) -> None:
     options = AsyncOptions(when_busy="skip")
     schedule = SaveSchedule(signals=(signal.SIGTERM,))
-    with alone(tmp_path, async_save=options, schedule=schedule) as checkpointer:
+    with single_process_checkpointer(tmp_path, async_save=options, schedule=schedule) as checkpointer:
         checkpointer.warm_up(ones())
         writer = saver_of(checkpointer).writer_pid
         os.kill(writer, signal.SIGSTOP)
@@ -266,7 +266,7 @@ def test_a_store_that_cannot_be_sent_to_another_process_is_an_error() -> None:
 @pytest.mark.parametrize("kind", ["named", "LocalStore"])
 def test_a_store_of_a_user_is_saved_to_asynchronously(tmp_path: Path, kind: str) -> None:
     store = NamedStore(tmp_path, "mine") if kind == "named" else LocalStore(tmp_path)
-    with alone(store, keep_last=2) as checkpointer:
+    with single_process_checkpointer(store, keep_last=2) as checkpointer:
         for step in (1, 2, 3):
             assert checkpointer.save(step, ones(), metrics={"loss": 1.0})
         loaded = checkpointer.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))})
@@ -275,7 +275,7 @@ def test_a_store_of_a_user_is_saved_to_asynchronously(tmp_path: Path, kind: str)
 
 
 def test_a_store_whose_copy_writes_elsewhere_is_an_error(tmp_path: Path) -> None:
-    checkpointer = alone(KeepsNothing(tmp_path / "here"))
+    checkpointer = single_process_checkpointer(KeepsNothing(tmp_path / "here"))
     checkpointer.save(1, ones())
     with pytest.raises(StorageError, match=r"committed step 1 with its copy of this store, and this process"):
         checkpointer.close()
@@ -310,7 +310,7 @@ def test_a_script_that_ends_waits_for_its_save_and_is_run_once(tmp_path: Path) -
 
 
 def test_a_writer_follows_staging_memory_that_is_replaced_again_and_again(tmp_path: Path) -> None:
-    with alone(tmp_path) as run:
+    with single_process_checkpointer(tmp_path) as run:
         run.save(1, ones())
         run.wait()
         writer = saver_of(run)._session.writer

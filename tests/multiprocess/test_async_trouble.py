@@ -26,7 +26,7 @@ from megackpt.comm import SingleProcess
 from megackpt.engine.background import process as writer_process
 from megackpt.engine.background import saver as async_save
 from megackpt.testing.ranks import RankPool
-from tests.async_saves import OPTIONS, alone, is_alive, made, ones, part, saver_of
+from tests.async_saves import OPTIONS, is_alive, made, ones, part, saver_of, single_process_checkpointer
 from tests.effort import is_thorough
 from tests.writer_faults import (
     FullDiskStrategy,
@@ -110,7 +110,7 @@ def train_on_without_a_writer(root: Path) -> None:
 
 
 def end_by_a_mistake(root: Path) -> list[str]:
-    """A strategy raises what is none of ours, where training outlives what it can."""
+    """A strategy raises a foreign error, and training tolerates what it can."""
     message = []
     for behind in (False, True):
         checkpointer = Checkpointer(root, async_save=behind, on_error="warn", save_options=OPTIONS)
@@ -128,7 +128,7 @@ def end_by_a_mistake(root: Path) -> list[str]:
     return message
 
 
-def test_training_does_not_outlive_a_mistake_in_a_strategy_in_whichever_process_it_is_met(
+def test_training_does_not_tolerate_a_mistake_in_a_strategy_in_whichever_process_it_is_met(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     message = rank_pool.run(end_by_a_mistake, 2, tmp_path)
@@ -139,14 +139,14 @@ def test_training_does_not_outlive_a_mistake_in_a_strategy_in_whichever_process_
 def test_a_mistake_in_the_strategy_of_a_rank_alone_is_raised(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with alone(tmp_path, on_error="warn") as checkpointer:
+    with single_process_checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.save(1, ones(), sharded_strategy=MistakenStrategy(0))
         with pytest.raises(RankFailedError, match=r"Rank 0 failed while saving step 1: OwnMistake") as found:
             checkpointer.wait()
         assert not isinstance(found.value, WriterFailedError)
         assert "in write_chunks" in capfd.readouterr().err  # where it comes from
         checkpointer.save(2, ones(), sharded_strategy=LeavingStrategy())
-        checkpointer.wait()  # does not hang, and is outlived, as a writer that was killed is
+        checkpointer.wait()  # does not hang, and the error is tolerated, as that of a writer that was killed
         assert checkpointer.failed_saves == 1
 
 
@@ -176,7 +176,7 @@ def test_writers_that_hang_are_given_up_and_replaced(rank_pool: RankPool, tmp_pa
     assert "made no progress for 1 s and was killed while saving step 1" in first
 
 
-def test_training_outlives_a_writer_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_training_survives_a_writer_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(train_on_without_a_writer, 2, tmp_path)
 
 
@@ -208,7 +208,7 @@ def die_while_saving(root: Path, gate: Path) -> str:
     return str(found.value)
 
 
-def test_nothing_outlives_a_training_process_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_nothing_survives_a_training_process_that_is_killed(rank_pool: RankPool, tmp_path: Path) -> None:
     gate = made(tmp_path / "gate")
     survivor, victim = rank_pool.outcomes(die_while_saving, 2, tmp_path / "root", gate)
     assert isinstance(victim.error, EOFError)
@@ -237,7 +237,7 @@ def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with alone(tmp_path) as checkpointer:
+    with single_process_checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patched:
             patched.setattr(async_save, "copy_rows", interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -251,7 +251,7 @@ def test_ctrl_c_while_a_state_is_copied_fails_that_save_and_no_other(
 def test_a_writer_for_which_there_is_no_memory_still_knows_for_which_rank_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with alone(tmp_path) as checkpointer:
+    with single_process_checkpointer(tmp_path) as checkpointer:
         checkpointer.warm_up(ones())
         session = saver_of(checkpointer)._session
         os.kill(saver_of(checkpointer).writer_pid, signal.SIGKILL)
@@ -264,8 +264,8 @@ def test_a_writer_for_which_there_is_no_memory_still_knows_for_which_rank_it_wri
         assert session.running()._rank == 1
 
 
-def test_training_outlives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -> None:
-    with alone(tmp_path, on_error="warn") as checkpointer:
+def test_training_survives_a_writer_that_is_killed_if_it_is_to(tmp_path: Path) -> None:
+    with single_process_checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.warm_up(ones())
         writer = saver_of(checkpointer).writer_pid
         os.kill(writer, signal.SIGSTOP)
@@ -282,7 +282,7 @@ def test_a_writer_that_is_alone_and_makes_no_progress_is_given_up_also_if_it_can
 ) -> None:
     monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
     monkeypatch.setattr(writer_process, "_END_S", 1.0)
-    with alone(tmp_path, timeout_s=1.5) as checkpointer:
+    with single_process_checkpointer(tmp_path, timeout_s=1.5) as checkpointer:
         checkpointer.warm_up(ones())
         saver = saver_of(checkpointer)
         process, pid = saver._session.writer._process, saver.writer_pid
@@ -315,7 +315,7 @@ def test_a_writer_that_is_slow_and_makes_progress_is_not_given_up(
     monkeypatch.setattr(writer_process, "_GRACE_S", 0.0)
     state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(4)) for n in range(4)}
     cases = list(SLOW) if is_thorough() else [random.choice(list(SLOW))]
-    with alone(tmp_path, timeout_s=2.5) as checkpointer:
+    with single_process_checkpointer(tmp_path, timeout_s=2.5) as checkpointer:
         for step, case in enumerate(cases):
             print(case)
             monkeypatch.setattr(async_save, "copy_rows", fill if SLOW[case] else slow_fill)

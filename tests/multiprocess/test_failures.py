@@ -109,9 +109,9 @@ def load_unlike_the_other(directory: Path, case: str) -> None:
         given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
         given["exchange_group"] = group if first else None
     elif case == "other groups":
-        alone = [dist.new_group([rank]) for rank in range(2)]
+        single_process_checkpointer = [dist.new_group([rank]) for rank in range(2)]
         given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
-        given["exchange_group"] = group if first else alone[1]
+        given["exchange_group"] = group if first else single_process_checkpointer[1]
     elif case == "no group at all":
         given["options"] = LoadOptions(timeout_s=60, exchange="all_to_all")
         given["exchange_group"] = group if first else "tp"

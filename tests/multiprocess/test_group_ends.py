@@ -40,7 +40,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
+def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(tmp_path / "meet"), str(rank)],
@@ -94,5 +94,5 @@ def break_off() -> None:
         assert not group.is_idle
 
 
-def test_a_group_in_which_a_meeting_was_broken_off_is_not_idle(rank_pool: RankPool) -> None:
+def test_a_group_in_which_a_collective_was_broken_off_is_not_idle(rank_pool: RankPool) -> None:
     assert rank_pool.outcomes(break_off, 2)[1].error is None

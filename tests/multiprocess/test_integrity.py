@@ -1,4 +1,4 @@
-"""Parity, fallback and the vote of replicas on real processes."""
+"""Parity, fallback and the comparison of replicas on real processes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def peak_beyond_the_state(directory: Path, loading: bool) -> tuple[int, int]:
 
 
 def peak_of_a_resharded_load(directory: Path, kind: str) -> int:
-    """Return by how much loading a 1 GiB array in other pieces than stored raised resident memory."""
+    """Return by how much loading a 1 GiB array in other chunks than stored raised resident memory."""
     rows, columns = 16384, STATE_BYTES // 4 // 16384
     array = torch.arange(rows * columns, dtype=torch.int32).reshape(rows, columns)
     if not directory.exists():

@@ -1,4 +1,4 @@
-"""Messages of real processes: short and long ones, and ranks that are in meetings of different kinds."""
+"""Messages of real processes: short and long ones, and ranks that are in collectives of different kinds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def meet_differently() -> None:
         group.gather(b"\xff" * 300)
 
 
-def test_ranks_in_meetings_of_different_kinds_are_told_so(rank_pool: RankPool) -> None:
+def test_ranks_in_collectives_of_different_kinds_raise_an_error_that_says_so(rank_pool: RankPool) -> None:
     errors = [outcome.error for outcome in rank_pool.outcomes(meet_differently, 3)]
     assert all(isinstance(error, RankFailedError) for error in errors)
     for error in errors:

@@ -71,8 +71,8 @@ def test_ranks_save_and_load_at_the_same_and_at_other_layouts(
     url, options = new_url(), options_for(s3_server.port)
     assert rank_pool.run(_save_and_reshard, 2, url, options) == [[True, True]] * 2
     store = ObjectStore(url, options=options)
-    alone = megackpt.load(state(0, 1, axis=0, seed=None), store, group=SingleProcess())
-    assert is_loaded(alone, 0, 1, axis=0, seed=1)
+    single_process_checkpointer = megackpt.load(state(0, 1, axis=0, seed=None), store, group=SingleProcess())
+    assert is_loaded(single_process_checkpointer, 0, 1, axis=0, seed=1)
 
 
 def test_the_environment_and_an_url_are_all_that_save_and_load_need(
@@ -133,7 +133,7 @@ def test_a_root_is_scanned_by_one_listing_and_a_request_a_step(s3_proxy: FaultyP
 # Steps.
 
 
-def test_steps_are_found_kept_removed_and_torn_ones_cleaned(s3_server: S3Server) -> None:
+def test_steps_are_found_kept_removed_and_incomplete_ones_cleaned(s3_server: S3Server) -> None:
     url, options = new_url(), options_for(s3_server.port)
     with Checkpointer(f"{url}/", keep_last=2, objects=options, group=SingleProcess()) as checkpointer:
         assert checkpointer.latest() is None
@@ -161,7 +161,7 @@ def test_steps_are_found_kept_removed_and_torn_ones_cleaned(s3_server: S3Server)
             checkpointer.directory(4)
 
 
-def test_pins_metrics_and_the_tracker_lie_beside_the_steps(s3_proxy: FaultyProxy) -> None:
+def test_pins_metrics_and_the_tracker_are_next_to_the_steps(s3_proxy: FaultyProxy) -> None:
     url, options = new_url(), options_for(s3_proxy.port)
     everything = ObjectStore(url, options=options)
 
@@ -200,7 +200,7 @@ def test_pins_metrics_and_the_tracker_lie_beside_the_steps(s3_proxy: FaultyProxy
     assert checkpointer.load({}) == {"value": 5}
 
 
-def test_training_outlives_a_store_that_refuses(
+def test_training_survives_a_store_that_refuses(
     s3_proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = options_for(s3_proxy.port, max_retries=1)

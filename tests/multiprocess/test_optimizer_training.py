@@ -115,7 +115,7 @@ def test_clipping_is_by_the_norm_over_all_ranks(rank_pool: RankPool, kind: Kind)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_sharded_and_whole_masters_train_bf16_weights_alike_on_all_ranks(rank_pool: RankPool) -> None:
+def test_sharded_and_whole_masters_train_equal_bf16_weights_on_all_ranks(rank_pool: RankPool) -> None:
     runs = [out for kind in KINDS for out in rank_pool.run(run_training, 4, kind, 4, 1.0, torch.bfloat16)]
     for weights, norms in runs:
         assert weights[0].dtype == torch.bfloat16

@@ -90,7 +90,7 @@ def save_unlike(root: str) -> list[tuple[str, float]]:
     return found
 
 
-def save_alike(root: str) -> None:
+def save_equal(root: str) -> None:
     """Save in formats that no rank has imported, and in one that rank 0 has."""
     if dist.get_rank() == 0:
         importlib.import_module("megackpt.formats.zarr.version_3")
@@ -116,4 +116,4 @@ def test_ranks_that_chose_different_formats_learn_it_before_a_slow_import(
         )
         print(f"{message[:100]} after {took:.2f} s")
     assert not list(tmp_path.glob("[0-9]/metadata.json"))
-    fresh_pool.run(save_alike, 2, str(tmp_path / "alike"))
+    fresh_pool.run(save_equal, 2, str(tmp_path / "equal"))

@@ -31,7 +31,7 @@ RANKS, NODES, KILLED = 8, 4, 1
 
 
 def state(step: int, tp: int) -> dict[str, Any]:
-    """A weight in rows, replicated over the rest; a share of each rank that no node finishes in one piece."""
+    """A weight in rows, replicated over the rest; a share of each rank that no node sends in one part."""
     rank = dist.get_rank()
     weight = (torch.arange(64 * 1024.0).reshape(64, 1024) * step).chunk(tp)[rank % tp].clone()
     share = torch.arange(9 << 16, dtype=torch.int32).add_(step).chunk(RANKS)[rank].clone()

@@ -34,18 +34,18 @@ pytestmark = pytest.mark.multiprocess
 
 RANKS = 3
 DEADLINE_S = 60.0
-SAID = {
+LOGGED = {
     "dies": "was killed by SIGKILL while saving step 6 in the memory tier",
     "sleeps": "No answer from the writer process of rank(s) 1 within 3 s",
 }
 
 
-class Behind(Checkpointer):
+class AsyncCheckpointer(Checkpointer):
     _writer_hook = f"{in_a_tier.__module__}:{in_a_tier.__name__}"
 
 
 def state(step: int) -> dict[str, Any]:
-    """A replicated weight, and a share of each rank that goes to another node in three pieces."""
+    """A replicated weight, and a share of each rank that goes to another node in three parts."""
     rank = dist.get_rank()
     weight = torch.arange(1000.0).mul_(step)
     share = torch.arange(RANKS * 9 << 18, dtype=torch.int32).add_(step).chunk(RANKS)[rank].clone()
@@ -59,7 +59,7 @@ def state(step: int) -> dict[str, Any]:
 
 def checkpointer(base: Path, timeout_s: float = DEADLINE_S, **options: Any) -> Checkpointer:
     tier = MemoryTier(f"{base}/node-{{node}}")
-    return Behind(
+    return AsyncCheckpointer(
         base / "root",
         async_save=AsyncOptions(nice=0),
         tiers=Tiers([tier], root_every=100, node=dist.get_rank()),
@@ -82,7 +82,7 @@ def load(base: Path) -> LastLoad:
     return found.last_load
 
 
-class Heard(logging.Handler):
+class LogRecorder(logging.Handler):
     """What a rank has logged."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def order(base: Path, **what: str) -> None:
     dist.barrier()
 
 
-def train(base: Path, received: Heard) -> None:
+def train(base: Path, received: LogRecorder) -> None:
     with checkpointer(base) as run:
         given = state(1)
         run.warm_up(given)
@@ -178,7 +178,7 @@ def lose_a_writer(base: Path, how: str, timeout_s: float) -> tuple[str, float]:
 
 
 def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]:
-    received = Heard()
+    received = LogRecorder()
     logging.getLogger("megackpt.checkpointer").addHandler(received)
     try:
         train(base, received)
@@ -190,13 +190,13 @@ def train_in_trouble(base: Path, troubles: list[str]) -> list[tuple[str, float]]
 def test_tiers_are_written_asynchronously_and_survive_a_lost_node_a_full_one_and_a_lost_writer(
     rank_pool: RankPool, memory_path: Path
 ) -> None:
-    troubles = list(SAID) if is_thorough() else ["dies"]  # to start writers takes seconds
+    troubles = list(LOGGED) if is_thorough() else ["dies"]  # to start writers takes seconds
     everyone = rank_pool.run(train_in_trouble, RANKS, memory_path, troubles)
     for of_rank in everyone:
         for how, (text, elapsed), (first, _) in zip(troubles, of_rank, everyone[0], strict=True):
             print(how, elapsed, text)
             assert text == first
-            assert SAID[how] in text
+            assert LOGGED[how] in text
             assert elapsed < DEADLINE_S / 2
     shutil.rmtree(memory_path / "root")
     for lost in range(RANKS) if is_thorough() else [random.randrange(RANKS)]:

@@ -23,7 +23,7 @@ from megackpt import (
 from megackpt.comm import SingleProcess
 from megackpt.engine.background import saver
 from megackpt.engine.background.staging import StreamRange
-from tests.async_saves import alone, saver_of
+from tests.async_saves import saver_of, single_process_checkpointer
 from tests.writer_faults import TierOrder, in_a_tier, wait_for
 
 pytestmark = pytest.mark.multiprocess
@@ -69,7 +69,9 @@ def test_a_step_for_several_destinations_is_copied_once(
 ) -> None:
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(stage_in_background=in_background, when_busy="queue")
-    with alone(tmp_path / "root", tiers=Tiers(tiers, root_every=2), async_save=options) as run:
+    with single_process_checkpointer(
+        tmp_path / "root", tiers=Tiers(tiers, root_every=2), async_save=options
+    ) as run:
         for step in range(1, 5):
             given = state(step)
             run.save(step, given)
@@ -81,7 +83,7 @@ def test_a_step_for_several_destinations_is_copied_once(
         check(tmp_path / name, [3, 4])
 
 
-class Held(Checkpointer):
+class HeldCheckpointer(Checkpointer):
     _writer_hook = f"{in_a_tier.__module__}:{in_a_tier.__name__}"
 
 
@@ -89,7 +91,7 @@ def test_staged_bytes_for_several_destinations_stay_until_the_last_has_them(tmp_
     TierOrder(node="b", kind="create", how="held").give(tmp_path)
     tiers = [LocalTier(tmp_path / name) for name in "ab"]
     options = AsyncOptions(when_busy="queue", stage_in_background=True)
-    with Held(
+    with HeldCheckpointer(
         tmp_path / "root", tiers=Tiers(tiers, root_every=9), async_save=options, group=SingleProcess()
     ) as run:
         run.save(1, state(1))
@@ -111,7 +113,9 @@ def test_a_state_that_does_not_fit_or_has_two_formats_is_copied_for_each_destina
     tmp_path: Path, copied_ranges: list[StreamRange], strategy: Any, staging_bytes: int | None
 ) -> None:
     options = AsyncOptions(staging_bytes=staging_bytes)
-    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_save=options) as run:
+    with single_process_checkpointer(
+        tmp_path / "root", tiers=[LocalTier(tmp_path / "a")], async_save=options
+    ) as run:
         for step in (1, 2):
             run.save(step, state(step), sharded_strategy=strategy)
     assert len(copied_ranges) == 4
@@ -121,7 +125,9 @@ def test_a_state_that_does_not_fit_or_has_two_formats_is_copied_for_each_destina
 
 def test_after_a_skipped_step_the_next_one_goes_to_all_its_destinations(tmp_path: Path) -> None:
     tiers = Tiers([LocalTier(tmp_path / "a", every=2), LocalTier(tmp_path / "b", every=3)], root_every=4)
-    with alone(tmp_path / "root", tiers=tiers, async_save=AsyncOptions(when_busy="skip")) as run:
+    with single_process_checkpointer(
+        tmp_path / "root", tiers=tiers, async_save=AsyncOptions(when_busy="skip")
+    ) as run:
         run.warm_up(state(2))
         os.kill(saver_of(run).writer_pid, signal.SIGSTOP)
         assert [run.save(step, state(step)) for step in (2, 4, 5)] == [True, False, False]
@@ -137,7 +143,7 @@ def test_after_a_skipped_step_the_next_one_goes_to_all_its_destinations(tmp_path
 
 def test_an_error_of_the_root_does_not_keep_a_step_out_of_the_tiers(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("not a directory")
-    with alone(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")]) as run:
+    with single_process_checkpointer(tmp_path / "root", tiers=[LocalTier(tmp_path / "a")]) as run:
         with pytest.raises(StorageError, match="root: cannot create"):
             run.save(1, state(1), metrics={"loss": 1.0})
         run.save(2, state(2))
@@ -149,7 +155,9 @@ def test_an_error_of_the_root_does_not_keep_a_step_out_of_the_tiers(tmp_path: Pa
 def test_a_tier_for_which_there_is_no_memory_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with alone(tmp_path / "root", tiers=Tiers([LocalTier(tmp_path / "a")], root_every=2)) as run:
+    with single_process_checkpointer(
+        tmp_path / "root", tiers=Tiers([LocalTier(tmp_path / "a")], root_every=2)
+    ) as run:
         with monkeypatch.context() as patched:
             patched.setattr("megackpt.engine.background.staging_memory._available_bytes", lambda: 0)
             assert not run.save(1, state(1))
@@ -167,7 +175,7 @@ def test_the_error_of_an_earlier_save_is_not_taken_for_that_of_a_tier(
 ) -> None:
     (tmp_path / "root").write_text("not a directory")
     tiers = Tiers([LocalTier(tmp_path / "a")], root_every=2)
-    with alone(tmp_path / "root", tiers=tiers, on_error=on_error) as run:
+    with single_process_checkpointer(tmp_path / "root", tiers=tiers, on_error=on_error) as run:
         run.save(2, state(2))
         if on_error == "raise":
             with pytest.raises(StorageError, match="root"):

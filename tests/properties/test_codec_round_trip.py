@@ -72,7 +72,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     else:
         count = int(np.prod(shape, dtype=int)) * dtype.itemsize
         data = draw(st.binary(min_size=count, max_size=count))
-        data = bytes(octet % 2 for octet in data) if dtype.kind == "b" else data
+        data = bytes(byte % 2 for byte in data) if dtype.kind == "b" else data
         array = np.frombuffer(data, dtype).reshape(shape) if count else np.empty(shape, dtype)
     return array.T if draw(st.booleans()) else array
 

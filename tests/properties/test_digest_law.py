@@ -96,7 +96,7 @@ def table_of(boxes: list[tuple[Box, int, int]], shape: tuple[int, ...], itemsize
     itemsize=st.sampled_from([1, 2, 16]),
     seed=st.integers(0, 99),
 )
-def test_parts_of_chunks_from_anywhere_in_pieces_of_any_length_make_up_the_digest(
+def test_parts_of_chunks_from_anywhere_and_of_any_length_make_up_the_digest(
     data: st.DataObject, shape: tuple[int, ...], itemsize: int, seed: int
 ) -> None:
     array = np.random.default_rng(seed).integers(0, 256, (*shape, itemsize), dtype=np.uint8)

@@ -45,7 +45,7 @@ def gathered(world: Sequence[DeclaredChunks]) -> tuple[MergedDeclarations, list[
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Generated layouts, and tensors that groups of ranks hold alike, as data-parallel replicas do."""
+    """Generated layouts, and tensors that are equal on groups of ranks, as on data-parallel replicas."""
     ranks = draw(st.integers(1, 6))
     world: World = [[] for _ in range(ranks)]
     for i in range(draw(st.integers(1, 3))):
@@ -87,7 +87,7 @@ def test_the_plan_is_that_from_the_declarations_of_all(
 
 @given(worlds(), st.sampled_from([8, 40, 200]))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_holders(
+def test_parts_of_long_chunks_cover_them_once_and_are_written_by_their_owners(
     world: World, part_bytes: int
 ) -> None:
     declared = described(world)

@@ -38,7 +38,7 @@ def counts_by_regions(parts: Rectangles, whole: np.ndarray) -> list[np.ndarray]:
 
 
 @st.composite
-def pieces_of_arrays(draw: st.DrawFn) -> tuple[Rectangles, np.ndarray]:
+def tiled_arrays(draw: st.DrawFn) -> tuple[Rectangles, np.ndarray]:
     """Tilings of a few arrays of one number of dims, some of them spoilt."""
     dims = draw(st.integers(1, 4))
     shapes = draw(st.lists(st.tuples(*[st.integers(0, 6)] * dims), min_size=1, max_size=4))
@@ -65,7 +65,7 @@ def pieces_of_arrays(draw: st.DrawFn) -> tuple[Rectangles, np.ndarray]:
 
 
 @settings(max_examples=sample_of(1000), deadline=None)
-@given(pieces_of_arrays(), st.sampled_from([tiling.ADDRESSES, 50]))
+@given(tiled_arrays(), st.sampled_from([tiling.ADDRESSES, 50]))
 def test_regions_are_what_counting_every_element_finds(
     world: tuple[Rectangles, np.ndarray], addresses: int
 ) -> None:

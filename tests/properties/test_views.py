@@ -52,7 +52,7 @@ def test_a_view_has_the_elements_that_torch_finds(pair: tuple[View, torch.Tensor
 
 @settings(max_examples=sample_of(1000), deadline=None)
 @given(viewed(), st.data())
-def test_the_pieces_of_a_flat_shard_are_the_elements_it_holds_each_once_and_in_place(
+def test_the_chunks_of_a_flat_shard_are_its_elements_each_once_and_in_place(
     pair: tuple[View, torch.Tensor], data: st.DataObject
 ) -> None:
     view, block = pair

@@ -1,4 +1,4 @@
-"""Meetings in which ranks compare numbers, and in which rank 0 speaks: in all kinds of groups."""
+"""Collectives that compare numbers, and that send from rank 0: in all kinds of groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @kinds
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_learn_what_is_alike_and_what_is_largest(kind: str, ranks: int) -> None:
+def test_ranks_learn_what_is_equal_and_what_is_largest(kind: str, ranks: int) -> None:
     def run(group: Group) -> Numbers:
         text = Numbers((7, 5 + (group.rank == 1), 0), (group.rank, 2**61))
         return run_and_compare(KINDS[kind](group), lambda: text, equal=3, largest=2, doing="comparing")

@@ -1,4 +1,4 @@
-"""The replica vote at a save: copies are compared bit by bit, and what differs is named."""
+"""Replicas compared at a save: copies are compared bit by bit, and the error names what differs."""
 
 from __future__ import annotations
 

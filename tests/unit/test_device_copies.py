@@ -47,7 +47,7 @@ def test_parts_that_went_through_buffers_are_the_elements_in_order(name: str, bu
     assert b"".join(bytes(p) for p in host_parts(tensor, part_bytes=buffer_bytes)) == true_bytes(tensor)
 
 
-def test_a_piece_stays_while_the_next_are_copied_and_no_more_of_them_than_said() -> None:
+def test_a_part_stays_while_the_next_are_copied_and_no_more_of_them_than_asked() -> None:
     asked = []
 
     def parts() -> Iterator[tuple[int, torch.Tensor]]:

@@ -24,7 +24,7 @@ def test_empty_data_has_no_blocks() -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7, 499, 500, 501, 1000, 1300])
-def test_pieces_of_any_size_give_the_same_digests(part_bytes: int) -> None:
+def test_parts_of_any_size_give_the_same_digests(part_bytes: int) -> None:
     digester = BlockDigester(500)
     for start in range(0, len(DATA), part_bytes):
         digester.update(memoryview(DATA)[start : start + part_bytes])

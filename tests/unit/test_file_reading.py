@@ -211,7 +211,7 @@ def test_what_is_longer_than_a_buffer_cannot_be_borrowed(store: LocalStore) -> N
                 pass
 
 
-def test_any_store_lends() -> None:
+def test_any_store_has_zero_copy_reads() -> None:
     store = MemoryStore()
     store.create()
     store.write("a", b"0123456789")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Silent:
-    """Is told of progress, and says nothing."""
+    """Gets progress, and prints nothing."""
 
     def begin(self, doing: str, nbytes: int) -> None:
         """Do nothing."""

@@ -158,18 +158,18 @@ def test_fp32_parameters_are_their_own_masters_and_stored_once(kind: Kind) -> No
 
 def test_the_main_copy_of_a_number_is_with_the_rank_with_the_first_element() -> None:
     layout = ParallelLayout(tp=2, dp=4)
-    holders: dict[str, list[int]] = {}
+    owners: dict[str, list[int]] = {}
     for rank in range(layout.world_size):
         params, optimizer = build_rank(DistributedOptimizer, layout, rank, random_arrays(SHAPES, seed=0))
         state = optimizer.sharded_state_dict(model_state(params))["state"]
         for owned in optimizer._owned_params:
             step = state[owned.position]["step"]
             if not any(step.replica_id):
-                holders.setdefault(f"{step.key}{step.global_offset}", []).append(rank)
+                owners.setdefault(f"{step.key}{step.global_offset}", []).append(rank)
                 assert owned.flat_range.start == 0
                 assert optimizer.groups.tp.rank == 0
-    assert len(holders) == 2 + 4 * 4
-    assert all(len(ranks) == 1 for ranks in holders.values())
+    assert len(owners) == 2 + 4 * 4
+    assert all(len(ranks) == 1 for ranks in owners.values())
 
 
 def test_ranks_without_a_part_of_a_parameter_declare_nothing_of_it() -> None:

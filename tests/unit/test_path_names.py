@@ -93,7 +93,7 @@ def test_two_tensors_of_xla_with_one_name_are_refused(tmp_path: Path) -> None:
         load(state(), tmp_path / "c")
 
 
-def test_a_value_beside_an_array_of_its_name_is_the_one_at_its_place(tmp_path: Path) -> None:
+def test_a_value_next_to_an_array_of_its_name_is_the_one_at_its_path(tmp_path: Path) -> None:
     save({"x": ShardedTensor.from_rank_offsets("a.b", ONE), "a": {"b": TWO}}, tmp_path / "c")
     asked = {"a": {"b": torch.zeros(3)}}
     load(asked, tmp_path / "c")

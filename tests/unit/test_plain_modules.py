@@ -251,7 +251,7 @@ def test_other_formats_refuse_it() -> None:
             save({"w": torch.ones(2)}, MemoryStore(), backend, options=ARRAYS)
 
 
-def test_ranks_give_the_option_alike() -> None:
+def test_ranks_give_equal_options() -> None:
     def save_rank(group: Group) -> None:
         save(
             {"w": torch.ones(2)}, MemoryStore(), options=ARRAYS if group.rank else SaveOptions(), group=group

@@ -248,9 +248,7 @@ def test_ranks_that_swap_their_shards_are_not_what_was_planned_for() -> None:
         ({"options": SaveOptions(spread="group")}, "Rank 1.*spread_group is not given"),
     ],
 )
-def test_ranks_that_save_differently_are_told_so_at_once_and_alike(
-    differs: dict[str, Any], text: str
-) -> None:
+def test_ranks_that_save_differently_get_the_same_error_at_once(differs: dict[str, Any], text: str) -> None:
     store = MemoryStore()
 
     def save_rank(group: Group) -> None:

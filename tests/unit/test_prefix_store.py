@@ -10,7 +10,7 @@ from megackpt.storage.views import PrefixStore
 from megackpt.testing.store_suite import StoreConformance
 
 
-class TestStoreBelow(StoreConformance):
+class TestPrefixStore(StoreConformance):
     checks_wording = True
 
     @pytest.fixture

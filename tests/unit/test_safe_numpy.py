@@ -88,7 +88,7 @@ def test_arrays_scalars_and_dtypes_come_back_bit_by_bit(array: np.ndarray[Any, A
 
 def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
     array, dtype = np.arange(3), np.dtype("<f4")
-    holder = argparse.Namespace(inner=[{"deep": (array, {dtype})}])
+    container = argparse.Namespace(inner=[{"deep": (array, {dtype})}])
     cycle: list[Any] = [array]
     cycle.append(cycle)
     value = {
@@ -96,7 +96,7 @@ def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
         "order": collections.OrderedDict(b=array, a=dtype),
         "count": collections.Counter({dtype: 2}),
         "frozen": frozenset([dtype, 1]),
-        "holder": holder,
+        "container": container,
         "cycle": cycle,
         "scalar": np.str_("text"),
         "empty": np.str_(""),
@@ -109,7 +109,7 @@ def test_arrays_are_found_wherever_a_value_can_hold_them() -> None:
     assert found["order"]["a"] == dtype
     assert found["count"] == value["count"]
     assert found["frozen"] == value["frozen"]
-    deep, types = found["holder"].inner[0]["deep"]
+    deep, types = found["container"].inner[0]["deep"]
     check_array(deep, array)
     assert types == {dtype}
     assert deep is found["order"]["b"] is found["cycle"][0]

@@ -138,7 +138,7 @@ def test_a_plan_that_was_kept_is_not_sampled_again_and_a_new_structure_is() -> N
         return SimulatedWorld(2).outcomes(save_rank)
 
     assert save_all(0.0, 3) == [None, None]
-    assert save_all(1.0, 3) == [None, None]  # they have drifted apart: the vote's affair
+    assert save_all(1.0, 3) == [None, None]  # they have drifted apart, which only a full comparison finds
     assert all(isinstance(found, MismatchError) for found in save_all(1.0, 4))
 
 

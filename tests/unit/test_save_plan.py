@@ -83,12 +83,12 @@ def test_chunks_of_a_file_lie_without_gaps_and_aligned_to_their_elements() -> No
         assert plan.offset_bytes[rows].tolist() == [0, *ends[:-1].tolist()]
 
 
-def writers_one_by_one(nbytes: list[int], holders: list[list[int]], ranks: int) -> list[int]:
-    """The rule as it is told: fewest holders first, then largest, each to who has least."""
+def writers_one_by_one(nbytes: list[int], owners: list[list[int]], ranks: int) -> list[int]:
+    """The rule: fewest owners first, then largest, each to who has least."""
     load = [0] * ranks
     writer = [0] * len(nbytes)
-    for chunk in sorted(range(len(nbytes)), key=lambda c: (len(holders[c]), -nbytes[c], c)):
-        writer[chunk] = min(holders[chunk], key=lambda rank: (load[rank], rank))
+    for chunk in sorted(range(len(nbytes)), key=lambda c: (len(owners[c]), -nbytes[c], c)):
+        writer[chunk] = min(owners[chunk], key=lambda rank: (load[rank], rank))
         load[writer[chunk]] += nbytes[chunk]
     return writer
 
@@ -104,14 +104,14 @@ def test_giving_out_equal_chunks_at_once_ends_like_giving_them_out_one_by_one(
     sets = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [2, 6], [0, 1], [5], [9], [0, 4, 8], list(range(12))]
     if overlapping:
         sets += [[2, 3, 4, 5], [1, 2], [1, 5, 9]]
-    holders = [sets[i] for i in rng.integers(0, len(sets), 1500)]
+    owners = [sets[i] for i in rng.integers(0, len(sets), 1500)]
     nbytes = rng.integers(0, sizes, 1500) * 16
-    starts = np.cumsum([0, *map(len, holders)])
-    flat = np.array([rank for mine in holders for rank in mine])
+    starts = np.cumsum([0, *map(len, owners)])
+    flat = np.array([rank for mine in owners for rank in mine])
     chosen = assign_writers(nbytes, starts, flat, ranks=ranks)
     assert (starts[:-1] <= chosen).all()
     assert (chosen < starts[1:]).all()
-    assert flat[chosen].tolist() == writers_one_by_one(nbytes.tolist(), holders, ranks)
+    assert flat[chosen].tolist() == writers_one_by_one(nbytes.tolist(), owners, ranks)
 
 
 def test_a_rank_plans_its_own_main_replicas_as_the_plan_of_all_ranks_says() -> None:

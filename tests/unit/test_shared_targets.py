@@ -102,7 +102,7 @@ def test_a_dcp_load_into_one_tensor_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_share_memory_is_read_into_as_it_is() -> None:
     flat = torch.zeros(64)
     apart = [flat[:16], flat[16:32], flat[32:32], flat[:0]]
-    fused = flat[32:].view(4, 2, 4)  # columns of two weights, one beside the other in each row
+    fused = flat[32:].view(4, 2, 4)  # columns of two weights, one next to the other in each row
     apart += [fused[:, 0], fused[:, 1]]
     assert sharing(apart) == {}
     assert sharing([*apart, flat[15:17]]) == {0: 6, 6: 0, 1: 6}

@@ -1,4 +1,4 @@
-"""Times on hardware that one does not have: arithmetic by hand beside that of the library."""
+"""Times on other hardware: arithmetic by hand compared with that of the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meetings in a key-value store: what ranks are told, what stays in it, and who is named when one is lost."""
+"""Collectives in a key-value store: what ranks receive, what stays there, and which lost rank is named."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_rank_that_does_not_come_is_named_to_all(server: Any, monkeypatch: pyt
         assert "No answer from the writer process of rank(s) 1 within 0.5 s" in str(error)
 
 
-def test_those_who_wait_hear_that_a_rank_has_given_up(server: Any) -> None:
+def test_those_who_wait_learn_that_a_rank_has_given_up(server: Any) -> None:
     host = StoreHost(server, StoreAddress("localhost", server.port))
     assert not host.is_aborted("job")
 
@@ -129,7 +129,7 @@ def test_a_store_that_cannot_be_reached_is_named() -> None:
         connect_store(StoreAddress("localhost", 1), timeout_s=0.3)
 
 
-def test_of_several_that_give_up_at_once_the_first_is_heard_by_all(server: Any) -> None:
+def test_of_several_that_give_up_at_once_all_learn_of_the_first(server: Any) -> None:
     address = StoreAddress("localhost", server.port)
     together_now = threading.Barrier(RANKS)
 

@@ -133,14 +133,14 @@ def test_each_byte_is_on_replication_factor_nodes_and_old_steps_are_removed(
     monkeypatch.setattr(tier_transfer, "PART_BYTES", 1000)
     run = Run(memory_path)
     run.save(1, 2, 3)
-    holders: dict[str, list[int]] = {}
+    owners: dict[str, list[int]] = {}
     contents: dict[str, bytes] = {}
     for node in range(4):
         assert run.kept(node) == ["iter_0000002", "iter_0000003"]
         for file in data_files(run.node(node) / "iter_0000003"):
             assert file.read_bytes() == contents.setdefault(file.name, file.read_bytes())
-            holders.setdefault(file.name[-17:-12], []).append(node)
-    assert holders == {f"{r:05d}": sorted([r // 2, (r // 2 + 1) % 4]) for r in range(8)}
+            owners.setdefault(file.name[-17:-12], []).append(node)
+    assert owners == {f"{r:05d}": sorted([r // 2, (r // 2 + 1) % 4]) for r in range(8)}
     assert not (memory_path / "root").exists()
 
 

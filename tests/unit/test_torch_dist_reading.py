@@ -179,7 +179,7 @@ def test_objects_whose_names_contradict_each_other_can_still_be_loaded_one_by_on
     writer.object("a/shard_0_3", ["three"])
     writer.array("b", (2,))
     writer.chunk("b", (0,), torch.ones(2))
-    writer.object("b/shard_0_1", ["beside a tensor"])
+    writer.object("b/shard_0_1", ["with a tensor"])
     directory = writer.finish()
     request = {
         "a": ShardedObject("a/shard_0_3", None, (1,), (0,)),
@@ -187,7 +187,7 @@ def test_objects_whose_names_contradict_each_other_can_still_be_loaded_one_by_on
         "t": ShardedTensor.from_rank_offsets("b", torch.zeros(2)),
     }
     loaded = load(request, directory)
-    assert (loaded["a"], loaded["b"], loaded["t"].tolist()) == ("three", "beside a tensor", [1.0, 1.0])
+    assert (loaded["a"], loaded["b"], loaded["t"].tolist()) == ("three", "with a tensor", [1.0, 1.0])
 
 
 def test_common_state_is_read_from_common_pt_or_from_its_object(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def text(rank: int, other: int, nbytes: int) -> memoryview:
 
 
 @pytest.mark.parametrize("nbytes", [1, 5 * MIB])
-def test_parcels_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any, nbytes: int) -> None:
+def test_messages_between_all_ranks_arrive_in_order_and_nothing_stays(server: Any, nbytes: int) -> None:
     ranks = 3
 
     def meet(group: WriterGroup) -> None:

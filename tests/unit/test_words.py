@@ -1,0 +1,133 @@
+"""Words that stay out of the project: each has a standard word in PyTorch's or Megatron's vocabulary.
+
+docs/concepts.md defines the words that remain private to this library.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("megackpt", "models", "examples", "tests", "docs")
+
+WORDS = {
+    "alike": "equal",
+    "beneath": "in the sandbox, inside",
+    "beside": "next to, in addition to, compared with",
+    "donor": "source",
+    "hear": "receive",
+    "heard": "received",
+    "hears": "receives",
+    "holder": "owner",
+    "holders": "owners",
+    "holdings": "merged declarations",
+    "lend": "borrow (zero-copy read)",
+    "lending": "zero-copy read",
+    "lends": "borrows",
+    "lent": "borrowed",
+    "meeting": "collective, synchronisation point",
+    "meetings": "collectives",
+    "mend": "repair, recover",
+    "mended": "repaired, recovered",
+    "mends": "repairs",
+    "octet": "byte",
+    "octets": "bytes",
+    "outlive": "tolerate, survive",
+    "outlived": "tolerated",
+    "outlives": "tolerates, survives",
+    "owed": "deferred",
+    "parcel": "message, part",
+    "parcels": "messages, parts",
+    "piece": "part, chunk, range",
+    "pieces": "parts, chunks, ranges",
+    "refusal": "error",
+    "refusals": "errors",
+    "torn": "incomplete",
+    "vote": "comparison of replicas",
+    "votes": "comparisons of replicas",
+}
+"""Words that must not stand anywhere: in a name, a docstring, a comment, an error or a document."""
+
+NAMES = {
+    "behind",
+    "fills",
+    "filling",
+    "held",
+    "places",
+    "said",
+    "tell",
+    "tells",
+    "told",
+}
+"""Words that must not be a part of a name that the package defines."""
+
+ALLOWED = {
+    "tests/unit/test_words.py",  # this list
+    "tests/metrics.py",  # looks for some of them
+    "docs/style.md",
+}
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case; names are split at underscores and capitals."""
+    return re.findall(r"[a-z]+", _CAMEL.sub(" ", text).lower())
+
+
+def defined_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every name that a module defines, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def documents() -> list[Path]:
+    files = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    for part in PARTS:
+        files += [p for suffix in ("*.py", "*.md") for p in (ROOT / part).rglob(suffix)]
+    return [path for path in files if str(path.relative_to(ROOT)) not in ALLOWED]
+
+
+def test_no_word_of_the_list_is_used() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {word!r}; say {WORDS[word]}"
+        for path in documents()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in words_of(line)
+        if word in WORDS
+    ]
+    assert found == []
+
+
+def test_no_name_of_the_package_has_a_word_that_says_nothing() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {name}"
+        for path in sorted((ROOT / "megackpt").rglob("*.py"))
+        if "testing" not in path.parts
+        for name, number in defined_names(ast.parse(path.read_text()))
+        if set(words_of(name)) & NAMES
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("formula", [r'^(""")?Owns\b', r"Whether it is so\."])
+def test_no_docstring_uses_a_formula(formula: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in documents()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(formula, line)
+    ]
+    assert found == []
