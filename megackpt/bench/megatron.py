@@ -23,7 +23,7 @@ from megackpt.errors import MissingExtraError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
-class _Declared:
+class _DeclaredState:
     """A rank's tensors, and what tells their structure from that of others."""
 
     tensors: dict[str, Any]
@@ -68,7 +68,7 @@ class MegatronCore:
             return "Megatron-Core has no flattened_range since 0.13: flat optimizer shards cannot be declared"
         return None
 
-    def declare(self, state: RankState) -> _Declared:
+    def declare(self, state: RankState) -> _DeclaredState:
         """Declare each shard by the coordinates of its rank."""
         tp, tp_rank = state.layout.tp, state.layout.coordinates_of(state.rank)[0]
         tensors = {
@@ -81,14 +81,14 @@ class MegatronCore:
             for p in state.shards
         }
         shapes = tuple((p.key, p.box_shape) for p in state.shards)
-        return _Declared(tensors, (state.layout, shapes))
+        return _DeclaredState(tensors, (state.layout, shapes))
 
-    def save(self, declared: _Declared, directory: Path) -> None:
+    def save(self, declared: _DeclaredState, directory: Path) -> None:
         """`dist_checkpointing.save`."""
         self._library.save(declared.tensors, str(directory), self._strategy(declared))
         _flush(directory)
 
-    def load(self, declared: _Declared, directory: Path) -> None:
+    def load(self, declared: _DeclaredState, directory: Path) -> None:
         """`dist_checkpointing.load`; what comes as a tensor of its own is copied into the one declared."""
         targets = {key: entity.data for key, entity in declared.tensors.items()}
         strategy = self._parallel.FullyParallelLoadStrategyWrapper(
@@ -99,7 +99,7 @@ class MegatronCore:
             if loaded[key].data_ptr() != target.data_ptr():
                 target.copy_(loaded[key])
 
-    def save_async(self, declared: _Declared, directory: Path) -> Callable[[], Path]:
+    def save_async(self, declared: _DeclaredState, directory: Path) -> Callable[[], Path]:
         """Schedule `dist_checkpointing.save(async_sharded_save=True)` on a queue, which forks."""
         request = self._library.save(
             declared.tensors, str(directory), self._strategy(declared), async_sharded_save=True
@@ -112,7 +112,7 @@ class MegatronCore:
         _flush(directory)
         return directory
 
-    def _strategy(self, declared: _Declared) -> Any:
+    def _strategy(self, declared: _DeclaredState) -> Any:
         """Return the strategy that has saved this structure before: it has kept plans and metadata."""
         kept = (*declared.structure, self.threads)
         if kept not in self._saving:

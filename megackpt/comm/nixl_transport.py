@@ -31,7 +31,7 @@ _PAUSE_S = 0.0005
 
 
 @dataclass(slots=True)
-class _Receiving:
+class _ReceiveState:
     """The ring that a peer writes to.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Receiving:
 
 
 @dataclass(slots=True)
-class _Sending:
+class _SendState:
     """The ring of a peer that this rank writes to.
 
     Attributes:
@@ -100,8 +100,8 @@ class NixlTransport(Transport):
         # Without the thread of NIXL, which would poll all the time.
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = nixl_agent(self._name(rank), config)
-        self._receiving: dict[int, _Receiving] = {}
-        self._sending: dict[int, _Sending] = {}
+        self._receiving: dict[int, _ReceiveState] = {}
+        self._sending: dict[int, _SendState] = {}
         self._own_keys: list[str] = []
 
     def exchange(
@@ -170,9 +170,9 @@ class NixlTransport(Transport):
         key = f"{self._prefix}/{self._rank}/{peer}"
         self._client.set(key, ring.ctypes.data.to_bytes(8, "little") + self._agent.get_agent_metadata())
         self._own_keys.append(key)
-        self._receiving[peer] = _Receiving(ring)
+        self._receiving[peer] = _ReceiveState(ring)
 
-    def _find_ring(self, peer: int) -> _Sending | None:
+    def _find_ring(self, peer: int) -> _SendState | None:
         """Return the ring of a peer; None if the peer has not published it yet."""
         if peer not in self._sending:
             key = f"{self._prefix}/{peer}/{self._rank}"
@@ -180,7 +180,7 @@ class NixlTransport(Transport):
                 return None
             published = self._client.get(key)
             self._agent.add_remote_agent(published[8:])
-            self._sending[peer] = _Sending(int.from_bytes(published[:8], "little"))
+            self._sending[peer] = _SendState(int.from_bytes(published[:8], "little"))
         return self._sending[peer]
 
     def _read_notifications(self) -> bool:
@@ -235,7 +235,7 @@ class NixlTransport(Transport):
         ]
         return has_moved or any(written)
 
-    def _start(self, peer: int, ring: _Sending, address: int, length: int) -> Any:
+    def _start(self, peer: int, ring: _SendState, address: int, length: int) -> Any:
         to = ring.address + ring.sent % RING_PARTS * PART_BYTES
         ring.sent += 1
         local, remote = (self._agent.get_xfer_descs([(start, length, 0)], "DRAM") for start in (address, to))

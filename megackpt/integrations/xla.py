@@ -55,7 +55,9 @@ class XlaSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the elements of a box, or what torch's planner finds."""
         found = self.state_dict.get(index.fqn)
-        return found.taken(index) if isinstance(found, _Sharded) else super().lookup_object(index)
+        return (
+            found.taken(index) if isinstance(found, _ShardedTensorInterface) else super().lookup_object(index)
+        )
 
 
 class XlaLoadPlanner(DefaultLoadPlanner):
@@ -77,7 +79,9 @@ class XlaLoadPlanner(DefaultLoadPlanner):
         """Count what each tensor has to wait for."""
         plan = super().finish_plan(new_plan)
         reads = [
-            item for item in plan.items if isinstance(self.state_dict.get(item.dest_index.fqn), _Sharded)
+            item
+            for item in plan.items
+            if isinstance(self.state_dict.get(item.dest_index.fqn), _ShardedTensorInterface)
         ]
         for key, count in Counter(item.dest_index.fqn for item in reads).items():
             self.state_dict[key].awaited = count
@@ -86,7 +90,7 @@ class XlaLoadPlanner(DefaultLoadPlanner):
             elements[item.dest_index.fqn] += math.prod(item.lengths)
         stored = self.metadata.state_dict_metadata if self.metadata is not None else {}
         for key, leaf in self.state_dict.items():
-            if isinstance(leaf, _Sharded) and key in stored and elements[key] < leaf.numel:
+            if isinstance(leaf, _ShardedTensorInterface) and key in stored and elements[key] < leaf.numel:
                 raise CoverageError(
                     f"{key!r}: the checkpoint has {elements[key]} of the {leaf.numel} elements that this "
                     f"host's devices need. The save lost the others; load another checkpoint.",
@@ -97,12 +101,16 @@ class XlaLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the host's buffer of a box, or what torch's planner finds."""
         found = self.state_dict.get(index.fqn)
-        return found.buffer(index) if isinstance(found, _Sharded) else super().lookup_tensor(index)
+        return (
+            found.buffer(index)
+            if isinstance(found, _ShardedTensorInterface)
+            else super().lookup_tensor(index)
+        )
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Put a tensor onto the devices once all of its boxes have arrived."""
         found = self.state_dict.get(read_item.dest_index.fqn)
-        if isinstance(found, _Sharded):
+        if isinstance(found, _ShardedTensorInterface):
             found.arrived()
         else:
             super().commit_tensor(read_item, tensor)
@@ -119,7 +127,7 @@ def _unwrapped(key: str, leaf: Any) -> Any:
     tensor = xla_tensor_of(leaf)
     if tensor is None:
         return leaf
-    sharded = _Sharded(key, tensor)
+    sharded = _ShardedTensorInterface(key, tensor)
     return tensor.global_tensor if sharded.is_replicated else sharded
 
 
@@ -128,7 +136,7 @@ SPMDSavePlanner = XlaSavePlanner
 SPMDLoadPlanner = XlaLoadPlanner
 
 
-class _Sharded:
+class _ShardedTensorInterface:
     """A sharded tensor in the interface by which torch's planners ask a tensor for its items.
 
     It holds the host's copy of a tensor from the plan to the last use. Storage may ask from several threads.

@@ -142,14 +142,14 @@ def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Say whether two tensors whose address ranges overlap have an element in common."""
     if first.is_contiguous() and second.is_contiguous():
         return True
-    views = _Addressed(first).array(), _Addressed(second).array()
+    views = _AddressArray(first).array(), _AddressArray(second).array()
     try:
         return np.shares_memory(*views, max_work=_MAX_WORK)  # type: ignore[arg-type]  # takes any number
     except np.exceptions.TooHardError:
         return True
 
 
-class _Addressed:
+class _AddressArray:
     """The addresses of a tensor's elements, for numpy, which does not read the memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -44,13 +44,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.separation_hint = separation_hint
         self.use_msc = use_msc
         self._plan: Any = None
-        self._staged: Any = _Staged({})
+        self._staged: Any = _StagedPlanner({})
         self._results: list[Any] | WRAPPED_EXCEPTION | None = None
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         """Copy what a plan writes to host memory. Afterwards the state may change. Local."""
         self._plan = plan
-        self._staged = _Staged({item.index: _copied(planner.resolve_data(item)) for item in plan.items})
+        self._staged = _StagedPlanner(
+            {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
+        )
 
     def get_save_function_and_args(self) -> tuple[Callable[..., Any] | None, None, list[Any]]:
         """Return the function that writes, no function that stages, and no arguments."""
@@ -74,11 +76,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._results = self.write_data(self._plan, self._staged).value()
         except Exception as error:  # noqa: BLE001 - raised on all ranks when the save is finished
             self._results = _wrap_exception(error)
-        self._staged = _Staged({})
+        self._staged = _StagedPlanner({})
 
 
 @dataclass(frozen=True)
-class _Staged:
+class _StagedPlanner:
     """Stands for the planner when the copies are written."""
 
     data: dict[Any, Any]
