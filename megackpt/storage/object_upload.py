@@ -47,11 +47,13 @@ class _BufferQueue:
         self._filled: deque[ByteArray] = deque()
         self.is_begun = False  # whether the library has asked for a buffer
         self._state = "open"  # or "ended", "abandoned", "broken"
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
+        self._changed = threading.Condition(self._lock)
 
     def take(self) -> ByteArray | None:
         """Return an empty buffer, `[buffer_bytes]`, once there is one; None if the upload has failed."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._in_use < self._limit or self._state == "broken")
             if self._state == "broken":
                 return None
@@ -63,13 +65,13 @@ class _BufferQueue:
 
     def put(self, view: ByteArray, count: int) -> None:
         """Pass the first `count` bytes of a buffer to the library. The caller must not use it any more."""
-        with self._changed:
+        with self._lock:
             self._filled.append(view if count == view.size else _front(view, count))
             self._changed.notify_all()
 
     def end(self, state: str) -> None:
         """End the queue: "ended" after the buffers that are in it, "abandoned" or "broken" at once."""
-        with self._changed:
+        with self._lock:
             self._state = state
             if state != "ended":
                 self._filled.clear()
@@ -80,7 +82,7 @@ class _BufferQueue:
 
     def __next__(self) -> ByteArray:
         self.is_begun = True
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._filled or self._state != "open")
             if self._state == "abandoned":
                 raise _AbandonedError
@@ -90,7 +92,7 @@ class _BufferQueue:
 
     def _give_back(self, buffer: ByteArray) -> None:
         COMMON_POOL.give_back(buffer)
-        with self._changed:
+        with self._lock:
             self._in_use -= 1
             self._changed.notify_all()
 

@@ -9,6 +9,7 @@ arrives there: the interpreter looks for signals after calls, at the start of fu
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import gc
@@ -282,3 +283,25 @@ def test_ctrl_c_on_one_rank_lets_no_other_hang(rank_pool: RankPool, tmp_path: Pa
             assert "rank(s) 1" in message or "rank 1" in message.lower(), (work, number, message)
         elif work != "load":
             assert steps == (1, 2), (work, number)
+
+
+def test_no_block_enters_a_condition() -> None:
+    """`Condition.__exit__` is Python code: Ctrl-C in it keeps the lock. The `__exit__` of a lock is in C."""
+    entered = []
+    for path in Path(_HERE).rglob("*.py"):
+        if "testing" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        conditions = {
+            ast.unparse(node.targets[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and "threading.Condition(" in ast.unparse(node.value)
+        }
+        blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+        entered += [
+            f"{path}:{block.lineno}"
+            for block in blocks
+            for item in block.items
+            if ast.unparse(item.context_expr) in conditions
+        ]
+    assert entered == []

@@ -78,7 +78,9 @@ class WriterProcess:
         self._numbers = itertools.count()
         self._plans: list[tuple[int, SavePlan]] = []  # the plan that was used last is the last
         self._position = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
+        self._changed = threading.Condition(self._lock)
         self._is_ready = self._is_lost = self._is_stuck = False
         self._consumed = self._capacity = 0  # positions of the stream
         self._jobs: list[SubmittedJob] = []
@@ -164,7 +166,7 @@ class WriterProcess:
         If anything raises an error between this call and the end of staging, call `cancel_unstaged`.
         """
         submitted = SubmittedJob(job, self._position + nbytes, on_commit, on_failure)
-        with self._changed:
+        with self._lock:
             self._jobs.append(submitted)
             is_lost = self._is_lost
         self._position = submitted.stop
@@ -198,7 +200,7 @@ class WriterProcess:
 
     def room_from(self, position: int) -> int:
         """Return up to which position the stream may be written; see `StreamReader`."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: self._is_lost or not self._jobs or self._consumed + self._capacity > position
             )
@@ -217,7 +219,7 @@ class WriterProcess:
         Raises:
             RankFailedError: it could not start, or took too long.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._is_ready or self._is_lost, self._start_timeout_s)
         if not self._is_ready:
             how = self._how_it_ended() if self._is_lost else f"needs over {self._start_timeout_s:g} s"
@@ -233,7 +235,7 @@ class WriterProcess:
         """
         given_up: float | None = None
         while True:
-            with self._changed:
+            with self._lock:
                 if self._changed.wait_for(lambda: len(self._jobs) <= count, _LOOK_EVERY_S):
                     return
                 first = self._jobs[0]
@@ -301,7 +303,7 @@ class WriterProcess:
                     arguments, name = (message,), "megackpt-follow"
                     threading.Thread(target=self._follow_up, args=arguments, name=name, daemon=True).start()
                     continue
-                with self._changed:
+                with self._lock:
                     if isinstance(message, ConsumedMessage):
                         self._consumed = message.position
                     elif isinstance(message, EndedMessage):
@@ -311,13 +313,13 @@ class WriterProcess:
                         self._is_ready = True
                     self._changed.notify_all()
         self._has_ended()
-        with self._changed:
+        with self._lock:
             self._is_lost = True
         self._fail_all()
 
     def _check(self, watch: ProgressWatch) -> None:
         """Kill a process that has work and has shown no progress for too long."""
-        with self._changed:
+        with self._lock:
             first = self._jobs[0] if self._jobs else None
             is_idle = first is None or first.is_followed_up or not first.is_sent
         if is_idle:
@@ -361,12 +363,12 @@ class WriterProcess:
 
     def _fail_all(self) -> None:
         """Let all jobs fail, here and on other ranks, because the process has ended."""
-        with self._changed:
+        with self._lock:
             lost = list(self._jobs)
         errors = [
             self._lost_on_all_ranks(submitted) for submitted in lost
         ]  # without the lock, as this takes time
-        with self._changed:
+        with self._lock:
             for submitted, error in zip(lost, errors, strict=True):
                 if not submitted.is_over:
                     self._end(submitted, error)

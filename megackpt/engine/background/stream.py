@@ -24,20 +24,22 @@ class StagedStream:
     def __init__(self, send: Callable[[FromWriter], None], heartbeat: Heartbeat) -> None:
         self._send = send
         self._heartbeat = heartbeat
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Blocks enter the lock: Condition.__exit__ is Python code, in which Ctrl-C could keep it locked.
+        self._changed = threading.Condition(self._lock)
         self._staged = 0
         self._consumed = 0
         self._cancelled: dict[int, bytes] = {}
 
     def stage(self, position: int) -> None:
         """Note that the stream is there up to a position."""
-        with self._changed:
+        with self._lock:
             self._staged = max(self._staged, position)
             self._changed.notify_all()
 
     def cancel(self, job: int, error: bytes) -> None:
         """Note that the bytes of a job will never be there."""
-        with self._changed:
+        with self._lock:
             self._cancelled[job] = error
             self._changed.notify_all()
 
@@ -52,7 +54,7 @@ class StagedStream:
             CheckpointError: why it will never be.
         """
         self._heartbeat.beat()
-        with self._changed:
+        with self._lock:
             while not self._changed.wait_for(
                 lambda: self._staged >= position or job in self._cancelled, timeout=BEAT_S
             ):
@@ -62,7 +64,7 @@ class StagedStream:
 
     def consume(self, position: int, *, step: int = 0) -> None:
         """Free the memory before a position. Report it to the rank if it is at least step bytes."""
-        with self._changed:
+        with self._lock:
             if position - self._consumed < max(step, 1):
                 return
             self._consumed = position
