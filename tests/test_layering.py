@@ -80,8 +80,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 ANYTHING = {"testing", "__init__"}
 
-# The rooms of `engine`: a room may import those that stand before it.
-ENGINE_ROOMS = [
+# The subpackages of `engine`: each may import those before it.
+ENGINE_ORDER = [
     "data", "checkpoint", "state", "saving", "loading", "verification", "tiers", "background",
 ]  # fmt: skip
 
@@ -148,18 +148,20 @@ def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
         assert not bad, f"{part} must not import {bad}"
 
 
-def test_a_room_of_the_engine_imports_only_rooms_before_it() -> None:
+def test_a_subpackage_of_the_engine_imports_only_those_before_it() -> None:
     engine = ROOT / "megackpt" / "engine"
-    rooms = {path.name for path in engine.iterdir() if (path / "__init__.py").exists()}
-    assert rooms == set(ENGINE_ROOMS)
-    assert [path.name for path in engine.glob("*.py")] == ["__init__.py"], "a module of `engine` needs a room"
+    subpackages = {path.name for path in engine.iterdir() if (path / "__init__.py").exists()}
+    assert subpackages == set(ENGINE_ORDER)
+    assert [path.name for path in engine.glob("*.py")] == ["__init__.py"], (
+        "put it into a subpackage of `engine`"
+    )
     for path in sorted(engine.rglob("*/*.py")):
-        room = path.relative_to(engine).parts[0]
-        allowed = set(ENGINE_ROOMS[: ENGINE_ROOMS.index(room) + 1])
-        if room == "loading":
+        subpackage = path.relative_to(engine).parts[0]
+        allowed = set(ENGINE_ORDER[: ENGINE_ORDER.index(subpackage) + 1])
+        if subpackage == "loading":
             allowed.remove("saving")
         used = {n.split(".")[2] for n in imports_of(path) if n.startswith("megackpt.engine.")}
-        assert used <= allowed, f"engine/{room} must not import {sorted(used - allowed)}: {path}"
+        assert used <= allowed, f"engine/{subpackage} must not import {sorted(used - allowed)}: {path}"
 
 
 def test_a_format_imports_no_other_format() -> None:

@@ -1,4 +1,4 @@
-"""Executes plans: reads, writes and commits. Each room imports only rooms that stand before it in this list.
+"""Executes plans: reads, writes and commits. A subpackage imports only those before it here.
 
 `data`: the bytes of tensors and chunks, and the threads that move them.
 `checkpoint`: a checkpoint in a store, its `metadata.json` and the directories of its steps.
