@@ -27,7 +27,7 @@ from megackpt.parallel.embedding import (
     vocab_parallel_cross_entropy,
 )
 from megackpt.parallel.groups import Axis, ParallelGroups
-from megackpt.parallel.layout import Coordinates, ParallelLayout
+from megackpt.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 from megackpt.parallel.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
@@ -35,10 +35,8 @@ from megackpt.parallel.linear import (
     divide_over_tp,
 )
 from megackpt.parallel.mixin import (
-    Declarations,
     Metadata,
     ShardedModule,
-    TpSharding,
     declare_module,
     second_copy,
     sharded_state_dict,
@@ -63,6 +61,7 @@ from megackpt.parallel.schedule import (
     split_layers,
 )
 from megackpt.parallel.stack import LayerStack
+from megackpt.parallel.tp_sharding import Declarations, TpSharding
 
 __all__ = [
     "Action",
@@ -71,6 +70,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Coordinates",
     "Declarations",
+    "ExpertCoordinates",
     "Forward",
     "LayerNorm",
     "LayerStack",

@@ -9,12 +9,15 @@ They decide which gradients are summed over which axis, and which parameters cou
     shared_embedding        the tied embedding on the first and last stage: gradients are to be summed over
                             `groups.embedding`
     is_duplicate            the last stage's copy of the tied embedding: not counted in the norm
+    expert_parallel         a parameter of experts: its slice is that of `etp`, not of `tp`, and its replicas
+                            are the ranks of `groups.edp`
 
 A parameter that tp cuts may have rows that are the same on several ranks: key and value heads, where tp has
 more ranks than there are heads. `copied_rows` are the `RowRange`s that are a copy on this rank; they do not
 count in the norm.
 
-Source: the first two and `shared_embedding` carry Megatron-Core's names and meaning.
+Source: the first two and `shared_embedding` carry Megatron-Core's names and meaning. What Megatron-Core calls
+`allreduce = False` is `expert_parallel` here.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class RowRange:
     stop: int
 
 
-ParameterFlag = Literal["tensor_model_parallel", "sequence_parallel", "shared_embedding", "is_duplicate"]
+ParameterFlag = Literal[
+    "tensor_model_parallel", "sequence_parallel", "shared_embedding", "is_duplicate", "expert_parallel"
+]
 
 
 def mark(param: Tensor, *flags: ParameterFlag) -> None:

@@ -25,7 +25,8 @@ from megackpt.parallel.collectives import (
 )
 from megackpt.parallel.groups import Axis, ParallelGroups
 from megackpt.parallel.linear import INIT_STD
-from megackpt.parallel.mixin import ShardedModule, TpSharding
+from megackpt.parallel.mixin import ShardedModule
+from megackpt.parallel.tp_sharding import TpSharding
 
 _VOCABULARY = {"weight": TpSharding(dim=0, allow_shape_mismatch=True)}
 

@@ -6,8 +6,8 @@ groups is in `collectives` (autograd) and `pipeline` (neighbouring stages).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -55,18 +55,30 @@ class ParallelGroups:
         layout: the layout of all ranks.
         rank: this global rank.
         tp: ranks with the other slices of the same layers.
+        cp: ranks with the other parts of the same sequences; they have the same weights.
         pp: ranks with the other stages of the same model replica.
-        dp: ranks with the same weights.
+        dp: ranks with the same weights, and the same parts of other sequences.
+        dp_cp: ranks with the same weights: dp and cp taken together.
+        etp: ranks with the other slices of the same experts.
+        ep: ranks with the other experts of the same layers.
+        edp: ranks with the same slices of the same experts.
         embedding: the first and the last stage of the same replica, which both have a tied embedding; only
             this rank itself if there is one stage, or on a stage between the two.
+        for_experts: whether tp and dp are those of experts; see `experts`.
     """
 
     layout: ParallelLayout
     rank: int
     tp: Axis
+    cp: Axis
     pp: Axis
     dp: Axis
+    dp_cp: Axis
+    etp: Axis
+    ep: Axis
+    edp: Axis
     embedding: Axis
+    for_experts: bool = False
 
     @classmethod
     def create(cls, layout: ParallelLayout, *, backend: str | None = None) -> ParallelGroups:
@@ -92,10 +104,15 @@ class ParallelGroups:
             )
         rank = dist.get_rank() if running else 0
         # Every rank creates every group, in this order: new_group is collective over the world, and two
-        # ranks that create them in different orders would wait for each other.
-        axes = {name: _axis_with_group(layout.all_ranks_of(name), rank, backend) for name in _GROUPED}
-        embedding = _axis_with_group(_embedding_ranks(layout), rank, backend)
-        return cls(layout=layout, rank=rank, tp=axes["tp"], pp=axes["pp"], dp=axes["dp"], embedding=embedding)
+        # ranks that create them in different orders would wait for each other. Equal partitions (tp and etp,
+        # usually) share their groups: each group costs memory and connections.
+        axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        for partition in _partitions(layout).values():
+            if partition not in axes:
+                axes[partition] = _axis_with_group(partition, rank, backend)
+        return cls._of(
+            layout, rank, {name: axes[partition] for name, partition in _partitions(layout).items()}
+        )
 
     @classmethod
     def offline(cls, layout: ParallelLayout, rank: int) -> ParallelGroups:
@@ -104,23 +121,51 @@ class ParallelGroups:
         With them one process can build the models of any number of ranks and declare their state. A
         collective over an axis larger than 1 raises an error.
         """
-        embedding = [ranks for ranks in _embedding_ranks(layout) if rank in ranks] or [(rank,)]
+        pp = layout.ranks_of("pp", rank)
+        embedding = _ends(pp) if rank in _ends(pp) else (rank,)
+        ranks: dict[str, tuple[int, ...]] = {name: layout.ranks_of(name, rank) for name in _AXES}
+        ranks["embedding"] = embedding
+        return cls._of(layout, rank, {name: Axis.of(members, rank) for name, members in ranks.items()})
+
+    @classmethod
+    def _of(cls, layout: ParallelLayout, rank: int, axes: Mapping[str, Axis]) -> ParallelGroups:
         return cls(
             layout=layout,
             rank=rank,
-            tp=Axis.of(layout.ranks_of("tp", rank), rank),
-            pp=Axis.of(layout.ranks_of("pp", rank), rank),
-            dp=Axis.of(layout.ranks_of("dp", rank), rank),
-            embedding=Axis.of(embedding[0], rank),
+            tp=axes["tp"],
+            cp=axes["cp"],
+            pp=axes["pp"],
+            dp=axes["dp"],
+            dp_cp=axes["dp_cp"],
+            etp=axes["etp"],
+            ep=axes["ep"],
+            edp=axes["edp"],
+            embedding=axes["embedding"],
         )
 
+    @property
+    def experts(self) -> ParallelGroups:
+        """The ranks around this one as an expert sees them: tp is etp, dp is edp, and there is no cp.
 
-_GROUPED: tuple[AxisName, ...] = ("tp", "pp", "dp")
+        Layers that are made with them are sharded as experts are, and their parameters are marked for the
+        optimizer. `LayerStack` and `ShardedModule.expert_axis` add the axis over the experts.
+        """
+        no_cp = Axis.of((self.rank,), self.rank)
+        return replace(self, tp=self.etp, cp=no_cp, dp=self.edp, dp_cp=self.edp, for_experts=True)
 
 
-def _embedding_ranks(layout: ParallelLayout) -> tuple[tuple[int, ...], ...]:
-    """Return the (first stage, last stage) pairs; tuples of one rank if there is one stage."""
-    return tuple(tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in layout.all_ranks_of("pp"))
+_AXES: tuple[AxisName, ...] = ("tp", "cp", "pp", "dp", "dp_cp", "etp", "ep", "edp")
+
+
+def _partitions(layout: ParallelLayout) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the partition of the world into groups for each axis, and for the tied embedding."""
+    partitions: dict[str, tuple[tuple[int, ...], ...]] = {name: layout.all_ranks_of(name) for name in _AXES}
+    return partitions | {"embedding": tuple(_ends(ranks) for ranks in partitions["pp"])}
+
+
+def _ends(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first and last of the ranks of a pipeline; one rank if there is one stage."""
+    return tuple(dict.fromkeys((ranks[0], ranks[-1])))
 
 
 def _axis_with_group(partition: Sequence[Sequence[int]], rank: int, backend: str | None) -> Axis:

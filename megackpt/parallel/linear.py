@@ -31,7 +31,8 @@ from megackpt.parallel.collectives import (
     scatter_to,
 )
 from megackpt.parallel.groups import ParallelGroups
-from megackpt.parallel.mixin import ShardedModule, TpSharding, check_copies
+from megackpt.parallel.mixin import ShardedModule, check_copies
+from megackpt.parallel.tp_sharding import TpSharding
 
 INIT_STD = 0.02
 

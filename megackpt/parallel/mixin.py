@@ -10,15 +10,22 @@ declarations over a tree of modules.
             super().__init__(groups)
             self.weight = nn.Parameter(torch.ones(features // groups.tp.size))
 
+A layer that has a stack of experts declares the dim over the experts, too. tp is then that of the experts,
+`groups.etp`, and the dim is cut over `groups.ep`:
+
+    class Experts(ShardedModule):
+        expert_axis = {"weight": 0}                      # [experts/ep, out/etp, in]
+        tp_sharding = {"weight": 1}
+
 Replica ids are `(copy, tp, dp)`: a second copy of the same weight in the same model (tied embedding) has
-copy 1, a tensor that tp does not cut has its tp rank, and every data parallel rank its dp rank. If several
-neighbours in tp have the same slice, the second element counts them.
+copy 1, a tensor that tp does not cut has its tp rank, and every rank with the same weights its number among
+them: the rank in `groups.dp_cp`, or in `groups.edp` for experts. If several neighbours in tp have the same
+slice, the second element counts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -35,66 +42,9 @@ from megackpt.mapping import (
 )
 from megackpt.parallel.attributes import RowRange, is_marked, mark, mark_copied_rows
 from megackpt.parallel.groups import ParallelGroups
+from megackpt.parallel.tp_sharding import Declarations, TpSharding, as_sharding
 
 Metadata: TypeAlias = "Mapping[str, Any] | None"  # hints of the caller, passed on to children
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpSharding:
-    """How tp cuts one tensor; a plain int stands for `TpSharding(dim=...)`.
-
-    Attributes:
-        dim: dim of the local tensor that is cut; each rank has an equal slice.
-        components: names and local extents along `dim` of the components of the slice, in order (gate and up;
-            q, k and v). Each component is stored as a global array of its own, `key.name`.
-        allow_shape_mismatch: the global extent may differ between checkpoint and model (vocabulary padding).
-        copies: how many neighbouring ranks have the same slice, where tp has more ranks than there are slices
-            (key and value heads): a number, or a number by component. The layer sums their gradients over
-            these ranks: see `copy_to_neighbours`.
-
-    Raises:
-        DeclarationError: both components and allow_shape_mismatch; copies of an unknown component, or fewer
-            than 1.
-    """
-
-    dim: int
-    components: Mapping[str, int] | None = None
-    allow_shape_mismatch: bool = False
-    copies: int | Mapping[str, int] = 1
-
-    def __post_init__(self) -> None:
-        if self.components is not None and self.allow_shape_mismatch:
-            raise DeclarationError(
-                f"a tensor made of components {list(self.components)} cannot have allow_shape_mismatch: "
-                f"padding of one component would move the next. Declare a tensor for each one, or pad none."
-            )
-        named = self.copies if isinstance(self.copies, Mapping) else {}
-        counts = named.values() if isinstance(self.copies, Mapping) else (self.copies,)
-        if named.keys() - (self.components or {}).keys() or min(counts, default=1) < 1:
-            raise DeclarationError(
-                f"copies is {self.copies!r} for a tensor of components {list(self.components or ())}. Give "
-                f"the number of ranks that have the same slice, at least 1, or one number for each component."
-            )
-
-    def copies_of(self, component: str) -> int:
-        """Return how many neighbouring ranks have the same slice of a component ("": of the tensor)."""
-        return self.copies.get(component, 1) if isinstance(self.copies, Mapping) else self.copies
-
-    def shared_rows(self, extent: int) -> tuple[tuple[int, int, int], ...]:
-        """Return `(start, stop, copies)` of the rows that several ranks have, of a dim of this extent."""
-        rows: list[tuple[int, int, int]] = []
-        start = 0
-        for name, size in (self.components or {"": extent}).items():
-            copies = self.copies_of(name)
-            if rows and rows[-1][1:] == (start, copies):  # one range for k and v
-                rows[-1] = (rows[-1][0], start + size, copies)
-            elif copies > 1:
-                rows.append((start, start + size, copies))
-            start += size
-        return tuple(rows)
-
-
-Declarations: TypeAlias = Mapping[str, "int | TpSharding"]
 
 
 class ShardedModule(nn.Module):
@@ -111,12 +61,17 @@ class ShardedModule(nn.Module):
         groups: the ranks around this one.
         tp_sharding: how tp cuts the module's own parameters and persistent buffers, by name. Others are equal
             on all ranks of tp. A class attribute, or an argument of the constructor if it depends on sizes.
+        expert_axis: the dim over the experts, for each own tensor that has one, by name. It is cut over
+            `groups.ep`, and what `tp_sharding` declares for such a tensor is cut over `groups.etp`.
 
-    Parameters named in it are marked `tensor_model_parallel` when they are assigned, for the optimizer.
+    Parameters are marked for the optimizer when they are assigned: `tensor_model_parallel` if they are named
+    in tp_sharding, `expert_parallel` if they are named in expert_axis or the module was made with
+    `groups.experts`.
     """
 
     groups: ParallelGroups
     tp_sharding: Declarations = {}  # noqa: RUF012 - read-only by its type; subclasses replace it
+    expert_axis: Mapping[str, int] = {}
 
     def __init__(
         self, groups: ParallelGroups, *args: Any, tp_sharding: Declarations | None = None, **kwargs: Any
@@ -130,14 +85,18 @@ class ShardedModule(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter, as nn.Module does, and mark it if the declaration says that tp cuts it."""
         super().register_parameter(name, param)
-        if param is not None and name in self.tp_sharding:
+        if param is None:
+            return
+        is_expert = name in self.expert_axis or self.groups.for_experts
+        if is_expert:
+            mark(param, "expert_parallel")
+        if name in self.tp_sharding:
             mark(param, "tensor_model_parallel")
-            sharding = _as_sharding(self.tp_sharding[name])
+            tp = self.groups.etp if is_expert else self.groups.tp
+            sharding = as_sharding(self.tp_sharding[name])
             if 0 <= sharding.dim < param.dim():  # if not, sharded_state_dict raises an error
                 shared = sharding.shared_rows(param.shape[sharding.dim])
-                copied = [
-                    RowRange(sharding.dim, a, b) for a, b, copies in shared if self.groups.tp.rank % copies
-                ]
+                copied = [RowRange(sharding.dim, a, b) for a, b, copies in shared if tp.rank % copies]
                 if copied:
                     mark_copied_rows(param, copied)
 
@@ -146,7 +105,13 @@ class ShardedModule(nn.Module):
     ) -> ShardedStateDict:
         """Declare what this rank has of this module and its children; see `declare_module`."""
         return declare_module(
-            self, self.groups, prefix, sharded_offsets, metadata, tp_sharding=self.tp_sharding
+            self,
+            self.groups,
+            prefix,
+            sharded_offsets,
+            metadata,
+            tp_sharding=self.tp_sharding,
+            expert_axis=self.expert_axis,
         )
 
 
@@ -179,8 +144,9 @@ def declare_module(
     metadata: Metadata = None,
     *,
     tp_sharding: Declarations | None = None,
+    expert_axis: Mapping[str, int] | None = None,
 ) -> ShardedStateDict:
-    """Declare what this rank has of `module`, by `tp_sharding`, and of its children. Local.
+    """Declare what this rank has of `module`, by `tp_sharding` and `expert_axis`, and of its children. Local.
 
     This is what `ShardedModule.sharded_state_dict` does, for a module class that cannot derive from it. The
     module's own `sharded_state_dict` is not called; those of its children are. A child without one is taken
@@ -198,23 +164,31 @@ def declare_module(
             layers), for axes 0, 1, ...
         metadata: passed to children.
         tp_sharding: how tp cuts `module`'s own tensors, by name.
+        expert_axis: the dim over the experts of `module`'s own tensors that have one, by name.
 
     Raises:
         DeclarationError: a declared name is not a parameter or persistent buffer of the module; its dim does
-            not exist; a parameter marked `tensor_model_parallel` is not declared; sharded_offsets are not
-            those of the leading axes.
+            not exist, or is both that of tp and that of the experts; a parameter marked
+            `tensor_model_parallel` is not declared; sharded_offsets are not those of the leading axes.
 
     Source: Megatron-Core `transformer.utils.sharded_state_dict_default` and
     `MegatronModule.sharded_state_dict`.
     """
     declared = {} if tp_sharding is None else tp_sharding
+    expert_dims = {} if expert_axis is None else expert_axis
     stack = _leading_axes(prefix, sharded_offsets)
     own = _own_state(module)
-    _check_declarations(module, prefix, own, declared)
-    result: ShardedStateDict = {
-        prefix + name: _declare(prefix + name, value, declared.get(name), groups, stack)
-        for name, value in own.items()
-    }
+    _check_declarations(module, prefix, own, declared, expert_dims)
+    result: ShardedStateDict = {}
+    for name, value in own.items():
+        if name in expert_dims:
+            of_experts = (expert_dims[name] + len(stack), groups.ep.rank, groups.ep.size)
+            entity = _declare(
+                prefix + name, value, declared.get(name), groups.experts, stack, (*stack, of_experts)
+            )
+        else:
+            entity = _declare(prefix + name, value, declared.get(name), groups, stack, stack)
+        result[prefix + name] = entity
     for name, child in module.named_children():
         result.update(sharded_state_dict(child, groups, f"{prefix}{name}.", stack, metadata))
     return result
@@ -253,8 +227,10 @@ def _declare(
     declared: int | TpSharding | None,
     groups: ParallelGroups,
     stack: tuple[RankOffset, ...],
+    cuts: tuple[RankOffset, ...],
 ) -> ShardedBase:
-    replicated = (0, groups.tp.rank, groups.dp.rank)
+    """Declare one tensor: `stack` are its leading axes, `cuts` all axes that something else than tp cuts."""
+    replicated = (0, groups.tp.rank, groups.dp_cp.rank)
     if not isinstance(value, Tensor):
         shape, offset = tuple(n for _, _, n in stack) or (1,), tuple(i for _, i, _ in stack) or (0,)
         return ShardedObject(
@@ -262,11 +238,11 @@ def _declare(
         )
     if declared is None:
         return ShardedTensor.from_rank_offsets(
-            key, value, *stack, replica_id=replicated, prepend_axis_num=len(stack)
+            key, value, *cuts, replica_id=replicated, prepend_axis_num=len(stack)
         )
-    sharding = _as_sharding(declared)
+    sharding = as_sharding(declared)
     placements = {
-        name: _placement(key, sharding.dim + len(stack), sharding.copies_of(name), groups, stack)
+        name: _placement(key, sharding.dim + len(stack), sharding.copies_of(name), groups, cuts)
         for name in sharding.components or [""]
     }
     if sharding.components is not None:
@@ -275,7 +251,7 @@ def _declare(
             value,
             sharding.dim,
             sharding.components,
-            replica_id=(0, 0, groups.dp.rank),
+            replica_id=(0, 0, groups.dp_cp.rank),
             prepend_axis_num=len(stack),
             placements=placements,
         )
@@ -283,7 +259,7 @@ def _declare(
         key,
         value,
         *placements[""].rank_offsets,
-        replica_id=(0, groups.tp.rank % sharding.copies_of(""), groups.dp.rank),
+        replica_id=(0, groups.tp.rank % sharding.copies_of(""), groups.dp_cp.rank),
         prepend_axis_num=len(stack),
         allow_shape_mismatch=sharding.allow_shape_mismatch,
     )
@@ -304,17 +280,13 @@ def check_copies(what: str, copies: int, groups: ParallelGroups) -> None:
 
 
 def _placement(
-    key: str, axis: int, copies: int, groups: ParallelGroups, stack: tuple[RankOffset, ...]
+    key: str, axis: int, copies: int, groups: ParallelGroups, others: tuple[RankOffset, ...]
 ) -> ComponentPlacement:
     """Return the placement of this rank's slice along an axis, which `copies` neighbours in tp have."""
     check_copies(repr(key), copies, groups)
     tp = groups.tp
     cut = (axis, tp.rank // copies, tp.size // copies)
-    return ComponentPlacement((cut, *stack), replica_id=(0, tp.rank % copies, 0))
-
-
-def _as_sharding(declared: int | TpSharding) -> TpSharding:
-    return declared if isinstance(declared, TpSharding) else TpSharding(dim=declared)
+    return ComponentPlacement((cut, *others), replica_id=(0, tp.rank % copies, 0))
 
 
 def _leading_axes(prefix: str, sharded_offsets: Sequence[RankOffset]) -> tuple[RankOffset, ...]:
@@ -330,24 +302,21 @@ def _leading_axes(prefix: str, sharded_offsets: Sequence[RankOffset]) -> tuple[R
 
 
 def _check_declarations(
-    module: nn.Module, prefix: str, own: Mapping[str, Any], declared: Declarations
+    module: nn.Module,
+    prefix: str,
+    own: Mapping[str, Any],
+    declared: Declarations,
+    expert_dims: Mapping[str, int],
 ) -> None:
-    kind, present = type(module).__name__, _listed(own)
+    kind = type(module).__name__
     for name, sharding in declared.items():
-        value = own.get(name)
-        dim = _as_sharding(sharding).dim
-        if value is None and getattr(module, name, module) is None:
-            continue  # declared for all instances; this one does not have it (bias=False)
-        if not isinstance(value, Tensor):
+        _check_dim(module, prefix, own, name, as_sharding(sharding).dim, "tp_sharding")
+    for name, dim in expert_dims.items():
+        _check_dim(module, prefix, own, name, dim, "expert_axis")
+        if name in declared and as_sharding(declared[name]).dim == dim:
             raise DeclarationError(
-                f"{prefix + name!r}: {kind}.tp_sharding declares {name!r}, which is not a parameter or "
-                f"persistent buffer of it; it has {present}. Correct the name, or remove the declaration.",
-                key=prefix + name,
-            )
-        if not 0 <= dim < value.dim():
-            raise DeclarationError(
-                f"{prefix + name!r}: {kind}.tp_sharding cuts dim {dim} of a tensor of shape "
-                f"{tuple(value.shape)}. Give a dim from 0 to {value.dim() - 1}.",
+                f"{prefix + name!r}: {kind} declares dim {dim} both in tp_sharding and in expert_axis. Give "
+                f"the experts a dim of their own, as in [experts, out, in].",
                 key=prefix + name,
             )
     for name, value in own.items():
@@ -358,6 +327,28 @@ def _check_declarations(
                 f"overwrite each other. Declare it: tp_sharding = {{{name!r}: dim}}.",
                 key=prefix + name,
             )
+
+
+def _check_dim(
+    module: nn.Module, prefix: str, own: Mapping[str, Any], name: str, dim: int, declaration: str
+) -> None:
+    """Raise an error if a declared tensor, or the dim of it that is declared, does not exist."""
+    value = own.get(name)
+    if value is None and getattr(module, name, module) is None:
+        return  # declared for all instances; this one does not have it (bias=False)
+    kind = type(module).__name__
+    if not isinstance(value, Tensor):
+        raise DeclarationError(
+            f"{prefix + name!r}: {kind}.{declaration} declares {name!r}, which is not a parameter or "
+            f"persistent buffer of it; it has {_listed(own)}. Correct the name, or remove the declaration.",
+            key=prefix + name,
+        )
+    if not 0 <= dim < value.dim():
+        raise DeclarationError(
+            f"{prefix + name!r}: {kind}.{declaration} cuts dim {dim} of a tensor of shape "
+            f"{tuple(value.shape)}. Give a dim from 0 to {value.dim() - 1}.",
+            key=prefix + name,
+        )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from megackpt.errors import DeclarationError, MismatchError
-from megackpt.parallel import Coordinates, ParallelGroups, ParallelLayout, copy_to, reduce_from
+from megackpt.parallel import (
+    Coordinates,
+    ExpertCoordinates,
+    ParallelGroups,
+    ParallelLayout,
+    copy_to,
+    reduce_from,
+)
 
 
 def test_rank_order_is_megatron_core_s() -> None:
@@ -21,10 +28,28 @@ def test_a_size_below_one_is_rejected() -> None:
         ParallelLayout(pp=0)
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_axes_to_come_are_rejected_by_name(axis: str) -> None:
-    with pytest.raises(DeclarationError, match=rf"{axis}=2.*not supported yet.*Set {axis}=1"):
-        ParallelLayout(**{axis: 2})
+def test_etp_is_tp_where_it_is_not_given() -> None:
+    assert ParallelLayout(tp=4).etp == 4
+    assert ParallelLayout(tp=4, etp=2).etp == 2
+
+
+def test_experts_that_do_not_fit_the_ranks_of_a_stage_are_rejected() -> None:
+    with pytest.raises(DeclarationError, match=r"etp=2 x ep=4 = 8 does not divide.*= 12 ranks.*divides 12"):
+        ParallelLayout(tp=2, cp=2, dp=3, ep=4)
+
+
+def test_chunks_of_a_single_stage_are_rejected() -> None:
+    with pytest.raises(DeclarationError, match=r"vpp=2.*pp is 1.*vpp=1"):
+        ParallelLayout(vpp=2)
+
+
+def test_experts_may_cut_across_tp() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1)
+    assert layout.edp == 2
+    assert layout.ranks_of("ep", 13) == (12, 13, 14, 15)
+    assert layout.ranks_of("edp", 13) == (9, 13)
+    assert layout.ranks_of("dp_cp", 13) == (9, 11, 13, 15)
+    assert layout.expert_coordinates(13) == ExpertCoordinates(ep=1, edp=1, pp=1)
 
 
 def test_infer_names_the_numbers_that_do_not_divide() -> None:
@@ -63,6 +88,13 @@ def test_offline_groups_know_every_axis_of_every_rank() -> None:
     assert groups.pp.ranks == (1, 5, 9)
     assert groups.embedding.ranks == (5,)
     assert ParallelGroups.offline(layout, 9).embedding.ranks == (1, 9)
+
+
+def test_experts_have_groups_of_their_own() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(tp=2, dp=4, ep=2, etp=1), 3).experts
+    assert (groups.tp.ranks, groups.dp.ranks, groups.cp.ranks) == ((3,), (1, 3, 5, 7), (3,))
+    assert groups.dp_cp == groups.dp == groups.edp
+    assert groups.for_experts
 
 
 def test_offline_groups_cannot_communicate() -> None:
