@@ -21,6 +21,7 @@ def parse_document(data: bytes, *, where: str) -> Json:
         FormatError: the data is not a JSON object, or a key occurs twice in one.
     """
     try:
+        # Of two equal keys `json` alone would keep the last without a word.
         document = json.loads(data, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: not JSON ({error}). The file is damaged.", path=where) from error

@@ -83,6 +83,7 @@ class FileChunks(Chunks):
     def _borrow(self, parts: Sequence[Part], verify: bool) -> Iterator[list[memoryview]]:
         """Read from the first part to the last one in one request, and check each."""
         offset = self.stored.offset_bytes[[part.row for part in parts]].tolist()
+        # Parts may come in any order, and chunks may lie between them in the file.
         begins = [at + part.start for at, part in zip(offset, parts, strict=True)]
         first = min(begins)
         last = max(b + p.stop - p.start for b, p in zip(begins, parts, strict=True))
@@ -104,6 +105,7 @@ class FileChunks(Chunks):
         """
         stored = self.stored
         assert stored.digests is not None
+        # Parts begin and end at blocks, or at the end of the chunk, so all of these blocks were read whole.
         block, blocks = part.start // DIGEST_BLOCK_BYTES, -(-part.stop // DIGEST_BLOCK_BYTES)
         first = int(stored.digest_start[part.row])
         expected = stored.digests[first + block : first + blocks].tolist()

@@ -82,6 +82,7 @@ def write_index(
     with store.open_writer(name, nbytes) as writer:
         buffered = BufferedWriter(writer)
 
+        # One pass over the columns: each part is written and digested, and then its memory is given back.
         def written() -> Iterator[memoryview]:
             for part in (*head_parts, *_row_parts(rows, dtypes, block_rows * _PART_BLOCKS)):
                 buffered.write(part)

@@ -176,6 +176,8 @@ def read_head(store: Store, entry: Json, where: str) -> IndexHead:
             f"checkpoint.",
             path=where,
         )
+    # The digest is compared before anything is decoded. What passes may still be forged, so each column is
+    # checked as well.
     data = memoryview(bytearray(head_entry["nbytes"]))
     store.read_into(name, 0, data)
     if digest_of_parts([data]) != head_entry["xxh3_128"]:

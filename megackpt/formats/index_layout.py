@@ -98,6 +98,7 @@ def header_of(
 
 def aligned_head(columns: Mapping[str, Column]) -> dict[str, Column]:
     """Return the columns of a head in their order, and padding that aligns the rows that follow."""
+    # From the widest dtype to the narrowest, each column begins at a multiple of its own item size.
     ordered = {name: c for name, c in sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize)}
     missing = -sum(c.nbytes for c in ordered.values()) % _ALIGNMENT
     return {**ordered, "padding": np.zeros(missing, np.uint8)}
@@ -129,6 +130,7 @@ def parse_header(head: memoryview, *, file_nbytes: int, where: str) -> dict[str,
         columns = {name: _stored_column(entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(f"its header is malformed ({error})", where) from error
+    # No byte is outside of all columns or in two of them, so there is none that no check covers.
     position = 8 + length
     for column in sorted(columns.values(), key=lambda c: (c.offset_bytes, c.nbytes)):
         if column.offset_bytes != position or column.nbytes < 0:
@@ -150,6 +152,7 @@ def require(
     stored = columns.get(name)
     if stored is None:
         raise damaged(f"column {name!r} is missing", where)
+    # Extents are bounded before any product is taken of them.
     fits = len(stored.shape) == len(shape) and all(
         0 <= extent < _MAX_EXTENT and expected in (-1, extent)
         for extent, expected in zip(stored.shape, shape, strict=True)
@@ -203,6 +206,7 @@ def read_array_digests(
         if column is None or column.dtype != dtype or column.shape != (len(arrays),):
             actual = "missing" if column is None else f"{column.dtype} {list(column.shape)}"
             raise damaged(f"column {name!r} is {actual} instead of {np.dtype(dtype)} [{len(arrays)}]", where)
+    # 0 is a possible digest, so the second column tells whether there is one.
     value, has_digest = columns[ARRAY_DIGEST], columns[HAS_ARRAY_DIGEST]
     if np.any(has_digest > 1) or np.any(value[has_digest == 0] != 0):
         raise damaged("digests of arrays are neither there nor left out", where)

@@ -66,9 +66,11 @@ def check_opcodes(data: bytes, *, calls_make_new: bool = True) -> set[tuple[str,
         if kind >= 0:
             position += kind
         elif kind == pickletools.UP_TO_NEWLINE:
+            # Two lines: module and name.
             for _ in range(2 if code in b"ci" else 1):
                 position = data.find(b"\n", position) + 1 or end + 1
         else:
+            # The argument begins with its length.
             width = _COUNT_BYTES[kind]
             position += width + int.from_bytes(data[position : position + width], "little")
         is_long = code in _INTEGERS and position - begin > 8

@@ -58,6 +58,7 @@ def save_strategy(choice: SaveChoice) -> SaveStrategy:
                 f"or an object of such a class."
             )
         return choice
+    # A pair is one format, a name stands for all of its versions: the newest that can be saved is taken.
     known = [name for name in _names() if choice in (name, name[0])]
     for name in sorted(known, reverse=True):
         save = _format(name).save
@@ -78,6 +79,7 @@ def not_imported(choice: SaveChoice) -> Name | None:
         return None
     for name in sorted((name for name in _names() if choice in (name, name[0])), reverse=True):
         if name not in _BUILT_IN:
+            # The entry point of another package is imported when it is looked up.
             if _format(name).save is not None:
                 return None
         elif name[0] == DEFAULT_BACKEND or _BUILT_IN[name][0] in sys.modules:

@@ -69,6 +69,7 @@ class StandInDtype:
         _, order, *structure, nbytes, alignment, flags = state[:8]
         value = self.value
         is_text = value.kind in "SU"
+        # numpy pickles size and alignment of strings only.
         sizes = (value.itemsize, value.alignment) if is_text else (-1, -1)
         fits = (
             type(order) is str
@@ -118,6 +119,8 @@ class StandInArray(np.ndarray[Any, Any]):
         if not fits:
             raise UnsupportedValueError("an array of numpy with a malformed state")
         value = dtype.value
+        # Without the extents of 0: numpy computes strides from all others, and their product must not
+        # overflow.
         extent = math.prod(n for n in shape if n) * value.itemsize
         if not 0 < extent <= _MAX_NBYTES or len(raw) != math.prod(shape) * value.itemsize:
             raise UnsupportedValueError(

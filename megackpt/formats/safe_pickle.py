@@ -119,6 +119,7 @@ def save_value(value: Any, *, path: str) -> bytes:
             path=path,
         ) from error
     try:
+        # Loaded again at once: an error at the save can still be repaired, one at the load cannot.
         with keep_unknown_values() if has_stand_ins else nullcontext():
             _load_safely(data)
     except (UnsupportedValueError, ForbiddenClassError) as error:
@@ -271,6 +272,8 @@ def _harmless_classes(names: Iterable[tuple[str, str]] = ()) -> Iterator[list[An
     substitutes: list[tuple[Any, str]] = []
     try:
         with _lock:
+            # Another thread may read a pickle with the same names: its substitutes stay until the last one is
+            # done.
             substitutes, members = _find_substitutes(names)
             torch.serialization.add_safe_globals([item for item in substitutes if item not in _in_use])
             _in_use.update(substitutes)

@@ -143,6 +143,7 @@ def stand_in_of(module: str, name: str) -> Any:
     if imported_named_tuple(module, name) is not None:
         return _unknown_class(module, name, is_harmless=True, is_named_tuple=True)
     is_harmless = name in _CLASSES.get(module, ())
+    # Its own class if it is there: the caller then gets what was saved.
     if is_harmless and module in sys.modules and not keeps_unknown_values():
         return getattr(sys.modules[module], name, None)
     if is_harmless or (keeps_unknown_values() and is_dotted(module) and is_dotted(name)):

@@ -91,6 +91,7 @@ class ChunkTable:
 
         One column is sorted many times faster than `1 + dims` columns.
         """
+        # An empty chunk may start at the end of its array, so there is one start more than elements.
         return lexicographic_keys(self.array, self.start, self.padded_global_shape() + 1)
 
     def shape_keys(self) -> Ints:
@@ -141,6 +142,7 @@ class ChunkTable:
         Raises:
             FormatError: a column is missing or has the wrong size, or a chunk does not lie in its array.
         """
+        # The other columns are measured by this one.
         rows = len(column(columns, "array", where=where))
         per_row = {
             name: integers(columns, name, where=where, length=rows, dims=dims)

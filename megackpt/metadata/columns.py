@@ -33,6 +33,8 @@ def unpack_columns(data: bytes, *, where: str) -> dict[str, Column]:
         FormatError: data is no such table; the text names `where`.
     """
     try:
+        # Safetensors checks that columns fill the data without overlap, so a forged one takes no more memory
+        # than its size.
         columns = load_safetensors(data)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         raise FormatError(
@@ -61,6 +63,7 @@ def unpack_strings(columns: Mapping[str, Column], name: str, *, where: str) -> l
     if text.dtype != np.uint8 or text.ndim != 1:
         raise FormatError(f"{where}: {name!r} is no text. The file is damaged.", path=where)
     blob = text.tobytes()
+    # Ends that ascend up to the length of the text leave no string outside of it.
     if len(ends) and (np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != len(blob)):
         raise FormatError(
             f"{where}: the ends of {name!r} do not fit its text. The file is damaged.", path=where

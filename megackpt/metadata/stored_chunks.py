@@ -55,6 +55,7 @@ class StoredChunks:
             table=self.table.take(rows),
             file=self.file[rows],
             offset_bytes=self.offset_bytes[rows],
+            # `digest_start` points into all digests, so they need not be copied for a few rows.
             digest_start=self.digest_start[rows],
         )
 

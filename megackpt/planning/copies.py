@@ -116,6 +116,7 @@ class CompactCopies:
     @classmethod
     def of(cls, copies: Copies) -> CompactCopies:
         """Leave out dims of extent 1, and join each dim that is contiguous with the next one."""
+        # From the outermost dim inwards, `ndim` counts the dims of each row so far.
         m, dims = copies.shape.shape
         ndim = np.zeros(m, np.int64)
         shape = np.ones((m, dims), np.int64)
@@ -159,6 +160,7 @@ class CompactCopies:
 
     def are_contiguous(self) -> npt.NDArray[np.bool_]:
         """Return which copies are contiguous on both sides, `[m]`."""
+        # More dims than one would have been joined if they were contiguous.
         is_dense = (self.source_stride[:, 0] == 1) & (self.target_stride[:, 0] == 1)
         return np.asarray((self.ndim == 0) | ((self.ndim == 1) & is_dense))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megackpt.geometry import Ints
+from megackpt.geometry import Ints, joined_ranges
 from megackpt.metadata import ChunkTable, DeclaredChunks, merge_declarations
 from megackpt.planning.copies import Copies
 
@@ -21,6 +21,7 @@ def equal_requests(requested: Sequence[DeclaredChunks]) -> list[list[int]]:
         arrays = declared.table.arrays
         if id(arrays) not in digests:  # ranks with equal lists of arrays share one tuple
             digests[id(arrays)] = hashlib.blake2b(repr(arrays).encode()).digest()
+        # The rank is in neither digest: two ranks that ask for the same are one group.
         groups.setdefault((digests[id(arrays)], _digest_of_rows(declared)), []).append(rank)
     return list(groups.values())
 
@@ -54,9 +55,9 @@ def for_each_rank(copies: Copies, group: Ints, groups: list[list[int]]) -> tuple
     """
     counts = np.array([len(ranks) for ranks in groups], np.int64)
     first = np.cumsum(counts) - counts
+    # Each copy stands once for every rank of its group: `within` counts these ranks from 0.
     row = np.repeat(np.arange(len(copies)), counts[group])
-    ends = np.cumsum(counts[group])
-    within = np.arange(len(row)) - np.repeat(ends - counts[group], counts[group])
+    within = joined_ranges(0, counts[group])
     rank = np.array([rank for ranks in groups for rank in ranks], np.int64)[first[group[row]] + within]
     order = np.lexsort((rank, copies.stored[row]))
     return copies.take(row[order]), rank[order]

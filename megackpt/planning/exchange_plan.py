@@ -104,6 +104,7 @@ class ExchangePlan:
 
     def fingerprint(self) -> bytes:
         """Return 8 bytes that are equal on ranks with equal plans."""
+        # Deliveries and copies follow from the parts and from what every rank has asked for.
         digest = hashlib.blake2b(digest_size=8)
         for column in (
             self.parts.chunk,

@@ -127,6 +127,8 @@ def _split_boxes(table: ChunkTable, rows: Ints, shape: Sequence[int], dim: int, 
 def _split_ranges(table: ChunkTable, rows: Ints, numel: int) -> _Cut:
     """Split flat ranges at multiples of numel elements of their boxes."""
     low, high = table.flat_start[rows], table.flat_stop[rows]
+    # Cuts are at multiples within the box, not within the range: ranges of one box are then cut at the same
+    # elements on every rank.
     counts = -(-high // numel) - low // numel
     of = np.repeat(np.arange(len(rows)), counts)
     edge = joined_ranges(low // numel, counts) * numel

@@ -127,6 +127,8 @@ def group_reads(reads: Reads, rows: Ints, file: Ints, offset_bytes: Ints, *, mos
     of = reads.stored[rows]
     begins = offset_bytes[of] + reads.start[rows]
     stops = begins + reads.stop[rows] - reads.start[rows]
+    # Gaps in a group are read and thrown away, which costs less than another request as long as they are
+    # short.
     heads: list[int] = []
     number = first = end = -1  # the file of the last group, and where in it the group begins and ends
     ranges = zip(file[of].tolist(), begins.tolist(), stops.tolist(), strict=True)

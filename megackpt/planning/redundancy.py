@@ -66,6 +66,7 @@ class Nodes:
 def _nodes_with_copies(node: int, count: int, *, copies: int, jump: int) -> list[int]:
     taken = [node]
     while len(taken) < min(copies, count):
+        # If `jump` and the number of nodes have a common divisor, the walk returns to a node that has a copy.
         other = (taken[-1] + jump) % count
         while other in taken:
             other = (other + 1) % count

@@ -53,6 +53,7 @@ def assign_rounds(sizes: BufferSizes, *, order: Ints, most_sent: int, most_recei
             sent = 0
             while queue:
                 part = queue[-1]
+                # A part is sent to all of its receivers in one round, so it waits for the fullest of them.
                 rows = slice(first[part], first[part + 1])
                 receivers = sizes.receiver[rows]
                 before = received[receivers]

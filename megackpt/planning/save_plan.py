@@ -122,6 +122,7 @@ def _saved_chunks(merged: MergedDeclarations) -> MergedDeclarations:
 
 
 def _by_chunk_and_rank(chunk: Ints, row: Ints, rank: Ints, ranks: int) -> tuple[Ints, Ints]:
+    # One number for each pair, so that the usual case, which is sorted already, is found without a sort.
     key = chunk * ranks + rank
     if np.all(key[1:] >= key[:-1]):
         return row, rank
@@ -180,6 +181,7 @@ def plan_copy(stored: ChunkTable, position: Ints, *, ranks: int, block_bytes: in
     rows = rows[stored.nbytes[rows] > 0]
     table, of, start = split_long_chunks(stored.take(rows), most=max(COPIED_BYTES, min(block_bytes, 2**40)))
     sorted_rows = _index_order(table)
+    # Splitting does not keep the order, and an index has to be sorted.
     table, of, start = table.take(sorted_rows), of[sorted_rows], start[sorted_rows]
     rows = rows[of]
     # A chunk goes to the rank in whose equal share of all bytes, in reading order, its middle lies.
@@ -273,6 +275,7 @@ def unpack_rows(packed: bytes, declared: DeclaredChunks, entities: Ints, *, rank
     """
     dims = int(np.frombuffer(packed, np.int64, 1)[0])
     matrix = np.frombuffer(packed, np.int64, offset=8).reshape(-1, 4 + 2 * dims)
+    # A row's array is not sent: it follows from the entity, which the rank has declared itself.
     entity = entities[matrix[:, 0]]
     own = declared.table.dims  # the arrays of other ranks may have more dims
     table = ChunkTable(

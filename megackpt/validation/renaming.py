@@ -22,6 +22,7 @@ def rename_keys(keys: Iterable[str], patterns: Mapping[str, str]) -> dict[str, s
     renamed = {key: _renamed(key, compiled) for key in keys}
     first: dict[str, str] = {}
     for key, new in renamed.items():
+        # Keys that keep their names count as well: a renamed key must not replace one of them.
         if first.setdefault(new, key) != key:
             raise MismatchError(
                 f"rename gives the stored keys {first[new]!r} and {key!r} the same name {new!r}. Make the "
@@ -44,6 +45,7 @@ def _renamed(key: str, compiled: list[tuple[re.Pattern[str], str]]) -> str:
     for pattern, new in compiled:
         match = pattern.fullmatch(key)
         if match:
+            # The stars of the replacement take the texts of the pattern's in their order.
             matched = iter(match.groups())
             return "".join(next(matched) if text == "*" else text for text in re.split(r"(\*)", new))
     return key

@@ -65,6 +65,7 @@ def find_divergences(digests: Sequence[npt.NDArray[np.void]]) -> list[Divergence
     np.maximum.at(highest, name, digest)
     rows = np.flatnonzero(lowest[name] != highest[name])
     rows = rows[np.lexsort((rank[rows], digest[rows], name[rows]))]
+    # Rows are sorted by name, digest and rank, so groups and the ranks in them come in that order.
     ranks_of: dict[int, dict[int, list[int]]] = {}  # name -> digest -> ranks
     for row in rows.tolist():
         ranks_of.setdefault(int(name[row]), {}).setdefault(int(digest[row]), []).append(int(rank[row]))

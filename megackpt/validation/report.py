@@ -87,6 +87,7 @@ class RecoveredBytes:
         """Whether `other` begins in this range or at its end, and is of the same chunk and source."""
         if self.stop is None or other.start is None or other.start > self.stop:
             return False
+        # All fields but the range and the reason have to be equal, also those that may be added later.
         return replace(self, start=other.start, stop=other.stop, why=other.why) == other
 
 
@@ -98,6 +99,7 @@ def merge_recovered(records: Iterable[RecoveredBytes]) -> tuple[RecoveredBytes, 
     [(0, 8), (12, 16)]
     """
     joined: list[RecoveredBytes] = []
+    # Sorted, so that a range comes right after the one that it may continue.
     for record in sorted(records, key=lambda r: (r.file, r.start or 0, r.key or "", r.source)):
         if joined and joined[-1].is_continued_by(record):
             joined[-1] = replace(joined[-1], stop=max(joined[-1].stop or 0, record.stop or 0))

@@ -143,6 +143,7 @@ def _has_head(store: Store, index: str) -> bool:
 
 
 def _check_data_files(store: Store, manifest: Json, stored: StoredChunks) -> Iterator[Damage]:
+    # After this, the chunks of a file are neighbours, in the order of their offsets.
     order = np.lexsort((stored.offset_bytes, stored.file))
     ends = np.searchsorted(stored.file[order], np.arange(len(stored.files) + 1))
     for number, name in enumerate(stored.files):
@@ -171,6 +172,7 @@ def _check_data_file(store: Store, name: str, chunks: StoredChunks) -> Iterator[
         return
     text = bytearray(length)
     store.read_into(name, 8, memoryview(text))
+    # The usual case in one comparison: the header is the one that a save of just these chunks writes.
     is_expected = prefix + text == header_of(chunks.table)
     if is_expected and _are_contiguous(chunks, data_start) and size == _end(chunks, data_start):
         return
@@ -205,6 +207,7 @@ def _check_entries(name: str, text: bytes, chunks: StoredChunks, *, size: int) -
     end = data_start + max((stop for _, stop in entries), default=0)
     if size != end:
         yield Damage(file=name, what=f"it has {size:,} bytes instead of {end:,}")
+    # A chunk is found by its byte range, as its name in the header may carry a number.
     begins = (chunks.offset_bytes - data_start).tolist()
     ends = (chunks.offset_bytes - data_start + chunks.table.nbytes).tolist()
     for row, expected in enumerate(tensors_of(chunks.table)):

@@ -38,6 +38,7 @@ def header_of(chunks: ChunkTable) -> bytes:
         }
         position += chunk.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Safetensors has no gap between header and data, so spaces at the end of the header align the data.
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
 

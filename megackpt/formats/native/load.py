@@ -50,6 +50,7 @@ class NativeLoadStrategy(LoadStrategy):
         """
         index = open_index(store, manifest)
 
+        # A function, so that the list of parity files is read only when something is damaged.
         def rebuilt() -> Contents:
             from megackpt.formats.native.parity import RebuiltFiles, read_groups
 

@@ -95,6 +95,7 @@ class ParityGroup:
             parity=ListedFile.from_json(entry, where=where, location=location),
             members=tuple(ListedFile.from_json(m, where=where, location=location) for m in members),
         )
+        # The position of the data in the parity file is computed from its size, so the two must fit.
         if group.parity.nbytes != len(parity_header(group.longest)) + group.longest:
             raise FormatError(
                 f"{where}: {group.parity.name!r} has {group.parity.nbytes:,} bytes, which its longest file "
@@ -142,6 +143,7 @@ def write_parity_file(
             parity = buffer[: min(PART_BYTES, longest - start)]
             parity[:] = 0
             for (member, nbytes), digest in zip(members, member_digests, strict=True):
+                # A shorter file counts as if zeros followed it, which change nothing.
                 if nbytes > start:
                     stop = min(start + len(parity), nbytes)
                     with store.borrow(member, start, stop - start) as data:
@@ -182,6 +184,7 @@ def read_groups(store: Store, manifest: Json) -> tuple[ParityGroup, ...]:
     entries = parse_document(data, where=where).get("groups")
     if not isinstance(entries, list):
         raise FormatError(f"{where}: it lists no groups. The file is damaged.", path=where)
+    # A file in two groups, or twice in one, would be computed from itself.
     groups = tuple(ParityGroup.from_json(entry, where=where, location=store.location) for entry in entries)
     listed = [file.name for group in groups for file in group.files]
     if len(set(listed)) != len(listed):
@@ -246,6 +249,7 @@ class RebuiltFiles(ReadOnlyView):
         """Fill out with the exclusive or of all files but one; start is a position in data files."""
         for position in range(0, len(out), PART_BYTES):
             part = np.frombuffer(out[position : position + PART_BYTES], np.uint8)
+            # The exclusive or of all other files, the parity among them, is the one that is missing.
             part[:] = 0
             for other, offset, nbytes in self._ranges_of_others(group, name, start + position, len(part)):
                 with self._store.borrow(other, offset, nbytes) as data:

@@ -102,6 +102,7 @@ class NativeSaveStrategy(SaveStrategy):
                         buffered.write(step)
                 receipt.end_chunk(row)
             buffered.flush()
+        # A receipt stands for durable bytes under a durable name.
         store.sync()
         return receipt.packed(data_start=len(header))
 
@@ -159,6 +160,7 @@ class NativeSaveStrategy(SaveStrategy):
         np.add.at(nbytes, plan.writer, plan.table.nbytes)
         writers = np.unique(plan.writer)
         for rank in writers.tolist():
+            # A file is its header, up to the start of the data, and the bytes of its rows.
             nbytes[rank] += int(_unpack_receipt(receipts[rank][0], rank=rank)["data_start"][0])
         work: list[list[Any]] = [[] for _ in receipts]
         for number, group in enumerate(parity_groups(writers, most=most)):
@@ -200,9 +202,12 @@ class NativeSaveStrategy(SaveStrategy):
         index = read_index(store, manifest)
         stored = without_arrays(index, key_prefix=key_prefix)
         old = manifest["index"]["file"]
+        # A new name: the committed index stays as it is until a manifest that names the new one replaces the
+        # old.
         new = names.index_file(manifest["attempt"], revision=names.revision_of(old) + 1)
         parity, needed, not_needed = self._remaining_parity(store, manifest, frozenset(stored.files))
         unused = {name for name in index.files if name not in stored.files} - needed
+        # The entry for parity is added again if any group is kept.
         entries = {name: value for name, value in manifest.items() if name != "parity"}
         entries |= {"index": write_index(store, new, stored)} | parity
         return entries, [old, *sorted(unused | not_needed)]

@@ -67,6 +67,7 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
     """Compare the bytes around each tensor with those that a save writes, and check the ends of files."""
     table = stored.table
     ends = np.zeros(len(stored.files), np.int64)
+    # In the order of files, so that each is read from front to back.
     for row in np.lexsort((stored.offset_bytes, stored.file)).tolist():
         spec, raw = table.arrays[int(table.array[row])], int(stored.offset_bytes[row])
         number = int(stored.file[row])
@@ -90,8 +91,8 @@ def _check_items(store: Store, stored: StoredChunks) -> Iterator[Damage]:
                 )
         ends[number] = max(ends[number], end)
     for name, expected in zip(stored.files, ends.tolist(), strict=True):
-        if store.exists(name) and (found := store.size(name)) < expected:
-            yield Damage(file=name, what=f"it has {found:,} bytes instead of {expected:,}")
+        if store.exists(name) and (nbytes := store.size(name)) < expected:
+            yield Damage(file=name, what=f"it has {nbytes:,} bytes instead of {expected:,}")
 
 
 def _fault_of(store: Store, name: str, frame: Frame, raw: int) -> tuple[str, int, int] | None:

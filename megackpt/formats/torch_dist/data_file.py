@@ -32,6 +32,7 @@ def items_of(table: ChunkTable, rows: Ints) -> Items:
     """Return the rectangles of rows, as DCP knows no other chunks. Each is contiguous in its row's bytes."""
     chunks = table.take(rows)
     cut = rectangles_of(chunks.shape, chunks.flat_start, chunks.flat_stop)
+    # An object is one element without a width: it is one item, of the length of its chunk.
     numel = cut.shape.prod(axis=1)
     width = itemsizes(table.arrays)[chunks.array[cut.row]]
     return Items(
@@ -71,6 +72,7 @@ class DataFile:
         self.length = np.array([f[2] for f in frames], np.int64)
         ends = np.cumsum(-(-self.length // ALIGNMENT) * ALIGNMENT)
         self.start = ends - (-(-self.length // ALIGNMENT) * ALIGNMENT)
+        # Our index has the positions of the tensors' own bytes, `.metadata` those of whole items.
         self.raw = self.start + np.array([f[1] for f in frames], np.int64)
         self.digests: list[Any] = []
 
@@ -104,6 +106,7 @@ class DataFile:
         item = int(self.item[number])
         if position < self.start[number]:
             yield memoryview(bytes(int(self.start[number]) - position))
+        # Digests are of the tensor's bytes, which is what a load reads; the frame has a checksum of its own.
         digester = BlockDigester(DIGEST_BLOCK_BYTES)
 
         def digested() -> Iterator[memoryview]:
@@ -136,6 +139,7 @@ class _RowReader:
         """Yield the next nbytes bytes."""
         while nbytes:
             if not len(self._rest):
+                # The items of a row add up to its length, so there is a next part.
                 self._rest = memoryview(next(self._parts)).cast("B")
             part, self._rest = self._rest[:nbytes], self._rest[nbytes:]
             nbytes -= len(part)

@@ -99,6 +99,7 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
     dtype is a name of `DTYPES`.
     """
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    # The description comes before the tensor's bytes: `locate` finds both in the first bytes of the item.
     contents = {"data.pkl": _pickled(dtype, shape), "byteorder": sys.byteorder.encode()}
     head = b""
     records = []
@@ -109,6 +110,7 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
     path = f"{_FOLDER}/data/0".encode()
     records.append(_Record(path, None, len(head)))
     extra = _zip64_extra(0, 0) if nbytes >= ZIP64_FROM else b""
+    # 4 bytes are the head of the extra field that fills the gap.
     room = -(len(head) + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
     # An extra field that nobody reads ("FB", as torch's) fills the gap up to the boundary.
     extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
@@ -134,6 +136,8 @@ def _local(name: bytes, content: bytes | None, extra: bytes, *, is_zip64: bool =
         crc, size, flags = zlib.crc32(content), len(content), _UTF8
     elif is_zip64:
         size = _SEE_ZIP64
+    # The version of the zip format that a reader needs: 4.5 for 64-bit sizes, else 2.0. The date, 0x21, is
+    # the first that the format has, 1980-01-01, so that equal tensors give equal items.
     version = 45 if is_zip64 else 20
     return (
         _LOCAL.pack(b"PK\3\4", version, flags, 0, 0, 0x21, crc, size, size, len(name), len(extra))
@@ -148,6 +152,8 @@ def _zip64_extra(*values: int) -> bytes:
 
 def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) -> bytes:
     """Return sizes and checksum of the tensor's bytes, the version record, the directory and its end."""
+    # Behind a record whose local header has no sizes: signature, checksum, and the size twice, as it is
+    # stored and as it is without compression.
     sizes = "<4sIQQ" if nbytes >= ZIP64_FROM else "<4sIII"
     tail = struct.pack(sizes, b"PK\7\10", crc, nbytes, nbytes)
     version = _Record(f"{_FOLDER}/version".encode(), b"3\n", data_start + nbytes + len(tail))
@@ -156,6 +162,8 @@ def _tail(records: tuple[_Record, ...], nbytes: int, data_start: int, crc: int) 
     directory = b"".join(_central(r, nbytes, crc) for r in (*records, version))
     tail += directory
     count = len(records) + 1
+    # The position of the directory needs 64 bits, so a 64-bit end record has it, and a locator says where
+    # that record is.
     if start >= ZIP64_FROM:
         end = start + len(directory)
         tail += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
@@ -177,6 +185,7 @@ def _central(record: _Record, nbytes: int, crc: int) -> bytes:
     flags, size = _UTF8 | _STREAMED, nbytes
     if record.content is not None:
         flags, size, crc = _UTF8, len(record.content), zlib.crc32(record.content)
+    # In the order of the format, and only those whose 32-bit field says that the value is elsewhere.
     large = [v for v in (size, size, record.offset) if v >= ZIP64_FROM]
     extra = _zip64_extra(*large) if large else b""
     shown = size if size < ZIP64_FROM else _SEE_ZIP64
@@ -254,6 +263,7 @@ def locate(head: bytes, *, length: int, dtype: str, shape: tuple[int, ...]) -> i
             return None
         if inner == b"data.pkl":
             tensor = _decode_description(content)
+        # Sizes behind a record take 16 bytes: `_size_of` finds no 64-bit ones, which no small record needs.
         position = start + size + (16 if _is_streamed(head, position) else 0)
     return None
 
@@ -274,6 +284,7 @@ def _record_at(head: bytes, position: int) -> tuple[bytes, int, int | None] | No
 
 def _size_of(head: bytes, start: int) -> int | None:
     """Return the size of a small record's content that its size and checksum follow; None if not found."""
+    # The content may contain the signature by chance, so size and checksum decide.
     end = head.find(b"PK\7\10", start)
     while end >= 0 and end + 16 <= len(head):
         crc, packed, size = map(int, struct.unpack_from("<III", head, end + 4))
@@ -345,6 +356,7 @@ def _rebuild(
         if not rest or rest[0] not in DTYPES:
             return None
         dtype, rest = rest[0], rest[1:]
+        # An untyped storage counts bytes.
         numel //= DTYPES[dtype].itemsize
     numbers = (numel, offset, *size, *stride)
     if hooks or any(r is not None for r in rest) or not all(type(n) is int for n in numbers):

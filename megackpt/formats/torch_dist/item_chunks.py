@@ -101,6 +101,7 @@ class ItemChunks(Chunks):
         if item.dtype == OBJECT:
             self._read_object(item, start, out)
             return
+        # Without a lock: two threads may look for the same tensor, and find the same position.
         if row not in self._tensor_start:
             self._tensor_start[row] = self._locate(item)
         tensor_start = self._tensor_start[row]
@@ -154,6 +155,7 @@ class ItemChunks(Chunks):
             entry = header[item.name]
             offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])[item.name]["saved_offsets"]
             begin, end = entry["data_offsets"]
+            # A tensor of this name may be another chunk of the array: shape and offsets tell.
             fits = tuple(entry["shape"]) == item.shape and tuple(offsets) == item.offsets
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -209,6 +211,7 @@ def _row_major(value: Any, item: Item, where: str) -> memoryview:
             key=item.name,
             path=item.file,
         )
+    # With strides of 0 a few bytes are a tensor of any size, for which contiguous() would take memory.
     nbytes = math.prod(item.shape) * DTYPES[item.dtype].itemsize
     if nbytes > max(_REPEATED_BYTES, 2 * item.nbytes):
         raise FormatError(
@@ -217,4 +220,5 @@ def _row_major(value: Any, item: Item, where: str) -> memoryview:
             path=item.file,
         )
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    # One dim, as a tensor without dims cannot be viewed as bytes.
     return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())

@@ -91,6 +91,8 @@ def _open_foreign(store: Store, metadata: DcpMetadata, *, identity: str, allow_u
     arrays = dict(metadata.arrays)
 
     def decode(data: bytes, where: str) -> Any:
+        # The first byte is not in the file: `ItemChunks` puts it before the item, to say how the object is
+        # stored.
         value = load_value(memoryview(data)[1:], where=where, allow_unsafe=allow_unsafe)
         return _only_one(value, where) if data[0] == LISTED_OBJECT else value
 

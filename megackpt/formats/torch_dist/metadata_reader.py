@@ -141,6 +141,7 @@ class DcpMetadata:
             flat_stop,
             nbytes,
         )
+        # Through columns, so that this table passes the same checks as one from an index.
         return ChunkTable.from_columns(table.to_columns(), where=self._where), items
 
     def _find_objects(self) -> dict[str, tuple[Extents, dict[Extents, tuple[str, bool]]]]:
@@ -154,6 +155,7 @@ class DcpMetadata:
                 continue
             if not isinstance(entry, BytesStorageMetadata):
                 raise self._damaged(name, f"it is a {type(entry).__name__}, neither a tensor nor an object")
+            # Copies of values for DCP are stored elsewhere as well, and read from there.
             if self._is_copy(name):
                 continue
             match = _UNIQUE_KEY.fullmatch(name)
@@ -220,6 +222,7 @@ class DcpMetadata:
                 continue
             by_offsets[offsets] = row, self._item(key, offsets, spec.dtype, shape)
             total += numel
+        # Too many elements are an overlap for certain; gaps are found when a load is planned.
         if total > spec.numel:
             raise self._damaged(key, f"chunks overlap ({total} elements of an array of {spec.numel})")
         return list(by_offsets.values())
@@ -249,6 +252,7 @@ class DcpMetadata:
         fits = len(offsets) == len(shape) == dims + 1 and all(n == 1 for n in shape[:-1])
         if not fits:
             raise self._damaged(spec.key, f"chunk {offsets}, {shape} is no range of one fragment")
+        # The last of the offsets counts elements in the flattened box, the others count boxes.
         start = tuple(i * n for i, n in zip(offsets, box, strict=False))
         return _Row(number, start, box, offsets[-1], offsets[-1] + shape[-1])
 

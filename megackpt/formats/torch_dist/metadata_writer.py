@@ -73,6 +73,8 @@ def metadata_of(written: WrittenItems, values: Iterable[Value] = (), *, attempt:
         else:
             chunks = entries[spec.key].chunks
             shape = torch.Size(shapes[row][: len(start)])
+            # DCP compares key and offset only (the number is a hint), so chunks that begin together are one
+            # to it.
             index = MetadataIndex(spec.key, start, len(chunks))
             taken = index in storage
             chunks.append(ChunkStorageMetadata(torch.Size(start), shape))
@@ -116,6 +118,7 @@ def without_keys(metadata: Any, *, key_prefix: str) -> Metadata:
 
     def kept(table: Any) -> dict[Any, Any]:
         entries: Mapping[Any, Any] = table if isinstance(table, dict) else {}
+        # A table has names as keys, or objects with the name in an attribute.
         fqns = {k: str(getattr(k, "fqn", k)) for k in entries}
         return {
             k: v

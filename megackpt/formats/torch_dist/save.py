@@ -176,10 +176,14 @@ class TorchDistSaveStrategy(SaveStrategy):
         """
         data = store.read(entries["metadata"]["file"], max_bytes=METADATA_MAX_BYTES)
         note = {key: value for key, value in entries.items() if key != "metadata"} | {"attempt": attempt}
+        # The note comes first: a `.metadata` without a note counts as one of another library, without our
+        # common state.
         _write_note(store, attempt, digest_of(data), note)
         store.sync()
         common = store.read(names.common_file(attempt), max_bytes=entries["common"]["nbytes"])
         others = _manifest_of_another_format(store)
+        # These names are fixed, so the old content is nowhere else: it is kept in memory until all are
+        # replaced.
         before = {name: _content(store, name) for name in (names.COMMON, *others, names.METADATA)}
         store.replace(names.METADATA, data)
         try:
@@ -232,6 +236,7 @@ class TorchDistSaveStrategy(SaveStrategy):
             _write_note(store, attempt, digest_of(new), entries)
             # If nothing was removed, the new note has the name of the old one.
             stale += [old] if digest_of(new) == digest_of(data) else [old, name]
+        # The new index and note are durable before the `.metadata` that they belong to replaces the old one.
         store.sync()
         store.replace(names.METADATA, new)
         return dict(MANIFEST_CONTENT), stale
@@ -323,6 +328,7 @@ def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[Stored
         if not len(rows):
             continue
         receipt = unpack_columns(data, where=f"receipt of rank {rank}")
+        # Each rank numbers its files from 0.
         file = receipt["file"] + len(files)
         files += [names.data_file(attempt, rank, n) for n in range(int(receipt["file"].max()) + 1)]
         tables.append(items_of(plan.table, rows).table)
@@ -338,6 +344,7 @@ def _stored(attempt: str, plan: SavePlan, receipts: list[bytes]) -> tuple[Stored
     stored = StoredChunks(
         table, merged["file"], merged["raw"], np.cumsum(blocks) - blocks, digests, tuple(files)
     )
+    # So far the items are in the order of files; an index is sorted by array, start and shape.
     order = np.lexsort((table.shape_keys(), table.start_keys()))
     # Without validation, several ranks may have written the same chunk: the first copy is listed.
     order = order[first_of_equal_chunks(table.take(order))]

@@ -39,6 +39,7 @@ class ArrayCodec:
         """
         if self.array.is_raw and elements.shape == self.array.grid.chunk and elements.flags.c_contiguous:
             return elements.reshape(-1).view(np.uint8).data
+        # The elements may be referenced, not copied: the result is awaited before they can change.
         self.handle[self.array.region(cell)].write(
             elements, can_reference_source_data_indefinitely=True
         ).result()

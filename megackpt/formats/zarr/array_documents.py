@@ -112,8 +112,8 @@ class ZarrArray:
         """Return the files, by full name, that describe the array."""
         if self.zarr_format == 3:
             return {self.path + V3_FILE: _encoded(self.document)}
-        found = {self.path + V2_FILE: _encoded(self.document)}
-        return found | ({self.path + V2_ATTRIBUTES: _encoded(self.attributes)} if self.attributes else {})
+        files = {self.path + V2_FILE: _encoded(self.document)}
+        return files | ({self.path + V2_ATTRIBUTES: _encoded(self.attributes)} if self.attributes else {})
 
 
 def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
@@ -121,6 +121,7 @@ def array_v2(spec: ArraySpec, grid: Grid, *, directory: str = "") -> ZarrArray:
 
     Source: Megatron-Core 0.12 `dist_checkpointing/strategies/zarr.py`.
     """
+    # Without a fill value, no reader can take a missing chunk for zeros.
     document = {
         "chunks": list(grid.chunk),
         "compressor": None,
@@ -198,6 +199,8 @@ def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: st
     text = document.get("dtype")
     if not isinstance(text, str):
         raise _unsupported(where, f"dtype {str(text)[:80]!r} is structured, and no tensor is")
+    # A dtype that numpy lacks has torch's name, as Megatron-Core writes it. For the others the byte order is
+    # dropped: tensorstore swaps bytes when it decodes, and `is_raw` below excludes the other order.
     dtype = text if text in DTYPES and text not in _V2_DTYPES else _FROM_V2.get(text.lstrip("<>|="), "")
     ours = attributes.get(OURS)
     true = ours.get("dtype") if isinstance(ours, dict) else None
@@ -208,6 +211,7 @@ def parse_v2(document: Json, attributes: Json, *, key: str, path: str, where: st
     separator = document.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise _unsupported(where, f"dimension separator {separator!r} is neither '.' nor '/'")
+    # Only if a file has the elements as they are in memory can ranges of it be read into tensors.
     plain = not document.get("compressor") and not document.get("filters") and document.get("order") == "C"
     return ZarrArray(
         spec=spec,
@@ -233,6 +237,7 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     dtype = ours.get("dtype", text)
     if not isinstance(dtype, str):
         raise _unsupported(where, f"dtype {str(dtype)[:80]!r} is no text")
+    # Our attribute may rename the bits only to a dtype of the same width, or all sizes would be wrong.
     if dtype != text and (dtype not in _BITS_IN_V3 or _BITS_IN_V3[dtype] != text):
         raise _unsupported(where, f"dtype {str(dtype)[:80]!r} does not fit the data type {str(text)[:80]!r}")
     key = ours.get("key", name)
@@ -248,6 +253,7 @@ def parse_v3(document: Json, *, name: str, path: str, where: str) -> ZarrArray:
     if isinstance(first, dict) and first.get("name") == "sharding_indexed":
         sharding = _configuration(first, "sharding_indexed", where)
         inner = _extents(sharding.get("chunk_shape"), spec, where)
+    # The number of a chunk in its shard is computed by division, which needs whole chunks along each dim.
     if any(c % i for c, i in zip(chunk, inner, strict=True)):
         raise _unsupported(where, f"shards of {chunk} are no multiples of chunks of {inner}")
     encoding = document.get("chunk_key_encoding")
@@ -304,6 +310,7 @@ def _extents(sizes: Any, spec: ArraySpec, where: str) -> tuple[int, ...]:
 
 
 def _are_sizes(sizes: Any, *, least: int) -> bool:
+    # `type`, as `true` in JSON would be an instance of int.
     return isinstance(sizes, list) and all(type(n) is int and least <= n < 2**62 for n in sizes)
 
 

@@ -88,6 +88,8 @@ class Assembler:
             stop = [a + n for a, n in zip(start, shape, strict=True)]
             grid = array.grid.chunk
             ranges = [range(a // c, -(-b // c)) for a, b, c in zip(start, stop, grid, strict=True)]
+            # In each file that the rectangle touches: `[low, high)` is the common part, `overlap` its
+            # elements.
             for cell in product(*ranges):
                 region = array.region(cell)
                 low = [max(a, r.start) for a, r in zip(start, region, strict=True)]
@@ -95,6 +97,8 @@ class Assembler:
                 overlap = block[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
                 file = first + _linear(cell, array.file_extents)
                 whole = all((a, b) == (r.start, r.stop) for a, b, r in zip(low, high, region, strict=True))
+                # The row has all elements of the file, and no row that follows changes it: no buffer is
+                # needed.
                 if whole and left[file] == 1:
                     self._put(file, codec, cell, overlap)
                     continue
@@ -110,6 +114,8 @@ class Assembler:
             shape = [r.stop - r.start for r in codec.array.region(cell)]
             rounds = self._writing.rounds
             now = int(rounds.round[row])
+            # A file begins as zeros, unless an earlier round, or this rank for want of memory, has written
+            # parts of it.
             is_new = file not in self._written and rounds.first_round.get(file, now) == now
             elements = np.zeros(shape, codec.dtype) if is_new else self._read(codec, cell).copy()
             self._open[file] = _OpenFile(number, cell, elements)
@@ -167,6 +173,7 @@ def gathered(parts: Iterator[memoryview], nbytes: int) -> npt.NDArray[np.uint8]:
         if len(data) == nbytes:
             return data
         if whole is None:
+            # Copied part by part: taking the next part overwrites the memory of this one.
             whole = np.empty(nbytes, np.uint8)
         whole[at : at + len(data)] = data
         at += len(data)
@@ -181,6 +188,7 @@ def _blocks(
     """Yield the rectangles of a row: start in the array, shape and elements."""
     table = plan.table
     cut = rectangles_of(table.shape[[row]], table.flat_start[[row]], table.flat_stop[[row]])
+    # A rectangle is contiguous in the bytes of its row, and they follow one another.
     position = 0
     for start, shape in zip((cut.start + table.start[row]).tolist(), cut.shape.tolist(), strict=True):
         numel = int(np.prod(shape))

@@ -148,6 +148,7 @@ class ZarrChunks(Chunks):
             if (name, chunk) in self._checked:
                 return
         try:
+            # Outside of the lock: two threads that check one chunk twice cost less than threads that wait.
             nbytes = self._store.size(name)
         except StorageError as error:
             raise _missing(self._store, array, name) from error
@@ -175,6 +176,8 @@ class ZarrChunks(Chunks):
     def _number_in_file(self, array: ZarrArray, row: int) -> int:
         """Return the row-major number of a chunk in its file."""
         number = 0
+        # The cell of the chunk within its file, as one number. Rows are padded to the dims of the widest
+        # array, and the grid is not, so the lengths may differ.
         for start, chunk, inner in zip(
             self.table.start[row].tolist(), array.grid.chunk, array.grid.inner, strict=False
         ):
@@ -183,6 +186,8 @@ class ZarrChunks(Chunks):
 
     def _is_prefix(self, array: ZarrArray, row: int) -> bool:
         """Return whether the elements of a chunk, which may be clipped, are at the beginning of its file."""
+        # A file at the edge of the array has the full extents of a chunk. If it is clipped along dim 0 alone,
+        # its padding comes after all elements; otherwise it lies between rows.
         dims = len(array.spec.global_shape)
         return tuple(self.table.shape[row, 1:dims].tolist()) == array.grid.chunk[1:]
 
@@ -199,6 +204,7 @@ class ZarrChunks(Chunks):
         ]
         parts = self._open(array).read(self._cell(array, row), regions)
         data = np.concatenate([_bytes_of(part) for part in parts]) if len(parts) > 1 else _bytes_of(parts[0])
+        # The byte range may begin and end inside of an element; the rectangles have whole ones.
         begin = start - first * width
         np.frombuffer(out, np.uint8)[:] = data[begin : begin + out.nbytes]
 
@@ -226,6 +232,7 @@ class ZarrChunks(Chunks):
             if isinstance(stored, ZarrArray):
                 chunk[i, : len(stored.grid.chunk)] = stored.grid.chunk
         cells = table.start // chunk[table.array] if len(table) else table.start
+        # lexsort has the primary key last: the array, then the file, then the start in it.
         order = np.lexsort((*table.start.T[::-1], *cells.T[::-1], table.array))
         position = np.empty(len(table), np.int64)
         position[order] = np.arange(len(table))
@@ -250,6 +257,7 @@ class _ArrayFiles:
         handle = self._handle if self._handle is not None else self._in_memory(cell)
         leaf = self._array.leaf(cell)
         try:
+            # All reads are started before the first one is waited for.
             return [future.result() for future in [handle[region].read() for region in regions]]
         except ValueError as error:
             raise _read_error(self._store, self._array, leaf, error) from error
@@ -261,6 +269,7 @@ class _ArrayFiles:
                 data = self._store.read(name, max_bytes=self._store.size(name))
                 self._codecs[cell] = ArrayCodec(self._array).handle_of(cell, data)
             self._codecs.move_to_end(cell)
+            # A handle that is dropped here stays valid for threads that have it.
             while len(self._codecs) > _OPEN_FILES:
                 self._codecs.popitem(last=False)
             return self._codecs[cell]
@@ -329,6 +338,7 @@ def _check_files(store: Store, array: ZarrArray, files: Set[str]) -> None:
         if name not in files:
             raise _missing(store, array, name)
         first = first or name
+    # One file is enough: a document that claims too many chunks claims as many of every file.
     if first is not None and inside > 1 and store.size(first) < inside * _INDEX_ENTRY_BYTES:
         raise FormatError(
             f"{array.spec.key!r}: {store.location}/{first} is too short to hold {inside:,} chunks. It was "
@@ -351,6 +361,7 @@ def _table(store: Store, stored: Sequence[ZarrArray | StoredObjects]) -> ChunkTa
         if isinstance(item, StoredObjects):
             begin = np.array(list(item.files), np.int64).reshape(len(item.files), len(item.spec.global_shape))
             extent = np.ones_like(begin)
+            # No document has the length of an object, so it is that of its file.
             size = np.array([store.size(name) for name in item.files.values()], np.int64)
         else:
             begin, extent = _chunks_of(item)
@@ -359,6 +370,7 @@ def _table(store: Store, stored: Sequence[ZarrArray | StoredObjects]) -> ChunkTa
         start.append(widen(begin, dims, fill=0))
         shape.append(widen(extent, dims, fill=1))
         nbytes.append(size)
+    # The empty columns give dtype and dims to a table without chunks.
     none = np.zeros(0, np.int64)
     shapes = np.concatenate([np.zeros((0, dims), np.int64), *shape])
     return ChunkTable(
@@ -381,6 +393,7 @@ def _chunks_of(array: ZarrArray) -> tuple[Ints, Ints]:
     inner = np.array(array.grid.inner, np.int64)
     counts = [-(-n // i) for n, i in zip(array.spec.global_shape, array.grid.inner, strict=True)]
     total = math.prod(counts)
+    # An array without dims has one cell, without coordinates.
     cells = np.indices(counts).reshape(len(counts), total) if counts else np.zeros((0, 1), np.int64)
     start = cells.T.astype(np.int64) * inner
     return start, np.minimum(inner, whole - start)

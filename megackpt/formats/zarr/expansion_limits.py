@@ -73,6 +73,7 @@ def encoding_of(array: ZarrArray) -> ChunkEncoding:
     count = math.prod(c // i for c, i in zip(array.grid.chunk, array.grid.inner, strict=True))
     index_codecs = [name for name, _ in _configurations(sharding.get("index_codecs"))]
     is_plain = index_codecs in (["bytes"], ["bytes", "crc32c"])
+    # An entry of the index is an offset and a length, 8 bytes each; crc32c adds 4 bytes to the whole index.
     return ChunkEncoding(
         _one_compressor([*codecs[1:], *_configurations(sharding.get("codecs"))], array),
         nbytes,
@@ -89,12 +90,14 @@ def check_file(store: Store, array: ZarrArray, encoding: ChunkEncoding, name: st
         FormatError: it does.
     """
     nbytes, decoded = store.size(name), encoding.chunk_nbytes
+    # First what the sizes alone rule out, then the header or the decompressed length of this chunk.
     count = max(encoding.chunks_per_file, 1)
     limit = 2 * decoded + _SLACK_BYTES
     if nbytes > count * (limit + _ENTRY_BYTES):
         raise _not_decoded(
             store, array, name, f"it has {nbytes:,} bytes, and its elements {count * decoded:,}"
         )
+    # A large chunk must be worth its memory: most of it elements of the array, and its file not tiny.
     needed = math.prod(array.spec.global_shape) * DTYPES[array.spec.dtype].itemsize
     if decoded > LARGE_BYTES and decoded > min(_MAX_UNUSED * needed, _MAX_RATIO * nbytes):
         reason = f"its {nbytes:,} bytes become {decoded:,}, of an array of {needed:,}"
@@ -171,9 +174,11 @@ def _deflate_sizes(data: bytes) -> Iterator[int]:
                 return
             total += decompressed
             yield total
+            # Neither output nor input is left, so the data end before their stream does.
             if not decompressed and not decoder.unconsumed_tail:
                 return
             data = decoder.unconsumed_tail or decoder.unused_data
+        # Another stream may follow: gzip files can be joined.
         data = decoder.unused_data
 
 
@@ -209,17 +214,22 @@ def _zstd_sizes(data: bytes) -> Iterator[int]:
             continue
         if magic != _ZSTD_FRAME:
             return
+        # The header of a frame: magic, descriptor, window (unless there is a single segment), number of the
+        # dictionary, size of the content. The last three have lengths that the descriptor gives.
         descriptor = data[at + 4]
         is_single = descriptor >> 5 & 1
         size_bytes = (is_single, 2, 4, 8)[descriptor >> 6]
         at += 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3] + size_bytes
         is_last = False
         while not is_last and len(data) - at >= 3:
+            # The header of a block: 1 bit for the last one, 2 bits for its kind (0 raw, 1 one repeated byte,
+            # 2 compressed), 21 bits for its size. Of a repeated byte one is stored, whatever the size says.
             header = int.from_bytes(data[at : at + 3], "little")
             is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
             total += size if kind in (0, 1) else _ZSTD_BLOCK_BYTES
             at += 3 + (1 if kind == 1 else size)
             yield total
+        # The checksum of the content, if the frame has one.
         at += 4 * (descriptor >> 2 & 1)
 
 

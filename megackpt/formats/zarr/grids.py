@@ -63,12 +63,14 @@ def choose_grids(table: ChunkTable, rules: GridRules) -> list[Grid | None]:
 def _grid_of(spec: ArraySpec, rows: ChunkTable, width: int, rules: GridRules) -> Grid:
     dims = len(spec.global_shape)
     cuts = _cuts_of(rows, spec.global_shape)
+    # Two candidates: a grid on the ends of boxes, and a finer one on those of flat ranges as well.
     boxes = _common_steps(cuts.boxes, spec.global_shape)
     exact = _common_steps(cuts.rectangles, spec.global_shape)
     nbytes = spec.numel * width
     most = max(rules.files_per_row * len(rows), -(-nbytes // rules.file_bytes))
     target = rules.file_bytes
     if _count(exact.chunk, spec.global_shape) <= most:
+        # Every cut is on a line of this grid, so no two ranks share a file.
         steps = exact
     else:
         # Ranks share files. Few ranks share a file that is no larger than what a rank has.

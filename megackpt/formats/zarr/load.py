@@ -53,7 +53,7 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
     Raises:
         FormatError: a document does not describe an array that can be loaded.
     """
-    found = []
+    arrays = []
     files = set(listed)
     for name in sorted(files):
         path = name.removesuffix(V2_FILE)
@@ -61,6 +61,7 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
             continue
         where = f"{store.location}/{name}"
         data = store.read(name, max_bytes=MAX_DOCUMENT_BYTES)
+        # Below a directory of locks, an empty file of this name locks a document and is none.
         if not data and path.endswith(_LOCKS):
             continue
         document = parse_document(data, where=where)
@@ -68,8 +69,8 @@ def find_arrays_v2(store: Store, listed: Iterable[str]) -> list[ZarrArray]:
         if path + V2_ATTRIBUTES in files:
             text = store.read(path + V2_ATTRIBUTES, max_bytes=MAX_DOCUMENT_BYTES)
             attributes = parse_document(text, where=f"{store.location}/{path}{V2_ATTRIBUTES}")
-        found.append(parse_v2(document, attributes, key=path.rstrip("/"), path=path, where=where))
-    return found
+        arrays.append(parse_v2(document, attributes, key=path.rstrip("/"), path=path, where=where))
+    return arrays
 
 
 def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> list[ZarrArray]:
@@ -78,11 +79,12 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
     Raises:
         FormatError: a document does not describe an array that can be loaded, or two have the same key.
     """
-    found: dict[str, ZarrArray] = {}
+    arrays: dict[str, ZarrArray] = {}
     for name in listed:
         path = name.removesuffix(V3_FILE)
         if path in (name, directory) or not name.startswith(directory) or not path.endswith("/"):
             continue
+        # In a directory of others, arrays of our attempts are what saves without a commit have left.
         if not directory and names.attempt_of_native(name) is not None:
             continue
         where = f"{store.location}/{name}"
@@ -94,16 +96,16 @@ def find_arrays_v3(store: Store, listed: Iterable[str], *, directory: str) -> li
                 f"{where}: it describes neither an array nor a group. The file is damaged.", path=where
             )
         array = parse_v3(document, name=path.removeprefix(directory).rstrip("/"), path=path, where=where)
-        if array.spec.key in found:
+        if array.spec.key in arrays:
             raise FormatError(
-                f"{where}: the key {array.spec.key!r} is also that of {found[array.spec.key].path!r}. The "
+                f"{where}: the key {array.spec.key!r} is also that of {arrays[array.spec.key].path!r}. The "
                 f"checkpoint "
                 f"is damaged.",
                 key=array.spec.key,
                 path=where,
             )
-        found[array.spec.key] = array
-    return list(found.values())
+        arrays[array.spec.key] = array
+    return list(arrays.values())
 
 
 def find_objects(
@@ -176,6 +178,7 @@ def open_contents(
             key=both[0],
             path=store.location,
         )
+    # Listed once: to ask the store for each file of a chunk would be a request each.
     files = frozenset(listed)
 
     def chunks(keys: Iterable[str]) -> ZarrChunks:
@@ -235,5 +238,6 @@ def parse_files(data: bytes, entry: str, *, where: str) -> list[str]:
 
 def identity_of(arrays: Sequence[ZarrArray], listed: Sequence[str]) -> str:
     """Return a digest that differs between checkpoints which do not name their attempt."""
+    # Documents and names are known by now; the content of chunks would have to be read.
     documents = {a.path: a.document for a in arrays}
     return digest_of(json.dumps([documents, sorted(listed)], sort_keys=True).encode())

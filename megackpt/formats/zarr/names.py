@@ -18,6 +18,7 @@ STAGING = ".megackpt-"
 _MARKER = re.compile(r"\.megackpt-([0-9a-f]{16})\.json")
 _CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.(?:pt|bin)")
+# What no file system or zarr v3 (which reserves "__") takes, and "%", so that `unquoted` is the inverse.
 _UNSAFE = re.compile(r"[%/\\\x00-\x1f\x7f]|^\.+$|^__|^zarr\.json$", re.DOTALL)
 _FIXED = frozenset({"metadata.json", COMMON, "zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"})
 
@@ -155,6 +156,7 @@ def _fault_of(key: str, tensors: set[str]) -> str | None:
         return f"begins with {STAGING!r}"
     if not _FIXED.isdisjoint(parts):
         return "has the name of a file of the format"
+    # A file of one array in the directory of another could have the name of a chunk.
     above = next((a for n in range(1, len(parts)) if (a := "/".join(parts[:n])) in tensors), None)
     return f"lies in the directory of {above!r}" if above is not None else None
 

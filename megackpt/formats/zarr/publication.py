@@ -119,6 +119,7 @@ def _marked(store: Store, listed: set[str]) -> set[str]:
                 f"remove the directory, or save to another one.",
                 path=name,
             ) from error
+    # A forged marker must not make a save delete the commit, or the files of another attempt.
     return {n for n in marked if n != MANIFEST and not n.startswith(names.STAGING)}
 
 
@@ -138,17 +139,22 @@ def publish_files(store: Store, *, attempt: str) -> None:
     owned = owned_files(store, listed)
     _check_no_foreign_files(store, listed - owned, target_of)
     markers = [n for n in listed if names.attempt_of_marker(n) is not None]
+    # Up to here nothing has changed. The marker lists old and new files before the first one moves: whatever
+    # a crash leaves then, a later save knows which files are ours.
     put_marker(store, attempt, owned=owned, checkpoint=target_of.values())
     manifest = store.read(MANIFEST, max_bytes=MANIFEST_MAX_BYTES) if is_committed(store) else None
     moved: list[tuple[str, str]] = []  # from, to; in this order
     try:
         if manifest is not None:
             store.delete([MANIFEST])
+        # Durable before the first move, or a crash could bring the old commit back over new files.
         store.sync()
         if store.moves_atomically:
+            # Old files are kept until all new ones are in place, so that an error can be undone.
             backup = {name: f"{staging}{_BACKUP}{name}" for name in sorted(owned)}
             _move_all(store, {**backup, **target_of}, moved)
         else:
+            # Moves are copies here, so there is no backup; files without a successor go first.
             store.delete(sorted(owned - set(target_of.values())))
             _move_all(store, target_of, moved)
     except Exception:
@@ -158,6 +164,7 @@ def publish_files(store: Store, *, attempt: str) -> None:
             elif store.exists(MANIFEST):  # of the old checkpoint, to which the new marker does not belong
                 store.delete([names.marker(attempt)])
         raise
+    # The new files are in place: the backups go.
     store.delete([to for _, to in moved if to.startswith(staging)])
     # Last: until all files are in place, only the old markers may name some of them.
     store.delete(markers)
@@ -213,6 +220,7 @@ def _check_no_foreign_files(store: Store, foreign: set[str], target_of: Mapping[
         StorageError: there is one.
     """
     targets = set(target_of.values())
+    # A file where a directory is needed, or a directory where a file is, would stop the moves half-way.
     in_the_way = sorted((targets | _directories_above(targets)) & foreign)
     in_the_way += sorted(targets & _directories_above(foreign))
     if in_the_way:

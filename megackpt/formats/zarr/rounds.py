@@ -66,6 +66,7 @@ def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> Touch
         if grid is not None:
             dims = len(spec.global_shape)
             chunk[i, :dims] = grid.chunk
+            # One cell along padding dims. Arrays without a grid keep 0 cells, so they number no files.
             extents[i] = 1
             extents[i, :dims] = grid_extents(spec.global_shape, grid.chunk)
     first_file = np.concatenate([[0], np.cumsum(extents.prod(axis=1))]).astype(np.int64)
@@ -78,6 +79,7 @@ def find_touched_files(table: ChunkTable, grids: Sequence[Grid | None]) -> Touch
     low = start // chunk[array]
     high = -(-(start + cut.shape) // chunk[array])
     which, linear = _cells(low, high, extents[array])
+    # Several rectangles of a row may be in one file, which counts once.
     pairs = np.unique(np.stack([row[which], first_file[array[which]] + linear], axis=1), axis=0)
     return TouchedFiles(pairs[:, 0], pairs[:, 1], first_file)
 
@@ -113,6 +115,7 @@ def plan_rounds(plan: SavePlan, touches: TouchedFiles) -> Rounds:
     for group in groups:
         row, rank = int(touches.row[group[0]]), int(writer[group[0]])
         uses = [taken.setdefault(file, {}) for file in touches.file[group].tolist()]
+        # A rank may write a file in the same round twice; another rank may not.
         number = 0
         while any(use.get(number, rank) != rank for use in uses):
             number += 1

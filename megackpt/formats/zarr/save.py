@@ -55,8 +55,8 @@ class ZarrSaveStrategy(SaveStrategy):
         tensorstore()
         self.check_keys(plan.table.arrays)
         rounds = self._planned(plan, "").rounds
-        mine = plan.rows_of(rank)
-        return [np.sort(mine[rounds.round[mine] == number]) for number in range(rounds.count)]
+        own_rows = plan.rows_of(rank)
+        return [np.sort(own_rows[rounds.round[own_rows] == number]) for number in range(rounds.count)]
 
     def write_chunks(
         self, store: Store, *, attempt: str, rank: int, plan: SavePlan, rows: Ints, parts: ChunkParts
@@ -64,6 +64,7 @@ class ZarrSaveStrategy(SaveStrategy):
         """Write the files of one round. Rank 0 needs no receipt."""
         writing = self._planned(plan, attempt)
         table = plan.table
+        # Whoever writes the first row of an array writes its documents, so that exactly one rank does.
         first_rows = np.searchsorted(table.array, np.arange(len(table.arrays)))
         assembler = Assembler(store, writing)
         tensors = [row for row in rows.tolist() if writing.arrays[int(table.array[row])] is not None]
@@ -99,6 +100,8 @@ class ZarrSaveStrategy(SaveStrategy):
             None if grid is None else self.array_of(spec, grid, attempt)
             for spec, grid in zip(plan.table.arrays, grids, strict=True)
         ]
+        # `rounds` asks before there is an attempt. Which rows touch which files does not depend on it, and is
+        # what takes long to compute.
         if last is not None and last[0] is plan:
             touches, rounds = last[2].touches, last[2].rounds
         else:

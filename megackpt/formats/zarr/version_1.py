@@ -72,6 +72,8 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
     def begin(self, store: Store, *, attempt: str) -> None:
         """Check, before anything is written, that all arrays in the directory are of a checkpoint."""
         tensorstore()
+        # Called for its errors: publishing replaces arrays by name, so it must not meet those of somebody
+        # else.
         owned_files(store, store.names())
         remove_empty_directories(store, names.STAGING)
 
@@ -118,6 +120,9 @@ class ZarrV2SaveStrategy(ZarrSaveStrategy):
         stale = [path + V2_FILE for path in sorted(paths)]
         owned = sorted(owned_files(store, listed) - set(stale))
         stale += [n for n in owned if n.startswith(key_prefix) and n != names.COMMON]
+        # The marker keeps naming the removed files as ours, so that a later save deletes them if this one
+        # does not get to it. They leave the list of the checkpoint, by which a load finds that files are
+        # missing.
         attempt = _attempt(store, listed)
         if attempt is not None:
             kept = parse_files(
@@ -149,6 +154,7 @@ class ZarrV2LoadStrategy(LoadStrategy):
         Arrays in deeper directories count only inside a zarr group: else they are of the steps of a training.
         """
         listed = store.names()
+        # Saves of megackpt and Megatron-Core write one of these before the commit, and other writers neither.
         is_incomplete = names.COMMON in listed or any(names.attempt_of_marker(n) for n in listed)
         arrays = arrays_in(listed)
         is_group = bool(arrays) and ".zgroup" in listed
@@ -186,6 +192,8 @@ class ZarrV2LoadStrategy(LoadStrategy):
         if allow_unsafe_pickle:
             warn_of_unsafe_pickle(store.location)
         listed = store.names()
+        # Arrays are found by their documents, so without this check a lost document is a lost array,
+        # silently.
         if not manifest.get("detected"):
             check_marked(store, listed)
         arrays = find_arrays_v2(store, listed)
@@ -226,6 +234,8 @@ def _encoded_common(common: Any) -> bytes:
 
 def _attempt(store: Store, listed: list[str]) -> str | None:
     attempts = [a for a in map(names.attempt_of_marker, listed) if a is not None]
+    # There are two markers if a save died after it wrote its own and before it deleted the old one. Files of
+    # both attempts may then be in place.
     return attempts[0] if len(attempts) == 1 else None
 
 

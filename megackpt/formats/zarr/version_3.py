@@ -92,6 +92,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
         """Write the document of the group of arrays, and the list of files."""
         super().write_index(store, attempt=attempt, plan=plan, receipts=receipts)
         put_file(store, names.arrays_directory(attempt) + V3_FILE, group_v3())
+        # Without this list, an array whose document is lost would look like one that was never saved.
         files = json.dumps({"files": self._identifying_files(plan, attempt)}, indent=1)
         return {
             "files": write_small_file(store, names.files_file(attempt), files.encode()),
@@ -102,6 +103,7 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
     def _identifying_files(self, plan: SavePlan, attempt: str) -> list[str]:
         """Return the documents of arrays and the files of objects, from which a reader knows the keys."""
         table, files = plan.table, set()
+        # Files of chunks are not listed: a reader derives their names from the document of their array.
         for spec in table.arrays:
             if spec.dtype != OBJECT:
                 files.add(f"{names.arrays_directory(attempt)}{names.quoted(spec.key)}/{V3_FILE}")
@@ -126,11 +128,13 @@ class ZarrV3SaveStrategy(ZarrSaveStrategy):
 
     def remove_arrays(self, store: Store, manifest: Json, *, key_prefix: str) -> tuple[Json, list[str]]:
         """Add the prefix to the removed ones in the manifest; the files of these arrays become stale."""
-        found = _find(store, manifest)
-        gone = tuple(a.path for a in found.arrays if a.spec.key.startswith(key_prefix))
-        stale = [n for n in found.listed if n.startswith(gone)] if gone else []
-        for key, objects in found.objects.items():
+        stored = _find(store, manifest)
+        gone = tuple(a.path for a in stored.arrays if a.spec.key.startswith(key_prefix))
+        stale = [n for n in stored.listed if n.startswith(gone)] if gone else []
+        for key, objects in stored.objects.items():
             stale += objects.files.values() if key.startswith(key_prefix) else []
+        # Documents carry no list of arrays, so the manifest names what is gone: until the files are deleted,
+        # and if that never happens, a load skips these keys.
         return manifest | {_REMOVED: [*manifest.get(_REMOVED, []), key_prefix]}, stale
 
     def files_of(self, manifest: Json) -> list[str]:
@@ -165,12 +169,13 @@ class ZarrV3LoadStrategy(LoadStrategy):
                 directories = _directories(manifest, store.location)
                 files = _identifying_files(store, manifest)
                 yield from missing_files(files, listed, list_name=manifest["files"]["file"])
-                there = [name for name in files if name in set(listed)]
-                found = find_arrays_v3(store, there, directory=directories[0])
-                yield from missing_chunks(found, listed)
+                # Only documents that exist can be read: the others were yielded just now.
+                existing = sorted(set(files) & set(listed))
+                arrays = find_arrays_v3(store, existing, directory=directories[0])
+                yield from missing_chunks(arrays, listed)
                 yield from changed_documents(
                     store,
-                    found,
+                    arrays,
                     lambda array: array_v3(
                         array.spec, array.grid, directory=directories[0], name=names.quoted(array.spec.key)
                     ),
@@ -183,15 +188,15 @@ class ZarrV3LoadStrategy(LoadStrategy):
         """Find the arrays. There are no pickles in this format."""
         tensorstore()
         detected = bool(manifest.get("detected"))
-        found = _find(store, manifest)
+        stored = _find(store, manifest)
         return open_contents(
             store,
-            arrays=found.arrays,
-            objects=found.objects,
-            listed=found.listed,
+            arrays=stored.arrays,
+            objects=stored.objects,
+            listed=stored.listed,
             common=lambda: dict(_NOTHING) if detected else _read_common(store, manifest),
             decode_object=lambda data, where: unpack(without_digest(data, where=where), where=where),
-            identity=identity_of(found.arrays, found.listed) if detected else _identity(manifest),
+            identity=identity_of(stored.arrays, stored.listed) if detected else _identity(manifest),
             names_save=not detected,
         )
 
@@ -216,14 +221,16 @@ def _find(store: Store, manifest: Json) -> _FoundItems:
         return _FoundItems(find_arrays_v3(store, listed, directory=""), {}, listed)
     directories, gone = _directories(manifest, store.location), _removed(manifest, store.location)
     files, list_name = _identifying_files(store, manifest), f"{store.location}/{manifest['files']['file']}"
+    # Before any document is read: a key whose files are lost must be an error, not a smaller checkpoint.
     check_listed(files, listed, location=store.location, list_name=list_name, key_of=_key_of_directory)
     arrays = find_arrays_v3(store, listed, directory=directories[0])
     objects = find_objects(
         listed, directory=directories[1], key_of=names.unquoted, suffix=SUFFIX, is_checked=True
     )
     return _FoundItems(
+        # Files of removed arrays may still be there, if the process died before it deleted them.
         [a for a in arrays if not a.spec.key.startswith(gone)],
-        {key: found for key, found in objects.items() if not key.startswith(gone)},
+        {key: of_key for key, of_key in objects.items() if not key.startswith(gone)},
         listed,
     )
 
@@ -265,9 +272,9 @@ def _check_manifest(manifest: Json) -> Iterator[Damage]:
 
 def _check_common(store: Store, manifest: Json) -> Iterator[Damage]:
     named, _ = file_entry(store, manifest, "common")
-    found = store.size(named["file"])
-    if found != named["nbytes"]:
-        yield Damage(file=named["file"], what=f"it has {found:,} bytes instead of {named['nbytes']:,}")
+    nbytes = store.size(named["file"])
+    if nbytes != named["nbytes"]:
+        yield Damage(file=named["file"], what=f"it has {nbytes:,} bytes instead of {named['nbytes']:,}")
 
 
 def _key_of(name: str) -> str:
@@ -285,6 +292,7 @@ def _identity(manifest: Json) -> str:
 
 def with_digest(data: bytes) -> bytes:
     """Return the digest of data, followed by data."""
+    # No entry names the file of a single object, so its digest has to be in the file.
     return digest_of(data).encode() + data
 
 
@@ -305,7 +313,7 @@ def without_digest(data: bytes, *, where: str) -> bytes:
 
 def _directories(manifest: Json, where: str) -> tuple[str, str]:
     """Return the directories of arrays and objects, with '/' at their ends."""
-    found = []
+    directories = []
     for entry in ("arrays", "objects"):
         name = manifest.get(entry)
         if not isinstance(name, str):
@@ -314,15 +322,17 @@ def _directories(manifest: Json, where: str) -> tuple[str, str]:
                 path=where,
             )
         check_name(name, location=where)
-        found.append(f"{name}/")
+        directories.append(f"{name}/")
+    # The directories have no digest in the manifest. What ties them to it is the attempt in their names.
     attempt = str(manifest.get("attempt"))
-    if found != [names.arrays_directory(attempt), names.objects_directory(attempt)]:
+    if directories != [names.arrays_directory(attempt), names.objects_directory(attempt)]:
         raise FormatError(
             f"{where}/{MANIFEST} is of attempt {attempt:.80}, and its arrays and objects are in "
-            f"{found[0]:.200} and {found[1]:.200}. The file is damaged, or of another checkpoint.",
+            f"{directories[0]:.200} and {directories[1]:.200}. The file is damaged, or of another "
+            f"checkpoint.",
             path=f"{where}/{MANIFEST}",
         )
-    return found[0], found[1]
+    return directories[0], directories[1]
 
 
 def _read_common(store: Store, manifest: Json) -> Any:
