@@ -21,12 +21,12 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelRng,
     ShardedModule,
+    StageTable,
     VocabParallelEmbedding,
     VocabParallelOutput,
     divide_over_tp,
     mark,
     second_copy,
-    split_layers,
     vocab_parallel_cross_entropy,
 )
 from models.blocks.transformer import TransformerLayer, block_norm, residual_dropout
@@ -68,7 +68,7 @@ class Decoder(ShardedModule):
         owned: global indices of this stage's layers.
     """
 
-    def __init__(self, stage: Stage, owned: range) -> None:
+    def __init__(self, stage: Stage, owned: Sequence[int]) -> None:
         super().__init__(stage.groups)
 
         def build(index: int) -> TransformerLayer:
@@ -94,7 +94,7 @@ class GPT(ShardedModule):
         rng: random streams for dropout; may be None where config.dropout is 0.
         sequence_parallel: between the layers each rank of tp holds its part of the sequence only; tp must
             divide the sequence length then.
-        layers_per_stage: layers of each pipeline stage, for an uneven split.
+        stages: which layers are on which stage; None splits them evenly.
         device: where the parameters lie.
 
     Raises:
@@ -108,19 +108,22 @@ class GPT(ShardedModule):
         rng: ParallelRng | None = None,
         *,
         sequence_parallel: bool = False,
-        layers_per_stage: Sequence[int] | None = None,
+        stages: StageTable | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(groups)
         config.check_layout(groups.layout)
-        owned = split_layers(config.num_layers, groups.pp.size, counts=layers_per_stage)[groups.pp.rank]
+        if stages is None:
+            stages = StageTable.even(config.num_layers, pp=groups.pp.size)
+        stages.check_layout(pp=groups.pp.size)
+        stages.check_num_layers(config.num_layers)
         self.config = config
         self.sequence_parallel = sequence_parallel
         stage = Stage(
             config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
         )
         self.embedding = Embedding(stage) if groups.pp.is_first else None
-        self.decoder = Decoder(stage, owned)
+        self.decoder = Decoder(stage, stages.layers_of(groups.pp.rank))
         self.output_layer = (
             VocabParallelOutput(
                 config.vocab_size,

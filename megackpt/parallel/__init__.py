@@ -58,9 +58,9 @@ from megackpt.parallel.schedule import (
     Transfer,
     plan_1f1b,
     plan_forward,
-    split_layers,
 )
 from megackpt.parallel.stack import LayerStack
+from megackpt.parallel.stages import StageTable
 from megackpt.parallel.tp_sharding import Declarations, TpSharding
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "RowParallelLinear",
     "RowRange",
     "ShardedModule",
+    "StageTable",
     "TpSharding",
     "Transfer",
     "VocabParallelEmbedding",
@@ -117,7 +118,6 @@ __all__ = [
     "second_copy",
     "sharded_state_dict",
     "share_losses",
-    "split_layers",
     "stable_seed",
     "vocab_parallel_cross_entropy",
 ]

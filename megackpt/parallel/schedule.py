@@ -1,11 +1,11 @@
-"""The layers of each pipeline stage, and the order in which a stage works, as plain data.
+"""The order in which a pipeline stage works, as plain data.
 
-Splits layers into stages, and plans the one-forward-one-backward schedule. `pipeline` executes a plan.
+Plans the one-forward-one-backward schedule. `stages` decides which layers a stage has; `pipeline` executes a
+plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -47,41 +47,6 @@ class Transfer:
 
 
 Action: TypeAlias = "Forward | Backward | Transfer"
-
-
-def split_layers(num_layers: int, stages: int, *, counts: Sequence[int] | None = None) -> tuple[range, ...]:
-    """Return the global layer indices of each stage, in order.
-
-    Without `counts` the stages differ by one layer at most, and the first ones have more: the last one also
-    computes the logits.
-
-    >>> split_layers(5, 2)
-    (range(0, 3), range(3, 5))
-
-    Args:
-        num_layers: layers of the whole model.
-        stages: number of pipeline stages.
-        counts: layers of each stage, for an uneven split; 0 for a stage with other work.
-
-    Raises:
-        DeclarationError: fewer layers than stages; or counts that are not one for each stage, or do not add
-            up.
-    """
-    if counts is None:
-        if not 1 <= stages <= num_layers:
-            raise DeclarationError(
-                f"{num_layers} layers cannot be split over pp={stages} stages: a stage would have none. Use "
-                f"at most {num_layers} stages, or give the layers of each stage."
-            )
-        share, more = divmod(num_layers, stages)
-        counts = [share + (stage < more) for stage in range(stages)]
-    if len(counts) != stages or sum(counts) != num_layers or min(counts) < 0:
-        raise DeclarationError(
-            f"layers per stage {tuple(counts)} do not fit {num_layers} layers over pp={stages} stages. Give "
-            f"{stages} numbers that add up to {num_layers}."
-        )
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def plan_1f1b(stages: int, stage: int, micro_batches: int) -> tuple[Action, ...]:

@@ -25,16 +25,16 @@ class LayerStack(ShardedModule):
 
     Args:
         build: returns the layer with a global index.
-        owned: global indices of the layers of this stage; see `schedule.split_layers`.
+        owned: global indices of the layers of this stage, in order; see `StageTable`.
         total: number of layers over all stages.
         groups: the ranks around this one.
     """
 
     def __init__(
-        self, build: Callable[[int], nn.Module], owned: range, total: int, groups: ParallelGroups
+        self, build: Callable[[int], nn.Module], owned: Sequence[int], total: int, groups: ParallelGroups
     ) -> None:
         super().__init__(groups)
-        self.owned = owned
+        self.owned = tuple(owned)
         self.total = total
         for local, index in enumerate(owned):
             self.add_module(str(local), build(index))

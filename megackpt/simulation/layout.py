@@ -14,7 +14,7 @@ import numpy as np
 
 from megackpt.errors import DeclarationError
 from megackpt.geometry import Ints
-from megackpt.parallel import split_layers
+from megackpt.parallel import StageTable
 
 _ITEM = re.compile(r"(tp|pp|ep|dp|world)\s*=?\s*(\d+)", re.IGNORECASE)
 
@@ -99,7 +99,7 @@ class JobLayout:
         return tp + self.tp * (np.arange(self.dp, dtype=np.int64) + self.dp * pp)
 
 
-def layers_of_stages(num_layers: int, stages: int, *, ends_count: bool) -> Sequence[range]:
+def layers_of_stages(num_layers: int, stages: int, *, ends_count: bool) -> Sequence[Sequence[int]]:
     """Return the layers of each stage; with ends_count embedding and output layer count as one each.
 
     >>> [len(owned) for owned in layers_of_stages(126, 16, ends_count=True)]
@@ -108,9 +108,6 @@ def layers_of_stages(num_layers: int, stages: int, *, ends_count: bool) -> Seque
     Raises:
         DeclarationError: fewer layers than stages.
     """
-    if not ends_count or stages == 1:
-        return split_layers(num_layers, stages)
-    counts = [len(part) for part in split_layers(num_layers + 2, stages)]
-    counts[0] -= 1
-    counts[-1] -= 1
-    return split_layers(num_layers, stages, counts=counts)
+    ends = ends_count and stages > 1
+    table = StageTable.even(num_layers, pp=stages, account_for_embedding=ends, account_for_loss=ends)
+    return table.layers

@@ -246,13 +246,15 @@ class _GroupDeclarations:
     rank: Ints
 
 
-def _of_stage(model: Model, owned: range, *, is_first: bool, is_last: bool) -> Iterator[_StageParameter]:
+def _of_stage(
+    model: Model, owned: Sequence[int], *, is_first: bool, is_last: bool
+) -> Iterator[_StageParameter]:
     """Yield the parameters of a stage in order of registration."""
     if is_first:
         yield from (_StageParameter(weight) for weight in model.first)
     begin = 0
     for stack in model.stacks:
-        for layer in range(max(owned.start, begin), min(owned.stop, begin + stack.layers)):
+        for layer in (layer for layer in owned if begin <= layer < begin + stack.layers):
             leading = ((layer - begin, stack.layers),) if stack.has_axis else ()
             yield from (_StageParameter(weight, leading) for weight in stack.weights)
         begin += stack.layers

@@ -22,6 +22,7 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
+    StageTable,
     all_reduce,
     forward_backward,
     forward_only,
@@ -63,7 +64,8 @@ def _train(
     """Return the losses of this dp rank and its boxes of the gradients, reduced as an optimizer would."""
     groups = ParallelGroups.create(layout)
     config = replace(CONFIG, tied_embeddings=tied)
-    model = GPT(config, groups, sequence_parallel=sequence_parallel, layers_per_stage=counts)
+    stages = None if counts is None else StageTable.from_counts(counts, pp=layout.pp)
+    model = GPT(config, groups, sequence_parallel=sequence_parallel, stages=stages)
     init_weights(model, seed=11)
     batches = _batches(groups)
     losses = forward_backward(model, batches, groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from megackpt.parallel import Action, Backward, Forward, Transfer, plan_1f1b, plan_forward, split_layers
+from megackpt.parallel import Action, Backward, Forward, Transfer, plan_1f1b, plan_forward
 
 stages_ = integers(1, 6)
 micro_batches_ = integers(0, 12)
@@ -107,12 +107,3 @@ def test_micro_batches_in_flight_are_bounded_by_the_stages_to_come(stages: int, 
             in_flight += isinstance(action, Forward) - isinstance(action, Backward)
             most = max(most, in_flight)
         assert most == min(stages - stage, micro_batches)
-
-
-@given(layers=integers(1, 40), stages=integers(1, 8))
-def test_stages_tile_the_layers_evenly(layers: int, stages: int) -> None:
-    if stages > layers:
-        return
-    owned = split_layers(layers, stages)
-    assert [i for part in owned for i in part] == list(range(layers))
-    assert max(map(len, owned)) - min(map(len, owned)) <= 1

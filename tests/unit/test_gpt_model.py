@@ -17,6 +17,7 @@ from megackpt.parallel import (
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
+    StageTable,
     forward_backward,
     is_marked,
 )
@@ -96,7 +97,11 @@ def test_every_element_has_exactly_one_main_replica(layout: ParallelLayout, tied
 
 
 def test_keys_are_free_of_layer_numbers_and_stages() -> None:
-    model = GPT(CONFIG, ParallelGroups.offline(ParallelLayout(pp=2), 1), layers_per_stage=(3, 1))
+    model = GPT(
+        CONFIG,
+        ParallelGroups.offline(ParallelLayout(pp=2), 1),
+        stages=StageTable.from_string("Ettt|tL", pp=2),
+    )
     state = model.sharded_state_dict("model.")
     assert list(state) == [f"model.{name}" for name in model.state_dict()]
     proj = state["model.decoder.layers.0.self_attention.linear_proj.weight"]

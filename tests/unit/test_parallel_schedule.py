@@ -1,4 +1,4 @@
-"""Stage splits and plans by example, and their errors."""
+"""Pipeline plans by example, and their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megackpt.parallel import (
     Transfer,
     forward_backward,
     plan_1f1b,
-    split_layers,
 )
 
 
@@ -26,21 +25,6 @@ def test_neighbours_that_both_send_post_send_and_receive_together() -> None:
     # First of two stages: activation 1 goes out while the gradient of 0 comes in.
     assert Transfer(peer="next", send=1, receive=0) in plan_1f1b(2, 0, 3)
     assert Transfer(peer="previous", send=0, receive=1) in plan_1f1b(2, 1, 3)
-
-
-def test_uneven_counts_are_taken_as_given() -> None:
-    assert split_layers(5, 3, counts=(1, 4, 0)) == (range(0, 1), range(1, 5), range(5, 5))
-
-
-@pytest.mark.parametrize("counts", [(2, 2), (1, 2, 3), (-1, 3, 3)])
-def test_counts_that_do_not_fit_are_rejected(counts: tuple[int, ...]) -> None:
-    with pytest.raises(DeclarationError, match=r"5 layers over pp=3.*3 numbers that add up to 5"):
-        split_layers(5, 3, counts=counts)
-
-
-def test_more_stages_than_layers_are_rejected() -> None:
-    with pytest.raises(DeclarationError, match=r"2 layers.*pp=3.*at most 2 stages"):
-        split_layers(2, 3)
 
 
 def test_a_plan_for_a_stage_that_does_not_exist_is_rejected() -> None:
