@@ -8,6 +8,7 @@ these streams, as they must not depend on the layout (see `models.init`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,15 +18,31 @@ from megackpt.errors import DeclarationError, MismatchError
 from megackpt.mapping import ShardedObject, ShardedStateDict
 from megackpt.parallel.groups import ParallelGroups
 
-Stream = Literal["replicated", "distinct"]
+Stream = Literal["replicated", "distinct", "expert"]
 
-# The coordinates that the seed of a stream depends on. "replicated" is for activations that are equal on all
-# of tp: all of tp must drop the same elements.
-_COORDINATES: dict[Stream, tuple[str, ...]] = {"replicated": ("pp", "dp"), "distinct": ("pp", "dp", "tp")}
+# The indices that the seed of a stream depends on; those of `_indices`.
+_SEED_INDICES: dict[Stream, tuple[str, ...]] = {
+    "replicated": ("pp", "dp_cp"),
+    "distinct": ("pp", "dp_cp", "tp"),
+    "expert": ("pp", "ep", "etp"),
+}
 
 
 class ParallelRng:
-    """The two random streams of a rank: `replicated` (equal over tp) and `distinct` (its own).
+    """The random streams of a rank: `replicated`, `distinct` and `expert`.
+
+    * `replicated` is equal over tp. For activations that all ranks of tp have: they must drop the same
+      elements.
+    * `distinct` is different on each rank. For activations of which each rank has its own: heads, features,
+      a part of the sequence.
+    * `expert` is equal over edp. For what the replicas of an expert must have in common: its initial weights,
+      noise on its weights.
+
+    They are the streams of Megatron's tracker (data-parallel, model-parallel, expert-parallel), with one
+    difference: ranks of dp and of cp have different tokens, so `replicated` and `distinct` differ over both.
+    Megatron draws the same numbers there, unless `--data-parallel-random-init` seeds the ranks of dp
+    differently. Dropout inside of an expert draws from `distinct`, not from `expert`: replicas of an expert
+    have different tokens.
 
     A stream's state follows from the base seed, the step of the last `reseed` and the rank's coordinates,
     and then from what was drawn. Resuming at the same layout restores the states: bit for bit the same run.
@@ -36,13 +53,15 @@ class ParallelRng:
         seed: base seed of the job, equal on all ranks.
         groups: the ranks around this one.
         device: where the random numbers are wanted.
+
+    Source: Megatron-Core `tensor_parallel.random.model_parallel_cuda_manual_seed`.
     """
 
     def __init__(self, seed: int, groups: ParallelGroups, *, device: torch.device | str = "cpu") -> None:
         self.seed = seed
         self.groups = groups
         self._generators: dict[Stream, torch.Generator] = {
-            stream: torch.Generator(device=device) for stream in _COORDINATES
+            stream: torch.Generator(device=device) for stream in _SEED_INDICES
         }
         self.reseed(0)
 
@@ -56,23 +75,26 @@ class ParallelRng:
         """The stream of this rank only."""
         return self._generators["distinct"]
 
+    @property
+    def expert(self) -> torch.Generator:
+        """The stream that is equal on all ranks with the same slices of the same experts."""
+        return self._generators["expert"]
+
     def generator(self, stream: Stream) -> torch.Generator:
         """Return the generator of `stream`."""
         return self._generators[stream]
 
     def reseed(self, step: int) -> None:
-        """Restart both streams from the base seed, `step` and this rank's coordinates. Local.
+        """Restart all streams from the base seed, `step` and this rank's coordinates. Local.
 
         Call it on every rank after loading a checkpoint of step `step` at another layout than it was saved
         at.
         """
-        coordinates = self.groups.layout.coordinates(self.groups.rank)
-        for stream, names in _COORDINATES.items():
-            indices = tuple(getattr(coordinates, name) for name in names)
-            self._generators[stream].manual_seed(stable_seed(self.seed, step, stream, *indices))
+        for stream in _SEED_INDICES:
+            self._reseed(stream, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed, layout `(pp, tp, dp)` and both states (uint8 tensors on the CPU). Local."""
+        """Return seed, layout (sizes by axis) and all states (uint8 tensors on the CPU). Local."""
         states: dict[str, Any] = {
             stream: generator.get_state() for stream, generator in self._generators.items()
         }
@@ -81,37 +103,67 @@ class ParallelRng:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, saved by the rank with the same coordinates of the same layout. Local.
 
+        A state that was saved before there was a stream for experts begins that stream anew, at step 0.
+
         Raises:
             MismatchError: the state belongs to another layout.
         """
-        if tuple(state["layout"]) != self._layout():
+        saved_at = _as_sizes(state["layout"])
+        if saved_at != self._layout():
             raise MismatchError(
-                f"'rng_state' was saved at (pp, tp, dp) = {tuple(state['layout'])} but this run has "
-                f"{self._layout()}: its streams have no counterpart here. Call reseed(step) on every rank "
-                f"instead of loading them.",
+                f"'rng_state' was saved at {_text(saved_at)}, but this run is at {_text(self._layout())}: "
+                f"its streams have no counterpart here. Call reseed(step) on every rank instead of loading "
+                f"them.",
                 key="rng_state",
                 rank=self.groups.rank,
             )
         self.seed = int(state["seed"])
         for stream, generator in self._generators.items():
-            generator.set_state(state[stream].cpu())
+            if stream in state:
+                generator.set_state(state[stream].cpu())
+            else:
+                self._reseed(stream, 0)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        """Declare `prefix + "rng_state"`, one element per rank of an array `(pp, tp, dp)`. Local."""
-        coordinates = self.groups.layout.coordinates(self.groups.rank)
+        """Declare `prefix + "rng_state"`, one element per rank of an array `(pp, tp, dp * cp)`. Local."""
+        layout, index = self.groups.layout, self._indices()
         key = f"{prefix}rng_state"
         return {
             key: ShardedObject(
                 key=key,
                 data=self.state_dict(),
-                global_shape=self._layout(),
-                global_offset=(coordinates.pp, coordinates.tp, coordinates.dp),
+                global_shape=(layout.pp, layout.tp, layout.size("dp_cp")),
+                global_offset=(index["pp"], index["tp"], index["dp_cp"]),
             )
         }
 
-    def _layout(self) -> tuple[int, int, int]:
+    def _reseed(self, stream: Stream, step: int) -> None:
+        index = self._indices()
+        indices = tuple(index[name] for name in _SEED_INDICES[stream])
+        self._generators[stream].manual_seed(stable_seed(self.seed, step, stream, *indices))
+
+    def _indices(self) -> dict[str, int]:
+        """Return this rank's index along each axis, and among the ranks with the same weights (dp_cp)."""
+        layout, rank = self.groups.layout, self.groups.rank
+        dense, expert = layout.coordinates(rank), layout.expert_coordinates(rank)
+        dp_cp = dense.dp * layout.cp + dense.cp
+        return {"pp": dense.pp, "tp": dense.tp, "dp_cp": dp_cp, "ep": expert.ep, "etp": expert.etp}
+
+    def _layout(self) -> dict[str, int]:
         layout = self.groups.layout
-        return (layout.pp, layout.tp, layout.dp)
+        return {axis: layout.size(axis) for axis in ("pp", "tp", "dp", "cp", "ep", "etp")}
+
+
+def _as_sizes(layout: Mapping[str, int] | Sequence[int]) -> dict[str, int]:
+    """Return the sizes of a stored layout by axis. Before there were cp and ep it was `(pp, tp, dp)`."""
+    if isinstance(layout, Mapping):
+        return dict(layout)
+    pp, tp, dp = layout
+    return {"pp": pp, "tp": tp, "dp": dp, "cp": 1, "ep": 1, "etp": tp}
+
+
+def _text(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
 class ParallelDropout(nn.Module):
@@ -121,7 +173,7 @@ class ParallelDropout(nn.Module):
         p: probability that an element becomes 0; in `[0, 1)`.
         rng: the streams; may be None where p is 0.
         stream: `replicated` for activations that are equal on all of tp, `distinct` for those that differ by
-            rank.
+            rank; see `ParallelRng`.
 
     Raises:
         DeclarationError: p is out of range, or needs an rng and has none.

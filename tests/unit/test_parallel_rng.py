@@ -37,6 +37,36 @@ def test_every_rank_has_a_distinct_stream() -> None:
     assert len(set(streams)) == 8
 
 
+def _equal_over(stream: str, layout: ParallelLayout) -> list[set[int]]:
+    """Return the sets of ranks that draw the same from a stream."""
+    ranks: dict[tuple[float, ...], set[int]] = {}
+    for rank in range(layout.world_size):
+        ranks.setdefault(_draws(getattr(_rng(rank, layout=layout), stream)), set()).add(rank)
+    return list(ranks.values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=2, cp=2, dp=2),
+        ParallelLayout(cp=4, pp=2),
+        ParallelLayout(tp=4, cp=2, ep=2, etp=1),  # replicas of an expert are on different ranks of tp
+        ParallelLayout(tp=2, dp=4, ep=2, etp=4),
+        ParallelLayout(dp=4, pp=2, ep=2),
+    ],
+    ids=str,
+)
+def test_each_stream_is_equal_on_the_ranks_that_need_it_and_on_no_others(layout: ParallelLayout) -> None:
+    assert _equal_over("replicated", layout) == [set(ranks) for ranks in layout.all_ranks_of("tp")]
+    assert _equal_over("distinct", layout) == [{rank} for rank in range(layout.world_size)]
+    assert _equal_over("expert", layout) == [set(ranks) for ranks in layout.all_ranks_of("edp")]
+
+
+def test_the_streams_of_a_rank_differ_from_each_other() -> None:
+    rng = _rng(0)
+    assert len({_draws(rng.replicated), _draws(rng.distinct), _draws(rng.expert)}) == 3
+
+
 def test_dropout_continues_bit_for_bit_after_a_resume() -> None:
     x = torch.ones(100)
     rng = _rng(3)
@@ -66,10 +96,41 @@ def test_torch_s_global_generator_is_neither_read_nor_advanced() -> None:
 
 def test_another_layout_s_state_is_rejected_with_the_way_on() -> None:
     with pytest.raises(
-        MismatchError, match=r"\(2, 2, 2\) but this run has \(1, 4, 2\).*reseed\(step\)"
+        MismatchError,
+        match=r"pp 2, tp 2, dp 2, cp 1, .*, but this run is at pp 1, tp 4, dp 2, .*reseed\(step\)",
     ) as caught:
         _rng(5, layout=ParallelLayout(tp=4, dp=2)).load_state_dict(_rng(5).state_dict())
     assert (caught.value.key, caught.value.rank) == ("rng_state", 5)
+
+
+def test_a_layout_with_other_cp_or_experts_is_another_layout() -> None:
+    layouts = [
+        ParallelLayout(dp=4),
+        ParallelLayout(dp=2, cp=2),
+        ParallelLayout(dp=4, ep=2),
+        ParallelLayout(dp=4, etp=2),
+    ]
+    for saved in layouts:
+        for layout in layouts:
+            state, rng = _rng(1, layout=saved).state_dict(), _rng(1, layout=layout)
+            if layout == saved:
+                rng.load_state_dict(state)
+            else:
+                with pytest.raises(MismatchError, match=r"reseed\(step\)"):
+                    rng.load_state_dict(state)
+
+
+def test_a_state_from_before_there_were_experts_and_cp_goes_on() -> None:
+    rng = _rng(5, seed=3)
+    _draws(rng.distinct)
+    now = rng.state_dict()
+    before = {"seed": 3, "layout": (2, 2, 2), "replicated": now["replicated"], "distinct": now["distinct"]}
+    expected = [_draws(rng.replicated), _draws(rng.distinct), _draws(_rng(5, seed=3).expert)]
+    resumed = _rng(5, seed=9)
+    resumed.load_state_dict(before)
+    assert [_draws(resumed.replicated), _draws(resumed.distinct), _draws(resumed.expert)] == expected
+    with pytest.raises(MismatchError, match=r"cp 1, ep 1, etp 2, but this run is at .* cp 2"):
+        _rng(5, layout=ParallelLayout(tp=2, pp=2, dp=2, cp=2)).load_state_dict(before)
 
 
 def test_reseed_is_a_function_of_seed_step_and_coordinates_alone() -> None:
@@ -88,6 +149,13 @@ def test_each_rank_declares_its_own_element() -> None:
     assert {e.global_shape for e in declared} == {(2, 2, 2)}
     assert len({e.global_offset for e in declared}) == 8
     assert declared[6].global_offset == (1, 0, 1)  # pp 1, tp 0, dp 1
+
+
+def test_ranks_of_cp_declare_elements_of_their_own() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2)
+    declared = [_rng(rank, layout=layout).sharded_state_dict()["rng_state"] for rank in range(8)]
+    assert {e.global_shape for e in declared} == {(1, 2, 4)}
+    assert [e.global_offset for e in declared] == [(0, rank % 2, rank // 2) for rank in range(8)]
 
 
 def test_dropout_keeps_the_expectation_and_the_dtype() -> None:
@@ -117,3 +185,9 @@ def test_a_probability_of_one_is_rejected() -> None:
 def test_stable_seed_never_changes() -> None:
     # Pinned: another value would give every model that was ever seeded other initial weights.
     assert stable_seed(1234, "decoder.layers.mlp.linear_fc1.weight.gate", 3) == 179242167739579296
+
+
+def test_streams_without_cp_never_change() -> None:
+    # Pinned: another seed would make a run drop other elements than it did with an earlier release.
+    assert _draws(_rng(3).distinct)[:2] == (0.26867735385894775, 0.4123098850250244)
+    assert _draws(_rng(3).replicated)[:2] == (0.814462423324585, 0.700402557849884)
