@@ -49,10 +49,10 @@ def check_number(
         DeclarationError: value is not a number, or out of range.
     """
     least = "of at least 0" if may_be_0 else "above 0"
-    found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not (0 < found < math.inf or (may_be_0 and found == 0)):  # nan is neither
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (0 < number < math.inf or (may_be_0 and number == 0)):  # nan is neither
         raise DeclarationError(f"{name} is {value!r}; give a finite number {least}{otherwise}.")
-    if found > most:
+    if number > most:
         raise DeclarationError(f"{name} is {value!r}; give a number {least} and up to {most:g}{otherwise}.")
 
 

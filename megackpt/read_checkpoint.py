@@ -67,9 +67,9 @@ class Checkpoint:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         manifest = json.loads((self.directory / "metadata.json").read_text())
-        found = (manifest["sharded_backend"], manifest["sharded_backend_version"])
-        if found != ("megackpt", 1):
-            raise SystemExit(f"{directory} has format {found}; this program reads ('megackpt', 1).")
+        stored_format = (manifest["sharded_backend"], manifest["sharded_backend_version"])
+        if stored_format != ("megackpt", 1):
+            raise SystemExit(f"{directory} has format {stored_format}; this program reads ('megackpt', 1).")
         self.common = json.loads((self.directory / manifest["common"]["file"]).read_text())
         self.common_tensors: dict[str, Array] = {}
         if "common_tensors" in manifest:
@@ -95,7 +95,7 @@ class Checkpoint:
         number = self.number[key]
         shape, name = self.shapes[number], self.dtypes[number]
         low, high, drop = bounds(index, shape)
-        found = np.zeros([b - a for a, b in zip(low, high, strict=True)], np.dtype(RAW_BITS.get(name, name)))
+        values = np.zeros([b - a for a, b in zip(low, high, strict=True)], np.dtype(RAW_BITS.get(name, name)))
         for row in np.flatnonzero(self.index["array"] == number):
             start = self.index["start"][row, : len(shape)]
             box = self.index["shape"][row, : len(shape)]
@@ -103,28 +103,28 @@ class Checkpoint:
             if (begin >= end).any():
                 continue
             first, last = int(self.index["flat_start"][row]), int(self.index["flat_stop"][row])
-            data = np.frombuffer(self._bytes(row), found.dtype)
+            data = np.frombuffer(self._bytes(row), values.dtype)
             if (first, last) == (0, int(box.prod())):
                 source = tuple(slice(a, b) for a, b in zip(begin - start, end - start, strict=True))
                 target = tuple(slice(a, b) for a, b in zip(begin - low, end - low, strict=True))
-                found[target] = data.reshape(box)[source]
+                values[target] = data.reshape(box)[source]
             else:  # a flat range of the box: the row-major positions first..last
                 inside = np.stack(np.unravel_index(np.arange(first, last), box)) + (start - low)[:, None]
                 is_asked = ((inside >= 0) & (inside < np.subtract(high, low)[:, None])).all(axis=0)
-                found[tuple(inside[:, is_asked])] = data[is_asked]
+                values[tuple(inside[:, is_asked])] = data[is_asked]
         if name == "bfloat16" and not raw:
-            found = np.asarray(np.left_shift(found.astype("u4"), 16)).view("f4")
-        return np.asarray(found[drop])
+            values = np.asarray(np.left_shift(values.astype("u4"), 16)).view("f4")
+        return np.asarray(values[drop])
 
     def objects(self, key: str) -> dict[tuple[int, ...], tuple[Any, dict[str, Array]]]:
         """Return an array of objects as {position: (JSON tree, tensors that the tree refers to)}."""
         number = self.number[key]
-        found: dict[tuple[int, ...], tuple[Any, dict[str, Array]]] = {}
+        objects: dict[tuple[int, ...], tuple[Any, dict[str, Array]]] = {}
         for row in np.flatnonzero(self.index["array"] == number):
             tensors, metadata = read_safetensors(self._bytes(row))
             position = tuple(self.index["start"][row, : len(self.shapes[number])].tolist())
-            found[position] = (json.loads(metadata["tree"]), tensors)
-        return found
+            objects[position] = (json.loads(metadata["tree"]), tensors)
+        return objects
 
     def _bytes(self, row: Any) -> bytes:
         with open(self.directory / self.files[int(self.index["file"][row])], "rb") as file:

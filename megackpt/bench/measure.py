@@ -102,7 +102,7 @@ class BenchRun:
         return RawFiles(self.directory(_RAW), self.nbytes, rank=self.rank, ranks=self.ranks)
 
     def time_raw(self, case: str, nbytes: int, work: Callable[[bool], None], *, is_direct: bool) -> None:
-        """Note a run of raw I/O, or that the system refuses it; nbytes is this rank's share."""
+        """Note a run of raw I/O, or that the system does not support it; nbytes is this rank's share."""
         who = RAW_DIRECT if is_direct else RAW_BUFFERED
         failed: list[str] = []
 
@@ -189,6 +189,6 @@ class BenchRun:
         probe = self.fresh("probe")
         if self.rank == 0:
             (probe / "file").write_bytes(bytes(1 << 20))
-        found = self.drop(probe)
+        is_dropped = self.drop(probe)
         self.clear()
-        return found
+        return is_dropped

@@ -45,24 +45,24 @@ def profile(run: BenchRun, path: Path) -> Phases:
         with traced_load(tracer):
             api.load(declared.declare(state), store)
 
-    found: Phases = {}
+    phases_of_case: Phases = {}
     events: list[dict[str, Any]] = []
     for name, work in (("save", save), ("load", load)):
         store = open_store(directory)
         tracer = Tracer()
         seconds = timed(partial(work, tracer, traced_store(store, tracer)))
         store.close()
-        mine = {"all": seconds, **tracer.seconds()}
+        own_phases = {"all": seconds, **tracer.seconds()}
         ranks: list[Any] = [None] * run.ranks
-        dist.all_gather_object(ranks, (mine, _events(name, tracer, rank=run.rank)))
-        found[name] = [phases for phases, _ in ranks]
+        dist.all_gather_object(ranks, (own_phases, _events(name, tracer, rank=run.rank)))
+        phases_of_case[name] = [phases for phases, _ in ranks]
         events += [event for _, of_rank in ranks for event in of_rank]
         spoil(state)
         if run.rank == 0:
             page_cache.drop(directory)
     if run.rank == 0:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return found
+    return phases_of_case
 
 
 def _events(name: str, tracer: Tracer, *, rank: int) -> list[dict[str, Any]]:

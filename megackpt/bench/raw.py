@@ -26,7 +26,7 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One request to the system: a place in an open file, and the memory that goes there or comes from it."""
+    """One request to the system: a position in an open file, and the memory that is written or read."""
 
     descriptor: int
     offset_bytes: int

@@ -121,17 +121,17 @@ class Report:
 
     def ratios(self, row: Row) -> dict[str, float]:
         """Compare a row: its share of the raw limit, and how many times faster it is than each peer."""
-        found: dict[str, float] = {}
+        ratios: dict[str, float] = {}
         if row.rate is None or row.median_s is None or row.is_raw:
-            return found
+            return ratios
         limit = self.limit(row.case)
         if limit:
-            found["raw"] = row.rate / limit
+            ratios["raw"] = row.rate / limit
         for peer in self.peers:
             theirs = self.row(row.case, peer)
             if theirs is not None and theirs.median_s and peer != row.who:
-                found[peer] = theirs.median_s / row.median_s
-        return found
+                ratios[peer] = theirs.median_s / row.median_s
+        return ratios
 
     def unsupported_cases(self) -> list[str]:
         """Say once why something was not done."""

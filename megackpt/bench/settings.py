@@ -74,7 +74,7 @@ class BenchSettings:
         _check_known("case", self.cases, CASES)
 
 
-def _check_known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-    unknown = [name for name in given if name not in known]
+def _check_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise DeclarationError(f"{unknown[0]!r} is no {what}. Known are {', '.join(known)}.")

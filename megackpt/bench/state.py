@@ -144,9 +144,9 @@ def make_state(
     state = RankState(layout, rank)
     tp_rank, pp_rank, dp_rank = layout.coordinates_of(rank)
     layers = 1 + max(array.layer or 0 for array in model)
-    mine = [a for a in model if (a.layer or 0) * layout.pp // layers == pp_rank]
-    cuts = _flat_cuts(mine, layout, dp_rank) if layout.is_flat else [None] * len(mine)
-    for array, cut in zip(mine, cuts, strict=True):
+    own_arrays = [a for a in model if (a.layer or 0) * layout.pp // layers == pp_rank]
+    cuts = _flat_cuts(own_arrays, layout, dp_rank) if layout.is_flat else [None] * len(own_arrays)
+    for array, cut in zip(own_arrays, cuts, strict=True):
         axis = array.tp_axis
         block = tuple(n // layout.tp if i == axis else n for i, n in enumerate(array.shape))
         replica = (0 if axis is not None else tp_rank, dp_rank)
@@ -185,8 +185,8 @@ def fingerprints(state: RankState) -> tuple[str, ...]:
 
 def first_difference(state: RankState, expected: Sequence[str]) -> str | None:
     """Return the key of a shard whose fingerprint is not the expected one; None if there is none."""
-    for shard, found, right in zip(state.shards, fingerprints(state), expected, strict=True):
-        if found != right:
+    for shard, actual, correct in zip(state.shards, fingerprints(state), expected, strict=True):
+        if actual != correct:
             return shard.key
     return None
 
@@ -218,7 +218,7 @@ def _flat_cuts(arrays: Sequence[ModelArray], layout: GridLayout, dp_rank: int) -
 def _values(
     array: ModelArray, key: str, block: tuple[int, ...], tp_rank: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Values of a block, `block`: bits that follow from the key and the place in the global array."""
+    """Values of a block, `block`: bits that follow from the key and the position in the global array."""
     coordinates_of = torch.zeros(block, dtype=torch.int64)
     stride = 1
     for axis in reversed(range(len(block))):

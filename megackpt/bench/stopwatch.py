@@ -21,16 +21,16 @@ def timed(work: Callable[[], object]) -> float:
 
 def largest(value: float) -> float:
     """Return the largest over all ranks. Collective."""
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    largest_value = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest_value, dist.ReduceOp.MAX)
+    return float(largest_value)
 
 
 def total(value: int) -> int:
     """Return the sum over all ranks. Collective."""
-    found = torch.tensor(value)
-    dist.all_reduce(found)
-    return int(found)
+    sum_of_ranks = torch.tensor(value)
+    dist.all_reduce(sum_of_ranks)
+    return int(sum_of_ranks)
 
 
 def all_true(value: bool) -> bool:
@@ -47,7 +47,7 @@ class Results:
         self._seconds: dict[tuple[str, str], list[float]] = {}
         self._verified: dict[tuple[str, str], bool] = {}
         self._differing: dict[tuple[str, str], str] = {}
-        self._refused: dict[tuple[str, str], str] = {}
+        self._unsupported: dict[tuple[str, str], str] = {}
         self._read: dict[tuple[str, str], int] = {}
         self.figures: list[Figure] = []
 
@@ -73,7 +73,7 @@ class Results:
     def mark_unsupported(self, case: str, who: str, reason: str) -> None:
         """Note why there is no run."""
         self._seconds.setdefault((case, who), [])
-        self._refused[case, who] = reason
+        self._unsupported[case, who] = reason
 
     def verify(self, cases: tuple[str, ...], who: str, difference: str | None) -> None:
         """Note whether what runs have loaded is right: difference is a key that is not. Collective."""
@@ -103,7 +103,7 @@ class Results:
                 seconds=tuple(self._seconds[name]),
                 verified=self._verified.get(name),
                 differing=self._differing.get(name),
-                unsupported=self._refused.get(name),
+                unsupported=self._unsupported.get(name),
                 read_nbytes=self._read.get(name),
             )
             for name in ordered

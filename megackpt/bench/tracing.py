@@ -89,10 +89,10 @@ class Tracer:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase, summed over threads."""
-        found: dict[str, float] = {}
+        seconds_of_name: dict[str, float] = {}
         for span in self.spans:
-            found[span.name] = found.get(span.name, 0.0) + span.stop_s - span.start_s
-        return found
+            seconds_of_name[span.name] = seconds_of_name.get(span.name, 0.0) + span.stop_s - span.start_s
+        return seconds_of_name
 
 
 def traced_store(store: Store, tracer: Tracer) -> Store:

@@ -24,7 +24,7 @@ from megackpt.checkpointer.root_files import (
     steps_with_metrics,
     write_tracker,
 )
-from megackpt.engine.checkpoint.manifest import holds_other_attempts
+from megackpt.engine.checkpoint.manifest import has_other_attempts
 from megackpt.engine.checkpoint.steps import StepDirectories, step_name
 from megackpt.engine.data.progress import NoProgress
 from megackpt.engine.verification.verify import verify_share
@@ -84,7 +84,7 @@ def decide(
             f"best {retention.keep_best.metric if retention.keep_best else ''}": step in best,
         }
         if any(reasons.values()):
-            kept[step] = tuple(reason for reason, holds in reasons.items() if holds)
+            kept[step] = tuple(reason for reason, applies in reasons.items() if applies)
     return RetentionDecision(kept=kept, removed=tuple(step for step in steps if step not in kept))
 
 
@@ -173,13 +173,13 @@ class Cleanup:
         """Return the steps that a job may be saving now: something was written there in the last seconds.
 
         A committed step is among them only if it also has files that its commit does not name. Where a store
-        does not tell when it was written to, no step is.
+        has no times of its files, no step is.
         """
         busy = {step for step in removals.incomplete if self._was_written(step, within_s)}
         for step in removals.retention.removed:
             if self._was_written(step, within_s):
                 with contextlib.closing(self._directories.open(step_name(step))) as store:
-                    busy |= {step} if holds_other_attempts(store) else set()
+                    busy |= {step} if has_other_attempts(store) else set()
         return frozenset(busy)
 
     def _was_written(self, step: int, within_s: float) -> bool:

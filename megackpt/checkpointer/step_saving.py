@@ -23,7 +23,7 @@ class StepSaving:
         tier_saving: saves into tiers.
         async_saving: saves into both in the background; None for synchronous saves.
         choice: chooses the destinations of each step.
-        trigger: knows the signals, and is told of each save.
+        trigger: knows the signals, and is notified of each save.
     """
 
     def __init__(

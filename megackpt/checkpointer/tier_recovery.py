@@ -182,13 +182,13 @@ class Recovery:
         doing = "looking into a checkpoint"
         source = leaders[source_node]
         files = StepFiles.from_bytes(broadcast_from_rank(group, described, source=source, doing=doing))
-        found: list[Any] | None = None
+        files_of_rank: list[Any] | None = None
         if group.rank == 0:
-            found = [
+            files_of_rank = [
                 survey.nodes_with_data(candidate, files),
                 list(survey.missing_on_nodes(candidate, files).items()),
             ]
-        nodes_of, missing = _from_rank_0(group, found)
+        nodes_of, missing = _from_rank_0(group, files_of_rank)
         lost = sorted(file for file, nodes in nodes_of.items() if not nodes)
         if lost:
             self._skip(

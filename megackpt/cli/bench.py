@@ -34,10 +34,10 @@ class _Size(click.ParamType[int]):
         """Return the bytes."""
         if isinstance(value, int):
             return value
-        found = _SIZE.fullmatch(str(value).strip())
-        if found is None:
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
             self.fail(f"{value!r} is no size; give one as 2GiB, 512MiB or a number of bytes.", param, ctx)
-        return int(float(found["number"]) * _UNITS[found["unit"].upper()])
+        return int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
 @click.command(name="bench")

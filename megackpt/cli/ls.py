@@ -37,10 +37,10 @@ class Step:
         state: `committed`; `incomplete`, if its save or its removal did not finish; `unreadable`, if its
             commit is damaged.
         latest: whether it is the newest committed step.
-        age_s: seconds since it was committed, or last written to; None if the store does not tell.
+        age_s: seconds since it was committed, or last written to; None if the store has no times.
         nbytes: bytes of its files.
         format: backend and version; None unless committed.
-        world_size: number of ranks that saved it; None if its commit does not tell.
+        world_size: number of ranks that saved it; None if its commit does not name it.
         pinned: whether it is protected from removal.
         metrics: the metrics that it was saved with; as text if they are not finite.
     """
@@ -94,11 +94,11 @@ def list_steps(root: str | os.PathLike[str]) -> list[Step]:
             f"the directory above it.",
             path=str(root),
         )
-    found = scan(directories)
+    steps = scan(directories)
     describe = partial(
-        _describe_step, directories, committed=found.committed, pins=read_pins(directories.root)
+        _describe_step, directories, committed=steps.committed, pins=read_pins(directories.root)
     )
-    numbers = sorted({*found.committed, *found.incomplete})
+    numbers = sorted({*steps.committed, *steps.incomplete})
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="megackpt-ls") as threads:
         return [step for step in threads.map(describe, numbers) if step is not None]
 
@@ -141,7 +141,7 @@ def _describe_step(
 
 
 def _age_s(files: Sequence[StepFile]) -> float | None:
-    """Return seconds since a step was committed, or last written to; None if the store does not tell."""
+    """Return seconds since a step was committed, or last written to; None if the store has no times."""
     times = [file.modified_s for file in files if file.modified_s is not None and file.name == MANIFEST]
     times = times or [file.modified_s for file in files if file.modified_s is not None]
     return max(time.time() - max(times), 0.0) if times else None

@@ -128,11 +128,11 @@ class SingleProcess(Group):
     size = 1
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return the data alone."""
+        """Return the data unchanged: this is the only rank."""
         return [data]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the data alone."""
+        """Return the data unchanged: this is the only rank."""
         return [data]
 
     def exchange(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> None:

@@ -28,7 +28,7 @@ from megackpt.errors import CheckpointError, RankFailedError, WriterFailedError
 T = TypeVar("T")
 
 PART_BYTES = 4 << 20
-"""Longer messages go in parts: the store's server refuses values of 8 MiB."""
+"""Longer messages go in parts: the store's server rejects values of 8 MiB."""
 
 LOOK_EVERY_S = 1.0
 """How often a rank that waits for a message checks whether another rank has given up."""
@@ -228,8 +228,8 @@ class StoreGroup(Group):
         if len({len(of_rank) for of_rank in by_rank}) > 1:
             raise RankFailedError("Ranks are at different steps, which have different numbers to compare.")
         largest = [max(column) for column in zip(*by_rank, strict=True)]
-        found: list[int] = json.loads(self._broadcast_from_root(json.dumps(largest).encode()))
-        return found
+        largest_of_ranks: list[int] = json.loads(self._broadcast_from_root(json.dumps(largest).encode()))
+        return largest_of_ranks
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part; rank 0 gives those of all."""

@@ -84,13 +84,13 @@ def uncovered_regions(
     >>> found.start.tolist(), found.stop.tolist(), found.count.tolist()
     ([[3]], [[4]], [0])
     """
-    found: list[Regions] = []
+    uncovered: list[Regions] = []
     for array, position, weight, split in _left_over_corners(rectangles, whole, expected):
         bounds = np.append(np.flatnonzero(np.diff(array, prepend=-1)), len(array)).tolist()
-        found += [
+        uncovered += [
             _regions_of(int(array[a]), position[a:b], weight[a:b], whole, split) for a, b in pairwise(bounds)
         ]
-    return found
+    return uncovered
 
 
 def uncovered_arrays(rectangles: Rectangles, whole: Ints, expected: Rectangles) -> Ints:

@@ -54,9 +54,11 @@ class XlaSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the elements of a box, or what torch's planner finds."""
-        found = self.state_dict.get(index.fqn)
+        tensor = self.state_dict.get(index.fqn)
         return (
-            found.taken(index) if isinstance(found, _ShardedTensorInterface) else super().lookup_object(index)
+            tensor.taken(index)
+            if isinstance(tensor, _ShardedTensorInterface)
+            else super().lookup_object(index)
         )
 
 
@@ -72,7 +74,7 @@ class XlaLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Take a state dict to fill and what is stored."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self._given = self.state_dict
+        self._user_state_dict = self.state_dict
         self.state_dict = {key: _unwrapped(key, leaf) for key, leaf in self.state_dict.items()}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -100,18 +102,18 @@ class XlaLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the host's buffer of a box, or what torch's planner finds."""
-        found = self.state_dict.get(index.fqn)
+        tensor = self.state_dict.get(index.fqn)
         return (
-            found.buffer(index)
-            if isinstance(found, _ShardedTensorInterface)
+            tensor.buffer(index)
+            if isinstance(tensor, _ShardedTensorInterface)
             else super().lookup_tensor(index)
         )
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Put a tensor onto the devices once all of its boxes have arrived."""
-        found = self.state_dict.get(read_item.dest_index.fqn)
-        if isinstance(found, _ShardedTensorInterface):
-            found.arrived()
+        target = self.state_dict.get(read_item.dest_index.fqn)
+        if isinstance(target, _ShardedTensorInterface):
+            target.arrived()
         else:
             super().commit_tensor(read_item, tensor)
 
@@ -119,7 +121,7 @@ class XlaLoadPlanner(DefaultLoadPlanner):
         """Put an object into the state dict."""
         super().load_bytes(read_item, value)
         if not self.flatten_state_dict:  # torch's planner then writes into what it takes for the user's dict
-            self._given[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
+            self._user_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
 
 
 def _unwrapped(key: str, leaf: Any) -> Any:
@@ -169,16 +171,16 @@ class _ShardedTensorInterface:
         return self._size
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        mine = [(start, shape) for start, shape, replica in self._boxes if replica == 0]
+        main_boxes = [(start, shape) for start, shape, replica in self._boxes if replica == 0]
         self._shards = None  # nothing goes back to the devices; what is not written here is not needed either
-        self._data = {start: self._data[start] for start, _ in mine}
+        self._data = {start: self._data[start] for start, _ in main_boxes}
         return [
             WriteItem(
                 MetadataIndex(fqn, torch.Size(start), i),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(start, shape), self._properties, self._size),
             )
-            for i, (start, shape) in enumerate(mine)
+            for i, (start, shape) in enumerate(main_boxes)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

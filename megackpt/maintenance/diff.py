@@ -123,16 +123,16 @@ def diff(
     for name, flag in flags.items():
         check_flag(name, flag)
     progress = checked_progress(progress)
-    with opened_store(first) as one, opened_store(second) as two, keep_unknown_values():
+    with opened_store(first) as first_store, opened_store(second) as second_store, keep_unknown_values():
         contents = (
-            open_checkpoint(one, allow_unsafe_pickle=allow_unsafe_pickle),
-            open_checkpoint(two, allow_unsafe_pickle=allow_unsafe_pickle),
+            open_checkpoint(first_store, allow_unsafe_pickle=allow_unsafe_pickle),
+            open_checkpoint(second_store, allow_unsafe_pickle=allow_unsafe_pickle),
         )
-        states = _read_common(contents, (one, two)) if common else None
+        states = _read_common(contents, (first_store, second_store)) if common else None
         inline = ((), ()) if states is None else states.inline
         specs = (
-            _chosen(contents[0], one, globs, inline[0]),
-            _chosen(contents[1], two, globs, inline[1]),
+            _chosen(contents[0], first_store, globs, inline[0]),
+            _chosen(contents[1], second_store, globs, inline[1]),
         )
         same = [key for key in sorted(specs[0]) if specs[0][key] == specs[1].get(key)]
         objects = [key for key in same if specs[0][key].dtype == OBJECT]
@@ -144,7 +144,7 @@ def diff(
             *contents,
             threads=threads,
             buffer_bytes=buffer_bytes,
-            where=two.location,
+            where=second_store.location,
             progress=progress,
         )
         values = _diff_objects(objects, *contents)

@@ -198,12 +198,12 @@ def element_distance(
     width = kind.itemsize
     # Few elements differ as a rule, so only those are converted to a wide dtype.
     wide = torch.complex128 if kind.is_complex else torch.float64
-    one, two = (
+    left, right = (
         torch.from_numpy(data.reshape(-1, width)[positions]).reshape(-1).view(kind).to(wide)
         for data in (first, second)
     )
-    is_number = ~(one.isnan() | two.isnan())
-    one, two = one[is_number], two[is_number]
+    is_number = ~(left.isnan() | right.isnan())
+    left, right = left[is_number], right[is_number]
     # The elements differ, so a NaN among the distances is inf - inf in one component of a complex number.
-    distance = (one - two).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    distance = (left - right).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     return (float(distance.max()) if len(distance) else None), int((~is_number).sum())

@@ -50,7 +50,7 @@ class StoredFile:
 
     Attributes:
         name: its name in the checkpoint.
-        rank: the rank that wrote it; None if its name does not tell.
+        rank: the rank that wrote it; None if its name has none.
         chunks: number of chunks in it, of those that are shown.
         nbytes: bytes of these chunks, before compression.
     """
@@ -71,8 +71,8 @@ class CheckpointSummary:
         version: the version of its format.
         manifest: the content of `metadata.json`; for a format without that file, its equivalent.
         arrays: the arrays and objects that were asked for, sorted by key.
-        files: the files that hold their chunks; empty if the format does not tell.
-        rank_nbytes: bytes of these chunks by the rank that wrote them, as far as the format tells.
+        files: the files that hold their chunks; empty if the format does not know.
+        rank_nbytes: bytes of these chunks by the rank that wrote them, as far as the format knows.
         unreadable: keys that cannot be loaded, and why.
         common: leaves of the common state as shortened text, by path. A tensor that is stored as an array
             appears as `array 'KEY'`.
@@ -99,7 +99,7 @@ class CheckpointSummary:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks that saved the checkpoint; None if its commit does not tell."""
+        """Number of ranks that saved the checkpoint; None if its commit does not name it."""
         ranks = self.manifest.get("world_size")
         return ranks if type(ranks) is int else None
 

@@ -112,8 +112,8 @@ def xla_tensor_of(leaf: Any) -> XlaTensor | None:
     which torch_xla wraps on demand.
     """
     if _is_xla_class(type(leaf)):
-        found: XlaTensor = leaf
-        return found
+        tensor: XlaTensor = leaf
+        return tensor
     # torch warns at every attribute of its ShardedTensor, so the class is checked before the device.
     if not isinstance(leaf, torch.Tensor) or is_sharded_tensor_class(type(leaf)):
         return None

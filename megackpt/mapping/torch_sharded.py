@@ -57,7 +57,7 @@ def declare_torch_sharded(key: str, sharded: Any) -> TorchShardedTensor:
     """
     group = getattr(sharded, "_process_group", None)
     metadata, shards = sharded.metadata(), sharded.local_shards()
-    missing = [] if shards else _shards_placed_here(metadata)
+    missing = [] if shards else _local_shards(metadata)
     if group is None or missing:
         what = f"places {missing[0]} on this rank" if missing else "has no process group"
         raise declaration_error(
@@ -88,7 +88,7 @@ def _chunk_of(key: str, metadata: Any, shard: Any) -> ShardedTensor:
     )
 
 
-def _shards_placed_here(metadata: Any) -> list[str]:
+def _local_shards(metadata: Any) -> list[str]:
     """Return as text the shards, without empty ones, that the metadata assign to this rank."""
     if not torch.distributed.is_initialized():
         return []

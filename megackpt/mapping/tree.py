@@ -42,20 +42,20 @@ def iter_leaves(
 
 def leaf_types(tree: Any) -> set[type]:
     """Return the classes of all leaves, which tell whether a tree has to be mapped at all."""
-    found: set[type] = set()
-    _add_types(tree, found)
-    return found
+    types: set[type] = set()
+    _add_types(tree, types)
+    return types
 
 
-def _add_types(tree: Any, found: set[type]) -> None:
+def _add_types(tree: Any, types: set[type]) -> None:
     if not isinstance(tree, (dict, list)):
-        found.add(type(tree))
+        types.add(type(tree))
         return
     for child in tree.values() if isinstance(tree, dict) else tree:
         if isinstance(child, (dict, list)):
-            _add_types(child, found)
+            _add_types(child, types)
         else:
-            found.add(type(child))
+            types.add(type(child))
 
 
 def empty_containers(tree: Any, steps: Steps = ()) -> Iterator[Steps]:
@@ -73,14 +73,14 @@ def keys_by_container(keys: Iterable[str], names: Set[str], but: Container[str] 
 
     Keys in but are left out. A key belongs to the innermost of the containers.
     """
-    found: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     for key in keys if names else ():
         name = key.rpartition(".")[0]
         while name and name not in names:
             name = name.rpartition(".")[0]
         if name and key not in but:
-            found.setdefault(name, []).append(key)
-    return found
+            keys_of.setdefault(name, []).append(key)
+    return keys_of
 
 
 def map_leaves(

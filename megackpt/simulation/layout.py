@@ -63,16 +63,16 @@ class JobLayout:
             DeclarationError: text is no layout, names an axis twice, or its sizes contradict each other.
         """
         items = [item.strip() for item in text.split(",")]
-        found = [_ITEM.fullmatch(item) for item in items]
-        wrong = [item for item, match in zip(items, found, strict=True) if match is None]
-        names = [match[1].lower() for match in found if match is not None]
+        matches = [_ITEM.fullmatch(item) for item in items]
+        wrong = [item for item, match in zip(items, matches, strict=True) if match is None]
+        names = [match[1].lower() for match in matches if match is not None]
         if wrong or len(set(names)) < len(names):
             raise DeclarationError(
                 f"{text!r} is no layout: "
                 + (f"{wrong[0]!r} is not an axis with its size." if wrong else "it names an axis twice.")
                 + " Write one as tp8,pp16,dp128, with ep or world where wanted."
             )
-        sizes = {name: int(match[2]) for name, match in zip(names, found, strict=True) if match is not None}
+        sizes = {name: int(match[2]) for name, match in zip(names, matches, strict=True) if match is not None}
         world = sizes.pop("world", None)
         model = sizes.get("tp", 1) * sizes.get("pp", 1)
         if world is not None and "dp" not in sizes and model:

@@ -127,8 +127,10 @@ def _plan_ranks(
     file = stored.file[region.rows]
     members = [np.searchsorted(group.ranks, ranks) for group in groups]  # ranks of a group are ascending
     for at, rank in enumerate(ranks.tolist()):
-        mine = zip(groups, members, strict=True)
-        requested = joined([group.declare(arrays, positions[at : at + 1]) for group, positions in mine])
+        own_members = zip(groups, members, strict=True)
+        requested = joined(
+            [group.declare(arrays, positions[at : at + 1]) for group, positions in own_members]
+        )
         copies, seconds = run_planner.plan_rank(_stored_only(requested, stored), region, where=stored.where)
         counts.rank.append(rank)
         counts.needed.append(copied_nbytes(copies, region.table))

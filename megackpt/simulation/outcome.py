@@ -150,8 +150,8 @@ class LoadOutcome:
     def exchanged(self) -> int:
         """Bytes that are sent from rank to rank if groups exchange what they read, at least.
 
-        So many they are where whoever reads something needs it, too. A unit of a real exchange may hold
-        shards of an optimizer that only others need.
+        This is the number if whoever reads a part also needs it. A part of a real exchange may contain
+        shards of an optimizer that only other ranks need.
         """
         return max(0, self.total_needed - int(self.unique.sum()))
 

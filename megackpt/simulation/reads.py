@@ -25,7 +25,7 @@ def read_nbytes(copies: Copies, table: ChunkTable, *, block_bytes: int) -> int:
     Rows of a copy that lie far apart in the chunk are read one by one, others with what lies between them;
     every read is of whole blocks, or ends with the chunk.
     """
-    chunk, start, stop = _spans(copies, table)
+    chunk, start, stop = _byte_ranges(copies, table)
     nbytes = table.nbytes[chunk]
     start = start // block_bytes * block_bytes
     stop = np.minimum(-(-stop // block_bytes) * block_bytes, nbytes)
@@ -38,7 +38,7 @@ def read_nbytes(copies: Copies, table: ChunkTable, *, block_bytes: int) -> int:
     return int(np.maximum(stop - np.maximum(start, reached), 0).sum())
 
 
-def _spans(copies: Copies, table: ChunkTable) -> tuple[Ints, Ints, Ints]:
+def _byte_ranges(copies: Copies, table: ChunkTable) -> tuple[Ints, Ints, Ints]:
     """Ranges of bytes of chunks that copies touch, without far gaps: (chunk, start, stop)."""
     width = itemsizes(table.arrays)[table.array[copies.stored]]
     chunk, first = copies.stored, copies.source_first

@@ -73,10 +73,10 @@ class BucketedParameters:
     def of(cls, buffer: BufferLayout) -> BucketedParameters:
         """Put a layout into columns."""
         bucket = np.array(buffer.bucket_of_param, np.int64)
-        start = np.array([span.start for span in buffer.buckets], np.int64)
-        length = np.array([span.numel // buffer.dp for span in buffer.buckets], np.int64)
+        start = np.array([bucket.start for bucket in buffer.buckets], np.int64)
+        length = np.array([bucket.numel // buffer.dp for bucket in buffer.buckets], np.int64)
         first, last = (
-            np.array([getattr(span, end) for span in buffer.params], np.int64) for end in ("start", "stop")
+            np.array([getattr(param, end) for param in buffer.params], np.int64) for end in ("start", "stop")
         )
         return cls(first, last, start[bucket], length[bucket])
 
@@ -109,7 +109,7 @@ class ReplicaGroup:
     step_start: Ints
     step_main: Flags
     packed: BucketedParameters
-    holds_experts: bool
+    has_experts: bool
 
     def declare(self, arrays: JobArrays, members: Ints) -> DeclaredChunks:
         """Return what some of the ranks declare, by their positions in `ranks`. Pure.
@@ -123,11 +123,11 @@ class ReplicaGroup:
         """Return the boxes of everything that these ranks hold together, as one rank would declare them."""
         whole = self.parts.arrays.reshape(-1)  # every part in each of its arrays
         rows = np.repeat(np.arange(len(self.parts.param)), self.parts.arrays.shape[1])
-        numel, one = self.parts.numel[rows], np.ones_like(self.step)
+        numel, ones = self.parts.numel[rows], np.ones_like(self.step)
         start, shape = self.step_start, np.ones_like(self.step_start)
         boxes = _Rows(whole, self.parts.start[rows], self.parts.shape[rows], np.zeros_like(numel), numel)
-        counts = _Rows(self.step, start, shape, one - 1, one)
-        resizable = np.concatenate([self.parts.resizable[rows], np.zeros(len(one), np.bool_)])
+        counts = _Rows(self.step, start, shape, ones - 1, ones)
+        resizable = np.concatenate([self.parts.resizable[rows], np.zeros(len(ones), np.bool_)])
         none = np.zeros(len(resizable), np.int64)
         return _GroupDeclarations(_stacked([boxes, counts]), none.astype(np.bool_), resizable, none)
 
@@ -152,13 +152,13 @@ class ReplicaGroup:
             rows = _Rows(parts.arrays[row, state], parts.start[row], parts.shape[row], begin, end)
             yield _GroupDeclarations(rows, parts.main[row], parts.resizable[row], self.ranks[members[at]])
         at, param = np.nonzero(low < high)
-        one = np.ones_like(param)
+        ones = np.ones_like(param)
         rows = _Rows(
             self.step[param],
             self.step_start[param],
             np.ones_like(self.step_start[param]),
-            one - 1,
-            one,
+            ones - 1,
+            ones,
         )
         # Of the ranks with a part of the parameter, the one with its first element speaks for it.
         main = self.step_main[param] & (low[at, param] == 0)
@@ -174,33 +174,35 @@ def replica_groups(
         DeclarationError: there are more stages than layers.
     """
     layers = layers_of_stages(model.layers, layout.pp, ends_count=model.ends_count_as_layers)
-    found = []
+    groups = []
     for pp in range(layout.pp):
         of_stage = []
         for tp in range(layout.tp):
             ranks = layout.ranks_of(tp=tp, pp=pp)
             placed = list(_of_stage(model, layers[pp], is_first=pp == 0, is_last=pp == layout.pp - 1))
             dense = [p for p in placed if not p.weight.experts]
-            of_stage.append(_hold(dense, model, arrays, ranks, tp, layout, bucket_size))
+            of_stage.append(_replica_group(dense, model, arrays, ranks, tp, layout, bucket_size))
             experts = [p for p in placed if p.weight.experts]
             for ep in range(layout.ep if experts else 0):
-                mine = list(_of_experts(experts, ep, layout.ep))
-                of_stage.append(_hold(mine, model, arrays, ranks[ep :: layout.ep], tp, layout, bucket_size))
-        found.append(of_stage)
-    return found
+                of_ep = list(_of_experts(experts, ep, layout.ep))
+                of_stage.append(
+                    _replica_group(of_ep, model, arrays, ranks[ep :: layout.ep], tp, layout, bucket_size)
+                )
+        groups.append(of_stage)
+    return groups
 
 
 def data_parallel_groups(
     stage: Sequence[ReplicaGroup],
 ) -> list[tuple[ReplicaGroup, list[ReplicaGroup]]]:
     """Return each group of a stage that holds no experts with those that hold the experts of its ranks."""
-    found: list[tuple[ReplicaGroup, list[ReplicaGroup]]] = []
+    groups_of: list[tuple[ReplicaGroup, list[ReplicaGroup]]] = []
     for group in stage:
-        if group.holds_experts:
-            found[-1][1].append(group)
+        if group.has_experts:
+            groups_of[-1][1].append(group)
         else:
-            found.append((group, []))
-    return found
+            groups_of.append((group, []))
+    return groups_of
 
 
 def boxes_of(groups: Sequence[ReplicaGroup], arrays: JobArrays) -> DeclaredChunks:
@@ -272,7 +274,7 @@ def _of_experts(placed: Sequence[_StageParameter], ep: int, of: int) -> Iterator
             yield _StageParameter(param.weight, (*param.leading, (expert, param.weight.experts)))
 
 
-def _hold(
+def _replica_group(
     placed: Sequence[_StageParameter],
     model: Model,
     arrays: JobArrays,
@@ -331,7 +333,7 @@ def _hold(
         step_start=np.array(step_start, np.int64).reshape(len(step), dims),
         step_main=np.array(step_main, np.bool_),
         packed=BucketedParameters.of(plan_buffer(numels, dp=len(ranks), bucket_size=bucket_size)),
-        holds_experts=any(param.weight.experts for param in placed),
+        has_experts=any(param.weight.experts for param in placed),
     )
 
 

@@ -44,11 +44,11 @@ class CoordinatorTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """The stored chunks that meet what some ranks hold together: the rows of an index that they need.
+    """The stored chunks that overlap what some ranks need: their rows of an index.
 
     Attributes:
         rows: rows of the whole table, in the order of `table`.
-        table: the chunks, told by the boxes around them.
+        table: the chunks, each as a flat range of the smallest box around it.
         seconds: how long it took to find them.
     """
 
@@ -98,7 +98,7 @@ def take_rows(
 def build_index(plan: SavePlan, *, world: int) -> tuple[int, float]:
     """Write the index to memory as rank 0 does; return its size in bytes and how long that took.
 
-    Digests are zeros: they take the same place whatever they are.
+    Digests are zeros: they take the same space whatever they are.
     """
     store, blocks = MemoryStore(), np.zeros(world, np.int64)
     np.add.at(blocks, plan.writer, block_counts(plan.table.nbytes))
@@ -114,11 +114,11 @@ def build_index(plan: SavePlan, *, world: int) -> tuple[int, float]:
 
 
 def region_of(boxes: ChunkTable, stored: ChunkTable, positions: StoredPositions) -> Region:
-    """Find the stored chunks that meet boxes; stored is sorted as in an index, whose head tells places."""
+    """Find the stored chunks that overlap boxes. stored is sorted as in an index, with positions."""
     began = time.thread_time()
-    meets = np.zeros(len(stored), np.bool_)
-    meets[overlapping_chunks(boxes, stored, positions)[1]] = True
-    rows = np.flatnonzero(meets)
+    overlaps = np.zeros(len(stored), np.bool_)
+    overlaps[overlapping_chunks(boxes, stored, positions)[1]] = True
+    rows = np.flatnonzero(overlaps)
     table = with_bounding_boxes(stored.take(rows))
     order = search_order(table)
     return Region(rows[order], table.take(order), time.thread_time() - began)

@@ -86,20 +86,20 @@ def each_rank(
     for stage in stages:
         for dense, experts in data_parallel_groups(stage):
             for at, rank in enumerate(dense.ranks.tolist()):
-                mine = [dense.declare(arrays, np.array([at]))]
+                declared = [dense.declare(arrays, np.array([at]))]
                 if experts:  # neighbours hold different ones
                     dp_ranks = np.array([at // len(experts)])
-                    mine.append(experts[at % len(experts)].declare(arrays, dp_ranks))
-                yield rank, joined(mine)
+                    declared.append(experts[at % len(experts)].declare(arrays, dp_ranks))
+                yield rank, joined(declared)
 
 
 @dataclass(slots=True)
 class _Sent:
-    """What ranks have told rank 0, and how long that took each of them, in s.
+    """What rank 0 has received, and how long sending it took each rank, in s.
 
     Attributes:
         lists: of each rank; the bytes of its shared list are left out.
-        alone: the first list of each rank.
+        main_lists: the first list of each rank.
         shared: the different second ones and their numbers, by their digests.
         kind: which of these each rank has, `[world]`.
         seconds: `[world]`.

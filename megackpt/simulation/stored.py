@@ -96,15 +96,15 @@ def model_of(table: ChunkTable) -> tuple[Model, tuple[str, ...]]:
 
 def _parameters(plain: Mapping[str, ArraySpec]) -> dict[str, tuple[str, ...]]:
     """Return the keys of parameters with the names of their parts; one of the empty name if not fused."""
-    found: dict[str, tuple[str, ...]] = {}
+    parts_of_key: dict[str, tuple[str, ...]] = {}
     for key in plain:
         base, _, name = key.rpartition(".")
         fused = next((f for f in _FUSED if name in f and all(f"{base}.{part}" in plain for part in f)), None)
         if fused is None:
-            found[key] = ("",)
+            parts_of_key[key] = ("",)
         else:
-            found[base] = fused
-    return found
+            parts_of_key[base] = fused
+    return parts_of_key
 
 
 def _weight(
@@ -157,7 +157,7 @@ def _cut_dims(table: ChunkTable) -> dict[str, set[int]]:
     is_cut = np.zeros((len(table.arrays), table.dims), np.bool_)
     np.logical_or.at(is_cut, table.array, table.shape < whole)
     array, dim = np.nonzero(is_cut)
-    found: dict[str, set[int]] = {spec.key: set() for spec in table.arrays}
+    dims_of_key: dict[str, set[int]] = {spec.key: set() for spec in table.arrays}
     for i, d in zip(array.tolist(), dim.tolist(), strict=True):
-        found[table.arrays[i].key].add(d)
-    return found
+        dims_of_key[table.arrays[i].key].add(d)
+    return dims_of_key

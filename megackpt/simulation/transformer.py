@@ -120,13 +120,13 @@ def _linear(
     experts: int = 0,
 ) -> list[Weight]:
     rows = tuple(parts.items())
-    found = [
+    weights = [
         Weight(key=f"{prefix}.weight", parts=rows, inner=(columns,), tp_dim=tp_dim, experts=experts),
     ]
     if sizes.linear_bias:  # of a layer cut by input features it is added after the sum over tp: equal there
         of_rows = 0 if tp_dim == 0 else None
-        found.append(Weight(key=f"{prefix}.bias", parts=rows, tp_dim=of_rows, experts=experts))
-    return found
+        weights.append(Weight(key=f"{prefix}.bias", parts=rows, tp_dim=of_rows, experts=experts))
+    return weights
 
 
 def _norm(prefix: str, sizes: ModelSizes) -> list[Weight]:

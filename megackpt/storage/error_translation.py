@@ -19,7 +19,7 @@ _ADVICE = {
     "also does this after a disk error: see its log).",
     errno.ENOENT: "It does not exist: check the path, that nobody moved or deleted it, and that the store "
     "was created before it was written to.",
-    errno.EEXIST: "It exists already: another process may be writing to the same place.",
+    errno.EEXIST: "It exists already: another process may be writing to the same path.",
     errno.ENOTDIR: "{file} is a file where a directory is needed: give another path, or move the file away.",
     errno.EISDIR: "It is a directory where a file is needed.",
     errno.ENAMETOOLONG: "A part of the path is longer than the file system allows.",

@@ -60,8 +60,8 @@ class CachedDisk:
     @classmethod
     def holding(cls, files: dict[str, bytes]) -> CachedDisk:
         """Return a disk with durable files."""
-        found = {name: CachedFile(content, content) for name, content in files.items()}
-        return cls(seen=dict(found), durable=dict(found))
+        cached = {name: CachedFile(content, content) for name, content in files.items()}
+        return cls(seen=dict(cached), durable=dict(cached))
 
     def flush_names(self, names: Iterable[str]) -> None:
         """Make durable that names are there, or are not; of a file that was moved both names at once."""
@@ -78,16 +78,16 @@ class CachedDisk:
         if loss is Loss.NOTHING:
             return {name: file.content for name, file in self.seen.items()}
         if loss is Loss.EVERYTHING:
-            found = self.durable
+            files = self.durable
         elif loss is Loss.CONTENT:
-            found = self.seen
+            files = self.seen
         elif loss is Loss.CREATIONS:
             moved_from = set(self.moves.values())  # a move is lost as a whole
             kept = {n: f for n, f in self.durable.items() if n in self.seen or n in moved_from}
-            found = kept
+            files = kept
         else:
             moved_from = set(self.moves.values())  # a move happens as a whole
             back = {n: f for n, f in self.durable.items() if n not in self.seen and n not in moved_from}
-            found = self.seen | back
+            files = self.seen | back
         whole = loss is Loss.REMOVALS
-        return {name: file.content if whole else file.durable for name, file in found.items()}
+        return {name: file.content if whole else file.durable for name, file in files.items()}

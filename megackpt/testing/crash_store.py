@@ -31,7 +31,7 @@ class Moment:
     Attributes:
         rank: in an operation of which rank.
         index: how many moments of this rank come before; from 0.
-        alone: only this rank dies, and others go on; else the machine stops.
+        only_this_rank: only this rank dies, and others go on; else the machine stops.
     """
 
     rank: int

@@ -169,7 +169,7 @@ class FaultyStore(Store):
         self._inner.close()
 
     def perform(self, kind: str, name: str, nbytes: int, action: Callable[[], _T]) -> _T:
-        """Count one operation and carry it out, or fail as told.
+        """Count one operation and carry it out, or fail as configured.
 
         Raises:
             StorageError: this is a chosen operation, or `action` raised it.

@@ -201,7 +201,7 @@ class FormatConformance:
             assert all(difference(loaded[k], common[k], path=k) is None for k in common)
         assert load_content_metadata(store) == {"v": 1}
 
-    def test_an_object_it_cannot_hold_is_refused_with_its_path(
+    def test_an_object_that_it_cannot_store_raises_an_error_with_its_path(
         self, strategy: SaveStrategy, new_store: Callable[[], Store]
     ) -> None:
         store = new_store()
@@ -210,7 +210,7 @@ class FormatConformance:
         assert not is_committed(store)
 
     @pytest.mark.parametrize("where", ["state", "content_metadata"])
-    def test_common_state_it_cannot_hold_is_refused_before_anything_is_written(
+    def test_common_state_that_it_cannot_store_raises_an_error_before_anything_is_written(
         self, strategy: SaveStrategy, new_store: Callable[[], Store], where: str
     ) -> None:
         store = new_store()
@@ -224,7 +224,7 @@ class FormatConformance:
         assert store.names() == []
 
     @pytest.mark.parametrize("key", ["a/b", "a.b-c_d", "with space", "ключ", "a" * 150, "metadata.json", "0"])
-    def test_a_key_is_kept_or_refused(
+    def test_a_key_is_kept_or_raises_an_error(
         self, strategy: SaveStrategy, new_store: Callable[[], Store], key: str
     ) -> None:
         store = new_store()
@@ -298,7 +298,7 @@ class FormatConformance:
         store.replace(MANIFEST, damaged)
         with pytest.raises(FormatError, match=MANIFEST):
             _loaded(store)
-        with contextlib.suppress(CheckpointError):  # it may refuse, or replace what is damaged
+        with contextlib.suppress(CheckpointError):  # it may raise an error, or replace what is damaged
             save(_state(2), store, strategy)
             assert _loaded(store) == 2
         store.close()

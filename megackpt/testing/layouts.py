@@ -108,16 +108,16 @@ def owned_chunks(draw: st.DrawFn, shape: tuple[int, ...], *, ranks: int) -> list
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """Boxes that tile an array: a few cuts, each through one of the boxes there are, even or not."""
-    found = [Box((0,) * len(shape), shape)]
+    boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
-        box = found.pop(draw(st.integers(0, len(found) - 1)))
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         cut = draw(st.integers(0, box.shape[dim]))
         for low, high in ((0, cut), (cut, box.shape[dim])):
             start = tuple(a + low if d == dim else a for d, a in enumerate(box.start))
             extent = tuple(high - low if d == dim else n for d, n in enumerate(box.shape))
-            found.append(Box(start, extent))
-    return found
+            boxes.append(Box(start, extent))
+    return boxes
 
 
 def _strided(data: torch.Tensor) -> torch.Tensor:

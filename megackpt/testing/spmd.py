@@ -117,16 +117,16 @@ class XLAShardedTensor(torch.Tensor):
         """Put data onto all devices of this host.
 
         Raises:
-            ValueError: for what torch_xla refuses, and for shapes that it takes and misreads.
+            ValueError: for what torch_xla rejects, and for shapes that it takes and misreads.
         """
         if self._whole is not None:
             raise ValueError("Replicated tensor should not be loaded from local shards - use copy_")
         if [s.shard_device for s in shards] != [s.shard_device for s in self.devices]:
             raise ValueError("Shards must be provided for all local devices")
-        for mine, given in zip(self.devices, shards, strict=True):
-            if (given.data.shape, given.data.dtype) != (mine.data.shape, mine.data.dtype):
-                raise ValueError(f"{given.data.shape} is not the padded shape {mine.data.shape}")
-            mine.data = given.data.clone()
+        for local, shard in zip(self.devices, shards, strict=True):
+            if (shard.data.shape, shard.data.dtype) != (local.data.shape, local.data.dtype):
+                raise ValueError(f"{shard.data.shape} is not the padded shape {local.data.shape}")
+            local.data = shard.data.clone()
         self.loads += 1
 
     @property

@@ -1,7 +1,7 @@
 """Hypothesis strategies for whole sharded state dicts: all entities mixed, for any world.
 
-They state the law of the library for entities. A `GlobalState` is what is stored, whatever the
-layout; `placements` lays it out over a number of ranks, in one of many ways; `PlacedState.declare` gives one
+They state the law of the library for entities. A `GlobalState` is what is stored, whatever the layout.
+`placements` distributes it over a number of ranks, in one of many ways. `DistributedState.declare` gives one
 rank's sharded state dict, with its true values. Needs the extra `test`.
 """
 
@@ -42,7 +42,7 @@ class GlobalState:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedState:
+class DistributedState:
     """A global state laid out over the ranks of one world.
 
     Attributes:
@@ -58,9 +58,9 @@ class PlacedState:
 
 
 @st.composite
-def placements(draw: st.DrawFn, state: GlobalState, *, ranks: int) -> PlacedState:
+def placements(draw: st.DrawFn, state: GlobalState, *, ranks: int) -> DistributedState:
     """Ways to lay a global state out over this many ranks."""
-    return PlacedState(map_leaves(lambda _, leaf: leaf.distribute(draw, ranks), state.tree))
+    return DistributedState(map_leaves(lambda _, leaf: leaf.distribute(draw, ranks), state.tree))
 
 
 @st.composite

@@ -59,7 +59,7 @@ class _LocalTensor:
 def _local_tensors(
     draw: st.DrawFn, *, ranks: int, layers: int, fragments: int, numel: int, may_be_flat: bool
 ) -> list[_LocalTensor]:
-    found = []
+    tensors = []
     for layer, fragment in itertools.product(range(layers), range(fragments)):
         ranges: list[slice | None] = [None]
         if may_be_flat and draw(st.booleans()):
@@ -67,16 +67,16 @@ def _local_tensors(
             ranges = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         for flat in ranges:
             homes = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=2, unique=True))
-            found += [_LocalTensor(rank, layer, fragment, flat, copy) for copy, rank in enumerate(homes)]
-    return found
+            tensors += [_LocalTensor(rank, layer, fragment, flat, copy) for copy, rank in enumerate(homes)]
+    return tensors
 
 
 def _declared(tensors: Sequence[_LocalTensor], entity_of: Callable[[_LocalTensor], Any]) -> Declare:
     """Declare each holding of a rank, in a dict by layer, fragment and range."""
 
     def declare(rank: int) -> dict[str, Any]:
-        mine = [h for h in tensors if h.rank == rank]
-        return {f"{i}.{h.layer}.{h.fragment}": entity_of(h) for i, h in enumerate(mine)}
+        own_tensors = [h for h in tensors if h.rank == rank]
+        return {f"{i}.{h.layer}.{h.fragment}": entity_of(h) for i, h in enumerate(own_tensors)}
 
     return declare
 

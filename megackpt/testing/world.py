@@ -35,9 +35,9 @@ class SimulatedWorld:
         self.messages = [0] * size
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._slots: dict[int, Any] = {}  # what ranks gave to the present collective
+        self._contributions: dict[int, Any] = {}  # what ranks gave to the present collective
         self._collective = 0
-        self._results: list[Any] = []  # what was said in the last one that ended
+        self._results: list[Any] = []  # the contributions to the last one that ended
         self._gone: set[int] = set()
         self._parts: dict[tuple[int, ...], SimulatedWorld] = {}
 
@@ -60,7 +60,7 @@ class SimulatedWorld:
             finally:
                 self._leave(rank)
 
-        self._slots, self._gone, self._parts = {}, set(), {}
+        self._contributions, self._gone, self._parts = {}, set(), {}
         if self.size == 1:
             return [call(0)]
         with ThreadPoolExecutor(max_workers=self.size) as pool:
@@ -86,26 +86,26 @@ class SimulatedWorld:
         with self._changed:
             self.bytes_sent[rank] += nbytes
             self.messages[rank] += 1
-            self._slots[rank] = data
+            self._contributions[rank] = data
             collective = self._collective
-            if len(self._slots) == self.size:
+            if len(self._contributions) == self.size:
                 # Nobody can finish the next collective before all have joined it, so the results stay until
                 # all have read them.
-                self._results = [self._slots[r] for r in range(self.size)]
-                self._slots = {}
+                self._results = [self._contributions[r] for r in range(self.size)]
+                self._contributions = {}
                 self._collective += 1
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._collective != collective or self._absent(), self._timeout_s)
             if self._collective == collective:
-                who = sorted(self._absent() or set(range(self.size)) - set(self._slots))
-                del self._slots[rank]  # who comes late shall not find it complete
+                who = sorted(self._absent() or set(range(self.size)) - set(self._contributions))
+                del self._contributions[rank]  # who comes late shall not find it complete
                 self._gone.add(rank)
                 raise RankFailedError(f"Simulated rank(s) {who} did not answer within {self._timeout_s:g} s.")
             return self._results
 
     def _absent(self) -> set[int]:
         """Return the ranks that ended and did not join the present collective."""
-        return self._gone - set(self._slots)
+        return self._gone - set(self._contributions)
 
 
 class SimulatedRank(Group):
@@ -155,8 +155,8 @@ class SimulatedRank(Group):
 
     def broadcast(self, data: memoryview, *, root: int) -> None:
         """Fill data with what root has in it."""
-        mine = bytes(data) if self.rank == root else b""
-        data[:] = self._world._meet(self.rank, mine, len(mine))[root]
+        own_data = bytes(data) if self.rank == root else b""
+        data[:] = self._world._meet(self.rank, own_data, len(own_data))[root]
 
     def all_gather_into(self, data: memoryview, gathered: memoryview) -> None:
         """Fill gathered with what each rank has in data."""

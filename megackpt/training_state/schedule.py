@@ -84,15 +84,15 @@ class ScheduleState:
         Raises:
             MismatchError: they differ, and `when_different` is "error".
         """
-        stored, given = loaded["fields"], self.values
-        differing = list(self._differing(stored, given))
+        stored, configured = loaded["fields"], self.values
+        differing = list(self._differing(stored, configured))
         if differing and self.when_different == "error":
             raise MismatchError(
                 f"The schedule of the checkpoint is not the one given:\n{truncated_list(differing)}\n"
                 f'Give the values it was trained with, or choose: when_different="checkpoint" goes on as '
                 f'stored, "given" as given.'
             )
-        chosen = self._overridden(stored, given) if self.when_different == "given" else stored
+        chosen = self._overridden(stored, configured) if self.when_different == "given" else stored
         if self._values is not None:
             self._values = dict(chosen)
         else:
@@ -103,9 +103,9 @@ class ScheduleState:
         whose = "the given" if self.when_different == "given" else "the checkpoint's"
         return f"{whose} schedule is followed ({'; '.join(differing)})"
 
-    def _differing(self, stored: Any, given: Any, path: str = "") -> Iterator[str]:
+    def _differing(self, stored: Any, configured: Any, path: str = "") -> Iterator[str]:
         """Yield each configured field that differs, with the stored and the given value."""
-        for name, stored_value, given_value in _pairs(stored, given):
+        for name, stored_value, given_value in _pairs(stored, configured):
             if name in self._progress:
                 continue
             inner = f"{path}.{name}" if path else name
@@ -114,18 +114,18 @@ class ScheduleState:
             elif not _are_equal(stored_value, given_value):
                 yield f"{inner}: {stored_value!r} stored, {given_value!r} given"
 
-    def _overridden(self, stored: Any, given: Any) -> Any:
+    def _overridden(self, stored: Any, configured: Any) -> Any:
         """Return the given fields, with the stored progress."""
-        if not _is_nested(stored) or not _is_nested(given):
-            return given
-        if isinstance(given, list):
-            if not isinstance(stored, list) or len(stored) != len(given):
-                return given
-            return [self._overridden(a, b) for a, b in zip(stored, given, strict=True)]
-        fields = dict(given)
-        for name in given.keys() & stored.keys():
+        if not _is_nested(stored) or not _is_nested(configured):
+            return configured
+        if isinstance(configured, list):
+            if not isinstance(stored, list) or len(stored) != len(configured):
+                return configured
+            return [self._overridden(a, b) for a, b in zip(stored, configured, strict=True)]
+        fields = dict(configured)
+        for name in configured.keys() & stored.keys():
             is_progress = name in self._progress
-            fields[name] = stored[name] if is_progress else self._overridden(stored[name], given[name])
+            fields[name] = stored[name] if is_progress else self._overridden(stored[name], configured[name])
         return fields
 
 
@@ -144,9 +144,9 @@ def _is_nested(value: Any) -> bool:
     )
 
 
-def _pairs(stored: Any, given: Any) -> Iterator[tuple[str, Any, Any]]:
+def _pairs(stored: Any, configured: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the fields that either has, by name or position, with both values."""
-    stored_fields, given_fields = _named(stored), _named(given)
+    stored_fields, given_fields = _named(stored), _named(configured)
     for name in dict.fromkeys([*given_fields, *stored_fields]):
         yield name, stored_fields.get(name, _ABSENT), given_fields.get(name, _ABSENT)
 

@@ -18,28 +18,28 @@ def measure_async(run: BenchRun) -> None:
     layout = GridLayout(tp=run.ranks)
     source, target = run.state(layout), run.state(layout, filled=False)
     expected = fingerprints(source)
-    able = [one for one in run.leaders if one.can_save_async]
-    for one in run.turns(able, peer_rounds=PEER_ROUNDS):
-        _save_async(run, one, source, target, expected)
-        if one is not run.native:  # whose Checkpointer removes old steps itself
-            run.fresh(one.name)
+    able = [contender for contender in run.leaders if contender.can_save_async]
+    for contender in run.turns(able, peer_rounds=PEER_ROUNDS):
+        _save_async(run, contender, source, target, expected)
+        if contender is not run.native:  # whose Checkpointer removes old steps itself
+            run.fresh(contender.name)
     run.native.close()
     run.clear()
 
 
 def _save_async(
-    run: BenchRun, one: Contender, source: RankState, target: RankState, expected: Sequence[str]
+    run: BenchRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
 ) -> None:
-    directory = run.fresh(one.name)
-    declared = one.declare(source)
+    directory = run.fresh(contender.name)
+    declared = contender.declare(source)
     waits: list[Callable[[], Path]] = []
-    stall = timed(lambda: waits.append(one.save_async(declared, directory)))
+    stall = timed(lambda: waits.append(contender.save_async(declared, directory)))
     invert(source)  # as training would change it: what is saved must be a copy
     written: list[Path] = []
     rest = timed(lambda: written.append(waits[0]()))
-    run.results.add(ASYNC_STALL, one.name, stall, run.nbytes)
-    run.results.add(ASYNC_TOTAL, one.name, stall + rest, run.nbytes)
+    run.results.add(ASYNC_STALL, contender.name, stall, run.nbytes)
+    run.results.add(ASYNC_TOTAL, contender.name, stall + rest, run.nbytes)
     invert(source)
     spoil(target)
-    one.load(one.declare(target), written[0])
-    run.results.verify((ASYNC_STALL, ASYNC_TOTAL), one.name, first_difference(target, expected))
+    contender.load(contender.declare(target), written[0])
+    run.results.verify((ASYNC_STALL, ASYNC_TOTAL), contender.name, first_difference(target, expected))

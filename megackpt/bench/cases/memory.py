@@ -24,16 +24,16 @@ def measure_memory(run: BenchRun) -> None:
     state = run.state(layout)
     expected = fingerprints(state)
     highest: dict[tuple[str, str], int] = {}
-    for one in run.turns(run.leaders, rounds=min(2, run.settings.repeats), peer_rounds=_PEER_ROUNDS):
+    for contender in run.turns(run.leaders, rounds=min(2, run.settings.repeats), peer_rounds=_PEER_ROUNDS):
         gc.collect()  # what another contender has left must not be freed meanwhile
-        directory = run.fresh(one.name)
-        saving = int(largest(peak_above(partial(one.save, one.declare(state), directory))))
+        directory = run.fresh(contender.name)
+        saving = int(largest(peak_above(partial(contender.save, contender.declare(state), directory))))
         spoil(state)
-        loading = int(largest(peak_above(partial(one.load, one.declare(state), directory))))
-        run.results.verify((MEMORY,), one.name, first_difference(state, expected))
+        loading = int(largest(peak_above(partial(contender.load, contender.declare(state), directory))))
+        run.results.verify((MEMORY,), contender.name, first_difference(state, expected))
         if run.results.counts:
             for case, peak in ((SAVE, saving), (LOAD_WARM, loading)):
-                highest[case, one.name] = max(highest.get((case, one.name), 0), peak)
+                highest[case, contender.name] = max(highest.get((case, contender.name), 0), peak)
         run.clear()
     for (case, who), peak in sorted(highest.items()):
         run.results.note(f"{MEMORY}, {case.split(',')[0]}", who, peak / _MIB, "MiB")

@@ -82,28 +82,28 @@ def _save(run: BenchRun, group: Sequence[Change]) -> list[Contender]:
     """Save once with everyone who can load what was saved; return them."""
     able: list[Contender] = []
     source = run.state(group[0].saved_at)
-    for one in run.everyone:
-        reasons = [one.unsupported_reason(change.saved_at, change.loaded_at) for change in group]
+    for contender in run.everyone:
+        reasons = [contender.unsupported_reason(change.saved_at, change.loaded_at) for change in group]
         for change, reason in zip(group, reasons, strict=True):
             if reason is not None:
-                run.results.mark_unsupported(change.case, one.name, reason)
+                run.results.mark_unsupported(change.case, contender.name, reason)
         if None in reasons:
-            able.append(one)
-            run.save(one, source)
+            able.append(contender)
+            run.save(contender, source)
     return able
 
 
 def _load(run: BenchRun, change: Change, able: Sequence[Contender], raw: RawFiles) -> None:
     state = run.state(change.loaded_at)
     target = _Target(state, fingerprints(state))
-    for one in run.turns([None, *able], peer_rounds=PEER_ROUNDS):
-        if one is None:
+    for contender in run.turns([None, *able], peer_rounds=PEER_ROUNDS):
+        if contender is None:
             _read_raw(run, change, raw, target.state.nbytes)
             continue
-        if one not in run.formats and run.drop(run.directory(one.name)):
-            run.load(one, target.state, target.expected, change.case + COLD)
-        run.warm(one.name)
-        run.load(one, target.state, target.expected, change.case)
+        if contender not in run.formats and run.drop(run.directory(contender.name)):
+            run.load(contender, target.state, target.expected, change.case + COLD)
+        run.warm(contender.name)
+        run.load(contender, target.state, target.expected, change.case)
 
 
 def _read_raw(run: BenchRun, change: Change, raw: RawFiles, nbytes: int) -> None:

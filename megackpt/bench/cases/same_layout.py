@@ -19,25 +19,25 @@ def measure_same_layout(run: BenchRun) -> None:
     source, target = run.state(layout), run.state(layout, filled=False)
     expected = fingerprints(source)
     raw = run.raw_files()
-    for one in run.turns([None, *run.everyone]):
-        if one is None:
+    for contender in run.turns([None, *run.everyone]):
+        if contender is None:
             _raw(run, raw)
         else:
-            _round_trip(run, one, source, target, expected)
+            _round_trip(run, contender, source, target, expected)
         run.clear()  # one checkpoint at a time: files in memory are memory
 
 
 def _round_trip(
-    run: BenchRun, one: Contender, source: RankState, target: RankState, expected: Sequence[str]
+    run: BenchRun, contender: Contender, source: RankState, target: RankState, expected: Sequence[str]
 ) -> None:
-    seconds = run.save(one, source)
-    run.results.add(SAVE, one.name, seconds, run.nbytes)
-    if run.drop(run.directory(one.name)):
-        run.load(one, target, expected, LOAD_COLD)
+    seconds = run.save(contender, source)
+    run.results.add(SAVE, contender.name, seconds, run.nbytes)
+    if run.drop(run.directory(contender.name)):
+        run.load(contender, target, expected, LOAD_COLD)
     else:
-        run.results.mark_unsupported(LOAD_COLD, one.name, NOTHING_IS_COLD)
-    run.warm(one.name)
-    run.load(one, target, expected, LOAD_WARM, saved=SAVE)
+        run.results.mark_unsupported(LOAD_COLD, contender.name, NOTHING_IS_COLD)
+    run.warm(contender.name)
+    run.load(contender, target, expected, LOAD_WARM, saved=SAVE)
 
 
 def _raw(run: BenchRun, raw: RawFiles) -> None:

@@ -24,10 +24,10 @@ def measure_scaling(run: BenchRun) -> None:
         side.round_trip()
         run.clear()
     for case in (SAVE, LOAD_WARM):
-        one, many = (run.results.row(scaling_case(case, side.ranks), OURS) for side in sides)
-        if one.rate and many.rate:
+        one_rank, many_ranks = (run.results.row(scaling_case(case, side.ranks), OURS) for side in sides)
+        if one_rank.rate and many_ranks.rate:
             name = f"{case}, {SCALING.format(ranks=run.ranks)}"
-            run.results.note(name, OURS, many.rate / one.rate)
+            run.results.note(name, OURS, many_ranks.rate / one_rank.rate)
 
 
 class _Side:

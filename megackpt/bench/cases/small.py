@@ -20,8 +20,8 @@ def measure_small(run: BenchRun) -> None:
     expected = fingerprints(source)
     nbytes = state_nbytes(model, torch.float32)
     repeats = run.settings.repeats
-    for one in run.turns(run.leaders, rounds=_MORE * repeats, peer_rounds=2 * repeats):
-        seconds = run.save(one, source)
-        run.results.add(SMALL_SAVE, one.name, seconds, nbytes)
-        run.load(one, target, expected, SMALL_LOAD, saved=SMALL_SAVE)
+    for contender in run.turns(run.leaders, rounds=_MORE * repeats, peer_rounds=2 * repeats):
+        seconds = run.save(contender, source)
+        run.results.add(SMALL_SAVE, contender.name, seconds, nbytes)
+        run.load(contender, target, expected, SMALL_LOAD, saved=SMALL_SAVE)
     run.clear()

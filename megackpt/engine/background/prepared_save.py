@@ -25,7 +25,7 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Destination:
-    """One place where a state is to be saved, and what is done about the outcome.
+    """One location to which a state is to be saved, and what is done about the outcome.
 
     Attributes:
         request: the state, in the format for this destination.

@@ -93,7 +93,7 @@ def files_of_saves(store: Store) -> list[str]:
     return [*temporary, *fixed, *of_attempts]
 
 
-def holds_other_attempts(store: Store) -> bool:
+def has_other_attempts(store: Store) -> bool:
     """Say whether a store holds files of an attempt that is not committed: failed, or still under way."""
     manifest: Json = {}
     with contextlib.suppress(FormatError):

@@ -201,12 +201,12 @@ class PreparedLoad:
         self.targets.copy_to_shared()
         for entity, data in zip(self.objects, object_bytes, strict=True):
             entity.data = self.contents.decode_object(data, f"{self.where}: object {entity.unique_key!r}")
-        left_out, given = self.keys.left_out, self.common.targets
+        left_out, targets = self.keys.left_out, self.common.targets
         # An excluded array that answers a plain tensor leaves that tensor as it is.
         arrays = {
-            steps: given[steps] if array.key in left_out else array.data
+            steps: targets[steps] if array.key in left_out else array.data
             for steps, array in self.common_arrays.items()
-            if array.key not in left_out or steps in given
+            if array.key not in left_out or steps in targets
         }
         common = self.common.loaded(self.filled, arrays)
         shared = {steps for steps in self.filled if self.targets.is_shared(dotted(steps))}

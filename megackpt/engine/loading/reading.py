@@ -63,8 +63,10 @@ def _connect_exchange(request: LoadRequest, prepared: PreparedLoad, group: Group
 
     options, plan = request.options, prepared.plan
     devices = None if options.cpu_transfer else DeviceGroup(request.exchange_group)
-    given = group if request.exchange_group is None else request.exchange_group
-    ranks = ExchangeRanks(subgroup(given, timeout_s=options.timeout_s), devices, request.file_readers)
+    group_of_ranks = group if request.exchange_group is None else request.exchange_group
+    ranks = ExchangeRanks(
+        subgroup(group_of_ranks, timeout_s=options.timeout_s), devices, request.file_readers
+    )
     if ranks.group.size == 1:
         return DirectReader(options)
     if request.file_readers is None:  # else only other ranks may have the files, and have checked them

@@ -101,7 +101,7 @@ def sharing(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     devices = {device: i for i, device in enumerate(sorted({device for device, _, _ in address_ranges}))}
     device = np.array([devices[device] for device, _, _ in address_ranges], np.int64)
     low, high = (np.array([address_range[i] for address_range in address_ranges], np.uint64) for i in (1, 2))
-    found: dict[int, int] = {}
+    sharing_with: dict[int, int] = {}
     for number in devices.values():
         rows = np.flatnonzero((device == number) & (high > low))
         rows = rows[np.argsort(low[rows], kind="stable")]
@@ -109,21 +109,21 @@ def sharing(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         begins_anew = np.append(True, low[rows][1:] >= reach[:-1]) if len(rows) else np.zeros(0, np.bool_)
         for group in np.split(rows, np.flatnonzero(begins_anew)[1:]):
             if len(group) > 1:
-                _find_in(group.tolist(), tensors, low, high, found)
-    return found
+                _find_in(group.tolist(), tensors, low, high, sharing_with)
+    return sharing_with
 
 
 def _find_in(
-    group: Sequence[int], tensors: Sequence[torch.Tensor], low: Any, high: Any, found: dict[int, int]
+    group: Sequence[int], tensors: Sequence[torch.Tensor], low: Any, high: Any, sharing_with: dict[int, int]
 ) -> None:
     """Add the pairs of a group that share memory; the group is sorted by first byte."""
     for at, i in enumerate(group):
         for j in group[at + 1 :]:
             if low[j] >= high[i]:
                 break
-            if (i not in found or j not in found) and _share_memory(tensors[i], tensors[j]):
-                found.setdefault(i, j)
-                found.setdefault(j, i)
+            if (i not in sharing_with or j not in sharing_with) and _share_memory(tensors[i], tensors[j]):
+                sharing_with.setdefault(i, j)
+                sharing_with.setdefault(j, i)
 
 
 def _address_range(tensor: torch.Tensor) -> tuple[str, int, int]:

@@ -132,7 +132,7 @@ def describe_step(store: Store) -> StepFiles:
     ranges = chunks.file_ranges()
     if ranges is None:
         raise FormatError(
-            f"{store.location}: its format does not say in which files its chunks lie, so it cannot lie on "
+            f"{store.location}: its format does not say in which files its chunks are, so it cannot be on "
             f"several nodes. A Checkpointer saves the native format into tiers.",
             path=store.location,
         )

@@ -71,7 +71,7 @@ class MegackptLoadPlanner(LoadPlanner):
         assert metadata is not None  # DCP's invariant: the storage reader has given it
         self._state_dict = state_dict
         self._stored = metadata.state_dict_metadata
-        arrays = {name for name, found in self._stored.items() if isinstance(found, TensorStorageMetadata)}
+        arrays = {name for name, entry in self._stored.items() if isinstance(entry, TensorStorageMetadata)}
         rank, ranks = rank_and_size(self._process_group)
         self._flattened = flatten_state(state_dict, rank=rank, ranks=ranks, stored=arrays)
         self._values = {name: value for name, (_, value) in flatten(self._flattened.common).items()}
@@ -149,14 +149,14 @@ class MegackptLoadPlanner(LoadPlanner):
         self._count_down()
 
     def _reads_of(self, tensor: ShardedTensor) -> list[ReadItem]:
-        found = self._stored.get(tensor.key)
-        if found is None:
-            return self._refuse_missing(tensor.key)
+        entry = self._stored.get(tensor.key)
+        if entry is None:
+            return self._reads_of_missing(tensor.key)
         tensor.init_data()
         check_target(tensor)
-        _check_matches(tensor, found)
-        assert isinstance(found, TensorStorageMetadata)
-        if tuple(found.size) != tensor.global_shape and tensor.data is not None:
+        _check_matches(tensor, entry)
+        assert isinstance(entry, TensorStorageMetadata)
+        if tuple(entry.size) != tensor.global_shape and tensor.data is not None:
             tensor.data.detach().zero_()  # what is not stored: padding
         items: list[ReadItem] = []
         for part in rectangles(tensor):
@@ -166,36 +166,36 @@ class MegackptLoadPlanner(LoadPlanner):
             index = MetadataIndex(tensor.key, chunk.offsets, number)
             items += [
                 dataclasses.replace(item, dest_index=index)
-                for item in create_read_items_for_chunk_list(tensor.key, found, [chunk])
+                for item in create_read_items_for_chunk_list(tensor.key, entry, [chunk])
                 if all(item.lengths)
             ]
         return items
 
     def _read_of_value(self, name: str, entity: ShardedObject | None) -> list[ReadItem]:
-        found = self._stored.get(name)
-        if found is None:
+        entry = self._stored.get(name)
+        if entry is None:
             per_rank = None if entity is None else self._flattened.per_rank.get(entity.key)
             if per_rank is not None and per_rank.elsewhere == "keep":
                 notice(log, f"{name!r} was stored for another number of ranks: every rank keeps its own.")
                 return []
-            if entity is not None and entity.elsewhere == "keep" and self._holds_objects(entity.key):
+            if entity is not None and entity.elsewhere == "keep" and self._has_objects(entity.key):
                 return []
-            return self._refuse_missing(name if entity is None else entity.key)
-        if not isinstance(found, BytesStorageMetadata):
+            return self._reads_of_missing(name if entity is None else entity.key)
+        if not isinstance(entry, BytesStorageMetadata):
             raise MismatchError(
                 f"{name!r} is stored as a tensor, and asked for as something else. Ask for a tensor of shape "
-                f"{tuple(found.size)}.",
+                f"{tuple(entry.size)}.",
                 key=name,
             )
         offset = torch.Size((0,))
         index = MetadataIndex(name)
         return [ReadItem(LoadItemType.BYTE_IO, index, offset, index, offset, offset)]
 
-    def _holds_objects(self, key: str) -> bool:
+    def _has_objects(self, key: str) -> bool:
         """Whether there is an array of objects of this key, of whatever shape."""
         return any(name.startswith(f"{key}/shard_") for name in self._stored)
 
-    def _refuse_missing(self, key: str) -> list[ReadItem]:
+    def _reads_of_missing(self, key: str) -> list[ReadItem]:
         if not self._allow_partial_load:
             raise MissingKeyError(
                 f"The checkpoint has no {key!r}. Ask for what was saved, or make the planner with "
@@ -213,7 +213,7 @@ class MegackptLoadPlanner(LoadPlanner):
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Write everything into the state dict, in place: nobody tells a planner that a load has ended."""
+        """Write everything into the state dict, in place: a planner is not notified of the end of a load."""
         common = replace_leaves(self._flattened.common, self._loaded)
         update(self._state_dict, self._flattened.unflatten(common, self._missing))
 
@@ -229,19 +229,19 @@ def _nothing_asked(name: str, keys: list[str]) -> MissingKeyError:
     )
 
 
-def _check_matches(tensor: ShardedTensor, found: Any) -> None:
-    if not isinstance(found, TensorStorageMetadata):
+def _check_matches(tensor: ShardedTensor, entry: Any) -> None:
+    if not isinstance(entry, TensorStorageMetadata):
         raise MismatchError(f"{tensor.key!r} is stored as a value, not as a tensor.", key=tensor.key)
-    shape = tuple(found.size)
+    shape = tuple(entry.size)
     resized = shape != tensor.global_shape
     if resized and not (tensor.allow_shape_mismatch and len(shape) == len(tensor.global_shape)):
         raise MismatchError(
             f"{tensor.key!r}: the checkpoint has global shape {shape}, asked for is {tensor.global_shape}.",
             key=tensor.key,
         )
-    if found.properties.dtype != tensor.dtype:
+    if entry.properties.dtype != tensor.dtype:
         raise MismatchError(
-            f"{tensor.key!r}: stored as {found.properties.dtype}, asked for as {tensor.dtype}. Load into a "
+            f"{tensor.key!r}: stored as {entry.properties.dtype}, asked for as {tensor.dtype}. Load into a "
             f"tensor of the stored dtype and convert it then.",
             key=tensor.key,
         )

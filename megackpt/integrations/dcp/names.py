@@ -28,17 +28,17 @@ def flatten(tree: Any) -> dict[str, tuple[Steps, Any]]:
     Raises:
         DeclarationError: two leaves have one name.
     """
-    found: dict[str, tuple[Steps, Any]] = {}
+    leaves: dict[str, tuple[Steps, Any]] = {}
     for steps, value in _leaves(tree, ()):
         name = name_of(steps)
-        if name in found:
+        if name in leaves:
             raise DeclarationError(
                 f"{name!r}: two leaves of the state dict have this name, which is a path joined with dots. "
                 f"Rename one of the dict keys on the way to them.",
                 key=name,
             )
-        found[name] = (steps, value)
-    return found
+        leaves[name] = (steps, value)
+    return leaves
 
 
 def name_of(steps: Steps) -> str:

@@ -81,19 +81,19 @@ class MegackptStorageReader(StorageReader):
         with opened(self.path) as store:
             contents = self._open(store)
             common = _common_of(contents, store)
-            found: dict[str, Any] = {
+            entries: dict[str, Any] = {
                 name: _metadata_of(value) for name, (_, value) in flatten(common).items()
             }
             steps = {name: tuple(map(_step, at)) for name, (at, _) in flatten(common).items()}
             for spec in contents.arrays.values():
                 if spec.dtype == OBJECT:
-                    found.update(
+                    entries.update(
                         {entity.unique_key: BytesStorageMetadata() for entity in _objects(contents, spec.key)}
                     )
                 else:
-                    found[spec.key] = _array_metadata(getattr(torch, spec.dtype), spec.global_shape)
-        steps |= {name: (name,) for name in found if name not in steps}
-        return Metadata(found, planner_data=steps)
+                    entries[spec.key] = _array_metadata(getattr(torch, spec.dtype), spec.global_shape)
+        steps |= {name: (name,) for name in entries if name not in steps}
+        return Metadata(entries, planner_data=steps)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -35,12 +35,12 @@ def rectangles(tensor: ShardedTensor) -> list[Rectangle]:
         whole = None if data is None else data[(None,) * tensor.prepend_axis_num]
         return [Rectangle(Box(tensor.global_offset, tensor.box_shape), whole)]
     cut = rectangles_of(np.array([tensor.box_shape]), np.array([flat.start]), np.array([flat.stop]))
-    found = []
+    rectangles = []
     position = 0
     for start, extents in zip(cut.start.tolist(), cut.shape.tolist(), strict=True):
         offset = tuple(a + b for a, b in zip(tensor.global_offset, start, strict=True))
         box = Box(offset, tuple(extents))
         present = None if data is None else data[position : position + box.numel].view(box.shape)
-        found.append(Rectangle(box, present))
+        rectangles.append(Rectangle(box, present))
         position += box.numel
-    return found
+    return rectangles

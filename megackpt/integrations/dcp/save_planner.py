@@ -133,9 +133,9 @@ class MegackptSavePlanner(SavePlanner):
                 )
             check_source(tensor)
         self._values = flatten(self.common)
-        _refuse_same_names(self._flattened, plain, self._values)
+        _check_names_differ(self._flattened, plain, self._values)
         for name, (_, value) in self._values.items():
-            pack(value, path=name)  # what has no codec is refused before anything is written
+            pack(value, path=name)  # raises an error before anything is written if there is no codec
         self._rectangles: dict[tuple[str, torch.Size, torch.Size], Rectangle] = {}
         self._objects: dict[str, tuple[ShardedObject, bytes]] = {}
         for entity in self._flattened.objects:
@@ -211,8 +211,8 @@ class MegackptSavePlanner(SavePlanner):
 
     def lookup_entity(self, index: MetadataIndex) -> ShardedObject | None:
         """Return the object of this name; None where it is that of a value which is not sharded. Local."""
-        found = self._objects.get(index.fqn)
-        return None if found is None else found[0]
+        stored = self._objects.get(index.fqn)
+        return None if stored is None else stored[0]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the value of this name that is not sharded, as DCP's default planner does. Local."""
@@ -242,7 +242,7 @@ def _plain_tensors(common: Any) -> tuple[list[ShardedTensor], Any]:
     return tensors, {} if rest is ABSENT else without_positions(rest)
 
 
-def _refuse_same_names(
+def _check_names_differ(
     flattened: FlattenedState, plain: Iterable[ShardedTensor], values: Mapping[str, object]
 ) -> None:
     """Check that nothing that is named by its path has the name of an entity or a DTensor.

@@ -49,7 +49,7 @@ from megackpt.validation import check_coverage
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What the coordinator tells a rank: the attempt, and which rank of the save it is."""
+    """What the coordinator sends to a rank: the attempt, and which rank of the save it is."""
 
     attempt: str
     rank: int
@@ -57,7 +57,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """What a rank tells the coordinator after writing.
+    """What a rank sends to the coordinator after writing.
 
     Attributes:
         attempt: the attempt it has written for.
@@ -77,7 +77,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
 
     Works with every planner that derives from DCP's default one, and with MegackptSavePlanner. The
     checkpoint appears at the end, all at once and durably; a save that fails on any rank leaves the one
-    before as it was, and files that the next save to this place removes.
+    before as it was, and files that the next save to this path removes.
 
     Args:
         path: the directory of this one checkpoint, or an open store; None to give it to DCP as
@@ -130,7 +130,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is. DCP calls it on every rank."""
-        _refuse_cached(plan)
+        _check_not_cached(plan)
         self._own = {item.index for item in plan.items if item.type == WriteItemType.BYTE_IO}
         return plan
 
@@ -142,11 +142,15 @@ class MegackptStorageWriter(Stager, StorageWriter):
             store.sync()
             self._earlier = manifest.find_leftover_files(store, strategy)
         self._attempt = manifest.new_attempt()
-        mine = [item for plan in plans[1:] for item in plan.items if self._is_kept_here(item)]
+        kept_here = [item for plan in plans[1:] for item in plan.items if self._is_kept_here(item)]
         prepared = []
         for rank, plan in enumerate(plans):
-            _refuse_cached(plan)
-            items = [*plan.items, *mine] if not rank else [i for i in plan.items if not self._is_kept_here(i)]
+            _check_not_cached(plan)
+            items = (
+                [*plan.items, *kept_here]
+                if not rank
+                else [i for i in plan.items if not self._is_kept_here(i)]
+            )
             prepared.append(dataclasses.replace(plan, items=items, storage_data=_Task(self._attempt, rank)))
         return prepared
 
@@ -157,7 +161,7 @@ class MegackptStorageWriter(Stager, StorageWriter):
         """Write this rank's chunks, durably. DCP calls it on every rank.
 
         Raises:
-            StorageError: the store refused.
+            StorageError: the store cannot write.
             UnserializableError: a value without a codec.
             DeclarationError, MismatchError: a tensor, or a planner, that is not what the plan says.
         """
@@ -239,12 +243,12 @@ class MegackptStorageWriter(Stager, StorageWriter):
                 self._values, self._base = {}, None
 
     def _common(self, written: list[_Written], paths: Mapping[str, Any]) -> Any:
-        """Return common state in the structure that the state dict had, as far as the planner tells."""
+        """Return common state in the structure that the state dict had, as far as the planner knows it."""
         values = dict(self._values)
         for rank, of_rank in enumerate(written):
             where = f"values of rank {rank}"
             values.update({name: unpack(blob, where=where) for name, blob in of_rank.values.items()})
-        if self._base is not None:  # the planner has told the structure, less what other ranks have
+        if self._base is not None:  # the structure from the planner, less what other ranks have
             tree: Any = self._base
             for name in values.keys() - self._values.keys():
                 tree = with_value(tree, tuple(paths[name]), values[name])
@@ -298,16 +302,16 @@ def _taken_apart(plan: SavePlan, planner: SavePlanner) -> _Parts:
 class _PlannerParts(ChunkParts):
     """The bytes of a rank's rows: tensors as DCP's planner resolves them, and blobs of objects."""
 
-    def __init__(self, planner: SavePlanner, given: _Parts, own: OwnPlan, *, part_bytes: int) -> None:
-        self._planner, self._given, self._own, self._part_bytes = planner, given, own, part_bytes
+    def __init__(self, planner: SavePlanner, parts: _Parts, own: OwnPlan, *, part_bytes: int) -> None:
+        self._planner, self._parts, self._own, self._part_bytes = planner, parts, own, part_bytes
 
     def __call__(self, row: int) -> Iterator[memoryview]:
         """Yield the parts of a row."""
-        given = self._given
+        parts = self._parts
         entity = int(self._own.entity[row])
-        if entity >= len(given.tensors):
-            return iter([memoryview(given.blobs[entity - len(given.tensors)])])
-        data = _resolved(self._planner, given.items[entity], given.tensors[entity])
+        if entity >= len(parts.tensors):
+            return iter([memoryview(parts.blobs[entity - len(parts.tensors)])])
+        data = _resolved(self._planner, parts.items[entity], parts.tensors[entity])
         return host_parts(data, part_bytes=self._part_bytes)
 
 
@@ -353,7 +357,7 @@ def _resolved(planner: SavePlanner, item: WriteItem, declared: ShardedTensor) ->
     return data
 
 
-def _refuse_cached(plan: SavePlan) -> None:
+def _check_not_cached(plan: SavePlan) -> None:
     if not getattr(plan, "usable", True):  # torch before 2.7 keeps no plans
         raise DeclarationError(
             "enable_plan_caching lets DCP use the plan of an earlier save, which names that save's files. "
@@ -369,5 +373,5 @@ def _check_followed(options: SaveOptions) -> None:
     if ignored:
         raise DeclarationError(
             f"MegackptStorageWriter does not follow SaveOptions.{', '.join(ignored)}: DCP brings the ranks "
-            f"together, and tells them nothing of each other. Leave them out, or save with megackpt.save."
+            f"together, and gives them no values of each other. Leave them out, or save with megackpt.save."
         )
