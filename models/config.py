@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megackpt.errors import DeclarationError
-from megackpt.parallel import ParallelLayout
+from megackpt.parallel import ParallelLayout, StageTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,13 @@ class GPTConfig:
             return self.ffn_hidden_size
         return -(-8 * self.hidden_size // (3 * 64)) * 64  # three matrices as large as the usual two of 4 h
 
-    def check_layout(self, layout: ParallelLayout) -> None:
-        """Check that `layout` can hold this model. Pure.
+    def check_layout(self, layout: ParallelLayout, stages: StageTable | None = None) -> None:
+        """Check that `layout`, with a table of its stages or an even one, can hold this model. Pure.
 
         Raises:
             DeclarationError: tp does not divide the heads or MLP, neither of tp and the query groups divides
-                the other, or there are more stages than layers; all of them are named.
+                the other, or there are more stages than layers and no table that says so; all of them are
+                named. Or the table is one for another layout or number of layers.
         """
         cut = {"num_heads": self.num_heads, "ffn_hidden_size": self.ffn_size}
         faults = [
@@ -108,7 +109,11 @@ class GPTConfig:
             faults.append(
                 f"num_query_groups {self.query_groups} is neither a multiple nor a divisor of tp={layout.tp}"
             )
-        if self.num_layers < layout.pp:
-            faults.append(f"num_layers {self.num_layers} are fewer than pp={layout.pp} stages")
+        if stages is None and self.num_layers < layout.pp * layout.vpp:
+            chunks = f"pp={layout.pp} stages" + (f" x vpp={layout.vpp}" if layout.vpp > 1 else "")
+            faults.append(f"num_layers {self.num_layers} are fewer than {chunks}")
         if faults:
             raise DeclarationError(f"GPTConfig does not fit {layout}: {'; '.join(faults)}. Change either.")
+        if stages is not None:
+            stages.check_num_layers(self.num_layers)
+            stages.check_layout(pp=layout.pp, vpp=layout.vpp)

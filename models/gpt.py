@@ -1,7 +1,7 @@
-"""One pipeline stage of a GPT.
+"""One model chunk of a GPT: all of it, one pipeline stage, or one virtual stage of a pipeline stage.
 
-Decides which module is on which stage: the embedding on the first, layers on all, the final norm and the
-logits on the last. With tied embeddings over several stages, the last one holds a second copy of the
+A `StageTable` decides which layers are in which chunk. The first one has the embedding, the last one the
+final norm and the logits. With tied embeddings over several stages, the last one has a second copy of the
 embedding.
 """
 
@@ -18,7 +18,9 @@ from megackpt.mapping import RankOffset, ShardedStateDict
 from megackpt.parallel import (
     LayerStack,
     Metadata,
+    ModelChunks,
     ParallelGroups,
+    ParallelLayout,
     ParallelRng,
     ShardedModule,
     StageTable,
@@ -61,21 +63,22 @@ class Embedding(ShardedModule):
 
 
 class Decoder(ShardedModule):
-    """The layers of this stage and, on the last stage, the final norm. `[s (/tp), b, hidden]` to the same.
+    """The layers of this chunk and, in the last chunk, the final norm. `[s (/tp), b, hidden]` to the same.
 
     Args:
         stage: what its parts are made with.
-        owned: global indices of this stage's layers.
+        owned: global indices of this chunk's layers.
+        is_last: whether this is the last chunk of the model.
     """
 
-    def __init__(self, stage: Stage, owned: Sequence[int]) -> None:
+    def __init__(self, stage: Stage, owned: Sequence[int], *, is_last: bool) -> None:
         super().__init__(stage.groups)
 
         def build(index: int) -> TransformerLayer:
             return TransformerLayer(stage)
 
         self.layers = LayerStack(build, owned, stage.config.num_layers, stage.groups)
-        self.final_layernorm = block_norm(stage) if stage.groups.pp.is_last else None
+        self.final_layernorm = block_norm(stage) if is_last else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the next stage, or the output layer, takes."""
@@ -84,7 +87,9 @@ class Decoder(ShardedModule):
 
 
 class GPT(ShardedModule):
-    """One rank's stage of a decoder-only transformer. Collective over tp; see `forward_backward` for pp.
+    """One rank's chunk of a decoder-only transformer. Collective over tp; see `forward_backward` for pp.
+
+    Each stage has one chunk, or several with virtual pipeline parallelism; `build_gpt` makes all of them.
 
     Initial weights are those of the layers, which differ by layout; `init_weights` makes them equal.
 
@@ -94,7 +99,8 @@ class GPT(ShardedModule):
         rng: random streams for dropout; may be None where config.dropout is 0.
         sequence_parallel: between the layers each rank of tp holds its part of the sequence only; tp must
             divide the sequence length then.
-        stages: which layers are on which stage; None splits them evenly.
+        stages: which layers are in which chunk; None splits them evenly.
+        virtual_stage: which chunk of this pipeline stage it is, in `[0, vpp)`.
         device: where the parameters lie.
 
     Raises:
@@ -109,51 +115,50 @@ class GPT(ShardedModule):
         *,
         sequence_parallel: bool = False,
         stages: StageTable | None = None,
+        virtual_stage: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(groups)
-        config.check_layout(groups.layout)
-        if stages is None:
-            stages = StageTable.even(config.num_layers, pp=groups.pp.size)
-        stages.check_layout(pp=groups.pp.size)
-        stages.check_num_layers(config.num_layers)
+        table = _stage_table(config, groups.layout, stages)
+        is_first = table.has_embedding(groups.pp.rank, virtual_stage)
+        is_last = table.has_loss(groups.pp.rank, virtual_stage)
         self.config = config
         self.sequence_parallel = sequence_parallel
         stage = Stage(
             config=config, groups=groups, rng=rng, sequence_parallel=sequence_parallel, device=device
         )
-        self.embedding = Embedding(stage) if groups.pp.is_first else None
-        self.decoder = Decoder(stage, stages.layers_of(groups.pp.rank))
+        self.embedding = Embedding(stage) if is_first else None
+        self.decoder = Decoder(stage, table.layers_of(groups.pp.rank, virtual_stage), is_last=is_last)
         self.output_layer = (
             VocabParallelOutput(
                 config.vocab_size,
                 config.hidden_size,
                 groups,
-                tied=config.tied_embeddings and groups.pp.is_first,
+                tied=config.tied_embeddings and is_first,
                 make_divisible=config.make_vocab_divisible,
                 sequence_parallel=sequence_parallel,
                 dtype=config.params_dtype,
                 device=device,
             )
-            if groups.pp.is_last
+            if is_last
             else None
         )
         if self._has_two_copies:
             self._mark_copies()
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Run this stage.
+        """Run this chunk.
 
         Args:
-            inputs: token ids `[b, s]` on the first stage, hidden states `[s (/tp), b, hidden]` on the others.
-            labels: token ids `[b, s]`; looked at on the last stage only.
+            inputs: token ids `[b, s]` for the first chunk, hidden states `[s (/tp), b, hidden]` for others.
+            labels: token ids `[b, s]`; looked at by the last chunk only.
 
         Returns:
-            Hidden states `[s (/tp), b, hidden]`; on the last stage the mean loss over all tokens (0-dim,
+            Hidden states `[s (/tp), b, hidden]`; of the last chunk the mean loss over all tokens (0-dim,
             float32) or, without labels, this rank's logits `[s, b, padded_vocab/tp]`.
 
         Raises:
-            DeclarationError: on the first stage, a sequence longer than the model is made for.
+            DeclarationError: in the first chunk, a sequence longer than the model is made for.
         """
         if self.embedding is not None and inputs.shape[1] > self.config.seq_length:
             raise DeclarationError(
@@ -173,7 +178,7 @@ class GPT(ShardedModule):
         return losses.mean()
 
     def activation_buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty `[s (/tp), b, hidden]` for what the previous stage makes of `tokens` `[b, s]`."""
+        """Return an empty `[s (/tp), b, hidden]` for what the previous chunk makes of `tokens` `[b, s]`."""
         batch, sequence = tokens.shape
         if self.sequence_parallel:
             sequence = divide_over_tp("sequence length", sequence, self.groups)
@@ -183,7 +188,7 @@ class GPT(ShardedModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
     ) -> ShardedStateDict:
-        """Declare this stage; the last one's tied output weight is a second copy of the embedding. Local."""
+        """Declare this chunk; the last one's tied output weight is a second copy of the embedding. Local."""
         result = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self._has_two_copies and self.output_layer is not None:
             result[prefix + OUTPUT_KEY] = second_copy(result[prefix + OUTPUT_KEY], prefix + EMBEDDING_KEY)
@@ -207,3 +212,36 @@ class GPT(ShardedModule):
             mark(self.embedding.word_embeddings.weight, "shared_embedding")
         if self.output_layer is not None and self.output_layer.weight is not None:
             mark(self.output_layer.weight, "shared_embedding", "is_duplicate")
+
+
+def build_gpt(
+    config: GPTConfig,
+    groups: ParallelGroups,
+    rng: ParallelRng | None = None,
+    *,
+    sequence_parallel: bool = False,
+    stages: StageTable | None = None,
+    device: torch.device | str | None = None,
+) -> ModelChunks:
+    """Return all model chunks of this rank: `groups.layout.vpp` of them. Arguments and errors as for GPT."""
+    table = _stage_table(config, groups.layout, stages)
+    return ModelChunks(
+        [
+            GPT(
+                config,
+                groups,
+                rng,
+                sequence_parallel=sequence_parallel,
+                stages=table,
+                virtual_stage=virtual_stage,
+                device=device,
+            )
+            for virtual_stage in range(table.vpp)
+        ],
+        groups,
+    )
+
+
+def _stage_table(config: GPTConfig, layout: ParallelLayout, stages: StageTable | None) -> StageTable:
+    config.check_layout(layout, stages)
+    return StageTable.even(config.num_layers, pp=layout.pp, vpp=layout.vpp) if stages is None else stages

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedLayout, ShardedObject, ShardedStateDict, ShardedTensor
-from megackpt.parallel import stable_seed
+from megackpt.parallel import ModelChunks, stable_seed
 from models.config import GPTConfig
 from models.gpt import GPT
 
@@ -32,7 +33,7 @@ class _Normal:
     std: float
 
 
-def init_weights(model: GPT, seed: int) -> None:
+def init_weights(model: GPT | ModelChunks, seed: int) -> None:
     """Set every parameter of `model` to its initial value. Local: call it on every rank with the same seed.
 
     Weights are normal with std `config.init_std`, those that end on the residual path divided by
@@ -41,6 +42,11 @@ def init_weights(model: GPT, seed: int) -> None:
     Raises:
         DeclarationError: a parameter for whose name there is no rule.
     """
+    for chunk in model if isinstance(model, ModelChunks) else [model]:
+        _init_chunk(cast(GPT, chunk), seed)
+
+
+def _init_chunk(model: GPT, seed: int) -> None:
     with torch.no_grad():
         for tensor in _tensors(model.sharded_state_dict()):
             assert tensor.data is not None

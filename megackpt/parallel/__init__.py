@@ -8,6 +8,7 @@ from megackpt.parallel.attributes import (
     mark,
     mark_copied_rows,
 )
+from megackpt.parallel.chunks import ModelChunks
 from megackpt.parallel.collectives import (
     all_reduce,
     collect_sequence,
@@ -58,6 +59,7 @@ from megackpt.parallel.schedule import (
     Transfer,
     plan_1f1b,
     plan_forward,
+    plan_interleaved,
 )
 from megackpt.parallel.stack import LayerStack
 from megackpt.parallel.stages import StageTable
@@ -76,6 +78,7 @@ __all__ = [
     "LayerStack",
     "Metadata",
     "MicroBatch",
+    "ModelChunks",
     "ParallelDropout",
     "ParallelGroups",
     "ParallelLayout",
@@ -111,6 +114,7 @@ __all__ = [
     "padded_vocab_size",
     "plan_1f1b",
     "plan_forward",
+    "plan_interleaved",
     "reduce_from",
     "reduce_scatter_sequence",
     "scatter_sequence",

@@ -1,7 +1,7 @@
-"""A stack of equal layers, some of which are on this pipeline stage.
+"""A stack of layers, some of which are on this pipeline stage.
 
-In the checkpoint every tensor of the stack has a leading axis over all layers of the model, so that the
-checkpoint does not depend on which stage has a layer.
+The checkpoint does not depend on which stage has a layer: the keys have global layer indices, either in a
+leading axis or in their names.
 """
 
 from __future__ import annotations
@@ -20,20 +20,31 @@ class LayerStack(ShardedModule):
     """Layers `owned` of a stack of `total`, applied in order. As collective as its layers.
 
     Length, iteration and indices are those of the layers of this stage. Names in the state dict count the
-    layers of this stage (`0.weight`); the checkpoint has one key for each tensor (`weight`), with a leading
-    axis of `total` layers.
+    layers of this stage (`0.weight`). In the checkpoint, layers of equal structure have one key for each
+    tensor (`weight`) with a leading axis of `total` layers. Layers that may differ, such as dense layers and
+    mixtures of experts, have keys of their own (`7.weight` for global layer 7) without that axis.
 
     Args:
         build: returns the layer with a global index.
         owned: global indices of the layers of this stage, in order; see `StageTable`.
         total: number of layers over all stages.
         groups: the ranks around this one.
+        homogeneous: whether all layers have equal structure, also those of other stages.
+
+    Source: the keys are those of Megatron-Core `TransformerBlock.sharded_state_dict`.
     """
 
     def __init__(
-        self, build: Callable[[int], nn.Module], owned: Sequence[int], total: int, groups: ParallelGroups
+        self,
+        build: Callable[[int], nn.Module],
+        owned: Sequence[int],
+        total: int,
+        groups: ParallelGroups,
+        *,
+        homogeneous: bool = True,
     ) -> None:
         super().__init__(groups)
+        self.homogeneous = homogeneous
         self.owned = tuple(owned)
         self.total = total
         for local, index in enumerate(owned):
@@ -66,11 +77,12 @@ class LayerStack(ShardedModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[RankOffset] = (), metadata: Metadata = None
     ) -> ShardedStateDict:
-        """Declare this stage's layers, stacked along a leading axis after `sharded_offsets`. Local."""
+        """Declare this stage's layers; equal ones along a leading axis after `sharded_offsets`. Local."""
         result: ShardedStateDict = {}
-        axis = len(sharded_offsets)
         for (local, layer), index in zip(self.named_children(), self.owned, strict=True):
-            stacked = (*sharded_offsets, (axis, index, self.total))
-            entities = sharded_state_dict(layer, self.groups, prefix, stacked, metadata)
-            result |= {f"{prefix}{local}.{name[len(prefix) :]}": e for name, e in entities.items()}
+            key_prefix, offsets = f"{prefix}{index}.", tuple(sharded_offsets)
+            if self.homogeneous:
+                key_prefix, offsets = prefix, (*offsets, (len(offsets), index, self.total))
+            entities = sharded_state_dict(layer, self.groups, key_prefix, offsets, metadata)
+            result |= {f"{prefix}{local}.{name[len(key_prefix) :]}": e for name, e in entities.items()}
         return result

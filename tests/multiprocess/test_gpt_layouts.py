@@ -30,7 +30,7 @@ from megackpt.parallel import (
     share_losses,
 )
 from megackpt.testing.ranks import RankPool
-from models import GPT, GPTConfig, init_weights
+from models import GPT, GPTConfig, build_gpt, init_weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -59,13 +59,13 @@ def _batches(groups: ParallelGroups) -> list[MicroBatch]:
 
 
 def _train(
-    layout: ParallelLayout, tied: bool, sequence_parallel: bool, counts: tuple[int, ...] | None
+    layout: ParallelLayout, tied: bool, sequence_parallel: bool, stages: str | None
 ) -> tuple[list[float], list[tuple]]:
     """Return the losses of this dp rank and its boxes of the gradients, reduced as an optimizer would."""
     groups = ParallelGroups.create(layout)
     config = replace(CONFIG, tied_embeddings=tied)
-    stages = None if counts is None else StageTable.from_counts(counts, pp=layout.pp)
-    model = GPT(config, groups, sequence_parallel=sequence_parallel, stages=stages)
+    table = None if stages is None else StageTable.from_string(stages, pp=layout.pp)
+    model = build_gpt(config, groups, sequence_parallel=sequence_parallel, stages=table)
     init_weights(model, seed=11)
     batches = _batches(groups)
     losses = forward_backward(model, batches, groups)
@@ -114,8 +114,13 @@ LAYOUTS = {
     "tp4": (ParallelLayout(tp=4), False, None),
     "tp4-sequence": (ParallelLayout(tp=4), True, None),
     "pp4": (ParallelLayout(pp=4), False, None),
-    "pp3-uneven": (ParallelLayout(pp=3), False, (2, 0, 2)),
+    "pp3-uneven": (ParallelLayout(pp=3), False, "Ett||ttL"),
     "pp2": (ParallelLayout(pp=2), False, None),
+    "pp2-vpp2": (ParallelLayout(pp=2, vpp=2), False, None),
+    "pp2-vpp2-ends-alone": (ParallelLayout(pp=2, vpp=2), False, "E|ttt|t|L"),
+    "pp2-vpp3": (ParallelLayout(pp=2, vpp=3), False, "Et|t||t||tL"),
+    "pp4-vpp2": (ParallelLayout(pp=4, vpp=2), False, "Et|(|)*2t|t||t|L"),
+    "tp2-pp2-vpp2-sequence": (ParallelLayout(tp=2, pp=2, vpp=2), True, None),
     "tp2-pp2": (ParallelLayout(tp=2, pp=2), False, None),
     "tp2-pp2-sequence": (ParallelLayout(tp=2, pp=2), True, None),
     "tp2-dp2": (ParallelLayout(tp=2, dp=2), False, None),
@@ -127,8 +132,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_and_gradients_are_those_of_one_rank(rank_pool: RankPool, name: str, tied: bool) -> None:
-    layout, sequence_parallel, counts = LAYOUTS[name]
-    per_rank = rank_pool.run(_train, layout.world_size, layout, tied, sequence_parallel, counts)
+    layout, sequence_parallel, stages = LAYOUTS[name]
+    per_rank = rank_pool.run(_train, layout.world_size, layout, tied, sequence_parallel, stages)
     losses, grads = _reference(tied)
     for rank, (known, _) in enumerate(per_rank):
         dp = layout.coordinates(rank).dp
@@ -145,16 +150,17 @@ def test_loss_and_gradients_are_those_of_one_rank(rank_pool: RankPool, name: str
 
 def _evaluate(layout: ParallelLayout) -> tuple[list[float], bool]:
     groups = ParallelGroups.create(layout)
-    model = GPT(CONFIG, groups)
+    model = build_gpt(CONFIG, groups)
     init_weights(model, seed=11)
     batches = _batches(groups)
     losses = share_losses(forward_only(model, batches, groups), len(batches), groups)
     return losses.tolist(), any(param.grad is not None for param in model.parameters())
 
 
-def test_evaluation_gives_the_losses_and_no_gradients(rank_pool: RankPool) -> None:
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_evaluation_gives_the_losses_and_no_gradients(rank_pool: RankPool, vpp: int) -> None:
     expected = pytest.approx(_reference(True)[0], rel=RELATIVE)
-    for losses, has_grads in rank_pool.run(_evaluate, 4, ParallelLayout(tp=2, pp=2)):
+    for losses, has_grads in rank_pool.run(_evaluate, 4, ParallelLayout(tp=2, pp=2, vpp=vpp)):
         assert losses == expected
         assert not has_grads
 

@@ -2,92 +2,130 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from megackpt.parallel import Action, Backward, Forward, Transfer, plan_1f1b, plan_forward
+from megackpt.errors import DeclarationError
+from megackpt.parallel import Action, Backward, Forward, Transfer, plan_1f1b, plan_forward, plan_interleaved
 
 stages_ = integers(1, 6)
 micro_batches_ = integers(0, 12)
+chunks_ = integers(1, 4)
+rounds_ = integers(0, 4)
 
 Plans = list[tuple[Action, ...]]
+ENDS = ("send_activation", "send_gradient", "receive_activation", "receive_gradient")
 
 
-def simulate(plans: Plans) -> list[tuple[int, Action]]:
-    """Run the plans of all stages and return the actions in the order they ended, with their stage.
+class Network:
+    """Runs the plans of all stages in one process, and keeps the order in which actions ended.
 
     The strictest possible network: nothing is buffered, so that a message moves only while its sender and its
-    receiver both wait for it. Actions that need what has not arrived are errors.
+    receiver both wait for it, and a stage goes on when all messages of its transfer have moved. Between two
+    ranks messages have no name: the first that is sent meets the first that is received. Actions that need
+    what has not arrived are errors.
     """
-    position = [0] * len(plans)
-    waiting: list[set[str]] = [set() for _ in plans]  # what the current transfer of each stage still lacks
-    have: list[set[tuple[str, int]]] = [set() for _ in plans]
-    done: list[tuple[int, Action]] = []
-    for stage, plan in enumerate(plans):
-        waiting[stage] = _open(plan, 0)
-    progress = True
-    while progress:
-        progress = False
-        for stage, plan in enumerate(plans):
-            while position[stage] < len(plan) and not waiting[stage]:
-                action = plan[position[stage]]
-                _perform(stage, len(plans), action, have[stage])
-                done.append((stage, action))
-                position[stage] += 1
-                waiting[stage] = _open(plan, position[stage])
-                progress = True
-        for stage in range(len(plans) - 1):
-            progress |= _move(plans, position, waiting, have, stage)
-    assert position == [len(plan) for plan in plans], f"deadlock at {position} of {plans}"
-    return done
+
+    def __init__(self, plans: Plans, chunks: int = 1) -> None:
+        self.plans = plans
+        self.chunks = chunks
+        self.position = [0] * len(plans)
+        self.waiting = [self._open(stage) for stage in range(len(plans))]
+        self.have: list[set[tuple[str, Action]]] = [set() for _ in plans]
+        self.done: list[tuple[int, Action]] = []
+
+    def run(self) -> list[tuple[int, Action]]:
+        stages = range(len(self.plans))
+        progress = True
+        while progress:
+            progress = False
+            for stage in stages:
+                while self.position[stage] < len(self.plans[stage]) and not self.waiting[stage]:
+                    self._perform(stage, self.plans[stage][self.position[stage]])
+                    self.position[stage] += 1
+                    self.waiting[stage] = self._open(stage)
+                    progress = True
+            for stage in stages:
+                progress |= self._move(stage, "activation") or self._move(stage, "gradient")
+        assert self.position == [len(plan) for plan in self.plans], f"deadlock at {self.position}"
+        return self.done
+
+    def _open(self, stage: int) -> list[str]:
+        """Return what the current action of a stage, if it is a transfer, waits for; in order of posting."""
+        action = self._current(stage)
+        return [end for end in ENDS if isinstance(action, Transfer) and getattr(action, end) is not None]
+
+    def _current(self, stage: int) -> Action | None:
+        at = self.position[stage]
+        return self.plans[stage][at] if at < len(self.plans[stage]) else None
+
+    def _peer(self, stage: int, end: str) -> int:
+        forwards = end in ("send_activation", "receive_gradient")
+        return (stage + (1 if forwards else -1)) % len(self.plans)
+
+    def _move(self, source: int, what: str) -> bool:
+        """Let a message of a stage pass if its receiver waits for one of this stage."""
+        if f"send_{what}" not in self.waiting[source]:
+            return False
+        target = self._peer(source, f"send_{what}")
+        to = [e for e in self.waiting[source] if e.startswith("send") and self._peer(source, e) == target]
+        back = [
+            e for e in self.waiting[target] if e.startswith("receive") and self._peer(target, e) == source
+        ]
+        if not back or to[0] != f"send_{what}":
+            return False
+        assert back[0] == f"receive_{what}", "two stages disagree about what is sent first"
+        sent = getattr(self._current(source), to[0])
+        received = getattr(self._current(target), back[0])
+        assert self._position(source, sent) + (1 if what == "activation" else -1) == self._position(
+            target, received
+        ), "a message from a chunk that is not the neighbour's"
+        assert sent.micro_batch == received.micro_batch, "two stages disagree about the micro-batch"
+        assert ("result", sent) in self.have[source], "sent before it was computed"
+        self.waiting[source].remove(to[0])
+        self.waiting[target].remove(back[0])
+        self.have[target].add(("input", received))
+        return True
+
+    def _position(self, stage: int, action: Forward | Backward) -> int:
+        return action.chunk * len(self.plans) + stage
+
+    def _perform(self, stage: int, action: Action) -> None:
+        self.done.append((stage, action))
+        if isinstance(action, Transfer):
+            return
+        last = len(self.plans) * self.chunks - 1
+        end = 0 if isinstance(action, Forward) else last
+        assert self._position(stage, action) == end or ("input", action) in self.have[stage]
+        if isinstance(action, Backward):
+            forward = Forward(action.micro_batch, action.chunk)
+            assert ("result", forward) in self.have[stage], "backward before forward"
+        self.have[stage].add(("result", action))
 
 
-def _open(plan: tuple[Action, ...], at: int) -> set[str]:
-    if at == len(plan) or not isinstance(action := plan[at], Transfer):
-        return set()
-    return {side for side in ("send", "receive") if getattr(action, side) is not None}
+def most_in_flight(plan: tuple[Action, ...]) -> int:
+    in_flight = most = 0
+    for action in plan:
+        in_flight += isinstance(action, Forward) - isinstance(action, Backward)
+        most = max(most, in_flight)
+    return most
 
 
-def _move(plans: Plans, position: list[int], waiting: list[set[str]], have: list[set], left: int) -> bool:
-    """Let one message pass between stage `left` and the next if both ends wait for it."""
-    right = left + 1
-    if position[left] == len(plans[left]) or position[right] == len(plans[right]):
-        return False
-    a, b = plans[left][position[left]], plans[right][position[right]]
-    if not (
-        isinstance(a, Transfer) and isinstance(b, Transfer) and a.peer == "next" and b.peer == "previous"
-    ):
-        return False
-    for sender, receiver, source, target, what in ((a, b, left, right, "in"), (b, a, right, left, "grad")):
-        if "send" in waiting[source] and "receive" in waiting[target]:
-            assert sender.send == receiver.receive, "two neighbours disagree about the micro-batch"
-            waiting[source].discard("send")
-            waiting[target].discard("receive")
-            have[target].add((what, sender.send))
-            return True
-    return False
-
-
-def _perform(stage: int, stages: int, action: Action, have: set[tuple[str, int]]) -> None:
-    if isinstance(action, Forward):
-        assert stage == 0 or ("in", action.micro_batch) in have
-        have.add(("out", action.micro_batch))
-    elif isinstance(action, Backward):
-        assert ("out", action.micro_batch) in have
-        assert stage == stages - 1 or ("grad", action.micro_batch) in have
-        have.add(("in_grad", action.micro_batch))
-    elif action.send is not None:
-        assert (("out" if action.peer == "next" else "in_grad"), action.send) in have
+def interleaved(stages: int, chunks: int, micro_batches: int) -> Plans:
+    return [plan_interleaved(stages, stage, chunks, micro_batches) for stage in range(stages)]
 
 
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_1f1b_ends_without_deadlock_even_if_nothing_is_buffered(stages: int, micro_batches: int) -> None:
-    simulate([plan_1f1b(stages, stage, micro_batches) for stage in range(stages)])
+    Network([plan_1f1b(stages, stage, micro_batches) for stage in range(stages)]).run()
 
 
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_forward_plan_ends_without_deadlock(stages: int, micro_batches: int) -> None:
-    done = simulate([plan_forward(stages, stage, micro_batches) for stage in range(stages)])
+    done = Network([plan_forward(stages, stage, micro_batches) for stage in range(stages)]).run()
     assert sum(isinstance(action, Forward) for _, action in done) == stages * micro_batches
 
 
@@ -102,8 +140,64 @@ def test_each_stage_runs_every_micro_batch_once_each_way_in_order(stages: int, m
 @given(stages=stages_, micro_batches=micro_batches_)
 def test_micro_batches_in_flight_are_bounded_by_the_stages_to_come(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
-        in_flight = most = 0
-        for action in plan_1f1b(stages, stage, micro_batches):
-            in_flight += isinstance(action, Forward) - isinstance(action, Backward)
-            most = max(most, in_flight)
+        most = most_in_flight(plan_1f1b(stages, stage, micro_batches))
         assert most == min(stages - stage, micro_batches)
+
+
+@given(stages=stages_, chunks=chunks_, rounds=rounds_)
+def test_interleaving_ends_without_deadlock_and_every_message_has_its_receiver(
+    stages: int, chunks: int, rounds: int
+) -> None:
+    plans = interleaved(stages, chunks, rounds * stages)
+    done = Network(plans, chunks).run()
+    messages: Counter[str] = Counter()
+    for _, action in done:
+        if isinstance(action, Transfer):
+            messages.update(end for end in ENDS if getattr(action, end) is not None)
+    hops = (stages * chunks - 1) * rounds * stages
+    assert all(messages[end] == hops for end in ENDS)
+
+
+@given(stages=stages_, chunks=chunks_, rounds=rounds_)
+def test_interleaved_chunks_take_turns_of_as_many_micro_batches_as_stages(
+    stages: int, chunks: int, rounds: int
+) -> None:
+    turns = [
+        (cycle * stages + index, chunk)
+        for cycle in range(rounds)
+        for chunk in range(chunks)
+        for index in range(stages)
+    ]
+    for plan in interleaved(stages, chunks, rounds * stages):
+        assert [(a.micro_batch, a.chunk) for a in plan if isinstance(a, Forward)] == turns
+        backwards = [(a.micro_batch, chunks - 1 - a.chunk) for a in plan if isinstance(a, Backward)]
+        assert backwards == turns
+
+
+@given(stages=stages_, chunks=chunks_, rounds=rounds_)
+def test_interleaved_forwards_in_flight_are_bounded(stages: int, chunks: int, rounds: int) -> None:
+    for stage, plan in enumerate(interleaved(stages, chunks, rounds * stages)):
+        bound = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+        assert most_in_flight(plan) == min(bound, rounds * stages * chunks)
+
+
+@given(stages=stages_, chunks=integers(2, 4), rounds=rounds_)
+def test_forward_plan_of_several_chunks_ends_without_deadlock(stages: int, chunks: int, rounds: int) -> None:
+    plans = [plan_forward(stages, stage, rounds * stages, chunks=chunks) for stage in range(stages)]
+    done = Network(plans, chunks).run()
+    assert not any(isinstance(action, Backward) for _, action in done)
+    assert sum(isinstance(action, Forward) for _, action in done) == stages * chunks * rounds * stages
+
+
+@given(stages=integers(2, 6), chunks=integers(2, 4), micro_batches=micro_batches_)
+def test_micro_batches_that_are_no_multiple_of_the_stages_are_rejected(
+    stages: int, chunks: int, micro_batches: int
+) -> None:
+    if micro_batches % stages == 0:
+        return
+    for plan in (
+        lambda: plan_interleaved(stages, 0, chunks, micro_batches),
+        lambda: plan_forward(stages, 0, micro_batches, chunks=chunks),
+    ):
+        with pytest.raises(DeclarationError, match=rf"{micro_batches} micro-batches.*multiple of {stages}"):
+            plan()

@@ -14,6 +14,7 @@ from megackpt.errors import DeclarationError
 from megackpt.mapping import ShardedLayout, ShardedTensor, is_main_replica
 from megackpt.parallel import (
     MicroBatch,
+    ModelChunks,
     ParallelGroups,
     ParallelLayout,
     ParallelRng,
@@ -21,7 +22,7 @@ from megackpt.parallel import (
     forward_backward,
     is_marked,
 )
-from models import GPT, GPTConfig, init_weights
+from models import GPT, GPTConfig, build_gpt, init_weights
 from models.blocks.attention import rotate
 
 CONFIG = GPTConfig(
@@ -42,6 +43,7 @@ LAYOUTS = [
     ParallelLayout(pp=4),
     ParallelLayout(pp=3),
     ParallelLayout(tp=2, pp=2, dp=2),
+    ParallelLayout(pp=2, vpp=2),
 ]
 
 
@@ -50,7 +52,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def _tensors(model: GPT) -> Iterator[ShardedTensor]:
+def _tensors(model: GPT | ModelChunks) -> Iterator[ShardedTensor]:
     for entity in model.sharded_state_dict().values():
         yield from entity.tensors() if isinstance(entity, ShardedLayout) else [entity]
 
@@ -60,7 +62,7 @@ def _joined(config: GPTConfig, layout: ParallelLayout) -> tuple[dict[str, Tensor
     arrays: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
     for rank in range(layout.world_size):
-        model = GPT(config, ParallelGroups.offline(layout, rank))
+        model = build_gpt(config, ParallelGroups.offline(layout, rank))
         init_weights(model, seed=7)
         for t in _tensors(model):
             whole = arrays.setdefault(t.key, torch.full(t.global_shape, float("nan")))
@@ -108,6 +110,36 @@ def test_keys_are_free_of_layer_numbers_and_stages() -> None:
     assert proj.key == "model.decoder.layers.self_attention.linear_proj.weight"
     assert (proj.global_shape, proj.global_offset) == ((4, 16, 16), (3, 0, 0))
     assert state["model.output_layer.weight"].key == "model.embedding.word_embeddings.weight"
+
+
+def test_chunks_of_a_stage_have_names_of_their_own_and_global_keys() -> None:
+    groups = ParallelGroups.offline(ParallelLayout(pp=2, vpp=2), 1)
+    model = build_gpt(CONFIG, groups, stages=StageTable.from_string("Et|t||ttL", pp=2))
+    state = model.sharded_state_dict("model.")
+    assert list(state) == [f"model.{name}" for name in model.state_dict()]
+    projections = [e for e in state.values() if e.key.endswith("linear_proj.weight")]
+    assert {e.key for e in projections} == {"model.decoder.layers.self_attention.linear_proj.weight"}
+    assert [e.global_offset[0] for e in projections] == [1, 2, 3]
+    assert "model.0.decoder.layers.0.self_attention.linear_proj.weight" in state
+    first, last = model
+    assert (first.output_layer, first.decoder.final_layernorm) == (None, None)
+    assert last.output_layer is not None
+    assert is_marked(last.output_layer.weight, "shared_embedding")
+    assert is_marked(last.output_layer.weight, "is_duplicate")
+    assert state["model.1.output_layer.weight"].key == "model.embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        ("Ett|tL", r"3 layers, but the model has 4"),
+        ("Et|t|t|tL", r"one for pp=2, vpp=2 stages, but the layout"),
+    ],
+)
+def test_a_table_of_another_model_or_layout_is_rejected(table: str, error: str) -> None:
+    groups = ParallelGroups.offline(ParallelLayout(pp=2), 0)
+    with pytest.raises(DeclarationError, match=error):
+        build_gpt(CONFIG, groups, stages=StageTable.from_string(table, pp=2))
 
 
 def test_every_parameter_is_wrapped_itself() -> None:

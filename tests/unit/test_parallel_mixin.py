@@ -13,6 +13,7 @@ from megackpt.mapping import ShardedLayout, ShardedObject, ShardedTensor
 from megackpt.parallel import (
     ColumnParallelLinear,
     LayerStack,
+    ModelChunks,
     ParallelGroups,
     ParallelLayout,
     RowParallelLinear,
@@ -116,6 +117,42 @@ def test_a_stack_has_one_key_and_local_names() -> None:
     assert [state[f"layers.{i}.weight"].key for i in (0, 1)] == ["layers.weight"] * 2
     assert [state[f"layers.{i}.weight"].global_offset for i in (0, 1)] == [(2, 0), (3, 0)]
     assert state["layers.0.weight"].global_shape == (6, 4)
+
+
+def test_layers_of_different_structure_have_keys_with_their_global_index() -> None:
+    def build(index: int) -> nn.Module:
+        return nn.LayerNorm(4, bias=False) if index % 2 else nn.Linear(2, 3, bias=False)
+
+    stack = LayerStack(build, (1, 4), 6, ONE, homogeneous=False)
+    state = stack.sharded_state_dict("layers.")
+    assert list(state) == [f"layers.{name}" for name in stack.state_dict()]
+    assert [(e.key, e.global_shape, e.prepend_axis_num) for e in state.values()] == [
+        ("layers.1.weight", (4,), 0),
+        ("layers.4.weight", (3, 2), 0),
+    ]
+    inner = stack.sharded_state_dict("", ((0, 1, 3),))  # a stack of stacks keeps the outer axis
+    assert [(e.key, e.global_shape) for e in inner.values()] == [
+        ("1.weight", (3, 4)),
+        ("4.weight", (3, 3, 2)),
+    ]
+
+
+def test_chunks_are_one_state_dict_with_their_own_names() -> None:
+    stacks = [LayerStack(lambda _: nn.LayerNorm(4, bias=False), owned, 6, ONE) for owned in ((1, 2), (5,))]
+    chunks = ModelChunks(stacks, ONE)
+    state = chunks.sharded_state_dict("m.")
+    assert (
+        list(state)
+        == [f"m.{name}" for name in chunks.state_dict()]
+        == [
+            "m.0.0.weight",
+            "m.0.1.weight",
+            "m.1.0.weight",
+        ]
+    )
+    assert {e.key for e in state.values()} == {"m.weight"}
+    assert [e.global_offset[0] for e in state.values()] == [1, 2, 5]
+    assert (len(chunks), chunks[1]) == (2, list(chunks)[1])
 
 
 def test_a_fused_output_is_stored_as_its_components() -> None:
